@@ -1,0 +1,244 @@
+"""The work of preparation: count words, train the tokenizer, encode and write the splits.
+
+Text goes through in chunks of a megabyte, one at a time: memory does not grow with the corpus.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from data_module.corpus import TokenStoreWriter, store_prefix, token_type
+from data_module.errors import InputError
+from data_module.manifest import FORMAT, FORMAT_VERSION, TOKENIZER_NAME, write_manifest
+from data_module.pair_filter import PairFilter, Reason
+from data_module.settings import CorpusSettings, TextSource
+from data_module.text_sources import read_pairs
+from data_module.tokenizer import MAX_PIECE_CHARACTERS, Tokenizer, train_on_words
+from data_module.word_counts import WordCounts
+from data_module.word_encoder import WordEncoder
+
+log = logging.getLogger(__name__)
+
+
+def build_corpus(
+    settings: CorpusSettings, made_of: dict[str, Any], num_pairs: list[int], folder: Path, progress: bool
+) -> dict[str, Any]:
+    """Write a whole corpus into an empty folder and return its manifest.
+
+    `made_of` goes into the manifest as it is; `num_pairs` are the pairs of each training source, read once.
+
+    Raises:
+        InputError: see `read_pairs` and `train_on_words`; or a split keeps no pair.
+    """
+    words = _count_words(settings, num_pairs, progress)
+    tokenizer = Tokenizer(_train_tokenizer(settings, words, progress))
+    (folder / TOKENIZER_NAME).write_bytes(tokenizer.model)
+    validation_pairs: set[tuple[str, str]] = set()
+    # Made first, because training pairs are compared with it.
+    encoder = WordEncoder(tokenizer, token_type(tokenizer.vocabulary_size))
+    validation = _write_validation(settings, encoder, validation_pairs, folder, progress)
+    train = _write_train(settings, encoder, validation_pairs, num_pairs, folder, progress)
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        **made_of,
+        "tokenizer": {"sha256": tokenizer.sha256, "vocabulary_size": tokenizer.vocabulary_size},
+        "token_type": encoder.dtype.name,
+        "train": train,
+        "validation": validation,
+    }
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _count_words(settings: CorpusSettings, num_pairs: list[int], progress: bool) -> WordCounts:
+    """Count the words of a seeded sample of exactly `tokenizer_sentences` sentences, or of all if fewer.
+
+    Both sides of a pair are sampled together, each pair with the same chance; a source that is repeated
+    counts as often.
+    """
+    random = np.random.default_rng(settings.seed)
+    left = sum(num_pairs)
+    wanted = min(left, settings.tokenizer_sentences // 2)
+    words = WordCounts()
+    with _bar("reading text", left, progress) as bar:
+        for text in settings.train:
+            for chunk in read_pairs(text, settings.drop_invalid_utf8):
+                size = len(chunk.source)
+                # Of the pairs still wanted, how many fall into this chunk: a uniform sample in one pass.
+                take = int(random.hypergeometric(wanted, left - wanted, size))
+                chosen = np.sort(random.choice(size, take, replace=False)).tolist()
+                for side in (chunk.source, chunk.target):
+                    words.add("\n".join([side[i] for i in chosen] if take < size else side), text.repeat)
+                    words.add_characters("\n".join(side))
+                left -= size
+                wanted -= take
+                bar.update(size)
+    return words
+
+
+def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool) -> bytes:
+    with ThreadPoolExecutor(1) as pool, _bar("training the tokenizer", None, progress) as bar:
+        training = pool.submit(
+            train_on_words,
+            words,
+            settings.vocabulary_size,
+            lowercase=settings.lowercase,
+            character_coverage=settings.character_coverage,
+        )
+        while not training.done():
+            wait([training], timeout=0.5)
+            bar.update()
+        return training.result()
+
+
+def _write_validation(
+    settings: CorpusSettings,
+    encoder: WordEncoder,
+    validation_pairs: set[tuple[str, str]],
+    folder: Path,
+    progress: bool,
+) -> dict[str, Any]:
+    """Write the validation stores and their text, and add its pairs to `validation_pairs`."""
+    pair_filter = PairFilter(settings)
+    with ExitStack() as stack:
+        writers = _writers(stack, folder, "validation", encoder.dtype)
+        source_text, target_text = (
+            stack.enter_context((folder / f"validation.{side}.txt").open("w", encoding="utf-8", newline="\n"))
+            for side in ("source", "target")
+        )
+        bar = stack.enter_context(_bar("encoding validation", None, progress))
+        for text in settings.validation:
+            start = len(writers[0])
+            lines: list[tuple[str, str]] = []
+            for encoded in _encoded(settings, encoder, pair_filter, text):
+                _append(writers, encoded)
+                validation_pairs.update(encoded.text)
+                lines += encoded.text
+                bar.update(encoded.num_pairs_read)
+            for writer in writers:
+                writer.repeat_from(start, text.repeat - 1)
+            for _ in range(text.repeat):
+                source_text.writelines(f"{source}\n" for source, _ in lines)
+                target_text.writelines(f"{target}\n" for _, target in lines)
+    account = _finished(pair_filter, writers, "validation")
+    if too_long := pair_filter.account.dropped[Reason.TOO_LONG]:
+        log.warning(
+            "%d validation pairs are longer than corpus.max_tokens (%d) and left out: BLEU is over the rest",
+            too_long,
+            settings.max_tokens,
+        )
+    return account
+
+
+def _write_train(
+    settings: CorpusSettings,
+    encoder: WordEncoder,
+    validation_pairs: set[tuple[str, str]],
+    num_pairs: list[int],
+    folder: Path,
+    progress: bool,
+) -> dict[str, Any]:
+    pair_filter = PairFilter(settings, validation_pairs)
+    with ExitStack() as stack:
+        writers = _writers(stack, folder, "train", encoder.dtype)
+        bar = stack.enter_context(_bar("encoding", sum(num_pairs), progress))
+        for text in settings.train:
+            start = len(writers[0])
+            for encoded in _encoded(settings, encoder, pair_filter, text):
+                _append(writers, encoded)
+                bar.update(encoded.num_pairs_read)
+            for writer in writers:
+                writer.repeat_from(start, text.repeat - 1)
+    if pair_filter.account.overlapping:
+        log.warning(
+            "%d training pairs also occur in the validation text%s",
+            pair_filter.account.overlapping,
+            " and were dropped" if settings.drop_overlap else "; corpus.drop_overlap: true drops them",
+        )
+    return _finished(pair_filter, writers, "train")
+
+
+@dataclass(frozen=True)
+class _EncodedChunk:
+    """The pairs of a chunk that are kept, as text and, a list a side, as the bytes of their ids."""
+
+    num_pairs_read: int
+    text: list[tuple[str, str]]
+    ids: tuple[list[bytes], list[bytes]]
+    lengths: tuple[np.ndarray, np.ndarray]
+
+
+def _encoded(
+    settings: CorpusSettings, encoder: WordEncoder, pair_filter: PairFilter, text: TextSource
+) -> Iterator[_EncodedChunk]:
+    """Read a source once, clean and encode it."""
+    for chunk in read_pairs(text, settings.drop_invalid_utf8):
+        source_ids, source_lengths = _encode(encoder, chunk.source, settings.max_tokens)
+        target_ids, target_lengths = _encode(encoder, chunk.target, settings.max_tokens)
+        kept = pair_filter.keep(chunk, source_lengths, target_lengths, text.repeat)
+        indices = kept.tolist()
+        yield _EncodedChunk(
+            num_pairs_read=len(chunk.source),
+            text=[(chunk.source[i], chunk.target[i]) for i in indices],
+            ids=([source_ids[i] for i in indices], [target_ids[i] for i in indices]),
+            lengths=(source_lengths[kept], target_lengths[kept]),
+        )
+
+
+def _encode(encoder: WordEncoder, sentences: list[str], max_tokens: int) -> tuple[list[bytes], np.ndarray]:
+    # No piece is longer than this, so that longer text is too long without looking: a line of megabytes
+    # costs nothing.
+    max_characters = max_tokens * MAX_PIECE_CHARACTERS
+    too_long = [i for i, sentence in enumerate(sentences) if len(sentence) > max_characters]
+    if too_long:
+        sentences = ["" if len(sentence) > max_characters else sentence for sentence in sentences]
+    ids, lengths = encoder.encode(sentences)
+    lengths[too_long] = max_tokens + 1
+    return ids, lengths
+
+
+def _writers(stack: ExitStack, folder: Path, split: str, dtype: np.dtype) -> list[TokenStoreWriter]:
+    return [
+        stack.enter_context(TokenStoreWriter(store_prefix(folder, split, side), dtype))
+        for side in ("source", "target")
+    ]
+
+
+def _append(writers: list[TokenStoreWriter], encoded: _EncodedChunk) -> None:
+    for writer, ids, lengths in zip(writers, encoded.ids, encoded.lengths, strict=True):
+        writer.append_flat(np.frombuffer(b"".join(ids), dtype=writer.dtype), lengths)
+
+
+def _finished(pair_filter: PairFilter, writers: list[TokenStoreWriter], split: str) -> dict[str, Any]:
+    account = pair_filter.account.as_dict()
+    if not pair_filter.account.kept:
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in pair_filter.account.dropped.items() if n)
+        raise InputError(f"corpus.{split}: no pair is left ({reasons}); mend the text or relax the settings")
+    source, target = writers
+    return account | {
+        "source_tokens": source.num_tokens,
+        "target_tokens": target.num_tokens,
+        "longest_source": source.longest,
+        "longest_target": target.longest,
+    }
+
+
+def _bar(what: str, total: int | None, progress: bool) -> "tqdm[Any]":
+    return tqdm(
+        desc=what,
+        total=total,
+        unit=" pairs",
+        bar_format=None if total else "{desc}: {elapsed}",
+        delay=2,
+        file=sys.stderr,
+        disable=not progress,
+    )

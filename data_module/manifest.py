@@ -1,0 +1,83 @@
+"""A corpus folder's `manifest.json`: what it was made of, and what must be in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data_module.errors import InputError
+
+FORMAT = "attention-pipeline corpus"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+TOKENIZER_NAME = "tokenizer.model"
+
+_REBUILD = "run `python -m pipeline prepare` with --force to rebuild it"
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest, and in it the name and size of every file that the folder holds so far."""
+    manifest["files"] = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    text = json.dumps(manifest, indent=2, ensure_ascii=False)
+    (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def is_corpus(folder: Path) -> bool:
+    """Return whether the folder was made by prepare, in whatever version and state."""
+    try:
+        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a corpus folder that is whole: every file there and of its right size.
+
+    Takes no time that grows with the corpus.
+
+    Raises:
+        InputError: there is no such folder, it is no corpus, it is truncated, or its format is newer.
+    """
+    if not folder.exists():
+        raise InputError(f"{folder}: no such corpus; run `python -m pipeline prepare`")
+    if not is_corpus(folder):
+        raise InputError(
+            f"{folder}: not a corpus (it has no {MANIFEST_NAME} of prepare's); name another corpus.folder"
+        )
+    manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    version = manifest["format_version"]
+    if version != FORMAT_VERSION:
+        age = "newer" if version > FORMAT_VERSION else "older"
+        raise InputError(
+            f"{folder}: corpus format {version} is {age} than this program's {FORMAT_VERSION};"
+            f" update the program, or {_REBUILD}"
+        )
+    for name, size in manifest["files"].items():
+        path = folder / name
+        found = path.stat().st_size if path.exists() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found} bytes, not {size}"
+            raise InputError(f"{path}: the corpus is truncated, this file {state}; {_REBUILD}")
+    return manifest
+
+
+def differences(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Return what differs between a corpus and the settings and source files `wanted`, a phrase for each.
+
+    Only the keys of `wanted` are compared, so that it may hold settings alone.
+    """
+    return [
+        difference for key, value in wanted.items() for difference in _compare(key, manifest.get(key), value)
+    ]
+
+
+def _compare(name: str, had: Any, wanted: Any) -> list[str]:
+    if isinstance(had, dict) and isinstance(wanted, dict):
+        keys = [*wanted, *(key for key in had if key not in wanted)]
+        return [found for key in keys for found in _compare(f"{name}.{key}", had.get(key), wanted.get(key))]
+    if isinstance(had, list) and isinstance(wanted, list) and len(had) == len(wanted):
+        pairs = enumerate(zip(had, wanted, strict=True))
+        return [found for i, (old, new) in pairs for found in _compare(f"{name}[{i}]", old, new)]
+    if had == wanted:
+        return []
+    return [f"{name} was {json.dumps(had, ensure_ascii=False)}, now {json.dumps(wanted, ensure_ascii=False)}"]

@@ -1,0 +1,148 @@
+"""Which pairs a corpus keeps, and an account of every one that it drops."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from data_module.settings import CorpusSettings
+from data_module.text_sources import PairChunk
+
+_LINES_NAMED = 5
+
+
+class Reason(StrEnum):
+    """Why a pair was dropped. One that has several reasons counts under the first in this order."""
+
+    INVALID_UTF8 = "invalid_utf8"
+    EMPTY = "empty_side"
+    TOO_LONG = "too_long"
+    LENGTH_RATIO = "length_ratio"
+    OVERLAP = "overlap_with_validation"
+    DUPLICATE = "duplicate"
+
+
+@dataclass
+class PairAccount:
+    """Counts the pairs of a split: read is always kept and dropped together."""
+
+    read: int = 0
+    kept: int = 0
+    overlapping: int = 0
+    """Pairs that also occur in the validation text, dropped or not."""
+    dropped: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    lines: dict[Reason, list[str]] = field(default_factory=lambda: {reason: [] for reason in Reason})
+
+    def drop(self, reason: Reason, chunk: PairChunk, pairs: np.ndarray, repeat: int) -> None:
+        """Count the chunk's `pairs`, indices, as dropped from a source that is read `repeat` times."""
+        self.dropped[reason] += len(pairs) * repeat
+        room = _LINES_NAMED - len(self.lines[reason])
+        self.lines[reason] += [f"{chunk.name}:{chunk.first_line + i}" for i in pairs[:room].tolist()]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the account as the manifest shows it, with the first few lines that each reason dropped."""
+        return {
+            "pairs_read": self.read,
+            "pairs_kept": self.kept,
+            "pairs_dropped": {
+                str(reason): {"pairs": count, "first_lines": self.lines[reason]}
+                for reason, count in self.dropped.items()
+            },
+            "pairs_also_in_validation": self.overlapping,
+        }
+
+
+class SeenPairs:
+    """Remembers the pairs of a corpus by 64-bit hashes: 8 bytes a pair, and twice that while it merges.
+
+    Two different pairs of 40 million are taken for one with a chance of 1 in 20,000.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[np.ndarray] = []
+
+    def add(self, hashes: np.ndarray) -> np.ndarray:
+        """Remember the hashes; return for each whether it was there before, also in the same call."""
+        new = np.zeros(len(hashes), dtype=bool)
+        new[np.unique(hashes, return_index=True)[1]] = True
+        for run in self._runs:
+            place = np.minimum(np.searchsorted(run, hashes), len(run) - 1)
+            new &= run[place] != hashes
+        if new.any():
+            self._runs.append(np.sort(hashes[new]))
+        # Sorted runs of at least doubling sizes: few to search, and each hash is merged a few times only.
+        while len(self._runs) > 1 and 2 * len(self._runs[-1]) > len(self._runs[-2]):
+            self._runs[-2:] = [np.sort(np.concatenate(self._runs[-2:]), kind="stable")]
+        return ~new
+
+
+def hash_pairs(pairs: Iterable[tuple[str, str]]) -> np.ndarray:
+    """Return a uint64 for each pair, the same on every machine."""
+    digests = (blake2b(f"{source}\t{target}".encode(), digest_size=8).digest() for source, target in pairs)
+    return np.frombuffer(b"".join(digests), dtype="<u8")
+
+
+class PairFilter:
+    """Decides on one split's pairs, in the order in which they are read."""
+
+    def __init__(
+        self, settings: CorpusSettings, validation_pairs: set[tuple[str, str]] | None = None
+    ) -> None:
+        """Take the pairs to compare with; None filters the validation split itself.
+
+        From validation, whose figures must not depend on how training text is cleaned, go only pairs that
+        are unreadable, empty or longer than the network may be given.
+        """
+        self.account = PairAccount()
+        self._settings = settings
+        self._validation_pairs = validation_pairs
+        self._seen = SeenPairs()
+
+    def keep(
+        self, chunk: PairChunk, source_lengths: np.ndarray, target_lengths: np.ndarray, repeat: int
+    ) -> np.ndarray:
+        """Return the indices of the pairs to keep, and account for all, `repeat` times; lengths in pieces."""
+        settings, account = self._settings, self.account
+        num_pairs = len(chunk.source)
+        left = np.ones(num_pairs, dtype=bool)
+
+        def drop(reason: Reason, unwanted: np.ndarray) -> None:
+            account.drop(reason, chunk, np.flatnonzero(left & unwanted), repeat)
+            left[unwanted] = False
+
+        shorter = np.minimum(source_lengths, target_lengths)
+        longer = np.maximum(source_lengths, target_lengths)
+        drop(Reason.INVALID_UTF8, _mask(num_pairs, chunk.invalid))
+        drop(Reason.EMPTY, shorter == 0)
+        drop(Reason.TOO_LONG, longer > settings.max_tokens)
+        if self._validation_pairs is not None:
+            if settings.max_length_ratio is not None:
+                drop(Reason.LENGTH_RATIO, longer > settings.max_length_ratio * shorter)
+            overlap = left & self._overlap(chunk)
+            account.overlapping += int(overlap.sum()) * repeat
+            if settings.drop_overlap:
+                drop(Reason.OVERLAP, overlap)
+            if settings.drop_duplicates:
+                candidates = np.flatnonzero(left)
+                hashes = hash_pairs((chunk.source[i], chunk.target[i]) for i in candidates.tolist())
+                drop(Reason.DUPLICATE, _mask(num_pairs, candidates[self._seen.add(hashes)]))
+        kept = np.flatnonzero(left)
+        account.read += num_pairs * repeat
+        account.kept += len(kept) * repeat
+        return kept
+
+    def _overlap(self, chunk: PairChunk) -> np.ndarray:
+        validation = self._validation_pairs or set()
+        pairs = list(zip(chunk.source, chunk.target, strict=True))
+        if validation.isdisjoint(pairs):
+            return np.zeros(len(pairs), dtype=bool)
+        return np.fromiter((pair in validation for pair in pairs), dtype=bool, count=len(pairs))
+
+
+def _mask(length: int, indices: list[int] | np.ndarray) -> np.ndarray:
+    mask = np.zeros(length, dtype=bool)
+    mask[indices] = True
+    return mask

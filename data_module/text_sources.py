@@ -1,0 +1,192 @@
+r"""Raw parallel text read in chunks: plain, gzip-compressed or tab-separated files, in flat memory.
+
+Only "\n" ends a line ("\r\n" is accepted), whatever else Unicode calls a line end: the sides stay aligned.
+"""
+
+import gzip
+import hashlib
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from data_module.errors import InputError
+from data_module.settings import TextSource
+from data_module.word_counts import normalize_white_space
+
+_CHUNK_BYTES = 2**20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class PairChunk:
+    """Successive pairs of one source, their white space normalized; an unreadable line is an empty one."""
+
+    name: str
+    """The file that line numbers refer to."""
+    first_line: int
+    source: list[str]
+    target: list[str]
+    invalid: list[int]
+    """Which pairs, counted from the chunk's first, have invalid UTF-8."""
+
+
+def files_of(text: TextSource) -> list[str]:
+    """Return the one or two files of a source; raises `InputError` when it names neither or both kinds."""
+    if text.tsv is not None and text.source is None and text.target is None:
+        return [text.tsv]
+    if text.tsv is None and text.source is not None and text.target is not None:
+        return [text.source, text.target]
+    raise InputError(f"corpus: a text source needs `source` and `target`, or `tsv` alone; this is {text}")
+
+
+def fingerprint(path: str) -> dict[str, Any]:
+    """Return a file's name, size in bytes and SHA-256."""
+    with _reading(path), Path(path).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"file": path, "bytes": file.tell(), "sha256": digest}
+
+
+def count_pairs(text: TextSource) -> int:
+    """Return the pairs of one reading of a source.
+
+    Raises:
+        InputError: a file is missing, unreadable, empty or truncated; the sides are of unequal length or the
+            same file.
+    """
+    if text.repeat < 1:
+        raise InputError(f"corpus: `repeat` of {files_of(text)[0]} is {text.repeat}; it must be 1 or more")
+    names = files_of(text)
+    if len(names) == 2 and _same_file(*names):
+        raise InputError(
+            f"{names[0]}: source and target are the same file; name the other language's as target"
+        )
+    counts = [_count_lines(name) for name in names]
+    if counts[0] != counts[-1]:
+        short, long = sorted(zip(counts, names, strict=True))
+        raise InputError(
+            f"{short[1]}: {short[0]} lines, but {long[1]} has {long[0]}: it is shorter, and line i must pair"
+            " with line i; restore the missing lines"
+        )
+    return counts[0]
+
+
+def read_pairs(text: TextSource, drop_invalid_utf8: bool) -> Iterator[PairChunk]:
+    """Read a source once, from its first pair to its last, about a megabyte at a time.
+
+    Raises:
+        InputError: a file cannot be read, a tab-separated line has not two columns, or a line is not UTF-8
+            and `drop_invalid_utf8` is false.
+    """
+    names = files_of(text)
+    chunks = _tsv_chunks(*names) if len(names) == 1 else _aligned_chunks(*names)
+    first_line = 1
+    for sides in chunks:
+        decoded: list[list[str]] = []
+        invalid: set[int] = set()
+        for name, lines in zip((names[0], names[-1]), sides, strict=True):
+            if first_line == 1:
+                lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
+            sentences, undecodable = _decode(lines)
+            if undecodable and not drop_invalid_utf8:
+                raise InputError(
+                    f"{name}:{first_line + undecodable[0]}: invalid UTF-8; mend the line, or set"
+                    " `corpus.drop_invalid_utf8: true` to drop such pairs"
+                )
+            decoded.append(sentences)
+            invalid.update(undecodable)
+        yield PairChunk(names[0], first_line, decoded[0], decoded[1], sorted(invalid))
+        first_line += len(decoded[0])
+
+
+def _aligned_chunks(source: str, target: str) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    with _reading(source), _open(source) as source_file, _reading(target), _open(target) as target_file:
+        while True:
+            with _reading(source):
+                source_lines = source_file.readlines(_CHUNK_BYTES)
+            target_lines = list(islice(target_file, len(source_lines)))
+            if len(source_lines) != len(target_lines):
+                raise InputError(f"{target}: became shorter while it was read; run prepare again")
+            if not source_lines:
+                return
+            yield source_lines, target_lines
+
+
+def _tsv_chunks(name: str) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    first_line = 1
+    with _reading(name), _open(name) as file:
+        while lines := file.readlines(_CHUNK_BYTES):
+            rows = [line.split(b"\t") for line in lines]
+            for i, row in enumerate(rows):
+                if len(row) != 2:
+                    columns = f"{len(row)} tab-separated column{'s' if len(row) > 1 else ''}"
+                    raise InputError(f"{name}:{first_line + i}: {columns}, not two; mend the line")
+            yield [row[0] + b"\n" for row in rows], [row[1] for row in rows]
+            first_line += len(lines)
+
+
+def _decode(lines: list[bytes]) -> tuple[list[str], list[int]]:
+    """Return the lines as clean text, and which of them are not UTF-8 (left empty)."""
+    invalid = []
+    try:
+        text = b"".join(lines).decode()
+    except UnicodeDecodeError:
+        decoded = []
+        for i, line in enumerate(lines):
+            try:
+                decoded.append(line.decode())
+            except UnicodeDecodeError:
+                decoded.append("\n")
+                invalid.append(i)
+        text = "".join(decoded)
+    return normalize_white_space(text.removesuffix("\n")).split("\n"), invalid
+
+
+def _count_lines(name: str) -> int:
+    lines, last = 0, b"\n"
+    with _reading(name), _open(name) as file:
+        while block := file.read(_CHUNK_BYTES):
+            lines += block.count(b"\n")
+            last = block[-1:]
+    lines += last != b"\n"
+    if not lines:
+        raise InputError(f"{name}: the file is empty; name one with text")
+    return lines
+
+
+def _open(name: str) -> BinaryIO:
+    if name.endswith(".gz"):
+        return BufferedReader(gzip.open(name), _CHUNK_BYTES)
+    return Path(name).open("rb", buffering=_CHUNK_BYTES)
+
+
+def _same_file(source: str, target: str) -> bool:
+    with _reading(source):
+        Path(source).stat()
+    with _reading(target):
+        return Path(source).samefile(target)
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turn what can go wrong with a file into one line that names it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise InputError(f"{name}: no such file; correct the path, relative to the working folder") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{name}: a folder, not a file; name the text file in it") from error
+    except PermissionError as error:
+        raise InputError(f"{name}: may not be read; ask for read permission (chmod +r)") from error
+    except (EOFError, zlib.error) as error:
+        raise InputError(
+            f"{name}: the gzip file is truncated or damaged; copy or download it again"
+        ) from error
+    except gzip.BadGzipFile as error:
+        raise InputError(f"{name}: not a gzip file, or a damaged one; copy it again or rename it") from error
+    except OSError as error:
+        raise InputError(f"{name}: cannot be read: {error.strerror or error}") from error

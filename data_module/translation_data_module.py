@@ -1,0 +1,116 @@
+"""The LightningDataModule: wires corpus, batch plan and loaders."""
+
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+
+from data_module.batch import Batch, SpecialIds, collate
+from data_module.batch_plan import EpochPlan, Group, plan_epoch, plan_in_order
+from data_module.corpus import ParallelCorpus, open_corpus
+from data_module.errors import InputError
+from data_module.resumable_loader import ResumableLoader, ShareDataset, StepStream
+from data_module.settings import BatchSettings
+
+
+class TranslationDataModule(LightningDataModule):
+    """Training batches by token count from a prepared corpus folder, and validation batches in fixed order.
+
+    Training: an endless `ResumableLoader` of `StepShare`, one an optimizer step. Validation: `Batch`, each rank
+    its share.
+    """
+
+    def __init__(self, folder: Path, settings: BatchSettings, special: SpecialIds, seed: int) -> None:
+        super().__init__()
+        self.folder = folder
+        self.settings = settings
+        self.special = special
+        self.seed = seed
+        self.train_corpus = open_corpus(folder, "train")
+        self.validation_corpus = open_corpus(folder, "validation")
+        self.longest = 1 + int(max(s.lengths.max() for s in (self.train_corpus.source, self.train_corpus.target)))
+        self.group_tokens = settings.group_tokens or max(settings.batch_tokens // 8, self.longest)
+        self.micro_batch_tokens = settings.max_tokens_per_device or self.group_tokens
+        if self.longest > min(self.group_tokens, self.micro_batch_tokens, settings.batch_tokens):
+            raise InputError(
+                f"the longest sentence of {folder} has {self.longest} tokens and fits no batch; raise "
+                "batches.batch_tokens, group_tokens or max_tokens_per_device, or lower corpus.max_tokens"
+            )
+        if self.group_tokens > settings.batch_tokens:
+            raise InputError(
+                f"batches.group_tokens {self.group_tokens} is more than batches.batch_tokens "
+                f"{settings.batch_tokens}; lower it"
+            )
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The epoch's global batches."""
+        return plan_epoch(
+            self.train_corpus.source.lengths.astype("int64") + 1,
+            self.train_corpus.target.lengths.astype("int64") + 1,
+            batch_tokens=self.settings.batch_tokens,
+            group_tokens=self.group_tokens,
+            seed=self.seed,
+            epoch=epoch,
+        )
+
+    def train_dataloader(self) -> ResumableLoader:
+        """One `StepShare` an optimizer step, for ever."""
+        rank, world_size = self._rank_and_size()
+        stream = StepStream(
+            self.plan,
+            self.train_corpus,
+            rank=rank,
+            world_size=world_size,
+            max_tokens=self.micro_batch_tokens,
+        )
+        return ResumableLoader(
+            ShareDataset(self.train_corpus, self.special),
+            stream,
+            workers=self.settings.workers,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """This rank's share of the validation pairs, the longest first; every pair once over all ranks."""
+        rank, world_size = self._rank_and_size()
+        corpus = self.validation_corpus
+        groups = plan_in_order(
+            corpus.source.lengths.astype("int64") + 1,
+            corpus.target.lengths.astype("int64") + 1,
+            self.micro_batch_tokens,
+        )
+        return DataLoader(
+            _GroupDataset(corpus, groups[rank::world_size], self.special),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def validation_text(self) -> tuple[list[str], list[str]]:
+        """Validation sources and references as they were written, a sentence a pair."""
+        source, target = (
+            (self.folder / f"validation.{side}.txt").read_text(encoding="utf-8").split("\n")[:-1]
+            for side in ("source", "target")
+        )
+        return source, target
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+
+
+class _GroupDataset(Dataset[Batch]):
+    def __init__(self, corpus: ParallelCorpus, groups: list[Group], special: SpecialIds) -> None:
+        self._corpus, self._groups, self._special = corpus, groups, special
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __getitem__(self, index: int) -> Batch:
+        if index >= len(self._groups):
+            raise IndexError(index)
+        return collate(self._corpus, self._groups[index], self._special)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch

@@ -1,0 +1,147 @@
+"""Multi-head attention (section 3.2).
+
+Shapes: B batch, T queries, S keys, D d_model, H heads, K d_k, V d_v.
+A mask is True where attention is allowed and broadcasts to [B, H, T, S].
+
+Training keeps no attention weights: the fused kernel never forms them. To look at them, `weights` works them
+out from the same inputs (see `attention_maps.py`).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """softmax(Q K^T / sqrt(d_k)), equation 1 without V.
+
+    Args:
+        query: [B, H, T, K].
+        key: [B, H, S, K].
+        mask: True where allowed, or None.
+        is_causal: query t sees keys 0 .. t only.
+
+    Returns: [B, H, T, S], rows that sum to one.
+    """
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
+    if is_causal:
+        causal = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~causal, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1)
+
+
+def with_room(cache: Tensor, slots: int) -> Tensor:
+    """[B, H, n, d] with at least `slots` slots: itself, or a copy of twice the size, so that copies are rare."""
+    if cache.size(2) >= slots:
+        return cache
+    longer = cache.new_empty([cache.size(0), cache.size(1), 2 * slots, cache.size(3)])
+    longer[:, :, : cache.size(2)] = cache
+    return longer
+
+
+class SelfAttention(nn.Module):
+    """Queries, keys and values from one sequence; the three projections are one product."""
+
+    def __init__(self, d_model: int, num_heads: int, d_k: int, d_v: int) -> None:
+        super().__init__()
+        self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
+        self.query_key_value = nn.Linear(d_model, num_heads * (2 * d_k + d_v))
+        self.output = nn.Linear(num_heads * d_v, d_model)
+        # Xavier by projection, not over the fused matrix: its spread must not depend on the fusing.
+        for part in self.query_key_value.weight.split([num_heads * d_k, num_heads * d_k, num_heads * d_v]):
+            nn.init.xavier_uniform_(part)
+        nn.init.xavier_uniform_(self.output.weight)
+        nn.init.zeros_(self.query_key_value.bias)
+        nn.init.zeros_(self.output.bias)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, D] -> queries and keys [B, H, T, K], values [B, H, T, V]."""
+        keys_size = self.num_heads * self.d_k
+        query, key, value = self.query_key_value(x).split(
+            [keys_size, keys_size, self.num_heads * self.d_v], -1
+        )
+        return (
+            query.unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2),
+            key.unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2),
+            value.unflatten(-1, (self.num_heads, self.d_v)).transpose(1, 2),
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """[B, T, D] -> [B, T, D]. Give a mask or is_causal, never both."""
+        query, key, value = self.project(x)
+        heads = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+        return self.output(heads.transpose(1, 2).flatten(2))
+
+    def step(
+        self, x: Tensor, keys: Tensor, values: Tensor, position: int, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One more position of N hypotheses a sentence, which are the queries.
+
+        Args:
+            x: [B, N, D].
+            keys: the cache [B, H, slots, K], slot t * N + n holding position t of hypothesis n; written in place.
+            values: [B, H, slots, V], likewise.
+            position: where x stands, from 0.
+            mask: [B, 1, N, (position + 1) * N], the slots each hypothesis descends from; None if N is 1.
+
+        Returns: output [B, N, D], and the cache, which is a longer one where it was full.
+        """
+        query, key, value = self.project(x)
+        start, end = position * x.size(1), (position + 1) * x.size(1)
+        keys, values = with_room(keys, end), with_room(values, end)
+        keys[:, :, start:end] = key
+        values[:, :, start:end] = value
+        heads = F.scaled_dot_product_attention(query, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
+        return self.output(heads.transpose(1, 2).flatten(2)), keys, values
+
+    @torch.jit.unused
+    def weights(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """What `forward` attends to on the same inputs: [B, H, T, T]."""
+        query, key, _ = self.project(x)
+        return attention_weights(query, key, mask, is_causal)
+
+
+class CrossAttention(nn.Module):
+    """Queries from the decoder, keys and values from the encoder's output."""
+
+    def __init__(self, d_model: int, num_heads: int, d_k: int, d_v: int) -> None:
+        super().__init__()
+        self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
+        self.query = nn.Linear(d_model, num_heads * d_k)
+        self.key_value = nn.Linear(d_model, num_heads * (d_k + d_v))
+        self.output = nn.Linear(num_heads * d_v, d_model)
+        nn.init.xavier_uniform_(self.query.weight)
+        for part in self.key_value.weight.split([num_heads * d_k, num_heads * d_v]):
+            nn.init.xavier_uniform_(part)
+        nn.init.xavier_uniform_(self.output.weight)
+        for linear in (self.query, self.key_value, self.output):
+            nn.init.zeros_(linear.bias)
+
+    def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, S, D] -> keys [B, H, S, K], values [B, H, S, V]; decoding computes them once a sentence."""
+        key, value = self.key_value(memory).split([self.num_heads * self.d_k, self.num_heads * self.d_v], -1)
+        return (
+            key.unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2),
+            value.unflatten(-1, (self.num_heads, self.d_v)).transpose(1, 2),
+        )
+
+    def attend(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, T, D] over given keys and values -> [B, T, D]."""
+        query = self.query(x).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
+        heads = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+        return self.output(heads.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, T, D] over memory [B, S, D] -> [B, T, D]."""
+        keys, values = self.keys_values(memory)
+        return self.attend(x, keys, values, mask)
+
+    @torch.jit.unused
+    def weights(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
+        """What `forward` attends to on the same inputs: [B, H, T, S]."""
+        query = self.query(x).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
+        return attention_weights(query, self.keys_values(memory)[0], mask, False)

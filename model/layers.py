@@ -1,0 +1,112 @@
+"""Encoder and decoder layers (section 3.1), with the feed-forward network of section 3.3.
+
+Post-norm as in the paper, LayerNorm(x + Dropout(Sublayer(x))); with `pre_norm`, x + Dropout(Sublayer(LayerNorm(x))).
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import CrossAttention, SelfAttention
+from model.dropout import Dropout
+
+
+class FeedForward(nn.Module):
+    """max(0, x W1 + b1) W2 + b2 (equation 2)."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(d_model, d_ff)
+        self.outer = nn.Linear(d_ff, d_model)
+        for linear in (self.inner, self.outer):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return self.outer(F.relu(self.inner(x)))
+
+
+class Residual(nn.Module):
+    """What stands around every sub-layer: dropout, addition, normalization.
+
+    A layer calls `before`, its sub-layer, then `after`.
+    """
+
+    def __init__(self, d_model: int, dropout: float, pre_norm: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.dropout = Dropout(dropout)
+        self.pre_norm = pre_norm
+
+    def before(self, x: Tensor) -> Tensor:
+        """The sub-layer's input."""
+        return self.norm(x) if self.pre_norm else x
+
+    def forward(self, x: Tensor, sublayer_output: Tensor) -> Tensor:
+        """The next sub-layer's x."""
+        total = x + self.dropout(sublayer_output)
+        return total if self.pre_norm else self.norm(total)
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then the feed-forward network."""
+
+    def __init__(
+        self, d_model: int, d_ff: int, num_heads: int, d_k: int, d_v: int, dropout: float, pre_norm: bool
+    ) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(d_model, num_heads, d_k, d_v)
+        self.feed_forward = FeedForward(d_model, d_ff)
+        self.self_attention_residual = Residual(d_model, dropout, pre_norm)
+        self.feed_forward_residual = Residual(d_model, dropout, pre_norm)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; mask [B, 1, 1, S] or None where no position is padding."""
+        residual = self.self_attention_residual
+        x = residual(x, self.self_attention(residual.before(x), mask, False))
+        residual = self.feed_forward_residual
+        return residual(x, self.feed_forward(residual.before(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, attention over the encoder's output, then the feed-forward network."""
+
+    def __init__(
+        self, d_model: int, d_ff: int, num_heads: int, d_k: int, d_v: int, dropout: float, pre_norm: bool
+    ) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(d_model, num_heads, d_k, d_v)
+        self.cross_attention = CrossAttention(d_model, num_heads, d_k, d_v)
+        self.feed_forward = FeedForward(d_model, d_ff)
+        self.self_attention_residual = Residual(d_model, dropout, pre_norm)
+        self.cross_attention_residual = Residual(d_model, dropout, pre_norm)
+        self.feed_forward_residual = Residual(d_model, dropout, pre_norm)
+
+    def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None) -> Tensor:
+        """[B, T, D] with memory [B, S, D] -> [B, T, D]. Padding on the right needs no mask: causality hides it."""
+        residual = self.self_attention_residual
+        x = residual(x, self.self_attention(residual.before(x), None, True))
+        residual = self.cross_attention_residual
+        x = residual(x, self.cross_attention(residual.before(x), memory, memory_mask))
+        residual = self.feed_forward_residual
+        return residual(x, self.feed_forward(residual.before(x)))
+
+    def step(
+        self,
+        x: Tensor,
+        position: int,
+        cache: tuple[Tensor, Tensor, Tensor, Tensor],
+        memory_mask: Tensor | None,
+        path_mask: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """One more position of N hypotheses a sentence, [B, N, D]; see `Transformer.decode_step`."""
+        residual = self.self_attention_residual
+        attended, keys, values = self.self_attention.step(
+            residual.before(x), cache[0], cache[1], position, path_mask
+        )
+        x = residual(x, attended)
+        residual = self.cross_attention_residual
+        x = residual(x, self.cross_attention.attend(residual.before(x), cache[2], cache[3], memory_mask))
+        residual = self.feed_forward_residual
+        x = residual(x, self.feed_forward(residual.before(x)))
+        return x, (keys, values, cache[2], cache[3])

@@ -1,0 +1,133 @@
+"""The Transformer (section 3, figure 1).
+
+A plain `nn.Module` that knows neither text, device, precision nor ranks, and scripts as it is.
+Shapes: B batch, S source length, T target length, D d_model, H heads, V vocabulary.
+A mask is True where attention is allowed.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.dropout import Dropout
+from model.layers import DecoderLayer, EncoderLayer
+from model.positions import LearnedPositions, SinusoidalPositions
+from model.settings import NetworkSettings
+
+
+class Transformer(nn.Module):
+    """Encoder, decoder and the output projection; one matrix serves both embeddings and it (section 3.4)."""
+
+    def __init__(self, vocabulary_size: int, settings: NetworkSettings) -> None:
+        super().__init__()
+        d_model, num_heads = settings.d_model, settings.num_heads
+        d_k = settings.d_k if settings.d_k is not None else d_model // num_heads
+        d_v = settings.d_v if settings.d_v is not None else d_model // num_heads
+        shape = (d_model, settings.d_ff, num_heads, d_k, d_v, settings.dropout, settings.pre_norm)
+        self.vocabulary_size = vocabulary_size
+        self.embedding_scale = math.sqrt(d_model)
+        self.embedding = nn.Embedding(vocabulary_size, d_model)
+        nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
+        self.positions = (
+            LearnedPositions(d_model, settings.max_positions)
+            if settings.learned_positions
+            else SinusoidalPositions(d_model)
+        )
+        self.dropout = Dropout(settings.dropout)
+        self.encoder = nn.ModuleList([EncoderLayer(*shape) for _ in range(settings.num_layers)])
+        self.decoder = nn.ModuleList([DecoderLayer(*shape) for _ in range(settings.num_layers)])
+        # Pre-norm leaves the last sum unnormalised, so each stack ends with a norm; post-norm has none to add.
+        self.encoder_norm = nn.LayerNorm(d_model) if settings.pre_norm else nn.Identity()
+        self.decoder_norm = nn.LayerNorm(d_model) if settings.pre_norm else nn.Identity()
+
+    def embed(self, ids: Tensor, start: int) -> Tensor:
+        """Ids [B, L] at positions start .. start + L - 1 -> [B, L, D]: embeddings * sqrt(D) + positions, dropped out."""
+        x = self.embedding(ids) * self.embedding_scale + self.positions(start, ids.size(1))
+        return self.dropout(x)
+
+    @torch.jit.export
+    def encode(self, source: Tensor, source_mask: Tensor | None) -> Tensor:
+        """The encoder's output, `memory`.
+
+        Args:
+            source: int64 ids [B, S].
+            source_mask: bool [B, S], or None where all rows have S tokens (attention is then faster).
+
+        Returns: [B, S, D].
+        """
+        mask = source_mask[:, None, None, :] if source_mask is not None else None
+        x = self.embed(source, 0)
+        for layer in self.encoder:
+            x = layer(x, mask)
+        return self.encoder_norm(x)
+
+    @torch.jit.export
+    def decode(self, target: Tensor, memory: Tensor, source_mask: Tensor | None) -> Tensor:
+        """The decoder's states for all positions at once.
+
+        Args:
+            target: int64 ids [B, T], the begin symbol first (the answer shifted right).
+            memory: [B, S, D].
+            source_mask: as for `encode`.
+
+        Returns: [B, T, D]; position t has seen target[:, : t + 1] only.
+        """
+        mask = source_mask[:, None, None, :] if source_mask is not None else None
+        x = self.embed(target, 0)
+        for layer in self.decoder:
+            x = layer(x, memory, mask)
+        return self.decoder_norm(x)
+
+    def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """Ids [B, S] and [B, T] -> decoder states [B, T, D]; the loss applies the output projection itself."""
+        return self.decode(target, self.encode(source, source_mask), source_mask)
+
+    @torch.jit.export
+    def logits(self, states: Tensor) -> Tensor:
+        """Decoder states [..., D] -> unnormalised log-probabilities of the next piece [..., V]."""
+        return F.linear(states, self.embedding.weight)
+
+    @torch.jit.export
+    def init_cache(self, memory: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """An empty cache for `decode_step`, with the cross-attention's keys and values worked out."""
+        cache: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for layer in self.decoder:
+            keys, values = layer.cross_attention.keys_values(memory)
+            cache.append((keys[:, :, :0], values[:, :, :0], keys, values))
+        return cache
+
+    @torch.jit.export
+    def decode_step(
+        self,
+        last: Tensor,
+        position: int,
+        cache: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+        source_mask: Tensor | None,
+        path_mask: Tensor | None = None,
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
+        """One position of the decoder, for N hypotheses of each sentence.
+
+        The hypotheses are the queries of both attentions, so a sentence's memory is there once. The cache is a
+        lattice that is never reordered: N slots a position, each written once, and `path_mask` says which of
+        them a hypothesis descends from.
+
+        Args:
+            last: int64 ids [B, N], the newest token of each hypothesis (the begin symbol at position 0).
+            position: where it stands, from 0.
+            cache: what `init_cache` or the last step returned; written in place.
+            source_mask: as for `encode`.
+            path_mask: bool [B, N, position + 1, N], True at the slots of a hypothesis's own past and present;
+                None if N is 1.
+
+        Returns: states [B, N, D], and the cache for the next step.
+        """
+        mask = source_mask[:, None, None, :] if source_mask is not None else None
+        paths = path_mask.flatten(2).unsqueeze(1) if path_mask is not None else None
+        x = self.dropout(self.embedding(last) * self.embedding_scale + self.positions(position, 1))
+        longer: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for index, layer in enumerate(self.decoder):
+            x, layer_cache = layer.step(x, position, cache[index], mask, paths)
+            longer.append(layer_cache)
+        return self.decoder_norm(x), longer

@@ -1,0 +1,153 @@
+"""The LightningModule: one optimizer step over a rank's micro-batches, and validation.
+
+Optimization is manual, so that `global_step` and every interval count optimizer steps, and so that ranks
+synchronise gradients once a step. The loss is a sum over target tokens divided by the global batch's count: any
+number of ranks and micro-batches gives the same gradient.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from data_module.batch import Batch, SpecialIds, StepShare
+from model.decoding import Search
+from model.loss import LossSums, label_smoothed_loss
+from model.noam_schedule import noam_learning_rate
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.transformer import Transformer
+
+_SEED_RANGE = 1 << 63
+
+
+class TranslationModule(LightningModule):
+    """The Transformer with its loss, schedule, and validation by loss and by decoding."""
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        special: SpecialIds,
+        network: NetworkSettings,
+        training: TrainingSettings,
+        decoding: DecodingSettings,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.special, self.training_settings, self.decoding, self.seed = special, training, decoding, seed
+        self.network_settings = network
+        self.network = Transformer(vocabulary_size, network)
+        self.validation_sums: dict[str, Tensor] = {}
+
+    def losses(self, batch: Batch) -> LossSums:
+        """Sums of the loss over a micro-batch's target tokens."""
+        states = self.network(batch.source, batch.target_input, batch.source_mask)
+        return label_smoothed_loss(
+            states,
+            self.network.embedding.weight,
+            batch.target_output,
+            self.training_settings.label_smoothing,
+            self.special.pad,
+        )
+
+    def training_step(self, share: StepShare, batch_idx: int) -> dict[str, Any]:
+        """One optimizer step over this rank's share of a global batch.
+
+        Returns this rank's sums (not means) over its target tokens, as tensors on the device, for the monitor.
+        """
+        settings = self.training_settings
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        step = self.global_step + 1
+        learning_rate = noam_learning_rate(
+            step, self.network_settings.d_model, settings.warmup_steps, settings.learning_rate_factor
+        )
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = learning_rate
+        # DDP averages gradients over ranks; the loss is their sum over all target tokens.
+        scale = self.trainer.world_size / share.num_target_tokens
+        sums = {"smoothed": torch.zeros((), device=self.device), "likelihood": torch.zeros((), device=self.device)}
+        sums["correct"] = torch.zeros((), device=self.device)
+        for number, batch in enumerate(share.micro_batches):
+            # Dropout depends on nothing but where it happens: no random state to save or to disturb.
+            torch.manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
+            last = number == len(share.micro_batches) - 1
+            with nullcontext() if last else self._without_synchronisation():
+                losses = self.losses(batch)
+                self.manual_backward(losses.smoothed * scale)
+            sums["smoothed"] += losses.smoothed.detach()
+            sums["likelihood"] += losses.negative_log_likelihood
+            sums["correct"] += losses.num_correct
+        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if settings.gradient_clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(
+                self.network.parameters(), settings.gradient_clip_norm, norm
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        return {**sums, "gradient_norm": norm, "learning_rate": learning_rate}
+
+    def _without_synchronisation(self) -> AbstractContextManager[None]:
+        """Under DDP, a backward pass that keeps its gradients to itself."""
+        if isinstance(self.trainer.strategy, DDPStrategy):
+            return self.trainer.strategy.model.no_sync()  # type: ignore[union-attr, operator]
+        return nullcontext()
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the last validation's sums."""
+        self.validation_sums = {
+            name: torch.zeros((), dtype=torch.float64, device=self.device)
+            for name in ("smoothed", "likelihood", "correct", "tokens")
+        }
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
+        """Adds to the validation loss, and decodes greedily: ids [B, L] and their lengths [B]."""
+        losses = self.losses(batch)
+        sums = self.validation_sums
+        sums["smoothed"] += losses.smoothed
+        sums["likelihood"] += losses.negative_log_likelihood
+        sums["correct"] += losses.num_correct
+        sums["tokens"] += (batch.target_output != self.special.pad).sum()
+        # Made anew, since as an attribute it would double the network's weights in every checkpoint.
+        search = Search(self.network, self.special.bos, self.special.eos, self.special.pad)
+        tokens, lengths, _ = search.greedy(batch.source, batch.source_mask, self.decoding.max_extra_tokens)
+        return tokens, lengths
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs loss, negative log-likelihood, perplexity and accuracy over all ranks' target tokens."""
+        names = list(self.validation_sums)
+        total = torch.stack([self.validation_sums[name] for name in names])
+        total = self.trainer.strategy.reduce(total, reduce_op="sum")
+        sums = dict(zip(names, total.tolist(), strict=True))
+        likelihood = sums["likelihood"] / sums["tokens"]
+        scalars = {
+            "validation/loss": sums["smoothed"] / sums["tokens"],
+            "validation/negative_log_likelihood": likelihood,
+            "validation/perplexity": float(torch.tensor(likelihood).exp()),
+            "validation/accuracy": sums["correct"] / sums["tokens"],
+        }
+        self.log_dict({name: torch.tensor(value, dtype=torch.float64).float() for name, value in scalars.items()})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam as in section 5.3; the schedule sets the rate before each step."""
+        settings = self.training_settings
+        return torch.optim.Adam(
+            self.network.parameters(),
+            lr=0.0,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_epsilon,
+            fused=True,
+        )
+
+
+def _dropout_seed(*parts: int) -> int:
+    """One number for (seed, step, rank, micro-batch), well spread, so that no two streams are alike."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = (state ^ (part + 0x632BE59BD9B4E019)) * 0xD1342543DE82EF95 & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 29
+    return state % _SEED_RANGE

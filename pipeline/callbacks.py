@@ -1,0 +1,225 @@
+"""What happens beside training: checkpoints kept, validation scored, progress shown and logged."""
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from tqdm import tqdm
+
+from data_module.batch import Batch, StepShare
+from data_module.tokenizer import Tokenizer
+from pipeline.checkpoint import standalone_part, step_checkpoints, step_path, write_whole
+from pipeline.corpus_bleu import CorpusBleu
+from pipeline.recipe import Recipe
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoints, written under a temporary name and renamed."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Whole or not at all."""
+        write_whole(checkpoint, Path(path))
+
+
+class CheckpointKeeper(Callback):
+    """Saves every so many steps or minutes and at the end, keeps the newest few and the best by validation BLEU."""
+
+    def __init__(self, run: Path, recipe: Recipe, tokenizer: Tokenizer) -> None:
+        self._run = run
+        self._settings = recipe.run
+        self._part = standalone_part(recipe.as_dict(), recipe.network, tokenizer)
+        self._last_saved = time.monotonic()
+        self.best_bleu = -1.0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Save when a step or a time interval is over."""
+        every = self._settings.checkpoint_every_steps
+        minutes = self._settings.checkpoint_every_minutes
+        due = bool(every) and trainer.global_step % (every or 1) == 0
+        if minutes is not None and not due:
+            # Clocks of ranks differ; rank 0's decides.
+            due = trainer.strategy.broadcast(time.monotonic() - self._last_saved >= 60 * minutes)
+        if due:
+            self.save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the best so far."""
+        bleu = trainer.callback_metrics.get("validation/bleu")
+        if bleu is not None and not trainer.sanity_checking and float(bleu) > self.best_bleu:
+            self.best_bleu = float(bleu)
+            trainer.save_checkpoint(self._run / "checkpoints" / "best.ckpt")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The last step is always kept."""
+        if not step_path(self._run, trainer.global_step).exists():
+            self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        """Write this step's checkpoint and let go of the oldest."""
+        trainer.save_checkpoint(step_path(self._run, trainer.global_step))
+        self._last_saved = time.monotonic()
+        if trainer.is_global_zero:
+            for path in step_checkpoints(self._run)[: -self._settings.keep_last]:
+                path.unlink(missing_ok=True)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """A checkpoint stands alone."""
+        checkpoint["translation"] = self._part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Carried over a resume."""
+        return {"best_bleu": self.best_bleu}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `state_dict` gave it."""
+        self.best_bleu = state_dict["best_bleu"]
+
+
+class ValidationText(Callback):
+    """Validation BLEU against the references as they were written, and translations to read."""
+
+    def __init__(self, sources: list[str], references: list[str], tokenizer: Tokenizer, samples: int = 8) -> None:
+        self._sources, self._references, self._tokenizer = sources, references, tokenizer
+        self._bleu = CorpusBleu()
+        self._samples = samples
+        self._translations: dict[int, str] = {}
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin anew."""
+        self._bleu = CorpusBleu().to(pl_module.device)
+        self._translations = {}
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Back to text, and counted."""
+        tokens, lengths = outputs
+        pairs = batch.pairs.tolist()
+        ids = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        texts = self._tokenizer.decode(ids)
+        self._bleu.update(texts, [self._references[pair] for pair in pairs])
+        self._translations.update(
+            (pair, text) for pair, text in zip(pairs, texts, strict=True) if pair < self._samples
+        )
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the score on all ranks and rank 0's samples."""
+        pl_module.log("validation/bleu", self._bleu.compute().to(pl_module.device))
+        if trainer.is_global_zero and trainer.logger is not None and not trainer.sanity_checking:
+            rows = [
+                f"| {_cell(self._sources[pair])} | {_cell(self._references[pair])} | {_cell(text)} |"
+                for pair, text in sorted(self._translations.items())
+            ]
+            table = "\n".join(["| source | reference | translation |", "| --- | --- | --- |", *rows])
+            trainer.logger.experiment.add_text("validation/translations", table, trainer.global_step)  # type: ignore[attr-defined]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+class Monitor(Callback):
+    """Loss, learning rate, gradient norm and speed to TensorBoard and the progress bar, every so many steps.
+
+    Sums stay on the device; they are read, over all ranks, at the interval only.
+    """
+
+    def __init__(self, every_steps: int) -> None:
+        self._every = every_steps
+        self._sums: Tensor | None = None
+        self._tokens = 0
+        self._since = 0.0
+        self._bar: tqdm[Any] | None = None
+        self._shown: dict[str, str] = {}
+        self._paused = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the bar, from where the run stands."""
+        self._restart()
+        if trainer.is_global_zero:
+            self._bar = tqdm(
+                total=trainer.max_steps,
+                initial=trainer.global_step,
+                desc="training",
+                unit="step",
+                file=sys.stderr,
+                # Where no terminal is, a line every half minute instead of a bar.
+                mininterval=0.5 if sys.stderr.isatty() else 30.0,
+                dynamic_ncols=True,
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepShare, batch_idx: int
+    ) -> None:
+        """Add up, and at the interval read and log."""
+        sums = torch.stack([outputs["smoothed"], outputs["likelihood"], outputs["correct"]])
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._tokens += batch.num_target_tokens
+        step = trainer.global_step
+        if step % self._every == 0:
+            total = trainer.strategy.reduce(self._sums, reduce_op="sum")
+            smoothed, likelihood, correct = (total / self._tokens).tolist()
+            speed = self._tokens / (time.monotonic() - self._since)
+            scalars = {
+                "train/loss": smoothed,
+                "train/perplexity": math.exp(min(likelihood, 50.0)),
+                "train/accuracy": correct,
+                "train/learning_rate": outputs["learning_rate"],
+                "train/gradient_norm": float(outputs["gradient_norm"]),
+                "train/target_tokens_per_second": speed,
+                "train/epoch": batch.epoch + (batch.index + 1) / batch.num_batches,
+            }
+            if trainer.logger is not None:
+                trainer.logger.log_metrics(scalars, step=step)
+            self._shown |= {
+                "loss": f"{smoothed:.3f}",
+                "lr": f"{outputs['learning_rate']:.2e}",
+                "tokens/s": f"{speed:,.0f}",
+            }
+            self._restart()
+        if self._bar is not None:
+            self._bar.set_postfix(self._shown, refresh=False)
+            self._bar.update(1)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validation's time is not training's."""
+        self._paused = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the scores, and go on counting."""
+        self._since += time.monotonic() - self._paused
+        metrics = trainer.callback_metrics
+        if "validation/bleu" in metrics and not trainer.sanity_checking:
+            bleu, loss = float(metrics["validation/bleu"]), float(metrics["validation/loss"])
+            self._shown["BLEU"] = f"{bleu:.2f}"
+            self._say(
+                f"step {trainer.global_step}: validation BLEU {bleu:.2f}, loss {loss:.4f}, "
+                f"perplexity {float(metrics['validation/perplexity']):.3f}"
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _restart(self) -> None:
+        self._sums, self._tokens, self._since = None, 0, time.monotonic()
+
+    @rank_zero_only
+    def _say(self, message: str) -> None:
+        tqdm.write(message, file=sys.stderr)

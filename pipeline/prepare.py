@@ -1,0 +1,26 @@
+"""Raw parallel text -> corpus folder: cleaned, tokenized, memory-mapped.
+
+Run again it changes nothing; with other texts or settings it says what differs. The last line is the manifest's
+summary as JSON.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; overlays may follow")
+    parser.add_argument("--force", action="store_true", help="make the corpus anew where texts or settings differ")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prepare the recipe's corpus."""
+    from data_module.preparation import prepare
+    from pipeline.recipe import load_recipe
+
+    recipe = load_recipe(arguments.config, arguments.overrides)
+    manifest = prepare(recipe.corpus, force=arguments.force)
+    print(json.dumps(manifest))
+    return 0

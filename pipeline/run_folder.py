@@ -1,0 +1,93 @@
+"""The run folder: recipe as resolved, tokenizer, checkpoints, TensorBoard, versions. One writer at a time."""
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from data_module.errors import InputError
+from pipeline.recipe import Recipe
+
+MAY_CHANGE = ("name", "decoding", "run", "trainer")
+"""Sections that another config may change on resume; the others would make it another run."""
+MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
+
+
+class RunFolder:
+    """A folder that one process owns while it writes; the operating system lets go of a killed owner's lock."""
+
+    def __init__(self, path: Path) -> None:
+        """Takes the folder, making it if need be.
+
+        Raises InputError when it holds something else, or when another process writes there.
+        """
+        self.path = path
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{path}: is a file; give another run.folder")
+        foreign = path.is_dir() and any(path.iterdir()) and not (path / "config.yaml").exists()
+        if foreign and {entry.name for entry in path.iterdir()} - {".lock"}:
+            raise InputError(f"{path}: holds something else than a run; give another run.folder")
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock: IO[str] = (path / ".lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(
+                f"{path}: another fit is writing there; wait for it to end or give another run.folder"
+            ) from None
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._lock.close()
+
+    def differences(self, recipe: Recipe) -> tuple[list[str], list[str]]:
+        """What the folder's recipe and this one differ in: what may not change, and what may."""
+        config = self.path / "config.yaml"
+        if not config.exists():
+            return [], []
+        had, wanted = _flat(yaml.safe_load(config.read_text())), _flat(recipe.as_dict())
+        forbidden, allowed = [], []
+        for key in sorted(had.keys() | wanted.keys()):
+            if had.get(key) != wanted.get(key):
+                may = key.split(".")[0] in MAY_CHANGE and key != "run.seed" or key in MAY_CHANGE_KEYS
+                (allowed if may else forbidden).append(f"{key} {had.get(key)} -> {wanted.get(key)}")
+        return forbidden, allowed
+
+    def write_config(self, recipe: Recipe, tokenizer: bytes) -> None:
+        """Recipe, tokenizer, and the versions of everything that had a part in it."""
+        _replace(self.path / "config.yaml", yaml.safe_dump(recipe.as_dict(), sort_keys=False).encode())
+        _replace(self.path / "tokenizer.model", tokenizer)
+        _replace(self.path / "versions.json", json.dumps(versions(), indent=2).encode())
+
+
+def versions() -> dict[str, Any]:
+    """Revision of the code and versions of what it runs on."""
+    packages = ("torch", "lightning", "sentencepiece", "sacrebleu", "numpy")
+    here = Path(__file__).resolve().parent
+    git = subprocess.run(
+        ["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return {
+        "revision": git.stdout.strip() or None,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        **{name: version(name) for name in packages},
+    }
+
+
+def _replace(path: Path, contents: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(contents)
+    temporary.replace(path)
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(values, dict) and values:
+        return {k: v for name, value in values.items() for k, v in _flat(value, f"{prefix}{name}.").items()}
+    return {prefix.rstrip("."): values}

@@ -1,0 +1,249 @@
+"""The demo corpus: German worked out by hand, and that the task is neither trivial nor leaking."""
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import sacrebleu
+
+from data_module import demo_corpus as grammar
+from data_module.demo_corpus import THE, Clause, Lexicon, Nominal, Phrase, Sentence, Verb, noun_phrase
+
+LEXICON = Lexicon()
+NOUNS = {noun.english: noun for nouns in LEXICON.nouns.values() for noun in nouns}
+ADJECTIVES = {adjective.english: adjective for adjective in LEXICON.adjectives}
+VERBS = {verb.english: verb for verb in LEXICON.verbs + LEXICON.reporting_verbs}
+NUMERALS = {numeral.english: numeral for numeral in LEXICON.numerals}
+DETERMINERS = [THE, grammar.A, grammar.EVERY, grammar.THIS, grammar.THESE, grammar.BARE, *grammar.POSSESSIVES]
+BY_ENGLISH = {determiner.english: determiner for determiner in DETERMINERS} | NUMERALS
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def corpus() -> dict[str, list[Sentence]]:
+    return grammar.demo_corpus()
+
+
+def phrase(determiner: str, adjective: str, noun: str, plural: bool = False) -> Nominal:
+    return noun_phrase(BY_ENGLISH[determiner], ADJECTIVES.get(adjective), NOUNS[noun], plural)
+
+
+@pytest.mark.parametrize(
+    ("determiner", "adjective", "noun", "plural", "english", "german"),
+    [
+        ("the", "old", "man", False, "the old man", "der alte Mann, den alten Mann, dem alten Mann"),
+        ("the", "old", "woman", False, "the old woman", "die alte Frau, die alte Frau, der alten Frau"),
+        ("the", "small", "child", False, "the small child", None),
+        ("the", "old", "man", True, "the old men", "die alten Männer, die alten Männer, den alten Männern"),
+        ("a", "old", "man", False, "an old man", "ein alter Mann, einen alten Mann, einem alten Mann"),
+        ("a", "new", "lamp", False, "a new lamp", "eine neue Lampe, eine neue Lampe, einer neuen Lampe"),
+        ("a", "expensive", "car", False, "an expensive car", "ein teures Auto, ein teures Auto, einem teuren Auto"),
+        ("my", "dark", "room", False, "my dark room", "mein dunkles Zimmer, mein dunkles Zimmer, meinem dunklen Zimmer"),
+        ("our", "", "sister", True, "our sisters", "unsere Schwestern, unsere Schwestern, unseren Schwestern"),
+        ("every", "", "boy", False, "every boy", "jeder Junge, jeden Jungen, jedem Jungen"),
+        ("this", "tired", "student", False, "this tired student", "dieser müde Student, diesen müden Studenten, diesem müden Studenten"),
+        ("three", "ripe", "apple", True, "three ripe apples", "drei reife Äpfel, drei reife Äpfel, drei reifen Äpfeln"),
+        ("", "cheap", "sofa", True, "cheap sofas", "billige Sofas, billige Sofas, billigen Sofas"),
+    ],
+)  # fmt: skip
+def test_noun_phrases_agree_in_gender_number_and_case(
+    determiner: str, adjective: str, noun: str, plural: bool, english: str, german: str | None
+) -> None:
+    nominal = (
+        phrase(determiner, adjective, noun, plural)
+        if adjective in ADJECTIVES and german
+        else phrase(determiner, "", noun, plural)
+    )
+    if german is None:
+        english, german = "the child", "das Kind, das Kind, dem Kind"
+    assert nominal.english == english
+    assert ", ".join(nominal.german[case] for case in grammar.CASES) == german
+
+
+def clause(subject: Nominal, verb: str, mode: str = "present", **rest: object) -> Clause:
+    return Clause(subject, VERBS[verb], LEXICON.modes[mode], **rest)  # type: ignore[arg-type]
+
+
+MAN, CHILD = phrase("the", "", "man"), phrase("the", "", "child")
+CAR, NO_CAR = phrase("the", "", "car"), noun_phrase(grammar.NO_SINGULAR, ADJECTIVES["red"], NOUNS["car"])
+WE, I = grammar.PRONOUNS[3], grammar.PRONOUNS[0]
+YESTERDAY = Phrase("yesterday", "gestern")
+
+
+@pytest.mark.parametrize(
+    ("made", "english", "second", "last"),
+    [
+        (clause(MAN, "buy", object=CAR), "the man buys the car", "der Mann kauft das Auto", "der Mann das Auto kauft"),
+        (clause(MAN, "buy", object=CAR, negated=True), "the man does not buy the car",
+         "der Mann kauft das Auto nicht", "der Mann das Auto nicht kauft"),
+        (clause(MAN, "buy", object=NO_CAR, negated=True), "the man does not buy a red car",
+         "der Mann kauft kein rotes Auto", "der Mann kein rotes Auto kauft"),
+        (clause(MAN, "pick up", object=CHILD), "the man picks up the child", "der Mann holt das Kind ab",
+         "der Mann das Kind abholt"),
+        (clause(I, "pick up", "want", object=MAN), "I want to pick up the man", "ich will den Mann abholen",
+         "ich den Mann abholen will"),
+        (clause(WE, "invite", "past", object=MAN, front=YESTERDAY), "yesterday we invited the man",
+         "gestern haben wir den Mann eingeladen", None),
+        (clause(MAN, "walk", "past", negated=True,
+                adjunct=grammar.prepositional_phrase("to", "zu", "dative", phrase("the", "", "school"))),
+         "the man did not walk to the school", "der Mann ist nicht zur Schule gegangen",
+         "der Mann nicht zur Schule gegangen ist"),
+        (clause(WE, "help", "should", object=phrase("the", "", "man", True)), "we should help the men",
+         "wir sollten den Männern helfen", "wir den Männern helfen sollten"),
+        (clause(MAN, "give", "can", object=CAR, recipient=CHILD, negated=True),
+         "the man cannot give the car to the child", "der Mann kann dem Kind das Auto nicht geben",
+         "der Mann dem Kind das Auto nicht geben kann"),
+        (clause(I, "feed", object=phrase("my", "", "bear")), "I feed my bear", "ich füttere meinen Bären",
+         "ich meinen Bären füttere"),
+        (Clause(CAR, Verb("red", "", "rot", "", ""), LEXICON.modes["is"], negated=True), "the car is not red",
+         "das Auto ist nicht rot", "das Auto nicht rot ist"),
+    ],
+)  # fmt: skip
+def test_clauses_have_the_verb_where_german_wants_it(
+    made: Clause, english: str, second: str, last: str | None
+) -> None:
+    assert made.english() == english
+    assert made.german() == second
+    if last:
+        assert made.german("last") == last
+
+
+def test_questions_begin_with_the_verb() -> None:
+    made = clause(MAN, "close", object=phrase("every", "", "box"))
+    assert made.english(question=True) == "does the man close every box"
+    assert made.german("first") == "macht der Mann jede Kiste zu"
+
+
+def test_no_english_form_has_two_meanings() -> None:
+    meanings: dict[str, set[str]] = {}
+    for noun in NOUNS.values():
+        assert noun.english != noun.english_plural
+        for form in (noun.english, noun.english_plural):
+            meanings.setdefault(form, set()).add(noun.german)
+    for verb in LEXICON.verbs + LEXICON.reporting_verbs:
+        assert verb.english != verb.english_past, "present and past would be one"
+        for form in (verb.english, verb.english_past, grammar.third_person(verb.english)):
+            meanings.setdefault(form, set()).add(verb.prefix + verb.infinitive)
+    for adjective in LEXICON.adjectives:
+        meanings.setdefault(adjective.english, set()).add(adjective.german)
+    assert not {form: german for form, german in meanings.items() if len(german) > 1}
+
+
+def test_sizes_and_distinctness(corpus: dict[str, list[Sentence]]) -> None:
+    assert {name: len(sentences) for name, sentences in corpus.items()} == grammar.SPLIT_SIZES
+    sentences = [sentence for split in corpus.values() for sentence in split]
+    for side in ([s.english for s in sentences], [s.german for s in sentences]):
+        assert len(set(side)) == len(side)
+        assert sum(len(line.split()) for line in side) / len(side) >= 8
+        assert all(re.fullmatch(r"[A-ZÄÖÜ1-9][^.?|]*[^ ,.?][.?]", line) and "  " not in line for line in side)
+
+
+def test_every_lemma_is_often_in_training_and_no_word_form_is_new(corpus: dict[str, list[Sentence]]) -> None:
+    text = Counter(re.findall(r"[\w']+", " ".join(s.english for s in corpus["train"]).lower()))
+    lemmas = [(noun.english, noun.english_plural) for noun in NOUNS.values()]
+    lemmas += [(v.english, v.english_past, grammar.third_person(v.english)) for v in VERBS.values()]
+    lemmas += [(adjective,) for adjective in ADJECTIVES]
+    assert len(lemmas) >= 400
+    one_word = [forms for forms in lemmas if " " not in forms[0]]
+    assert not [forms for forms in one_word if sum(text[form] for form in forms) < 20]
+    known = set().union(*map(grammar.word_forms, corpus["train"]))
+    for split in ("validation", "test", "test_new_combinations"):
+        assert not set().union(*map(grammar.word_forms, corpus[split])) - known
+
+
+def adjective_noun_pairs(sentences: list[Sentence]) -> list[set[tuple[str, str]]]:
+    """The attributes read from the English text, without the grammar's own bookkeeping."""
+    nouns = {form: noun.english for noun in NOUNS.values() for form in (noun.english, noun.english_plural)}
+    words = [re.findall(r"\w+", sentence.english.lower()) for sentence in sentences]
+    return [
+        {(a, nouns[b]) for a, b in zip(line, line[1:], strict=False) if a in ADJECTIVES and b in nouns}
+        for line in words
+    ]
+
+
+def test_new_combinations_never_met_in_training(corpus: dict[str, list[Sentence]]) -> None:
+    met = set().union(*(sentence.combinations for sentence in corpus["train"]))
+    new = [sentence.combinations - met for sentence in corpus["test_new_combinations"]]
+    assert all(new)
+    read = set().union(*adjective_noun_pairs(corpus["train"]))
+    assert read <= met
+    attributes = [pairs - read for pairs in adjective_noun_pairs(corpus["test_new_combinations"])]
+    assert sum(map(bool, attributes)) > 200
+    assert {word for pairs in new for word, _ in pairs} & set(VERBS), "verbs with objects are held out too"
+
+
+def bleu(hypotheses: list[str], corpus: dict[str, list[Sentence]]) -> float:
+    return sacrebleu.corpus_bleu(hypotheses, [[s.german for s in corpus["test"]][: len(hypotheses)]]).score
+
+
+def test_a_dictionary_is_not_enough(corpus: dict[str, list[Sentence]]) -> None:
+    """IBM model 1, five iterations on a third of training; the best German word for each English one, in order."""
+    pairs = [(s.english.lower(), s.german) for s in corpus["train"][:6000]]
+    split = [(re.findall(r"\w+|[^\w\s]", e), re.findall(r"\w+|[^\w\s]", g)) for e, g in pairs]
+    table: dict[str, dict[str, float]] = {}
+    for iteration in range(5):
+        counts: dict[str, Counter[str]] = {}
+        for english, german in split:
+            for target in german:
+                weights = [table[source][target] if iteration else 1.0 for source in english]
+                total = sum(weights)
+                for source, weight in zip(english, weights, strict=True):
+                    counts.setdefault(source, Counter())[target] += weight / total
+        table = {e: {g: n / row.total() for g, n in row.items()} for e, row in counts.items()}
+    best = {source: max(row, key=row.__getitem__) for source, row in table.items()}
+    hypotheses = []
+    for sentence in corpus["test"]:
+        words = [best.get(word, word) for word in re.findall(r"\w+|[^\w\s]", sentence.english.lower())]
+        line = re.sub(r" ([.,?])", r"\1", " ".join(words))
+        hypotheses.append(line[0].upper() + line[1:])
+    score = bleu(hypotheses, corpus)
+    print(f"dictionary: {score:.1f} BLEU")
+    assert 5 < score < 40
+
+
+def test_the_nearest_training_sentence_is_not_enough(corpus: dict[str, list[Sentence]]) -> None:
+    index: dict[str, list[int]] = {}
+    bags = [set(sentence.english.lower()[:-1].split()) for sentence in corpus["train"]]
+    for number, bag in enumerate(bags):
+        for word in bag:
+            index.setdefault(word, []).append(number)
+    hypotheses = []
+    for sentence in corpus["test"][:300]:
+        words = set(sentence.english.lower()[:-1].split())
+        shared = Counter(number for word in sorted(words) for number in index.get(word, ()))
+        near = min(shared, key=lambda n: (-shared[n] / (len(words) + len(bags[n]) - shared[n]), n))
+        hypotheses.append(corpus["train"][near].german)
+    score = bleu(hypotheses, corpus)
+    print(f"nearest sentence: {score:.1f} BLEU")
+    assert 5 < score < 70
+
+
+def test_same_seed_same_bytes_and_files_left_alone(tmp_path: Path) -> None:
+    grammar.write_demo_corpus(tmp_path / "a")
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "a").iterdir()}
+    assert set(before) == {f"{split}.{side}" for split in grammar.SPLIT_SIZES for side in ("en", "de")}
+    (tmp_path / "a" / "test.de").write_text("spoilt\n")
+    os.utime(tmp_path / "a" / "train.en", ns=(1, 1))
+    run = subprocess.run(
+        [sys.executable, "-m", "data_module.demo_corpus", str(tmp_path / "a")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "20000" in run.stderr
+    assert not run.stdout
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == {
+        name: content for name, (content, _) in before.items()
+    }
+    assert (tmp_path / "a" / "train.en").stat().st_mtime_ns == 1
+
+
+def test_another_seed_another_corpus(corpus: dict[str, list[Sentence]]) -> None:
+    author = grammar.Author(LEXICON, grammar.random.Random(2))
+    assert author.sentence().english not in {sentence.english for sentence in corpus["train"][:1]}
