@@ -1,8 +1,8 @@
 """The demo's parallel text: English sentences and their German translations, made by a small grammar.
 
-A noun phrase (`Nominal`) and a `Clause` know both languages at once, so that every English sentence comes with its
-one German translation: gender, case and adjective endings, verb second and verb last, separable verbs, modal verbs
-and the perfect tense. The words are in demo_lexicon.yaml.
+A noun phrase (`Nominal`) and a `Clause` know both languages at once, so that every English sentence comes with
+its one German translation: gender, case and adjective endings, verb second and verb last, separable verbs, modal
+verbs and the perfect tense. The words are in demo_lexicon.yaml.
 """
 
 import argparse
@@ -33,7 +33,7 @@ STRONG_ENDINGS = {
     "plural": {"nominative": "e", "accusative": "e", "dative": "en"},
 }
 GENDERS = {"der": "masculine", "die": "feminine", "das": "neuter"}
-I, HE, THEY = range(3)
+FIRST, THIRD, PLURAL = range(3)
 """What a finite verb agrees with: I; he, she and any singular; we, they and any plural."""
 HABEN, SEIN = ("habe", "hat", "haben"), ("bin", "ist", "sind")
 
@@ -43,6 +43,10 @@ class Phrase(NamedTuple):
 
     english: str = ""
     german: str = ""
+    combinations: Combinations = frozenset()
+
+
+NOTHING = Phrase()
 
 
 class Noun(NamedTuple):
@@ -90,16 +94,9 @@ class Determiner(NamedTuple):
 EIN_WITHOUT_ENDING = {("masculine", "nominative"), ("neuter", "nominative"), ("neuter", "accusative")}
 BARE, A, EVERY = Determiner(), Determiner("a", "ein", "ein"), Determiner("every", "jed", "der")
 NO_SINGULAR, NO_PLURAL = Determiner("a", "kein", "ein"), Determiner("", "kein", "ein")
-THE, THIS, THESE = (
-    Determiner("the", "d", "der"),
-    Determiner("this", "dies", "der"),
-    Determiner("these", "dies", "der"),
-)
-POSSESSIVES = [
-    Determiner("my", "mein", "ein"),
-    Determiner("our", "unser", "ein"),
-    Determiner("his", "sein", "ein"),
-]
+THE, THIS = Determiner("the", "d", "der"), Determiner("this", "dies", "der")
+THESE = Determiner("these", "dies", "der")
+POSSESSIVES = [Determiner(*words, "ein") for words in (("my", "mein"), ("our", "unser"), ("his", "sein"))]
 
 
 class Nominal(NamedTuple):
@@ -107,14 +104,19 @@ class Nominal(NamedTuple):
 
     english: str
     german: dict[Case, str]
-    agreement: int = HE
+    agreement: int = THIRD
     noun: str = ""
     combinations: Combinations = frozenset()
     negative: bool = False
 
 
-PRONOUNS = [Nominal(english, {"nominative": german}, agreement) for english, german, agreement in
-            (("I", "ich", I), ("he", "er", HE), ("she", "sie", HE), ("we", "wir", THEY), ("they", "sie", THEY))]  # fmt: skip
+PRONOUNS = [
+    Nominal("I", {"nominative": "ich"}, FIRST),
+    Nominal("he", {"nominative": "er"}, THIRD),
+    Nominal("she", {"nominative": "sie"}, THIRD),
+    Nominal("we", {"nominative": "wir"}, PLURAL),
+    Nominal("they", {"nominative": "sie"}, PLURAL),
+]
 
 
 def definite_article(gender: str, case: Case) -> str:
@@ -142,7 +144,7 @@ def noun_phrase(
     words = join(adjective and adjective.english, noun.english_plural if plural else noun.english)
     article = "an" if determiner.english == "a" and words[0] in "aeiou" else determiner.english
     met = frozenset({(adjective.english, noun.english)} if adjective else ())
-    agreement = THEY if plural else HE
+    agreement = PLURAL if plural else THIRD
     return Nominal(join(article, words), german, agreement, noun.english, met, determiner.german == "kein")
 
 
@@ -170,7 +172,7 @@ class Verb(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """A tense, modal verb or copula: its finite forms for I, he and they, and the time phrases it goes with."""
+    """A tense, modal verb or copula: its finite forms for I, he and they, and the times it goes with."""
 
     name: str
     english: Sequence[str]
@@ -189,10 +191,10 @@ class Clause:
     mode: Mode
     object: Nominal | None = None
     recipient: Nominal | None = None
-    adjunct: Phrase = Phrase()
-    front: Phrase = Phrase()
-    time: Phrase = Phrase()
-    adverb: Phrase = Phrase()
+    adjunct: Phrase = NOTHING
+    front: Phrase = NOTHING
+    time: Phrase = NOTHING
+    adverb: Phrase = NOTHING
     negated: bool = False
 
     def english(self, question: bool = False) -> str:
@@ -208,9 +210,13 @@ class Clause:
             predicate = join(subject, adverb, self.verb.english_past)
         else:
             predicate = join(subject, adverb, third_person(verb) if auxiliary == "does" else verb)
-        recipient = self.recipient and "to " + self.recipient.english
-        return join(self.front.english, predicate, self.object and self.object.english, recipient,
-                    self.adjunct.english, self.time.english)  # fmt: skip
+        object_, recipient = (
+            self.object and self.object.english,
+            self.recipient and "to " + self.recipient.english,
+        )
+        return join(
+            self.front.english, predicate, object_, recipient, self.adjunct.english, self.time.english
+        )
 
     def german(self, verb_position: Literal["first", "second", "last"] = "second") -> str:
         """The clause in German."""
@@ -223,8 +229,9 @@ class Clause:
             finite, final, separable = verb.present(agreement), verb.prefix, True
         negation = "nicht" if self.negated and not (self.object and self.object.negative) else ""
         subject = self.subject.german["nominative"]
-        middle = join(self.time.german, self.adverb.german, self.recipient and self.recipient.german["dative"],
-                      self.object and self.object.german[verb.case], negation, self.adjunct.german)  # fmt: skip
+        recipient = self.recipient and self.recipient.german["dative"]
+        object_ = self.object and self.object.german[verb.case]
+        middle = join(self.time.german, self.adverb.german, recipient, object_, negation, self.adjunct.german)
         if verb_position == "last":
             return join(subject, middle, final + finite if separable else join(final, finite))
         if verb_position == "first" or self.front.german:
@@ -234,8 +241,8 @@ class Clause:
     @property
     def combinations(self) -> Combinations:
         """Which words meet in this clause."""
-        nominals = [nominal for nominal in (self.subject, self.object, self.recipient) if nominal]
-        met = Combinations().union(*(nominal.combinations for nominal in nominals))
+        parts = [part for part in (self.subject, self.object, self.recipient, self.adjunct) if part]
+        met = Combinations().union(*(part.combinations for part in parts))
         if self.object and self.object.noun:
             met |= {(self.verb.english, self.object.noun)}
         if self.mode.name in ("is", "was") and self.subject.noun:
@@ -265,7 +272,7 @@ def prepositional_phrase(english: str, german: str, case: Case, nominal: Nominal
     phrase = f"{german} {nominal.german[case]}"
     for full, contracted in (("in dem ", "im "), ("zu dem ", "zum "), ("zu der ", "zur ")):
         phrase = re.sub(f"^{full}", contracted, phrase)
-    return Phrase(f"{english} {nominal.english}", phrase)
+    return Phrase(f"{english} {nominal.english}", phrase, nominal.combinations)
 
 
 class Lexicon:
@@ -275,17 +282,21 @@ class Lexicon:
         words = yaml.safe_load(Path(__file__).with_name("demo_lexicon.yaml").read_text(encoding="utf-8"))
         self.names = [Nominal(name, dict.fromkeys(CASES, name)) for name in words["names"]]
         self.numerals = [Determiner(*numeral) for numeral in words["numerals"].items()]
-        self.nouns = {semantic_class: [_noun(english, german, semantic_class) for english, german in nouns.items()]
-                      for semantic_class, nouns in words["nouns"].items()}  # fmt: skip
-        self.adjectives = [Adjective(english, *(german.split(", ") * 2)[:2], group["classes"])
-                           for group in words["adjectives"] for english, german in group["words"].items()]  # fmt: skip
-        self.verbs = [_verb(english, german, **{name: value for name, value in group.items() if name != "words"})
-                      for group in words["verbs"] for english, german in group["words"].items()]  # fmt: skip
+        self.nouns = {
+            name: [_noun(*noun, name) for noun in nouns.items()] for name, nouns in words["nouns"].items()
+        }
+        self.adjectives = [
+            Adjective(english, german.split(", ")[0], german.split(", ")[-1], group["classes"])
+            for group in words["adjectives"]
+            for english, german in group["words"].items()
+        ]
+        self.verbs = [
+            _verb(*verb, **group) for group in words["verbs"] for verb in group.pop("words").items()
+        ]
         self.reporting_verbs = [_verb(*verb, subject=["person"]) for verb in words["reporting_verbs"].items()]
-        self.modes = {name: Mode(name, mode["english"].split(), mode.get("link", ""), mode.get("german", "").split(),
-                                 mode["times"]) for name, mode in words["modes"].items()}  # fmt: skip
+        self.modes = {name: _mode(name, **mode) for name, mode in words["modes"].items()}
         self.times = {
-            name: [Phrase(*time) for time in times.items()] for name, times in words["times"].items()
+            name: [Phrase(*time) for time in group.items()] for name, group in words["times"].items()
         }
         self.frequency_adverbs = [Phrase(*adverb) for adverb in words["frequency_adverbs"].items()]
         self.question_words = [Phrase(*word) for word in words["question_words"].items()]
@@ -304,17 +315,20 @@ def _noun(english: str, german: str, semantic_class: str) -> Noun:
     singular, _, plural = english.partition("/")
     first, german_plural, *weak = german.split(", ")
     article, german_singular = first.split(" ")
-    return Noun(singular, plural or with_s(singular), german_singular, german_plural, GENDERS[article], bool(weak),
-                semantic_class)  # fmt: skip
+    forms = singular, plural or with_s(singular), german_singular, german_plural
+    return Noun(*forms, GENDERS[article], bool(weak), semantic_class)
 
 
 def _verb(english: str, german: str, **valency: Any) -> Verb:
     base, past = english.split(", ")
-    infinitive, third_person_singular, participle = german.split(", ")
+    infinitive, third, participle = german.split(", ")
     prefix, _, infinitive = infinitive.rpartition("|")
     perfect = SEIN if participle.startswith("ist ") else HABEN
-    return Verb(base, past, infinitive, third_person_singular, participle.removeprefix("ist "), prefix, perfect,
-                **valency)  # fmt: skip
+    return Verb(base, past, infinitive, third, participle.removeprefix("ist "), prefix, perfect, **valency)
+
+
+def _mode(name: str, english: str, times: str, link: str = "", german: str = "") -> Mode:
+    return Mode(name, english.split(), link, german.split(), times)
 
 
 class Sentence(NamedTuple):
@@ -333,6 +347,12 @@ PREPOSITIONS: dict[str, tuple[str, str, Case, str]] = {
     "goal": ("to", "zu", "dative", "place"),
     "companion": ("with", "mit", "dative", "person"),
     "beneficiary": ("for", "für", "accusative", "person"),
+}
+
+
+SENTENCE_KINDS = {
+    **{"statement": 6, "question": 4, "if": 2, "and": 1, "but": 1},
+    **{"because": 3, "although": 1, "while": 1, "that": 3},
 }
 
 
@@ -379,7 +399,7 @@ class Author:
 
     def with_relative_clause(self, head: Nominal, noun: Noun) -> Nominal:
         """The nominal and a relative clause whose subject or object it is."""
-        gender = "plural" if head.agreement == THEY else noun.gender
+        gender = "plural" if head.agreement == PLURAL else noun.gender
         pronoun = {case: definite_article(gender, case) for case in CASES}
         if gender == "plural":
             pronoun["dative"] = "denen"
@@ -404,8 +424,15 @@ class Author:
         """Which modes a clause may have."""
         return PAST if self.chance(0.33) else NOW
 
-    def clause(self, modes: Sequence[str], main: bool = True, verb: Verb | None = None, subject: Nominal | None = None,
-               gap: Nominal | None = None, negatable: bool = True) -> Clause:  # fmt: skip
+    def clause(
+        self,
+        modes: Sequence[str],
+        main: bool = True,
+        verb: Verb | None = None,
+        subject: Nominal | None = None,
+        gap: Nominal | None = None,
+        negatable: bool = True,
+    ) -> Clause:
         """A clause around the verb, subject or object given, if any; only a main clause has a front."""
         rng = self.rng
         mode = self.lexicon.modes[rng.choice(modes)]
@@ -416,11 +443,11 @@ class Author:
             verb = Verb(adjective.english, "", adjective.german, "", "", subject=adjective.classes)
         verb = verb or rng.choice(self.lexicon.verbs)
         subject = subject or self.subject(verb, negated, relative=main)
-        time, front, adverb = Phrase(), Phrase(), Phrase()
+        time, front, adverb = NOTHING, NOTHING, NOTHING
         if self.chance(0.35) and not (negated and not main):
             time = rng.choice(self.lexicon.times[mode.times])
             if main and (negated or self.chance(0.6)):
-                time, front = Phrase(), time
+                time, front = NOTHING, time
         elif mode.name in ("present", "past", "is", "was") and not negated and self.chance(0.25):
             adverb = rng.choice(self.lexicon.frequency_adverbs)
         return Clause(
@@ -441,7 +468,7 @@ class Author:
     def adjunct(self, kinds: Sequence[str]) -> Phrase:
         """A prepositional phrase of one of these kinds, or none; a goal is never left out."""
         if not kinds or ("goal" not in kinds and self.chance(0.4)):
-            return Phrase()
+            return NOTHING
         english, german, case, semantic_class = PREPOSITIONS[self.rng.choice(kinds)]
         nominal = self.phrase(self.noun([semantic_class]), False, [*DEFINITE[False], A])
         return prepositional_phrase(english, german, case, nominal)
@@ -456,7 +483,7 @@ class Author:
         elif kind == "question":
             clause = self.clause(tense, negatable=False)
             clauses = [
-                replace(clause, front=self.rng.choice([Phrase(), Phrase(), *self.lexicon.question_words]))
+                replace(clause, front=self.rng.choice([NOTHING, NOTHING, *self.lexicon.question_words]))
             ]
             english, german = clauses[0].english(question=True), clauses[0].german("first")
         elif kind == "if":
@@ -481,12 +508,8 @@ class Author:
         return Sentence(punctuated(english, mark), punctuated(german, mark), met)
 
 
-SENTENCE_KINDS = {"statement": 6, "question": 4, "because": 3, "although": 1, "while": 1, "that": 3, "if": 2,
-                  "and": 1, "but": 1}  # fmt: skip
-
-
 def punctuated(sentence: str, mark: str) -> str:
-    """The sentence with its capital and final mark; a comma that closes a relative clause stands only once."""
+    """The sentence with its capital and final mark; no comma closes a relative clause twice."""
     sentence = re.sub(",+", ",", sentence).rstrip(",")
     return sentence[0].upper() + sentence[1:] + mark
 
@@ -509,8 +532,8 @@ def distinct_sentences(author: Author) -> Iterator[Sentence]:
 def demo_corpus(seed: int = 1) -> dict[str, list[Sentence]]:
     """The sentences of every split.
 
-    Combinations that are held out occur in every sentence of test_new_combinations and nowhere else. Every word
-    form of the other splits occurs in training.
+    Held-out combinations occur in every sentence of test_new_combinations and nowhere else. Every word form of
+    the other splits occurs in training.
     """
     rng, lexicon = random.Random(seed), Lexicon()
     held_out = {combination for combination in lexicon.combinations() if rng.random() < HELD_OUT_SHARE}
@@ -527,7 +550,7 @@ def demo_corpus(seed: int = 1) -> dict[str, list[Sentence]]:
 
 
 def write_demo_corpus(folder: Path, seed: int = 1) -> None:
-    """Write `<split>.en` and `<split>.de` of every split; a file that holds the same bytes already stays as it is."""
+    """Write `<split>.en` and `<split>.de` of every split; a file that is right already stays as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, sentences in demo_corpus(seed).items():
         for suffix, lines in (("en", [s.english for s in sentences]), ("de", [s.german for s in sentences])):
@@ -536,7 +559,7 @@ def write_demo_corpus(folder: Path, seed: int = 1) -> None:
                 continue
             temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
             temporary.write_bytes(content)
-            os.replace(temporary, path)
+            temporary.replace(path)
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
 Shapes: B batch, T queries, S keys, D d_model, H heads, K d_k, V d_v.
 A mask is True where attention is allowed and broadcasts to [B, H, T, S].
 
-Training keeps no attention weights: the fused kernel never forms them. To look at them, `weights` works them
-out from the same inputs (see `attention_maps.py`).
+Nothing here hands out attention weights while training. To look at them, `weights` works them out from the same
+inputs (see `attention_maps.py`).
 """
 
 import math
@@ -43,6 +43,37 @@ def with_room(cache: Tensor, slots: int) -> Tensor:
     return longer
 
 
+SHORT = 256
+"""Up to so many queries and keys, bf16 training on a CPU forms the weights (see `attend`)."""
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    """softmax(Q K^T / sqrt(d_k)) V (equation 1). Give a mask or is_causal, never both.
+
+    By the fused kernel, but where its backward pass is slow: for bf16 on a CPU it takes eight times as long as
+    plain products at sentence lengths (torch 2.13). Long sequences keep it, since it needs no T x S memory.
+
+    Args:
+        query: [B, H, T, K].
+        key: [B, H, S, K].
+        value: [B, H, S, V].
+        mask: True where allowed, or None.
+        is_causal: query t sees keys 0 .. t only.
+
+    Returns: [B, H, T, V].
+    """
+    slow_backward = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.requires_grad
+    if not slow_backward or query.size(2) > SHORT or key.size(2) > SHORT:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+    scores = (query * (1.0 / math.sqrt(query.size(-1)))) @ key.transpose(-2, -1)
+    if is_causal:
+        mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=scores.dtype, device=mask.device)
+        scores = scores + bias.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1) @ value
+
+
 class SelfAttention(nn.Module):
     """Queries, keys and values from one sequence; the three projections are one product."""
 
@@ -73,7 +104,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """[B, T, D] -> [B, T, D]. Give a mask or is_causal, never both."""
         query, key, value = self.project(x)
-        heads = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+        heads = attend(query, key, value, mask, is_causal)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def step(
@@ -132,7 +163,7 @@ class CrossAttention(nn.Module):
     def attend(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """[B, T, D] over given keys and values -> [B, T, D]."""
         query = self.query(x).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
-        heads = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+        heads = attend(query, keys, values, mask, False)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,0 +1,78 @@
+"""The fused loss against F.linear and F.cross_entropy, and against the formula by hand."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model.loss
+from model.loss import label_smoothed_loss
+
+PAD = 0
+
+
+def problem(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    states = torch.randn(3, 11, 8, dtype=dtype, generator=generator).requires_grad_()
+    weight = torch.randn(50, 8, dtype=dtype, generator=generator).requires_grad_()
+    targets = torch.randint(1, 50, (3, 11), generator=generator)
+    targets[0, 6:] = PAD
+    targets[2] = PAD
+    return states, weight, targets
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("chunk_logits", [50, 50 * 7, 1 << 20])
+def test_equals_linear_and_cross_entropy(epsilon: float, chunk_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(model.loss._CHUNK_LOGITS, "cpu", chunk_logits)
+    states, weight, targets = problem()
+    sums = label_smoothed_loss(states, weight, targets, epsilon, PAD)
+    gradients = torch.autograd.grad(sums.smoothed * 0.37, [states, weight])
+    logits = F.linear(states, weight).flatten(0, 1)
+    options = {"ignore_index": PAD, "reduction": "sum"}
+    expected = F.cross_entropy(logits, targets.flatten(), label_smoothing=epsilon, **options)
+    expected_gradients = torch.autograd.grad(expected * 0.37, [states, weight], retain_graph=True)
+    assert sums.smoothed.item() == pytest.approx(expected.item(), rel=1e-12)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    likelihood = F.cross_entropy(logits, targets.flatten(), **options)
+    assert sums.negative_log_likelihood.item() == pytest.approx(likelihood.item(), rel=1e-12)
+    kept = targets.flatten() != PAD
+    assert sums.num_correct.item() == (logits.argmax(-1) == targets.flatten())[kept].sum().item()
+
+
+def test_by_hand() -> None:
+    # Two classes, logits 2 and 0: p = e^2 / (e^2 + 1); epsilon 0.2 gives targets 0.9 and 0.1.
+    states = torch.tensor([[2.0]], dtype=torch.float64)
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    normaliser = math.log(math.exp(2) + 1)
+    sums = label_smoothed_loss(states, weight, torch.tensor([0]), 0.2, ignored_id=-1)
+    assert sums.smoothed.item() == pytest.approx(0.9 * (normaliser - 2) + 0.1 * normaliser, rel=1e-14)
+    assert sums.negative_log_likelihood.item() == pytest.approx(normaliser - 2, rel=1e-14)
+
+
+def test_bf16_products_stay_near_float32() -> None:
+    states, weight, targets = problem(torch.float32)
+    exact = label_smoothed_loss(states, weight, targets, 0.1, PAD)
+    exact_gradients = torch.autograd.grad(exact.smoothed, [states, weight])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = label_smoothed_loss(states, weight, targets, 0.1, PAD)
+    low_gradients = torch.autograd.grad(low.smoothed, [states, weight])
+    assert low.smoothed.dtype == torch.float32
+    assert low.smoothed.item() != exact.smoothed.item()  # bf16 was at work
+    assert low.smoothed.item() == pytest.approx(exact.smoothed.item(), rel=0.005)
+    for ours, theirs in zip(low_gradients, exact_gradients, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).norm() / theirs.norm() < 0.02
+
+
+def test_extreme_logits_stay_finite() -> None:
+    states = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
+    sums = label_smoothed_loss(states, weight, torch.tensor([1, 1]), 0.1, ignored_id=-1)
+    sums.smoothed.backward()
+    # Row 0: likeliest is class 0 by 2e4 over the target; row 1: the target itself.
+    assert sums.negative_log_likelihood.item() == pytest.approx(2e4, rel=1e-6)
+    assert torch.isfinite(states.grad).all()
+    assert torch.isfinite(weight.grad).all()

@@ -1,0 +1,278 @@
+"""The network against torch.nn's own layers, the paper's formulas worked by hand, and its own promises."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model.attention import SHORT, CrossAttention, SelfAttention, attend, attention_weights
+from model.attention_maps import attention_maps
+from model.dropout import Dropout
+from model.layers import DecoderLayer, EncoderLayer
+from model.positions import SinusoidalPositions, sinusoidal_table
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+
+TINY = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
+
+
+def network(settings: NetworkSettings = TINY, vocabulary_size: int = 30) -> Transformer:
+    torch.manual_seed(3)
+    return Transformer(vocabulary_size, settings).double().eval()
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(4, 30, shape, generator=torch.Generator().manual_seed(5))
+
+
+def copy_attention(own: SelfAttention | CrossAttention, theirs: nn.MultiheadAttention) -> None:
+    """torch.nn's multi-head attention with our weights."""
+    if isinstance(own, SelfAttention):
+        weight, bias = own.query_key_value.weight, own.query_key_value.bias
+    else:
+        weight = torch.cat([own.query.weight, own.key_value.weight])
+        bias = torch.cat([own.query.bias, own.key_value.bias])
+    theirs.in_proj_weight.data.copy_(weight.data)
+    theirs.in_proj_bias.data.copy_(bias.data)
+    theirs.out_proj.weight.data.copy_(own.output.weight.data)
+    theirs.out_proj.bias.data.copy_(own.output.bias.data)
+
+
+def randomise(module: nn.Module) -> None:
+    """Biases and norms too: at their initial values they could be forgotten unseen."""
+    generator = torch.Generator().manual_seed(11)
+    for parameter in module.parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoder_layer_equals_torch(pre_norm: bool, padded: bool) -> None:
+    own = EncoderLayer(16, 24, 4, 4, 4, 0.0, pre_norm).double().eval()
+    randomise(own)
+    theirs = nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True, norm_first=pre_norm).double()
+    copy_attention(own.self_attention, theirs.self_attn)
+    for mine, other in (
+        (own.feed_forward.inner, theirs.linear1),
+        (own.feed_forward.outer, theirs.linear2),
+        (own.self_attention_residual.norm, theirs.norm1),
+        (own.feed_forward_residual.norm, theirs.norm2),
+    ):
+        other.load_state_dict(mine.state_dict())
+    x = torch.randn(3, 7, 16, dtype=torch.float64)
+    allowed = torch.arange(7) < torch.tensor([[7], [4], [2]]) if padded else None
+    mask = allowed[:, None, None, :] if allowed is not None else None
+    ours = own(x, mask)
+    expected = theirs(x, src_key_padding_mask=~allowed if allowed is not None else None)
+    kept = allowed if allowed is not None else torch.ones(3, 7, dtype=torch.bool)
+    torch.testing.assert_close(ours[kept], expected[kept], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_decoder_layer_equals_torch(pre_norm: bool) -> None:
+    own = DecoderLayer(16, 24, 4, 4, 4, 0.0, pre_norm).double().eval()
+    randomise(own)
+    theirs = nn.TransformerDecoderLayer(16, 4, 24, 0.0, batch_first=True, norm_first=pre_norm).double()
+    copy_attention(own.self_attention, theirs.self_attn)
+    copy_attention(own.cross_attention, theirs.multihead_attn)
+    for mine, other in (
+        (own.feed_forward.inner, theirs.linear1),
+        (own.feed_forward.outer, theirs.linear2),
+        (own.self_attention_residual.norm, theirs.norm1),
+        (own.cross_attention_residual.norm, theirs.norm2),
+        (own.feed_forward_residual.norm, theirs.norm3),
+    ):
+        other.load_state_dict(mine.state_dict())
+    x, memory = torch.randn(3, 5, 16, dtype=torch.float64), torch.randn(3, 7, 16, dtype=torch.float64)
+    allowed = torch.arange(7) < torch.tensor([[7], [4], [2]])
+    ours = own(x, memory, allowed[:, None, None, :])
+    causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    expected = theirs(x, memory, tgt_mask=causal, memory_key_padding_mask=~allowed)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+
+
+def test_attention_by_hand() -> None:
+    # One query [1, 0] over keys [1, 0] and [0, 1], d_k = 2: scores 1/sqrt(2) and 0.
+    query = torch.tensor([[[[1.0, 0.0]]]], dtype=torch.float64)
+    key = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]], dtype=torch.float64)
+    value = torch.tensor([[[[10.0], [20.0]]]], dtype=torch.float64)
+    first = math.exp(1 / math.sqrt(2)) / (math.exp(1 / math.sqrt(2)) + 1)
+    weights = attention_weights(query, key, None, False)
+    torch.testing.assert_close(weights, torch.tensor([[[[first, 1 - first]]]], dtype=torch.float64))
+    expected = torch.tensor([[[[10 * first + 20 * (1 - first)]]]], dtype=torch.float64)
+    torch.testing.assert_close(attend(query, key, value, None, False), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_plain_bf16_attention_equals_the_fused_one(causal: bool) -> None:
+    torch.manual_seed(0)
+    mask = None if causal else (torch.arange(9) < torch.tensor([[9], [5]]))[:, None, None, :]
+    tensors = [torch.randn(2, 3, 9, 8) for _ in range(3)]
+    low = [t.bfloat16().requires_grad_() for t in tensors]
+    exact = [t.bfloat16().float().requires_grad_() for t in tensors]
+    ours = attend(*low, mask, causal)
+    assert "Unsafe" in type(ours.grad_fn).__name__ or "Bmm" in type(ours.grad_fn).__name__  # the plain products
+    theirs = F.scaled_dot_product_attention(*exact, attn_mask=mask, is_causal=causal)
+    torch.testing.assert_close(ours.float(), theirs, rtol=0.02, atol=0.02)
+    ours.float().square().sum().backward()
+    theirs.square().sum().backward()
+    for a, b in zip(low, exact, strict=True):
+        torch.testing.assert_close(a.grad.float(), b.grad, rtol=0.05, atol=0.08)
+
+
+def test_long_bf16_attention_takes_no_quadratic_memory() -> None:
+    long = torch.randn(1, 1, SHORT + 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    assert "Scaled" in type(attend(long, long, long, None, False).grad_fn).__name__
+
+
+def test_self_attention_with_keys_of_another_size_by_hand() -> None:
+    """d_k and d_v other than d_model / heads, against a loop over heads in plain formulas."""
+    torch.manual_seed(1)
+    module = SelfAttention(6, 2, 5, 3).double()
+    randomise(module)
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    query, key, value = (x @ module.query_key_value.weight.T + module.query_key_value.bias).split([10, 10, 6], -1)
+    heads = []
+    for head in range(2):
+        q, k, v = query[..., head * 5 :][..., :5], key[..., head * 5 :][..., :5], value[..., head * 3 :][..., :3]
+        heads.append(torch.softmax(q @ k.transpose(1, 2) / math.sqrt(5), -1) @ v)
+    expected = torch.cat(heads, -1) @ module.output.weight.T + module.output.bias
+    torch.testing.assert_close(module(x, None, False), expected)
+
+
+def test_positions_by_hand() -> None:
+    table = sinusoidal_table(50, 6)
+    for position in (0, 1, 7, 49):
+        for pair in range(3):
+            angle = position / 10000 ** (2 * pair / 6)
+            assert table[position, 2 * pair].item() == pytest.approx(math.sin(angle), abs=1e-7)
+            assert table[position, 2 * pair + 1].item() == pytest.approx(math.cos(angle), abs=1e-7)
+
+
+def test_sinusoidal_positions_go_on() -> None:
+    positions = SinusoidalPositions(8, initial_positions=4)
+    torch.testing.assert_close(positions(3, 7), sinusoidal_table(10, 8)[3:])
+
+
+def test_learned_positions_end() -> None:
+    learned = network(NetworkSettings(**{**vars(TINY), "learned_positions": True, "max_positions": 6}))
+    learned(ids(1, 6), ids(1, 6))
+    with pytest.raises(ValueError, match=r"position 7 .*max_positions"):
+        learned(ids(1, 7), ids(1, 6))
+
+
+@pytest.mark.parametrize(("settings", "expected"), [(NetworkSettings(), 63_082_496),
+    (NetworkSettings(d_model=1024, d_ff=4096, num_heads=16), 214_245_376)])
+def test_parameter_counts(settings: NetworkSettings, expected: int) -> None:
+    with torch.device("meta"):
+        assert sum(p.numel() for p in Transformer(37_000, settings).parameters()) == expected
+
+
+def test_embeddings_and_projection_are_one_tensor() -> None:
+    net = network()
+    names = [name for name, p in net.named_parameters() if p.shape[0] == 30]
+    assert names == ["embedding.weight"]
+    states = torch.randn(2, 16, dtype=torch.float64)
+    torch.testing.assert_close(net.logits(states), states @ net.embedding.weight.T)
+    embedded = net.embed(torch.tensor([[7, 8]]), 0)
+    by_hand = net.embedding.weight[[7, 8]] * 4.0 + sinusoidal_table(2, 16).double()  # sqrt(16)
+    torch.testing.assert_close(embedded[0], by_hand)
+
+
+def test_a_decoder_position_never_sees_a_later_one() -> None:
+    net = network()
+    source, target = ids(2, 5), ids(2, 6)
+    states = net(source, target)
+    for position in range(5):
+        changed = target.clone()
+        changed[:, position + 1 :] = (changed[:, position + 1 :] + 1 - 4) % 26 + 4
+        again = net(source, changed)
+        torch.testing.assert_close(again[:, : position + 1], states[:, : position + 1], rtol=0, atol=1e-12)
+        assert (again[:, position + 1] - states[:, position + 1]).abs().max() > 1e-3
+
+
+def test_padding_changes_nothing() -> None:
+    net = network()
+    source, target = ids(1, 5), ids(1, 4)
+    alone = net(source, target)
+    padded_source = torch.cat([source, torch.zeros(1, 3, dtype=torch.int64)], 1)
+    padded_target = torch.cat([target, torch.zeros(1, 2, dtype=torch.int64)], 1)
+    mask = torch.arange(8)[None] < 5
+    torch.testing.assert_close(net(padded_source, padded_target, mask)[:, :4], alone, rtol=0, atol=1e-12)
+    assert (net(padded_source, padded_target)[:, :4] - alone).abs().max() > 1e-3  # the mask is what does it
+
+
+def test_word_order_matters() -> None:
+    net = network()
+    source, target = ids(1, 5), ids(1, 4)
+    swapped = source[:, [1, 0, 2, 3, 4]]
+    assert source[0, 0] != source[0, 1]
+    assert (net(source, target) - net(swapped, target)).abs().max() > 1e-3
+    swapped = target[:, [0, 2, 1, 3]]
+    assert (net(source, target)[:, 3] - net(source, swapped)[:, 3]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("change", [{}, {"learned_positions": True, "max_positions": 7}, {"pre_norm": True}])
+def test_gradients_reach_every_parameter(change: dict) -> None:
+    net = network(NetworkSettings(**{**vars(TINY), **change}))
+    net.logits(net(ids(3, 7), ids(3, 7))).logsumexp(-1).sum().backward()
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_key_biases_alone_get_no_gradient_in_truth() -> None:
+    """softmax(q . (k + b)) does not depend on b: the gradient above is rounding there, and no oversight."""
+    net = network()
+    layer = net.encoder[0].self_attention
+    before = net(ids(2, 5), ids(2, 5))
+    layer.query_key_value.bias.data[16:32] += 1.0
+    torch.testing.assert_close(net(ids(2, 5), ids(2, 5)), before, rtol=0, atol=1e-10)
+
+
+def test_attention_maps_are_what_the_network_attends_to() -> None:
+    net = network()
+    source, target = ids(2, 5), ids(2, 4)
+    mask = torch.arange(5)[None] < torch.tensor([[5], [3]])
+    maps = attention_maps(net, source, target, mask)
+    assert {kind: (len(layers), *layers[0].shape) for kind, layers in maps.items()} == {
+        "encoder": (2, 2, 4, 5, 5),
+        "decoder": (2, 2, 4, 4, 4),
+        "cross": (2, 2, 4, 4, 5),
+    }
+    for layers in maps.values():
+        for weights in layers:
+            torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
+    assert maps["decoder"][0].triu(1).abs().max() == 0
+    assert maps["cross"][1][1, :, :, 3:].abs().max() == 0
+    # Weights times values, projected, is what the module itself returned.
+    layer = net.encoder[0].self_attention
+    x = net.embed(source, 0)
+    _, _, value = layer.project(x)
+    by_maps = layer.output((maps["encoder"][0] @ value).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x, mask[:, None, None, :], False), by_maps)
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    dropout = Dropout(0.3).train()
+    x = torch.ones(1000, 333, requires_grad=True)
+    y = dropout(x)
+    assert (y == 0).double().mean().item() == pytest.approx(0.3, abs=0.005)
+    assert y.detach().double().mean().item() == pytest.approx(1.0, abs=0.01)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, y.detach())  # the same elements, the same scale
+    torch.manual_seed(0)
+    torch.testing.assert_close(dropout(x), y)  # a function of the seed
+    assert not torch.equal(dropout(x), y)
+    assert dropout.eval()(x) is x
+
+
+def test_wrong_settings_name_the_key() -> None:
+    with pytest.raises(ValueError, match=r"network\.num_heads"):
+        NetworkSettings(d_model=10, num_heads=3)
+    NetworkSettings(d_model=10, num_heads=3, d_k=4, d_v=4)
+    with pytest.raises(ValueError, match=r"network\.dropout"):
+        NetworkSettings(dropout=1.0)
