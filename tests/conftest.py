@@ -1,0 +1,96 @@
+"""A tiny parallel text, corpus and recipe, and a way to run commands as a user does."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data_module.preparation import prepare
+from data_module.settings import CorpusSettings, TextSource
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = "the a red blue old new house tree dog cat sees likes has and near under big small".split()
+
+
+def sentences(count: int, seed: int) -> list[str]:
+    chooser = random.Random(seed)
+    return [" ".join(chooser.choices(WORDS, k=chooser.randint(2, 14))) for _ in range(count)]
+
+
+def write_text(folder: Path) -> None:
+    """300 training and 40 validation pairs: the target is the source backwards."""
+    for split, count in (("train", 300), ("validation", 40)):
+        lines = sentences(count, seed=count)
+        (folder / f"{split}.source").write_text("".join(line + "\n" for line in lines))
+        (folder / f"{split}.target").write_text("".join(" ".join(reversed(s.split())) + "\n" for s in lines))
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus of `write_text`; the texts lie in its parent folder."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_text(folder)
+    settings = CorpusSettings(
+        folder=str(folder / "corpus"),
+        train=[TextSource(str(folder / "train.source"), str(folder / "train.target"))],
+        validation=[TextSource(str(folder / "validation.source"), str(folder / "validation.target"))],
+        vocabulary_size=60,
+    )
+    prepare(settings, progress=False)
+    return folder / "corpus"
+
+
+def tiny_recipe(texts: Path) -> dict[str, Any]:
+    """A recipe over the tiny corpus that takes a second a dozen steps; dropout off, float32."""
+    text = {
+        split: {"source": str(texts / f"{split}.source"), "target": str(texts / f"{split}.target")}
+        for split in ("train", "validation")
+    }
+    return {
+        "corpus": {"folder": str(texts / "corpus"), **text, "vocabulary_size": 60},
+        "batches": {"batch_tokens": 400, "group_tokens": 100, "workers": 0},
+        "network": {"num_layers": 1, "d_model": 16, "d_ff": 32, "num_heads": 2, "dropout": 0.0},
+        "training": {"warmup_steps": 10},
+        "run": {"checkpoint_every_steps": 4, "keep_last": 3, "log_every_steps": 2},
+        "trainer": {
+            "max_steps": 12, "val_check_interval": 6, "accelerator": "cpu", "devices": 1, "precision": "32-true",
+        },
+    }
+
+
+@pytest.fixture
+def recipe_file(tiny_corpus: Path, tmp_path: Path) -> Path:
+    """The tiny recipe as a file."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny_recipe(tiny_corpus.parent)))
+    return path
+
+
+def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any) -> subprocess.CompletedProcess:
+    """`python -m pipeline ...` as a user runs it; output as text."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **options.pop("environment", {})}
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline", *map(str, arguments)],
+        capture_output=True,
+        input=text if isinstance(text, bytes) or text is None else text.encode(),
+        env=environment,
+        check=False,
+        timeout=300,
+        **options,
+    )
+
+
+@pytest.fixture(scope="session")
+def trained_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder of twelve steps, made by the command."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(tiny_corpus.parent)))
+    done = pipeline("fit", "--config", recipe, "--run.folder", folder / "run")
+    assert done.returncode == 0, done.stderr.decode()
+    return folder / "run"

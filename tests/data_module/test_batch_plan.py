@@ -1,0 +1,120 @@
+"""The plan's promises: every pair once, budgets kept, batches full, ranks alike."""
+
+import numpy as np
+import pytest
+
+from data_module.batch_plan import FULL_ENOUGH, Group, plan_epoch, plan_in_order, share_of_rank
+
+BATCH, GROUP = 2000, 250
+
+
+def lengths(seed: int = 0, pairs: int = 3000) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    source = np.clip(random.gamma(3.0, 6.0, pairs), 1, 120).astype(np.uint16)
+    target = np.clip(source * random.normal(1.1, 0.2, pairs), 1, 120).astype(np.uint16)
+    return source, target
+
+
+def plan(seed: int = 1, epoch: int = 0) -> list[list[Group]]:
+    built = plan_epoch(*lengths(), batch_tokens=BATCH, group_tokens=GROUP, seed=seed, epoch=epoch)
+    return [built[i] for i in range(len(built))]
+
+
+def test_every_pair_exactly_once_an_epoch() -> None:
+    seen = np.concatenate([group.pairs for batch in plan() for group in batch])
+    assert sorted(seen.tolist()) == list(range(3000))
+
+
+def test_budgets_hold_on_both_sides() -> None:
+    source, target = lengths()
+    for batch in plan():
+        for group in batch:
+            assert source[group.pairs].max() <= group.source_length
+            assert target[group.pairs].max() <= group.target_length
+            assert len(group.pairs) * max(group.source_length, group.target_length) <= GROUP
+        assert sum(len(g.pairs) * g.source_length for g in batch) <= BATCH
+        assert sum(len(g.pairs) * g.target_length for g in batch) <= BATCH
+
+
+def test_batches_are_full_but_the_last() -> None:
+    for batch in plan()[:-1]:
+        sides = [sum(len(g.pairs) * getattr(g, side) for g in batch) for side in ("source_length", "target_length")]
+        assert max(sides) >= FULL_ENOUGH * BATCH
+
+
+def test_groups_are_of_nearly_one_source_length_and_dense() -> None:
+    source, target = lengths()
+    groups = [group for batch in plan() for group in batch]
+    one_length = [len(np.unique(source[group.pairs])) == 1 for group in groups]
+    assert np.mean(one_length) > 0.8  # 3,000 pairs are few: on real corpora nearly all are
+    cells = sum(group.cells() for group in groups)
+    assert (source.sum() + target.sum()) / cells > 0.95
+    for group in groups:
+        assert source[group.pairs].max() * 10 <= source[group.pairs].min() * 11 + 10
+
+
+def test_a_function_of_seed_and_epoch() -> None:
+    def as_lists(batches: list[list[Group]]) -> list[list[list[int]]]:
+        return [[group.pairs.tolist() for group in batch] for batch in batches]
+
+    assert as_lists(plan()) == as_lists(plan())
+    assert as_lists(plan()) != as_lists(plan(epoch=1))
+    assert as_lists(plan()) != as_lists(plan(seed=2))
+    assert as_lists(plan(seed=2)) != as_lists(plan(epoch=2))
+
+
+def test_pairs_meet_others_each_epoch() -> None:
+    def company(batches: list[list[Group]]) -> dict[int, frozenset[int]]:
+        return {pair: frozenset(g.pairs.tolist()) for batch in batches for g in batch for pair in g.pairs.tolist()}
+
+    first, second = company(plan()), company(plan(epoch=1))
+    common = np.flatnonzero(lengths()[0] <= 20).tolist()  # long sentences are few, and alone of their length
+    assert np.mean([first[pair] == second[pair] for pair in common]) < 0.2
+
+
+def test_batches_come_in_random_order() -> None:
+    means = np.array([np.mean([g.source_length for g in batch]) for batch in plan()])
+    assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.3
+
+
+def test_group_as_large_as_the_batch() -> None:
+    built = plan_epoch(*lengths(), batch_tokens=BATCH, group_tokens=BATCH, seed=1, epoch=0)
+    seen = [pair for i in range(len(built)) for group in built[i] for pair in group.pairs.tolist()]
+    assert sorted(seen) == list(range(3000))
+    sides = [[len(g.pairs) * max(g.source_length, g.target_length) for g in built[i]] for i in range(len(built))]
+    assert all(sum(side) <= BATCH * 1.5 and max(side) <= BATCH for side in sides)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 40])
+def test_ranks_share_a_batch(world_size: int) -> None:
+    batch = plan()[0]
+    shares = [share_of_rank(batch, rank, world_size, GROUP) for rank in range(world_size)]
+    together = sorted(pair for share in shares for group in share for pair in group.pairs.tolist())
+    assert together == sorted(pair for group in batch for pair in group.pairs.tolist())
+    costs = [sum(group.cells() for group in share) for share in shares]
+    assert max(costs) <= 1.3 * sum(costs) / world_size + max(g.source_length + g.target_length for g in batch)
+
+
+def test_more_ranks_than_pairs() -> None:
+    batch = [Group(np.array([4, 7]), 5, 6)]
+    shares = [share_of_rank(batch, rank, 3, 100) for rank in range(3)]
+    assert sorted(len(share) for share in shares) == [0, 1, 1]
+
+
+def test_micro_batches_fit_the_device() -> None:
+    batch = plan()[0]
+    for group in share_of_rank(batch, 0, 1, 130):
+        assert len(group.pairs) * max(group.source_length, group.target_length) <= 130
+
+
+def test_validation_order_is_fixed_and_longest_first() -> None:
+    groups = plan_in_order(*lengths(), GROUP)
+    again = plan_in_order(*lengths(), GROUP)
+    assert [g.pairs.tolist() for g in groups] == [g.pairs.tolist() for g in again]
+    assert sorted(pair for g in groups for pair in g.pairs.tolist()) == list(range(3000))
+    assert [g.source_length for g in groups] == sorted((g.source_length for g in groups), reverse=True)
+
+
+def test_a_sentence_too_long_for_a_group() -> None:
+    with pytest.raises(ValueError, match="300 tokens"):
+        plan_epoch(np.array([300]), np.array([5]), batch_tokens=BATCH, group_tokens=GROUP, seed=1, epoch=0)

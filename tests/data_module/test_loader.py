@@ -1,0 +1,109 @@
+"""Collation and the resumable loader: what a rank gets, and that it goes on where it stood."""
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_module.batch import SpecialIds, StepShare
+from data_module.batch_plan import plan_epoch
+from data_module.corpus import open_corpus
+from data_module.resumable_loader import ResumableLoader, ShareDataset, StepStream
+from data_module.tokenizer import Tokenizer
+
+SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
+
+
+def loader(
+    folder: Path, workers: int = 0, rank: int = 0, world_size: int = 1, group_tokens: int = 60
+) -> ResumableLoader:
+    corpus = open_corpus(folder, "train")
+    sides = [side.lengths.astype("int64") + 1 for side in (corpus.source, corpus.target)]
+
+    def plan(epoch: int):
+        return plan_epoch(*sides, batch_tokens=400, group_tokens=group_tokens, seed=1, epoch=epoch)
+
+    stream = StepStream(plan, corpus, rank=rank, world_size=world_size, max_tokens=group_tokens)
+    return ResumableLoader(ShareDataset(corpus, SPECIAL), stream, workers=workers, pin_memory=False)
+
+
+def pairs(share: StepShare) -> list[int]:
+    return [pair for batch in share.micro_batches for pair in batch.pairs.tolist()]
+
+
+def test_batches_hold_the_corpus(tiny_corpus: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
+    texts = {
+        side: (tiny_corpus.parent / f"train.{side}").read_text().splitlines() for side in ("source", "target")
+    }
+    masked = unmasked = 0
+    for share in islice(loader(tiny_corpus, group_tokens=300), 8):
+        for batch in share.micro_batches:
+            assert tokenizer.decode(batch.source.tolist()) == [texts["source"][p] for p in batch.pairs]
+            assert tokenizer.decode(batch.target_output.tolist()) == [texts["target"][p] for p in batch.pairs]
+            for given, said in zip(batch.target_input.tolist(), batch.target_output.tolist(), strict=True):
+                length = said.index(SPECIAL.eos)
+                assert given == [SPECIAL.bos, *said[:length], *[SPECIAL.pad] * (len(said) - length - 1)]
+            if batch.source_mask is None:
+                unmasked += 1
+                assert (batch.source[:, -1] == SPECIAL.eos).all()
+            else:
+                masked += 1
+                assert torch.equal(batch.source_mask, batch.source != SPECIAL.pad)
+        said = sum(int((batch.target_output != SPECIAL.pad).sum()) for batch in share.micro_batches)
+        assert share.num_target_tokens == said
+    assert masked
+    assert unmasked
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_goes_on_at_the_exact_batch(tiny_corpus: Path, workers: int) -> None:
+    whole = [pairs(share) for share in islice(loader(tiny_corpus), 60)]
+    epoch_length = next(iter(loader(tiny_corpus))).num_batches
+    assert 2 * epoch_length < 60  # the walk below crosses epochs
+    state, walked = None, []
+    for steps in (3, epoch_length - 3, 1, epoch_length + 2, 5):
+        part = loader(tiny_corpus, workers)
+        if state is not None:
+            part.load_state_dict(state)
+        walked += [pairs(share) for share in islice(part, steps)]
+        state = part.state_dict()
+    assert walked == whole[: len(walked)]
+
+
+def test_epochs_differ_and_hold_every_pair(tiny_corpus: Path) -> None:
+    shares = list(islice(loader(tiny_corpus), 40))
+    epochs = [[p for s in shares if s.epoch == epoch for p in pairs(s)] for epoch in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(300))
+    assert epochs[0] != epochs[1]
+
+
+def test_ranks_share_each_step_and_the_position(tiny_corpus: Path) -> None:
+    alone = islice(loader(tiny_corpus), 12)
+    ranks = [loader(tiny_corpus, rank=rank, world_size=3) for rank in range(3)]
+    for whole, *parts in zip(alone, *[islice(rank, 12) for rank in ranks], strict=True):
+        assert sorted(pairs(whole)) == sorted(p for part in parts for p in pairs(part))
+        assert {part.num_target_tokens for part in parts} == {whole.num_target_tokens}
+    assert ranks[0].state_dict() == ranks[2].state_dict()
+    # Two ranks go on where three stood.
+    expected = [pairs(share) for share in islice(loader(tiny_corpus), 14)][12:]
+    pair_of_ranks = [loader(tiny_corpus, rank=rank, world_size=2) for rank in range(2)]
+    for rank in pair_of_ranks:
+        rank.load_state_dict(ranks[0].state_dict())
+    for whole, *parts in zip(expected, *[islice(rank, 2) for rank in pair_of_ranks], strict=True):
+        assert sorted(whole) == sorted(p for part in parts for p in pairs(part))
+
+
+def test_a_rank_with_nothing_keeps_company(tiny_corpus: Path) -> None:
+    idle = next(iter(loader(tiny_corpus, rank=199, world_size=200)))
+    assert [batch.target_output.unique().tolist() for batch in idle.micro_batches] == [[SPECIAL.pad]]
+    assert idle.num_target_tokens > 0
+
+
+def test_the_global_generator_is_left_alone(tiny_corpus: Path) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for workers in (0, 2):
+        list(islice(loader(tiny_corpus, workers), 3))
+    assert torch.equal(torch.get_rng_state(), before)

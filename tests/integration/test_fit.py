@@ -1,0 +1,132 @@
+"""Training as a user runs it: real processes, real files."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import ROOT, pipeline
+
+
+def weights(run: Path, step: int = 12) -> dict[str, torch.Tensor]:
+    contents = torch.load(run / "checkpoints" / f"step={step:08d}.ckpt", weights_only=True)
+    return contents["state_dict"]
+
+
+def fit(recipe: Path, run: Path, *arguments: object) -> Path:
+    done = pipeline("fit", "--config", recipe, "--run.folder", run, *arguments)
+    assert done.returncode == 0, done.stderr.decode()
+    return run
+
+
+def assert_equal(left: Path, right: Path, step: int = 12, tolerance: float = 0.0) -> None:
+    ours, theirs = weights(left, step), weights(right, step)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance, msg=name)
+
+
+def test_ranks_and_micro_batches_change_nothing(recipe_file: Path, tmp_path: Path) -> None:
+    """1 process with 1 micro-batch a step = 1 with 4 or more = 2 with 2 or more, to rounding."""
+    # Key biases have no gradient but rounding (softmax ignores them), which Adam would blow up with the paper's 1e-9.
+    options = ["--batches.group_tokens", 400, "--training.adam_epsilon", 1e-3]
+    one = fit(recipe_file, tmp_path / "one", *options)
+    # The same groups, cut into micro-batches of a quarter, on one device and on two.
+    options += ["--batches.max_tokens_per_device", 100]
+    many = fit(recipe_file, tmp_path / "many", *options)
+    two = fit(recipe_file, tmp_path / "two", *options, "--trainer.devices", 2)
+    initial = torch.load(one / "checkpoints" / "step=00000004.ckpt", weights_only=True)["state_dict"]
+    moved = max((initial[name] - weight).abs().max().item() for name, weight in weights(one).items())
+    assert moved > 0.01  # something was learned between the checkpoints compared
+    assert_equal(one, many, tolerance=2e-6)
+    assert_equal(one, two, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Path, workers: int) -> None:
+    """Bit for bit, with dropout, whatever moment the kill hits; steps since the last save are done again."""
+    options = ["--network.dropout", 0.3, "--batches.workers", workers, "--trainer.max_steps", 40]
+    whole = fit(recipe_file, tmp_path / "whole", *options)
+    run = tmp_path / "killed"
+    command = [sys.executable, "-m", "pipeline", "fit", "--config", recipe_file, "--run.folder", run, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    kills = 0
+    for kept in (8, 20):
+        process = subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (run / "checkpoints" / f"step={kept:08d}.ckpt").exists():
+            time.sleep(0.01)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+    assert kills
+    fit(recipe_file, run, *options)
+    assert_equal(whole, run, step=40)
+    assert scalars(whole, "train/loss") == scalars(run, "train/loss")
+    assert scalars(whole, "validation/bleu") == scalars(run, "validation/bleu")
+
+
+def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_a_run_folder_holds_what_the_design_says(trained_run: Path) -> None:
+    checkpoints = sorted(path.name for path in (trained_run / "checkpoints").iterdir())
+    assert checkpoints == ["best.ckpt", *[f"step={step:08d}.ckpt" for step in (4, 8, 12)]]
+    for name in ("config.yaml", "tokenizer.model", "versions.json"):
+        assert (trained_run / name).stat().st_size > 0
+    events = EventAccumulator(str(trained_run / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()
+    assert {
+        "train/loss", "train/perplexity", "train/learning_rate", "train/gradient_norm",
+        "train/target_tokens_per_second", "validation/loss", "validation/perplexity", "validation/bleu",
+    } <= set(tags["scalars"])
+    assert any(tag.startswith("validation/translations") for tag in tags["tensors"])
+    losses = scalars(trained_run, "train/loss")
+    assert [step for step, _ in losses] == [2, 4, 6, 8, 10, 12]
+    assert losses[-1][1] < losses[0][1]
+
+
+def test_a_finished_run_says_so(trained_run: Path) -> None:
+    recipe = trained_run.parent / "tiny.yaml"
+    done = pipeline("fit", "--config", recipe, "--run.folder", trained_run)
+    assert done.returncode == 0
+    assert b"finished at step 12" in done.stderr
+
+
+def test_another_recipe_is_refused_and_named(trained_run: Path) -> None:
+    recipe = trained_run.parent / "tiny.yaml"
+    done = pipeline("fit", "--config", recipe, "--run.folder", trained_run, "--network.d_ff", 64)
+    assert done.returncode == 2
+    assert done.stderr.decode().count("\n") == 1
+    assert "network.d_ff 32 -> 64" in done.stderr.decode()
+    assert "--fresh" in done.stderr.decode()
+
+
+def test_early_stopping_by_patience(recipe_file: Path, tmp_path: Path) -> None:
+    run = fit(
+        recipe_file, tmp_path / "run", "--run.patience", 2, "--trainer.val_check_interval", 2,
+        "--training.learning_rate_factor", 1e-6, "--trainer.max_steps", 40,
+    )
+    steps = [int(path.stem.removeprefix("step=")) for path in (run / "checkpoints").glob("step=*")]
+    assert max(steps) < 40
+
+
+def test_newest_whole_checkpoint_is_taken(recipe_file: Path, tmp_path: Path) -> None:
+    run = fit(recipe_file, tmp_path / "run")
+    newest = run / "checkpoints" / "step=00000012.ckpt"
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    done = pipeline("fit", "--config", recipe_file, "--run.folder", run)
+    assert done.returncode == 0, done.stderr.decode()
+    assert "step=00000012.ckpt: is not whole; skipped" in done.stderr.decode()
+    assert "resuming from" in done.stderr.decode()
+    assert_equal(run, fit(recipe_file, tmp_path / "again"))
