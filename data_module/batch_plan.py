@@ -97,8 +97,7 @@ def plan_in_order(
     longest = int(max(source_lengths.max(), target_lengths.max(), group_tokens))
     order, starts, lengths = _cut_groups(source_lengths, target_lengths, longest, random)
     groups = [
-        Group(order[starts[i] : starts[i + 1]], int(lengths[i, 0]), int(lengths[i, 1]))
-        for i in range(len(starts) - 1)
+        Group(order[starts[i] : starts[i + 1]], int(lengths[i, 0]), int(lengths[i, 1])) for i in range(len(starts) - 1)
     ]
     return sorted(groups, key=lambda group: -group.source_length)
 

@@ -208,8 +208,7 @@ def _encode(encoder: WordEncoder, sentences: list[str], max_tokens: int) -> tupl
 
 def _writers(stack: ExitStack, folder: Path, split: str, dtype: np.dtype) -> list[TokenStoreWriter]:
     return [
-        stack.enter_context(TokenStoreWriter(store_prefix(folder, split, side), dtype))
-        for side in ("source", "target")
+        stack.enter_context(TokenStoreWriter(store_prefix(folder, split, side), dtype)) for side in ("source", "target")
     ]
 
 

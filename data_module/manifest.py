@@ -41,9 +41,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not folder.exists():
         raise InputError(f"{folder}: no such corpus; run `python -m pipeline prepare`")
     if not is_corpus(folder):
-        raise InputError(
-            f"{folder}: not a corpus (it has no {MANIFEST_NAME} of prepare's); name another corpus.folder"
-        )
+        raise InputError(f"{folder}: not a corpus (it has no {MANIFEST_NAME} of prepare's); name another corpus.folder")
     manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     version = manifest["format_version"]
     if version != FORMAT_VERSION:
@@ -66,9 +64,7 @@ def differences(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 
     Only the keys of `wanted` are compared, so that it may hold settings alone.
     """
-    return [
-        difference for key, value in wanted.items() for difference in _compare(key, manifest.get(key), value)
-    ]
+    return [difference for key, value in wanted.items() for difference in _compare(key, manifest.get(key), value)]
 
 
 def _compare(name: str, had: Any, wanted: Any) -> list[str]:

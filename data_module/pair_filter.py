@@ -88,9 +88,7 @@ def hash_pairs(pairs: Iterable[tuple[str, str]]) -> np.ndarray:
 class PairFilter:
     """Decides on one split's pairs, in the order in which they are read."""
 
-    def __init__(
-        self, settings: CorpusSettings, validation_pairs: set[tuple[str, str]] | None = None
-    ) -> None:
+    def __init__(self, settings: CorpusSettings, validation_pairs: set[tuple[str, str]] | None = None) -> None:
         """Take the pairs to compare with; None filters the validation split itself.
 
         From validation, whose figures must not depend on how training text is cleaned, go only pairs that
@@ -101,9 +99,7 @@ class PairFilter:
         self._validation_pairs = validation_pairs
         self._seen = SeenPairs()
 
-    def keep(
-        self, chunk: PairChunk, source_lengths: np.ndarray, target_lengths: np.ndarray, repeat: int
-    ) -> np.ndarray:
+    def keep(self, chunk: PairChunk, source_lengths: np.ndarray, target_lengths: np.ndarray, repeat: int) -> np.ndarray:
         """Return the indices of the pairs to keep, and account for all, `repeat` times; lengths in pieces."""
         settings, account = self._settings, self.account
         num_pairs = len(chunk.source)

@@ -88,9 +88,7 @@ def _check_settings(settings: CorpusSettings) -> None:
             raise InputError(f"corpus.{key}: {rule}; it is {getattr(settings, key)}")
 
 
-def _up_to_date(
-    folder: Path, wanted: dict[str, Any], *, ignore_differences: bool = False
-) -> dict[str, Any] | None:
+def _up_to_date(folder: Path, wanted: dict[str, Any], *, ignore_differences: bool = False) -> dict[str, Any] | None:
     """Return the manifest of the corpus that is there; None when none is, or `ignore_differences`.
 
     Raises:

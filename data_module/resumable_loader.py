@@ -6,7 +6,8 @@ It never ends: one epoch's plan follows another, workers stay, and counters are 
 
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -19,7 +20,8 @@ NEVER_ENDS = 1 << 40
 """What `len` says of an endless loader; with a length Lightning fetches nothing in advance."""
 
 
-class ShareRequest(NamedTuple):
+@dataclass(frozen=True)
+class ShareRequest:
     """What a worker is asked to collate."""
 
     groups: list[Group]
@@ -75,9 +77,7 @@ class ShareDataset(Dataset[StepShare]):
         batches = [collate(self._corpus, group, self._special) for group in request.groups]
         if request.weightless:
             batches = [weightless(batch, self._special) for batch in batches]
-        return StepShare(
-            batches, request.num_target_tokens, request.epoch, request.index, request.num_batches
-        )
+        return StepShare(batches, request.num_target_tokens, request.epoch, request.index, request.num_batches)
 
 
 class ResumableLoader(DataLoader[StepShare]):
@@ -89,7 +89,7 @@ class ResumableLoader(DataLoader[StepShare]):
             sampler=stream,
             batch_size=None,
             num_workers=workers,
-            collate_fn=_as_it_is,
+            collate_fn=_as_it_is,  # type: ignore[arg-type]
             pin_memory=pin_memory,
             worker_init_fn=_reset_signals,
             prefetch_factor=4 if workers else None,

@@ -62,9 +62,7 @@ def count_pairs(text: TextSource) -> int:
         raise InputError(f"corpus: `repeat` of {files_of(text)[0]} is {text.repeat}; it must be 1 or more")
     names = files_of(text)
     if len(names) == 2 and _same_file(*names):
-        raise InputError(
-            f"{names[0]}: source and target are the same file; name the other language's as target"
-        )
+        raise InputError(f"{names[0]}: source and target are the same file; name the other language's as target")
     counts = [_count_lines(name) for name in names]
     if counts[0] != counts[-1]:
         short, long = sorted(zip(counts, names, strict=True))
@@ -183,9 +181,7 @@ def _reading(name: str) -> Iterator[None]:
     except PermissionError as error:
         raise InputError(f"{name}: may not be read; ask for read permission (chmod +r)") from error
     except (EOFError, zlib.error) as error:
-        raise InputError(
-            f"{name}: the gzip file is truncated or damaged; copy or download it again"
-        ) from error
+        raise InputError(f"{name}: the gzip file is truncated or damaged; copy or download it again") from error
     except gzip.BadGzipFile as error:
         raise InputError(f"{name}: not a gzip file, or a damaged one; copy it again or rename it") from error
     except OSError as error:

@@ -156,9 +156,7 @@ def train_on_words(
 
 def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
     # Ties between pairs of equal frequency go by order of appearance: the counter keeps the text's own.
-    lines = (
-        f"{word}\t{count}" for word, count in words.counts.items() if word and _RESERVED_CHARACTER not in word
-    )
+    lines = (f"{word}\t{count}" for word, count in words.counts.items() if word and _RESERVED_CHARACTER not in word)
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines,

@@ -83,7 +83,7 @@ class TranslationDataModule(LightningDataModule):
         return DataLoader(
             _GroupDataset(corpus, groups[rank::world_size], self.special),
             batch_size=None,
-            collate_fn=_as_it_is,
+            collate_fn=_as_it_is,  # type: ignore[arg-type]
             generator=torch.Generator().manual_seed(0),
         )
 

@@ -46,7 +46,7 @@ class WordCounts:
             rarest *= 2
 
     def add_characters(self, lines: str) -> None:
-        """Take note of the characters that the vocabulary must have, whether or not their words are counted."""
+        """Take note of characters that the vocabulary must have, though their words are not counted."""
         self._seen[np.frombuffer(lines.encode("utf-32-le"), dtype=np.uint32)] = True
 
     def characters(self) -> str:

@@ -31,9 +31,7 @@ class WordEncoder:
         rows = [sentence.split(" ") for sentence in sentences]
         new_words = list(set().union(*rows).difference(self._ids))
         new_ids = self._tokenizer.encode(new_words, num_threads=os.cpu_count() or 1)
-        self._ids.update(
-            (word, ids.astype(self.dtype).tobytes()) for word, ids in zip(new_words, new_ids, strict=True)
-        )
+        self._ids.update((word, ids.astype(self.dtype).tobytes()) for word, ids in zip(new_words, new_ids, strict=True))
         ids_of = self._ids.__getitem__
         encoded = [b"".join(map(ids_of, row)) for row in rows]
         lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))

@@ -43,15 +43,11 @@ def with_room(cache: Tensor, slots: int) -> Tensor:
     return longer
 
 
-SHORT = 256
-"""Up to so many queries and keys, bf16 training on a CPU forms the weights (see `attend`)."""
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     """softmax(Q K^T / sqrt(d_k)) V (equation 1). Give a mask or is_causal, never both.
 
     By the fused kernel, but where its backward pass is slow: for bf16 on a CPU it takes eight times as long as
-    plain products at sentence lengths (torch 2.13). Long sequences keep it, since it needs no T x S memory.
+    plain products at sentence lengths (torch 2.13). From 256 tokens on it is kept, since it needs no T x S memory.
 
     Args:
         query: [B, H, T, K].
@@ -63,7 +59,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
     Returns: [B, H, T, V].
     """
     slow_backward = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.requires_grad
-    if not slow_backward or query.size(2) > SHORT or key.size(2) > SHORT:
+    if not slow_backward or query.size(2) > 256 or key.size(2) > 256:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
     scores = (query * (1.0 / math.sqrt(query.size(-1)))) @ key.transpose(-2, -1)
     if is_causal:
@@ -92,9 +88,7 @@ class SelfAttention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, D] -> queries and keys [B, H, T, K], values [B, H, T, V]."""
         keys_size = self.num_heads * self.d_k
-        query, key, value = self.query_key_value(x).split(
-            [keys_size, keys_size, self.num_heads * self.d_v], -1
-        )
+        query, key, value = self.query_key_value(x).split([keys_size, keys_size, self.num_heads * self.d_v], -1)
         return (
             query.unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2),
             key.unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2),

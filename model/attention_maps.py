@@ -1,5 +1,8 @@
 """Attention weights of every layer and head, to be looked at. Training neither computes nor keeps them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -35,8 +38,8 @@ def attention_maps(
     return maps
 
 
-def _recorder(into: list[Tensor]):  # noqa: ANN202
-    def record(module: nn.Module, inputs: tuple) -> None:
+def _recorder(into: list[Tensor]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def record(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         into.append(module.weights(*inputs))  # type: ignore[operator]
 
     return record

@@ -1,18 +1,17 @@
 """Greedy and beam search (section 6.1): source ids to target ids, no text.
 
-What is searched are whole answers: at most so many pieces and then the end symbol, whose probability counts too.
-An answer's length and every limit here include the end symbol. At its limit a hypothesis can only end, at the
-probability the network gives to that, so each score is what teacher forcing gives the answer. The begin and the
-padding symbol are never chosen; their share of the probability is not spread over the others.
+Whole answers are searched: pieces, up to a limit, then the end symbol, whose probability counts too. An answer's
+length and every limit here include the end symbol. At its limit a hypothesis can only end, at the
+probability that the network gives to it, so each score is what teacher forcing gives the answer. The begin and
+the padding symbol are never chosen; their probability is not spread over the others.
 
-The search keeps a lattice: each position has one slot for each of a sentence's N open hypotheses, written once.
-A hypothesis is a path through it. Choosing the survivors of a step rewrites the paths, a few integers, and never
-the cached keys and values: a hypothesis attends to the slots on its own path.
+The search keeps a lattice: a position has a slot for each of a sentence's N open hypotheses, written once.
+A hypothesis is a path through it. Choosing the survivors of a step rewrites the paths, a few integers, and
+not the cached keys and values: a hypothesis attends to the slots on its own path.
 
-Shapes: B sentences, S source length, N hypotheses a sentence, M answers a sentence, V vocabulary, L answer length.
+Shapes: B sentences, S source length, N hypotheses a sentence, M answers a sentence, L answer length.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,18 +20,6 @@ from torch import Tensor, nn
 
 from model.positions import LearnedPositions
 from model.transformer import Transformer
-
-
-@dataclass(frozen=True)
-class DecodingSettings:
-    """The recipe's `decoding:` section; the defaults are the paper's (section 6.1)."""
-
-    beam_size: int = 4
-    """How many open hypotheses a sentence has; 1 is greedy search."""
-    length_penalty: float = 0.6
-    """alpha: an answer's score is its log-probability over ((5 + length) / 6) ** alpha."""
-    max_extra_tokens: int = 50
-    """An answer has at most this many tokens more than its source."""
 
 
 class Greedy(NamedTuple):
@@ -70,8 +57,8 @@ def penalty(length: Tensor, length_penalty: float) -> Tensor:
 class Search(nn.Module):
     """Greedy and beam search over a Transformer; scripts as it is and is exported so.
 
-    Put it into evaluation mode: otherwise dropout is at work. A sentence's answers do not depend on what else is
-    in its batch, but for the rounding of matrix products of other shapes.
+    Put it into evaluation mode: otherwise dropout is at work. A sentence's answers do not depend on what else
+    is in its batch, but for the rounding of matrix products of other shapes.
     """
 
     def __init__(self, network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> None:
@@ -112,8 +99,8 @@ class Search(nn.Module):
     ) -> Answers:
         """Beam search; of one hypothesis it is greedy search.
 
-        At each step the 2 * beam_size likeliest continuations of a sentence are looked at, as in the authors' own
-        code: those that end become answers, and the best beam_size of the others stay open. A sentence is
+        At each step the 2 * beam_size likeliest continuations of a sentence are looked at, as in the authors'
+        own code: those that end become answers, and the best beam_size of the others stay open. A sentence is
         finished when no open hypothesis can beat its n_best-th answer: log-probabilities only fall, so the
         best one's, over the penalty of the longest answer allowed, bounds every score still to come.
 
@@ -142,9 +129,7 @@ class Search(nn.Module):
         n_best: int,
     ) -> None:
         if source.dim() != 2 or source.size(0) == 0 or source.size(1) == 0:
-            raise ValueError(
-                f"source ids must be [sentences, tokens] with one or more of each, not {source.shape}"
-            )
+            raise ValueError(f"source ids must be [sentences, tokens] with one or more of each, not {source.shape}")
         if source.dtype != torch.int64:
             raise ValueError(f"source ids must be int64, not {source.dtype}")
         if int(source.min()) < 0 or int(source.max()) >= self.vocabulary_size:
@@ -218,23 +203,17 @@ class Search(nn.Module):
             # Answers: the best of those known and those that end here.
             ends = ids == self.eos_id
             ended = values.masked_fill(~ends, float("-inf"))
-            scores, best = torch.cat([scores, ended / ((5.0 + length) / 6.0) ** length_penalty], 1).topk(
-                n_best
-            )
+            scores, best = torch.cat([scores, ended / ((5.0 + length) / 6.0) ** length_penalty], 1).topk(n_best)
             ended_totals = torch.cat([ended_totals, ended], 1).gather(1, best)
             ended_lengths = torch.cat([ended_lengths, torch.full_like(ids, length)], 1).gather(1, best)
-            path_of = torch.cat([slots[:n_best].expand(rows.size(0), n_best), parents + n_best], 1).gather(
-                1, best
-            )
+            path_of = torch.cat([slots[:n_best].expand(rows.size(0), n_best), parents + n_best], 1).gather(1, best)
             known_paths = torch.cat([ended_paths, paths], 1)
             ended_paths = known_paths.gather(1, path_of.unsqueeze(-1).expand(-1, -1, length))
 
             # Hypotheses: the best of those that do not end here.
             totals, best = values.masked_fill(ends, float("-inf")).topk(beam_size)
             parents = parents.gather(1, best).unsqueeze(-1).expand(-1, -1, length)
-            paths = torch.cat(
-                [paths.gather(1, parents), slots[None, :, None].expand(rows.size(0), -1, -1)], 2
-            )
+            paths = torch.cat([paths.gather(1, parents), slots[None, :, None].expand(rows.size(0), -1, -1)], 2)
             pieces = torch.cat([pieces, ids.gather(1, best).unsqueeze(1)], 1)
             ended_paths = F.pad(ended_paths, [0, 1])
 
@@ -261,9 +240,7 @@ class Search(nn.Module):
 
         return Answers(tokens[:, :, : int(all_lengths.max())], all_lengths, all_scores, all_totals)
 
-    def _continuations(
-        self, states: Tensor, totals: Tensor, must_end: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _continuations(self, states: Tensor, totals: Tensor, must_end: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The likeliest continuations of each sentence's hypotheses, best first.
 
         Args:
@@ -271,8 +248,8 @@ class Search(nn.Module):
             totals: log-probabilities of the hypotheses [B, N].
             must_end: bool [B], the sentences whose hypotheses can only end; None where there are none.
 
-        Returns: log-probabilities, the hypotheses they continue and the tokens they add, each [B, 2 N], or [B, 1]
-        of one hypothesis, whose first end symbol is then final.
+        Returns: log-probabilities, the hypotheses they continue and the tokens they add, each [B, 2 N];
+        [B, 1] where N is 1, since the first end symbol is then final.
         """
         num_hypotheses = totals.size(1)
         logits = self.network.logits(states).float()

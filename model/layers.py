@@ -101,9 +101,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
         """One more position of N hypotheses a sentence, [B, N, D]; see `Transformer.decode_step`."""
         residual = self.self_attention_residual
-        attended, keys, values = self.self_attention.step(
-            residual.before(x), cache[0], cache[1], position, path_mask
-        )
+        attended, keys, values = self.self_attention.step(residual.before(x), cache[0], cache[1], position, path_mask)
         x = residual(x, attended)
         residual = self.cross_attention_residual
         x = residual(x, self.cross_attention.attend(residual.before(x), cache[2], cache[3], memory_mask))

@@ -25,7 +25,7 @@ class LossSums(NamedTuple):
     negative_log_likelihood: Tensor
     """Without smoothing; its mean's exponential is the perplexity."""
     num_correct: Tensor
-    """How often the likeliest class is the right one."""
+    """How often the right class is the likeliest (ties count, which bf16 has a few of)."""
 
 
 def label_smoothed_loss(
@@ -46,14 +46,19 @@ def label_smoothed_loss(
     product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
     return LossSums(
         *_FusedLoss.apply(
-            states.reshape(-1, states.size(-1)), weight, targets.reshape(-1), label_smoothing, ignored_id, product_dtype
+            states.reshape(-1, states.size(-1)),
+            weight,
+            targets.reshape(-1),
+            label_smoothing,
+            ignored_id,
+            product_dtype,
         )
     )
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any,
         states: Tensor,
         weight: Tensor,
@@ -66,7 +71,7 @@ class _FusedLoss(torch.autograd.Function):
             return _forward(ctx, states, weight, targets, epsilon, ignored_id, product_dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_states, grad_weight = ctx.saved_tensors
         scale = gradients[0]
         return (
@@ -111,13 +116,13 @@ def _forward(
         logits = product_chunk @ projection.t()
         probabilities = torch.softmax(logits, -1, dtype=sum_dtype)
         # The largest probability is never below 1 / V, so the normaliser comes from it without overflow.
-        largest, predicted = logits.max(-1, keepdim=True)
-        log_normaliser = largest.to(sum_dtype) - probabilities.gather(1, predicted).log()
-        target_loss = log_normaliser - logits.gather(1, target).to(sum_dtype)
+        largest, target_logits = logits.amax(-1, keepdim=True), logits.gather(1, target)
+        log_normaliser = largest.to(sum_dtype) - probabilities.amax(-1, keepdim=True).log()
+        target_loss = log_normaliser - target_logits.to(sum_dtype)
         mean_loss = log_normaliser - (chunk.to(sum_dtype) @ weight_sum).unsqueeze(1) / vocabulary_size
         likelihood += (target_loss * kept).sum()
         smoothed += (((1.0 - epsilon) * target_loss + epsilon * mean_loss) * kept).sum()
-        num_correct += ((predicted == target) * kept).sum()
+        num_correct += ((target_logits == largest) * kept).sum()
         if grad_states is not None and grad_weight is not None:
             # d loss / d logits = p - (1 - epsilon) onehot - epsilon / V; the last term is added as a whole below.
             probabilities.scatter_add_(1, target, kept.new_full(target.shape, epsilon - 1.0))

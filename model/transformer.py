@@ -43,7 +43,7 @@ class Transformer(nn.Module):
         self.decoder_norm = nn.LayerNorm(d_model) if settings.pre_norm else nn.Identity()
 
     def embed(self, ids: Tensor, start: int) -> Tensor:
-        """Ids [B, L] at positions start .. start + L - 1 -> [B, L, D]: embeddings * sqrt(D) + positions, dropped out."""
+        """Ids [B, L] at positions from start on -> [B, L, D]: embeddings * sqrt(D) + positions, dropped out."""
         x = self.embedding(ids) * self.embedding_scale + self.positions(start, ids.size(1))
         return self.dropout(x)
 
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
         """An empty cache for `decode_step`, with the cross-attention's keys and values worked out."""
         cache: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for layer in self.decoder:
-            keys, values = layer.cross_attention.keys_values(memory)
+            keys, values = layer.cross_attention.keys_values(memory)  # type: ignore[union-attr, operator]
             cache.append((keys[:, :, :0], values[:, :, :0], keys, values))
         return cache
 

@@ -69,7 +69,10 @@ class TranslationModule(LightningModule):
             parameters["lr"] = learning_rate
         # DDP averages gradients over ranks; the loss is their sum over all target tokens.
         scale = self.trainer.world_size / share.num_target_tokens
-        sums = {"smoothed": torch.zeros((), device=self.device), "likelihood": torch.zeros((), device=self.device)}
+        sums = {
+            "smoothed": torch.zeros((), device=self.device),
+            "likelihood": torch.zeros((), device=self.device),
+        }
         sums["correct"] = torch.zeros((), device=self.device)
         for number, batch in enumerate(share.micro_batches):
             # Dropout depends on nothing but where it happens: no random state to save or to disturb.
@@ -84,9 +87,7 @@ class TranslationModule(LightningModule):
         gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if settings.gradient_clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(
-                self.network.parameters(), settings.gradient_clip_norm, norm
-            )
+            torch.nn.utils.clip_grads_with_norm_(self.network.parameters(), settings.gradient_clip_norm, norm)
         optimizer.step()
         optimizer.zero_grad()
         return {**sums, "gradient_norm": norm, "learning_rate": learning_rate}
@@ -104,7 +105,9 @@ class TranslationModule(LightningModule):
             for name in ("smoothed", "likelihood", "correct", "tokens")
         }
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
+    def validation_step(  # type: ignore[override]
+        self, batch: Batch, batch_idx: int
+    ) -> tuple[Tensor, Tensor]:
         """Adds to the validation loss, and decodes greedily: ids [B, L] and their lengths [B]."""
         losses = self.losses(batch)
         sums = self.validation_sums

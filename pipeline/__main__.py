@@ -14,6 +14,7 @@ VERBS = {
     "translate": "sentences -> translations",
     "evaluate": "source and reference text -> BLEU and chrF with signatures",
     "export": "a checkpoint -> a bundle that needs none of this code",
+    "demo": "all of the above on a made corpus, in minutes",
     "doctor": "what is wrong with this machine or job, before time is spent",
 }
 
@@ -32,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise InputError(f"'{verb}' is not a verb; known are: {', '.join(VERBS)}")
         module = importlib.import_module(f"pipeline.{verb}")
         parser = argparse.ArgumentParser(
-            prog=f"python -m pipeline {verb}", description=module.__doc__, allow_abbrev=False,
+            prog=f"python -m pipeline {verb}",
+            description=module.__doc__,
+            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(parser)

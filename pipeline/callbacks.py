@@ -69,9 +69,7 @@ class CheckpointKeeper(Callback):
             for path in step_checkpoints(self._run)[: -self._settings.keep_last]:
                 path.unlink(missing_ok=True)
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """A checkpoint stands alone."""
         checkpoint["translation"] = self._part
 
@@ -113,9 +111,7 @@ class ValidationText(Callback):
         ids = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
         texts = self._tokenizer.decode(ids)
         self._bleu.update(texts, [self._references[pair] for pair in pairs])
-        self._translations.update(
-            (pair, text) for pair, text in zip(pairs, texts, strict=True) if pair < self._samples
-        )
+        self._translations.update((pair, text) for pair, text in zip(pairs, texts, strict=True) if pair < self._samples)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the score on all ranks and rank 0's samples."""

@@ -85,7 +85,7 @@ def is_whole(path: Path) -> bool:
 
 def newest_whole(run: Path) -> tuple[Path | None, list[Path]]:
     """The newest whole checkpoint of a run, and the newer ones that are not whole."""
-    skipped = []
+    skipped: list[Path] = []
     for path in reversed(step_checkpoints(run)):
         if is_whole(path):
             return path, skipped

@@ -48,7 +48,10 @@ def machine() -> Iterator[Finding]:
     yield Finding(safe, f"lightning {lightning}" + ("" if safe else ": unsafe; install lightning>=2.6.6"))
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            name, memory = torch.cuda.get_device_name(index), torch.cuda.get_device_properties(index).total_memory
+            name, memory = (
+                torch.cuda.get_device_name(index),
+                torch.cuda.get_device_properties(index).total_memory,
+            )
             yield Finding(True, f"GPU {index}: {name}, {memory / 2**30:.0f} GiB")
     else:
         from pipeline.fit import best_precision

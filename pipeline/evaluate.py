@@ -5,7 +5,6 @@ Texts are plain and detokenised, one sentence a line. The last line is JSON.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Translate, score, print."""
     from data_module.errors import InputError
-    from pipeline.translate import read_sentences
-    from pipeline.translator import load_translator
+    from pipeline.translate import load_translator, read_sentences, translated
 
     sources, references = read_sentences(arguments.source), read_sentences(arguments.reference)
     if len(sources) != len(references):
@@ -36,15 +34,18 @@ def run(arguments: argparse.Namespace) -> int:
     if not sources:
         raise InputError(f"{arguments.source}: is empty; there is nothing to score")
     translator = load_translator(arguments.checkpoint, arguments.beam, arguments.length_penalty)
-    hypotheses = [translation.text for translation in translator.translate(sources, progress=True)]
+    hypotheses = [translation.text for translation in translated(translator, sources, 128, len(sources))]
     if arguments.output:
         arguments.output.write_text("".join(line + "\n" for line in hypotheses), encoding="utf-8")
     scores = score(hypotheses, references)
     for name in ("bleu", "bleu_lowercase", "chrf"):
-        interval = scores[name + "_interval"]
-        print(f"{name:15} {scores[name]:6.2f}  [{interval[0]:.2f}, {interval[1]:.2f}]  {scores[name + '_signature']}")
-    print(f"{arguments.checkpoint}: {len(sources)} sentences, {translator.describe()}", file=sys.stderr)
-    print(json.dumps({**scores, "sentences": len(sources), "checkpoint": translator.name}))
+        low, high = scores[name + "_interval"]
+        print(f"{name:15} {scores[name]:6.2f}  [{low:.2f}, {high:.2f}]  {scores[name + '_signature']}")
+    settings = {
+        "beam_size": translator.settings.beam_size,
+        "length_penalty": translator.settings.length_penalty,
+    }
+    print(json.dumps({**scores, **settings, "sentences": len(sources), "checkpoint": str(arguments.checkpoint)}))
     return 0
 
 
@@ -54,12 +55,9 @@ def score(hypotheses: list[str], references: list[str]) -> dict[str, Any]:
 
     scores: dict[str, Any] = {}
     for name, metric in (("bleu", BLEU()), ("bleu_lowercase", BLEU(lowercase=True)), ("chrf", CHRF())):
-        # Below ten sentences there is nothing to resample from.
-        samples = 1000 if len(hypotheses) >= 10 else 1
-        result: Any = metric.corpus_score(hypotheses, [references], n_bootstrap=samples)
-        spread = getattr(result, "_ci", None)
-        mean = getattr(result, "_mean", result.score)
+        result: Any = metric.corpus_score(hypotheses, [references], n_bootstrap=1000)
+        # sacreBLEU gives the bootstrap's mean and half the width of its 95 % interval.
         scores[name] = round(result.score, 4)
-        scores[name + "_interval"] = [round(mean - spread, 4), round(mean + spread, 4)] if spread is not None else None
+        scores[name + "_interval"] = [round(float(result._mean + sign * result._ci), 4) for sign in (-1, 1)]
         scores[name + "_signature"] = str(metric.get_signature())
     return scores

@@ -86,7 +86,7 @@ def write_bundle(model: "TrainedModel", folder: Path) -> None:
     (folder / "README.md").write_text(_README, encoding="utf-8")
 
 
-_README = '''# A translation model
+_README = """# A translation model
 
 `model.ts` holds the network, its beam search and its tokenizer. It needs torch and sentencepiece, nothing else:
 
@@ -105,4 +105,4 @@ print(tokenizer.decode(answers[0][0, 0, : answers[1][0, 0] - 1].tolist()))
 ```
 
 A TorchScript file is a program: load only files from people you trust.
-'''
+"""

@@ -60,7 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
     if checkpoint is not None:
         step = int(checkpoint.stem.removeprefix("step="))
         if step >= recipe.trainer["max_steps"]:
-            print(f"{path}: finished at step {step}; raise trainer.max_steps to go on, or use --fresh", file=sys.stderr)
+            print(
+                f"{path}: finished at step {step}; raise trainer.max_steps to go on, or use --fresh",
+                file=sys.stderr,
+            )
             return 0
         print(f"resuming from {checkpoint}", file=sys.stderr)
     train(recipe, path, tokenizer, checkpoint)
@@ -92,7 +95,10 @@ def train(recipe: "Recipe", path: Path, tokenizer: Any, checkpoint: Path | None)
     data = TranslationDataModule(corpus, recipe.batches, special, recipe.run.seed)
     sources, references = data.validation_text()
     # The keeper stands last, so that what it saves has seen what the others did.
-    callbacks: list[Callback] = [ValidationText(sources, references, tokenizer), Monitor(recipe.run.log_every_steps)]
+    callbacks: list[Callback] = [
+        ValidationText(sources, references, tokenizer),
+        Monitor(recipe.run.log_every_steps),
+    ]
     if recipe.run.patience is not None:
         callbacks.append(EarlyStopping("validation/bleu", mode="max", patience=recipe.run.patience))
     callbacks.append(CheckpointKeeper(path, recipe, tokenizer))

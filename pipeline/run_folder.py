@@ -52,10 +52,11 @@ class RunFolder:
         if not config.exists():
             return [], []
         had, wanted = _flat(yaml.safe_load(config.read_text())), _flat(recipe.as_dict())
-        forbidden, allowed = [], []
+        forbidden: list[str] = []
+        allowed: list[str] = []
         for key in sorted(had.keys() | wanted.keys()):
             if had.get(key) != wanted.get(key):
-                may = key.split(".")[0] in MAY_CHANGE and key != "run.seed" or key in MAY_CHANGE_KEYS
+                may = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
                 (allowed if may else forbidden).append(f"{key} {had.get(key)} -> {wanted.get(key)}")
         return forbidden, allowed
 
@@ -71,7 +72,10 @@ def versions() -> dict[str, Any]:
     packages = ("torch", "lightning", "sentencepiece", "sacrebleu", "numpy")
     here = Path(__file__).resolve().parent
     git = subprocess.run(
-        ["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+        ["git", "-C", str(here), "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return {
         "revision": git.stdout.strip() or None,

@@ -6,13 +6,16 @@ Reads standard input or --input; says on standard error which checkpoint of a ru
 import argparse
 import gzip
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-CHUNK = 2000
-"""Lines translated together from a file; enough for batches of like length, few enough for flat memory."""
+if TYPE_CHECKING:
+    from pipeline.translator import Translation, Translator
+
+CHUNK = 512
+"""Lines translated together: enough for batches of like length, few enough for flat memory and a moving bar."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,23 +28,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Translate until the input ends."""
-    from pipeline.translator import load_translator
-
     # Opened first: a missing file should not wait for the network.
     stream = open_text(arguments.input) if arguments.input else sys.stdin.buffer
     translator = load_translator(arguments.checkpoint, arguments.beam, arguments.length_penalty)
     # A person who types wants each answer at once.
     chunk = 1 if stream.isatty() else CHUNK
-    line = 0
-    lines = sentences(stream)
-    while batch := list(islice(lines, chunk)):
-        for offset, translation in enumerate(translator.translate(batch)):
-            if translation.truncated:
-                print(f"line {line + offset + 1}: longer than the model reads; its beginning is translated", file=sys.stderr)
-            print(translation.text)
-        sys.stdout.flush()
-        line += len(batch)
+    for number, translation in enumerate(translated(translator, sentences(stream), chunk), 1):
+        if translation.is_truncated:
+            tokens = f"{translation.num_source_tokens} tokens are more than the {translator.max_source_tokens}"
+            print(f"line {number}: its {tokens} that the network reads; the rest was cut", file=sys.stderr)
+        print(translation.text, flush=chunk == 1)
     return 0
+
+
+def load_translator(checkpoint: Path, beam: int | None, length_penalty: float | None) -> "Translator":
+    """A translator from a checkpoint or run folder; says which checkpoint it took.
+
+    Raises InputError for what is no checkpoint and for settings out of bounds.
+    """
+    from dataclasses import replace
+
+    from data_module.errors import InputError
+    from pipeline.checkpoint import choose, load_model
+    from pipeline.translator import Translator
+
+    if beam is not None and beam < 1:
+        raise InputError(f"--beam {beam} is not 1 or more")
+    if length_penalty is not None and length_penalty < 0:
+        raise InputError(f"--length-penalty {length_penalty} is not 0 or more")
+    path = choose(checkpoint)
+    print(f"translating with {path}", file=sys.stderr)
+    model = load_model(path)
+    changes = {"beam_size": beam, "length_penalty": length_penalty}
+    settings = replace(model.decoding, **{name: value for name, value in changes.items() if value is not None})
+    return Translator(model.network, model.tokenizer, settings)
+
+
+def translated(
+    translator: "Translator", lines: Iterable[str], chunk: int = CHUNK, total: int | None = None
+) -> Iterator["Translation"]:
+    """Translations in order, a chunk of lines at a time, with a progress bar after two seconds of work."""
+    from tqdm import tqdm
+
+    lines = iter(lines)
+    with tqdm(total=total, desc="translating", unit=" sentences", delay=2, disable=chunk == 1) as bar:
+        while batch := list(islice(lines, chunk)):
+            yield from translator.translate(batch)
+            bar.update(len(batch))
 
 
 def open_text(path: Path) -> BinaryIO:

@@ -8,13 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from data_module.preparation import prepare
 from data_module.settings import CorpusSettings, TextSource
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = "the a red blue old new house tree dog cat sees likes has and near under big small".split()
+WORDS = [
+    "the",
+    "a",
+    "red",
+    "blue",
+    "old",
+    "new",
+    "house",
+    "tree",
+    "dog",
+    "cat",
+    "sees",
+    "likes",
+    "has",
+    "and",
+    "near",
+    "under",
+    "big",
+    "small",
+]
 
 
 def sentences(count: int, seed: int) -> list[str]:
@@ -58,7 +78,11 @@ def tiny_recipe(texts: Path) -> dict[str, Any]:
         "training": {"warmup_steps": 10},
         "run": {"checkpoint_every_steps": 4, "keep_last": 3, "log_every_steps": 2},
         "trainer": {
-            "max_steps": 12, "val_check_interval": 6, "accelerator": "cpu", "devices": 1, "precision": "32-true",
+            "max_steps": 12,
+            "val_check_interval": 6,
+            "accelerator": "cpu",
+            "devices": 1,
+            "precision": "32-true",
         },
     }
 
@@ -73,7 +97,12 @@ def recipe_file(tiny_corpus: Path, tmp_path: Path) -> Path:
 
 def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any) -> subprocess.CompletedProcess:
     """`python -m pipeline ...` as a user runs it; output as text."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **options.pop("environment", {})}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        **options.pop("environment", {}),
+    }
     return subprocess.run(
         [sys.executable, "-m", "pipeline", *map(str, arguments)],
         capture_output=True,
@@ -94,3 +123,20 @@ def trained_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     done = pipeline("fit", "--config", recipe, "--run.folder", folder / "run")
     assert done.returncode == 0, done.stderr.decode()
     return folder / "run"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU run where one is."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """In CI a skipped test is a failed one, unless it needs a GPU."""
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" not in r.keywords]
+    if skipped and os.environ.get("CI") == "true":
+        terminalreporter.stats.setdefault("failed", []).extend(skipped)
+        terminalreporter._session.exitstatus = 1
+        terminalreporter.write_line(f"{len(skipped)} tests skipped in CI, where all must run", red=True)

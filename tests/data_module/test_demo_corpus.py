@@ -13,22 +13,31 @@ import numpy
 import pytest
 import sacrebleu
 
-from data_module import demo_corpus as grammar
-from data_module.demo_corpus import THE, Clause, Lexicon, Nominal, Phrase, Sentence, Verb, noun_phrase
+from data_module import demo_corpus, demo_grammar, demo_sentences
+from data_module.demo_grammar import THE, Clause, Nominal, Phrase, Verb, noun_phrase
+from data_module.demo_sentences import Lexicon, Sentence
 
 LEXICON = Lexicon()
 NOUNS = {noun.english: noun for nouns in LEXICON.nouns.values() for noun in nouns}
 ADJECTIVES = {adjective.english: adjective for adjective in LEXICON.adjectives}
 VERBS = {verb.english: verb for verb in LEXICON.verbs + LEXICON.reporting_verbs}
 NUMERALS = {numeral.english: numeral for numeral in LEXICON.numerals}
-DETERMINERS = [THE, grammar.A, grammar.EVERY, grammar.THIS, grammar.THESE, grammar.BARE, *grammar.POSSESSIVES]
+DETERMINERS = [
+    THE,
+    demo_grammar.A,
+    demo_grammar.EVERY,
+    demo_grammar.THIS,
+    demo_grammar.THESE,
+    demo_grammar.BARE,
+    *demo_grammar.POSSESSIVES,
+]
 BY_ENGLISH = {determiner.english: determiner for determiner in DETERMINERS} | NUMERALS
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def corpus() -> dict[str, list[Sentence]]:
-    return grammar.demo_corpus()
+    return demo_corpus.demo_corpus()
 
 
 def phrase(determiner: str, adjective: str, noun: str, plural: bool = False) -> Nominal:
@@ -59,7 +68,7 @@ def test_noun_phrases_agree_in_gender_number_and_case(line: str) -> None:
     determiner, adjective, noun, *plural = words.split()
     nominal = phrase(determiner.strip("-"), adjective, noun, bool(plural))
     assert nominal.english == english
-    assert ", ".join(nominal.german[case] for case in grammar.CASES) == german
+    assert ", ".join(nominal.german[case] for case in demo_grammar.CASES) == german
 
 
 def clause(subject: Nominal, verb: str, mode: str = "present", **rest: object) -> Clause:
@@ -67,8 +76,8 @@ def clause(subject: Nominal, verb: str, mode: str = "present", **rest: object) -
 
 
 MAN, CHILD = phrase("the", "", "man"), phrase("the", "", "child")
-CAR, NO_CAR = phrase("the", "", "car"), noun_phrase(grammar.NO_SINGULAR, ADJECTIVES["red"], NOUNS["car"])
-WE, ME = grammar.PRONOUNS[3], grammar.PRONOUNS[0]
+CAR, NO_CAR = phrase("the", "", "car"), noun_phrase(demo_grammar.NO_SINGULAR, ADJECTIVES["red"], NOUNS["car"])
+WE, ME = demo_grammar.PRONOUNS[3], demo_grammar.PRONOUNS[0]
 YESTERDAY = Phrase("yesterday", "gestern")
 
 
@@ -88,7 +97,7 @@ YESTERDAY = Phrase("yesterday", "gestern")
         (clause(WE, "invite", "past", object=MAN, front=YESTERDAY), "yesterday we invited the man",
          "gestern haben wir den Mann eingeladen", None),
         (clause(MAN, "walk", "past", negated=True,
-                adjunct=grammar.prepositional_phrase("to", "zu", "dative", phrase("the", "", "school"))),
+                adjunct=demo_grammar.prepositional_phrase("to", "zu", "dative", phrase("the", "", "school"))),
          "the man did not walk to the school", "der Mann ist nicht zur Schule gegangen",
          "der Mann nicht zur Schule gegangen ist"),
         (clause(WE, "help", "should", object=phrase("the", "", "man", True)), "we should help the men",
@@ -102,9 +111,7 @@ YESTERDAY = Phrase("yesterday", "gestern")
          "das Auto ist nicht rot", "das Auto nicht rot ist"),
     ],
 )  # fmt: skip
-def test_clauses_have_the_verb_where_german_wants_it(
-    made: Clause, english: str, second: str, last: str | None
-) -> None:
+def test_clauses_have_the_verb_where_german_wants_it(made: Clause, english: str, second: str, last: str | None) -> None:
     assert made.english() == english
     assert made.german() == second
     if last:
@@ -125,7 +132,7 @@ def test_no_english_form_has_two_meanings() -> None:
             meanings.setdefault(form, set()).add(noun.german)
     for verb in LEXICON.verbs + LEXICON.reporting_verbs:
         assert verb.english != verb.english_past, "present and past would be one"
-        for form in (verb.english, verb.english_past, grammar.third_person(verb.english)):
+        for form in (verb.english, verb.english_past, demo_grammar.third_person(verb.english)):
             meanings.setdefault(form, set()).add(verb.prefix + verb.infinitive)
     for adjective in LEXICON.adjectives:
         meanings.setdefault(adjective.english, set()).add(adjective.german)
@@ -133,7 +140,7 @@ def test_no_english_form_has_two_meanings() -> None:
 
 
 def test_sizes_and_distinctness(corpus: dict[str, list[Sentence]]) -> None:
-    assert {name: len(sentences) for name, sentences in corpus.items()} == grammar.SPLIT_SIZES
+    assert {name: len(sentences) for name, sentences in corpus.items()} == demo_corpus.SPLIT_SIZES
     sentences = [sentence for split in corpus.values() for sentence in split]
     for side in ([s.english for s in sentences], [s.german for s in sentences]):
         assert len(set(side)) == len(side)
@@ -144,20 +151,20 @@ def test_sizes_and_distinctness(corpus: dict[str, list[Sentence]]) -> None:
 def test_every_lemma_is_often_in_training_and_no_word_form_is_new(corpus: dict[str, list[Sentence]]) -> None:
     text = Counter(re.findall(r"[\w']+", " ".join(s.english for s in corpus["train"]).lower()))
     lemmas = [(noun.english, noun.english_plural) for noun in NOUNS.values()]
-    lemmas += [(v.english, v.english_past, grammar.third_person(v.english)) for v in VERBS.values()]
+    lemmas += [(v.english, v.english_past, demo_grammar.third_person(v.english)) for v in VERBS.values()]
     lemmas += [(adjective,) for adjective in ADJECTIVES]
     assert len(lemmas) >= 400
     one_word = [forms for forms in lemmas if " " not in forms[0]]
     assert not [forms for forms in one_word if sum(text[form] for form in forms) < 20]
-    known = set().union(*map(grammar.word_forms, corpus["train"]))
+    known = set().union(*map(demo_corpus.word_forms, corpus["train"]))
     for split in ("validation", "test", "test_new_combinations"):
-        assert not set().union(*map(grammar.word_forms, corpus[split])) - known
+        assert not set().union(*map(demo_corpus.word_forms, corpus[split])) - known
 
 
 def adjective_noun_pairs(sentences: list[Sentence]) -> list[set[tuple[str, str]]]:
     """The attributes read from the English text, without the grammar's own bookkeeping."""
     nouns = {form: noun.english for noun in NOUNS.values() for form in (noun.english, noun.english_plural)}
-    words = [re.findall(r"\w+", sentence.english.lower()) for sentence in sentences]
+    words = [tokens(sentence.english.lower()) for sentence in sentences]
     return [{(a, nouns[b]) for a, b in pairwise(line) if a in ADJECTIVES and b in nouns} for line in words]
 
 
@@ -229,10 +236,10 @@ def test_the_nearest_training_sentence_is_not_enough(corpus: dict[str, list[Sent
 def test_same_seed_same_bytes_and_files_left_alone(
     corpus: dict[str, list[Sentence]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar, "demo_corpus", lambda seed: corpus)
-    grammar.write_demo_corpus(tmp_path / "a")
+    monkeypatch.setattr(demo_corpus, "demo_corpus", lambda seed: corpus)
+    demo_corpus.write_demo_corpus(tmp_path / "a")
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "a").iterdir()}
-    assert set(before) == {f"{split}.{side}" for split in grammar.SPLIT_SIZES for side in ("en", "de")}
+    assert set(before) == {f"{split}.{side}" for split in demo_corpus.SPLIT_SIZES for side in ("en", "de")}
     (tmp_path / "a" / "test.de").write_text("spoilt\n")
     os.utime(tmp_path / "a" / "train.en", ns=(1, 1))
     run = subprocess.run(
@@ -252,5 +259,5 @@ def test_same_seed_same_bytes_and_files_left_alone(
 
 
 def test_another_seed_another_corpus() -> None:
-    first, second = (grammar.Author(LEXICON, random.Random(seed)).sentence() for seed in (1, 2))
+    first, second = (demo_sentences.Author(LEXICON, random.Random(seed)).sentence() for seed in (1, 2))
     assert first.english != second.english

@@ -34,9 +34,7 @@ def pairs(share: StepShare) -> list[int]:
 
 def test_batches_hold_the_corpus(tiny_corpus: Path) -> None:
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
-    texts = {
-        side: (tiny_corpus.parent / f"train.{side}").read_text().splitlines() for side in ("source", "target")
-    }
+    texts = {side: (tiny_corpus.parent / f"train.{side}").read_text().splitlines() for side in ("source", "target")}
     masked = unmasked = 0
     for share in islice(loader(tiny_corpus, group_tokens=300), 8):
         for batch in share.micro_batches:

@@ -54,7 +54,17 @@ def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Pa
     options = ["--network.dropout", 0.3, "--batches.workers", workers, "--trainer.max_steps", 40]
     whole = fit(recipe_file, tmp_path / "whole", *options)
     run = tmp_path / "killed"
-    command = [sys.executable, "-m", "pipeline", "fit", "--config", recipe_file, "--run.folder", run, *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "fit",
+        "--config",
+        recipe_file,
+        "--run.folder",
+        run,
+        *options,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     kills = 0
     for kept in (8, 20):
@@ -87,8 +97,14 @@ def test_a_run_folder_holds_what_the_design_says(trained_run: Path) -> None:
     events.Reload()
     tags = events.Tags()
     assert {
-        "train/loss", "train/perplexity", "train/learning_rate", "train/gradient_norm",
-        "train/target_tokens_per_second", "validation/loss", "validation/perplexity", "validation/bleu",
+        "train/loss",
+        "train/perplexity",
+        "train/learning_rate",
+        "train/gradient_norm",
+        "train/target_tokens_per_second",
+        "validation/loss",
+        "validation/perplexity",
+        "validation/bleu",
     } <= set(tags["scalars"])
     assert any(tag.startswith("validation/translations") for tag in tags["tensors"])
     losses = scalars(trained_run, "train/loss")
@@ -114,8 +130,16 @@ def test_another_recipe_is_refused_and_named(trained_run: Path) -> None:
 
 def test_early_stopping_by_patience(recipe_file: Path, tmp_path: Path) -> None:
     run = fit(
-        recipe_file, tmp_path / "run", "--run.patience", 2, "--trainer.val_check_interval", 2,
-        "--training.learning_rate_factor", 1e-6, "--trainer.max_steps", 40,
+        recipe_file,
+        tmp_path / "run",
+        "--run.patience",
+        2,
+        "--trainer.val_check_interval",
+        2,
+        "--training.learning_rate_factor",
+        1e-6,
+        "--trainer.max_steps",
+        40,
     )
     steps = [int(path.stem.removeprefix("step=")) for path in (run / "checkpoints").glob("step=*")]
     assert max(steps) < 40

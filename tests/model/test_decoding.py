@@ -1,7 +1,7 @@
 """The search against answers worked out without it.
 
-They come from enumeration, from teacher forcing, and from a plain beam search that has no cache, no batch and no
-early stop.
+They come from enumeration, from teacher forcing, and from a plain beam search that has no cache, no batch and
+no early stop.
 """
 
 import copy
@@ -48,7 +48,7 @@ def make_network(
 
 @cache
 def trained_network(variant: str = "") -> Transformer:
-    """A network that has half learned to repeat its source, with pieces doubled by chance: sure of nothing."""
+    """A network that has half learned to repeat its source, pieces doubled by chance: sure of nothing."""
     settings = {
         "": {},
         "pre-norm": {"pre_norm": True, "d_k": 6, "d_v": 10},
@@ -60,9 +60,7 @@ def trained_network(variant: str = "") -> Transformer:
     for _ in range(150):
         length = draws.randint(1, 10)
         source = torch.randint(4, VOCABULARY_SIZE, (32, length))
-        doubled = [
-            [piece for piece in row for _ in range(draws.choice([1, 1, 2]))] for row in source.tolist()
-        ]
+        doubled = [[piece for piece in row for _ in range(draws.choice([1, 1, 2]))] for row in source.tolist()]
         answers = [torch.tensor([BOS, *row, EOS]) for row in doubled]
         target = nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=PAD)
         source = F.pad(source, [0, 1], value=EOS)
@@ -74,9 +72,7 @@ def trained_network(variant: str = "") -> Transformer:
     return network
 
 
-def make_sources(
-    lengths: list[int], vocabulary_size: int = VOCABULARY_SIZE, seed: int = 1
-) -> tuple[Tensor, Tensor]:
+def make_sources(lengths: list[int], vocabulary_size: int = VOCABULARY_SIZE, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Random sources of these lengths, end symbol included, padded; and their mask."""
     generator = torch.Generator().manual_seed(seed)
     source = torch.full((len(lengths), max(lengths)), PAD)
@@ -116,9 +112,7 @@ def plain_beam(
             if token not in (PAD, BOS) and (length < limit or token == EOS)
         ]
         continuations = sorted(continuations, reverse=True)[: 2 * beam_size]
-        answers += [
-            (penalized(total, length, alpha), pieces) for total, pieces in continuations if pieces[-1] == EOS
-        ]
+        answers += [(penalized(total, length, alpha), pieces) for total, pieces in continuations if pieces[-1] == EOS]
         hypotheses = [(total, pieces) for total, pieces in continuations if pieces[-1] != EOS][:beam_size]
     return sorted(answers, reverse=True)
 
@@ -134,7 +128,7 @@ def answers_of(found: Answers, sentence: int) -> list[tuple[float, list[int]]]:
 
 
 def count_ties(found: list[tuple[float, list[int]]], expected: list[tuple[float, list[int]]]) -> int:
-    """How often another answer of an equal score stands in a place; anything else that differs is an error."""
+    """How often another answer of equal score stands in a place; anything else that differs is an error."""
     ties = 0
     expected_scores = {tuple(tokens): score for score, tokens in expected}
     for (score, tokens), (expected_score, expected_tokens) in zip(found, expected, strict=False):
@@ -225,9 +219,7 @@ def test_a_beam_of_one_is_greedy() -> None:
             assert (greedy.tokens[sentence, len(answer) :] == PAD).all()
             total = forced_log_probability(network, source[sentence, :length], answer)
             assert float(greedy.log_probabilities[sentence]) == pytest.approx(total, abs=1e-4)
-            assert float(beam.scores[sentence, 0]) == pytest.approx(
-                penalized(total, len(answer), 0.6), abs=1e-4
-            )
+            assert float(beam.scores[sentence, 0]) == pytest.approx(penalized(total, len(answer), 0.6), abs=1e-4)
     assert len(lengths) >= 6
 
 
@@ -260,7 +252,7 @@ def test_a_sentence_alone_equals_itself_in_a_batch() -> None:
 
 
 class Observed(Transformer):
-    """Remembers how many sentences each step decoded; where `endless`, the end symbol is all but impossible."""
+    """Remembers how many sentences each step decoded; if `endless`, the end symbol is all but impossible."""
 
     batch_sizes: list[int]
     endless: bool
@@ -330,9 +322,7 @@ def test_bfloat16_finds_answers_as_good() -> None:
             _, tokens = answers_of(found, sentence)[0]
             equal += tokens == answers_of(exact, sentence)[0][1]
             # What float32 gives to bfloat16's answer is hardly worse than what it gives to its own.
-            score = penalized(
-                forced_log_probability(network, source[sentence, :length], tokens), len(tokens), 0.6
-            )
+            score = penalized(forced_log_probability(network, source[sentence, :length], tokens), len(tokens), 0.6)
             assert score == pytest.approx(float(exact.scores[sentence, 0]), abs=0.1)
             assert float(found.scores[sentence, 0]) == pytest.approx(score, abs=0.1)
     assert equal >= 0.9 * len(variants) * len(LENGTHS)
@@ -408,6 +398,4 @@ def test_a_gpu_finds_the_same_and_waits_for_the_host_every_eighth_step_only() ->
     waits = sum(event.name in ("aten::item", "aten::nonzero") for event in profile.events())
     assert waits < 20 + expected.tokens.size(-1) // 4
     for sentence in range(len(LENGTHS)):
-        count_ties(
-            answers_of(Answers(*(one.cpu() for one in found)), sentence), answers_of(expected, sentence)
-        )
+        count_ties(answers_of(Answers(*(one.cpu() for one in found)), sentence), answers_of(expected, sentence))

@@ -1,0 +1,242 @@
+"""Each mistake ends in one line that names the file and the way out; nothing is left; then it works."""
+
+import errno
+import gzip
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_module.corpus import TokenStoreWriter, open_corpus
+from data_module.errors import InputError
+from data_module.preparation import prepare
+from data_module.settings import CorpusSettings, TextSource
+from data_module.tokenizer import Tokenizer
+
+SOURCE = ["one house", "two houses", "three red houses", "four"]
+TARGET = ["ein Haus", "zwei Häuser", "drei rote Häuser", "vier"]
+
+
+class Workplace:
+    """A folder of good text, and a prepare that runs on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        text = TextSource(str(self.write("train.en", SOURCE)), str(self.write("train.de", TARGET)))
+        held_out = TextSource(str(self.write("dev.en", ["a house"])), str(self.write("dev.de", ["ein Haus"])))
+        self.settings = CorpusSettings(str(folder / "corpus"), [text], [held_out], vocabulary_size=35)
+
+    def write(self, name: str, lines: list[str] | bytes) -> Path:
+        data = lines if isinstance(lines, bytes) else "".join(line + "\n" for line in lines).encode()
+        (self.folder / name).write_bytes(data)
+        return self.folder / name
+
+    def fails(self, *parts: str, **changes: Any) -> str:
+        """Prepare, check the message, and that nothing is left but the lock; return the message."""
+        with pytest.raises(InputError) as caught:
+            prepare(replace(self.settings, **changes), progress=False)
+        message = str(caught.value)
+        assert "\n" not in message
+        for part in parts:
+            assert part in message
+        left = {path.name for path in self.folder.iterdir() if "corpus" in path.name}
+        assert left <= {".corpus.lock"}
+        return message
+
+    def works(self, **changes: Any) -> dict[str, Any]:
+        manifest = prepare(replace(self.settings, **changes), progress=False)
+        assert len(open_corpus(self.folder / "corpus", "train")) == manifest["train"]["pairs_kept"]
+        return manifest
+
+    def source_text(self) -> list[str]:
+        store = open_corpus(self.folder / "corpus", "train").source
+        tokenizer = Tokenizer.load(self.folder / "corpus" / "tokenizer.model")
+        return tokenizer.decode([store[i].tolist() for i in range(len(store))])
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Workplace:
+    return Workplace(tmp_path)
+
+
+def test_unequal_line_counts(place: Workplace) -> None:
+    place.write("train.de", TARGET[:3])
+    place.fails("train.de: 3 lines, but", "train.en has 4: it is shorter")
+    place.write("train.de", TARGET)
+    place.works()
+
+
+def test_missing_file(place: Workplace) -> None:
+    (place.folder / "dev.de").unlink()
+    place.fails("dev.de: no such file; correct the path")
+    place.write("dev.de", ["ein Haus"])
+    place.works()
+
+
+def test_unreadable_file(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "train.en":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    # Permissions do not hold root back, as which tests may run.
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        place.fails("train.en: may not be read; ask for read permission")
+    place.works()
+
+
+def test_folder_in_place_of_a_file(place: Workplace) -> None:
+    (place.folder / "train.en").unlink()
+    (place.folder / "train.en").mkdir()
+    place.fails("train.en: a folder, not a file")
+    (place.folder / "train.en").rmdir()
+    place.write("train.en", SOURCE)
+    place.works()
+
+
+@pytest.mark.parametrize("name", ["train.en", "dev.de"])
+def test_empty_file(place: Workplace, name: str) -> None:
+    lines = (place.folder / name).read_bytes()
+    place.write(name, b"")
+    place.fails(f"{name}: the file is empty")
+    place.write(name, lines)
+    place.works()
+
+
+def test_truncated_and_false_gzip(place: Workplace) -> None:
+    whole = gzip.compress(os.urandom(3000).hex().encode() + b"\n" + "\n".join(SOURCE[1:]).encode())
+    text = TextSource(str(place.write("train.en.gz", whole[: len(whole) // 2])), place.settings.train[0].target)
+    place.fails("train.en.gz: the gzip file is truncated or damaged; copy", train=[text])
+    place.write("train.en.gz", b"no gzip at all")
+    place.fails("train.en.gz: not a gzip file", train=[text])
+    place.write("train.en.gz", gzip.compress("\n".join(SOURCE).encode()))
+    assert place.works(train=[text])["train"]["pairs_kept"] == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("one", "1 tab-separated column,"), ("a\tb\tc", "3 tab-separated columns,")]
+)
+def test_tsv_line_with_other_than_two_columns(place: Workplace, line: str, said: str) -> None:
+    rows = ["\t".join(pair) for pair in zip(SOURCE, TARGET, strict=True)]
+    text = TextSource(tsv=str(place.write("train.tsv", [*rows[:2], line, *rows[2:]])))
+    place.fails(f"train.tsv:3: {said} not two; mend the line", train=[text])
+    place.write("train.tsv", rows)
+    assert place.works(train=[text])["train"]["pairs_kept"] == 4
+
+
+def test_invalid_utf8(place: Workplace) -> None:
+    lines = [line.encode() + b"\n" for line in TARGET]
+    place.write("train.de", lines[0] + b"zwei H\xe4user\n" + b"".join(lines[2:]))
+    place.fails("train.de:2: invalid UTF-8; mend the line, or set `corpus.drop_invalid_utf8: true`")
+    account = place.works(drop_invalid_utf8=True)["train"]
+    assert account["pairs_dropped"]["invalid_utf8"]["pairs"] == 1
+    assert account["pairs_dropped"]["invalid_utf8"]["first_lines"][0].endswith("train.en:2")
+    assert place.source_text() == [SOURCE[0], *SOURCE[2:]]
+
+
+def test_invalid_utf8_far_into_a_file_names_its_line(place: Workplace) -> None:
+    place.write("train.en", b"a house with many words in it\n" * 100_000 + b"\xff\n")
+    place.write("train.de", b"ein Haus\n" * 100_001)
+    place.fails("train.en:100001: invalid UTF-8")
+
+
+def test_both_sides_the_same_file(place: Workplace) -> None:
+    name = place.settings.train[0].source
+    place.fails("train.en: source and target are the same file", train=[TextSource(name, name)])
+    (place.folder / "link.de").symlink_to(str(name))
+    place.fails("same file", train=[TextSource(name, str(place.folder / "link.de"))])
+    place.works()
+
+
+def test_vocabulary_too_large(place: Workplace) -> None:
+    message = place.fails("corpus.vocabulary_size: 9000 pieces are more", "largest that works is", vocabulary_size=9000)
+    place.works(vocabulary_size=int(message.rsplit(" ", 1)[1]))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk(place: Workplace, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenStoreWriter, "append_flat", full)
+        place.fails("corpus: the disk is full, nothing was kept; free space")
+    place.works()
+
+
+def test_full_disk_while_rebuilding_keeps_the_old_corpus(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = place.works()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_module.preparation._sync", full)
+        with pytest.raises(InputError, match="disk is full"):
+            prepare(place.settings, force=True, progress=False)
+    assert place.works() == manifest
+
+
+def test_folder_that_cannot_be_made(place: Workplace) -> None:
+    place.fails("cannot be written", "name another corpus.folder", folder=str(place.folder / "train.en" / "corpus"))
+    place.works()
+
+
+def test_byte_order_mark_crlf_and_nul(place: Workplace) -> None:
+    place.write("train.en", b"\xef\xbb\xbf" + "\r\n".join(SOURCE).replace("two houses", "two\0houses").encode())
+    place.works()
+    assert place.source_text() == SOURCE
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\v", "\f", "\r", "\x1c", "\x1e"])
+def test_what_does_not_end_a_line(place: Workplace, character: str) -> None:
+    place.write("train.en", [SOURCE[0], f"two{character}houses", *SOURCE[2:]])
+    assert place.works()["train"]["pairs_kept"] == 4
+    assert place.source_text() == SOURCE
+
+
+def test_lines_of_a_megabyte(place: Workplace) -> None:
+    long = ["x" * 1_000_000, "word " * 200_000]
+    place.write("train.en", SOURCE + long)
+    place.write("train.de", [*TARGET, "lang", "lang"])
+    account = place.works()["train"]
+    assert (account["pairs_kept"], account["pairs_dropped"]["too_long"]["pairs"]) == (4, 2)
+
+
+def test_last_line_without_its_end(place: Workplace) -> None:
+    place.write("train.en", "\n".join(SOURCE).encode())
+    assert place.works()["train"]["pairs_kept"] == 4
+
+
+def test_no_pair_is_left(place: Workplace) -> None:
+    place.write("dev.en", ["  "])
+    place.fails("corpus.validation: no pair is left (empty_side: 1)")
+    place.write("dev.en", ["a house"])
+    place.works()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train", []),
+        ("validation", []),
+        ("vocabulary_size", 0),
+        ("tokenizer_sentences", 1),
+        ("character_coverage", 0.5),
+        ("max_tokens", 65_536),
+        ("max_length_ratio", 0.5),
+        ("train", [TextSource("a")]),
+        ("train", [TextSource("a", "b", tsv="c")]),
+    ],
+)
+def test_settings_out_of_range(place: Workplace, key: str, value: Any) -> None:
+    place.fails("corpus", **{key: value})
+
+
+def test_repeat_below_one(place: Workplace) -> None:
+    place.fails("`repeat` of", "train.en is 0", train=[replace(place.settings.train[0], repeat=0)])

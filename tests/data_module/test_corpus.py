@@ -1,0 +1,137 @@
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_module.corpus import MAX_TOKENS, TokenStore, TokenStoreWriter, open_corpus, store_prefix, token_type
+from data_module.errors import InputError
+from data_module.preparation import differs_from, prepare
+from data_module.settings import CorpusSettings, TextSource
+
+SENTENCES = [[5, 6, 7], [], [65_535], [8, 9]]
+
+
+def _write(prefix: Path, dtype: type = np.uint16) -> TokenStore:
+    with TokenStoreWriter(prefix, np.dtype(dtype)) as writer:
+        writer.append([np.array(ids, dtype=np.int64) for ids in SENTENCES[:2]])
+        writer.append([])
+        writer.append([np.array(ids, dtype=np.int32) for ids in SENTENCES[2:]])
+    return TokenStore(prefix)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_what_was_appended_is_read(tmp_path: Path, dtype: type) -> None:
+    store = _write(tmp_path / "train.source", dtype)
+    assert [store[i].tolist() for i in range(len(store))] == SENTENCES
+    assert store[-1].tolist() == SENTENCES[-1]
+    assert store.tokens.dtype == dtype
+    assert (store.lengths.dtype, store.lengths.tolist()) == (np.uint16, [3, 0, 1, 2])
+    assert (store.offsets.dtype, store.offsets.tolist()) == (np.int64, [0, 3, 3, 4, 6])
+    with pytest.raises(IndexError):
+        store[4]
+
+
+def test_store_is_mapped_and_pickles_as_its_path(tmp_path: Path) -> None:
+    store = _write(tmp_path / "train.source")
+    assert not store.tokens.flags.writeable
+    assert isinstance(store.tokens.base, np.memmap)
+    data = pickle.dumps(store)
+    assert len(data) < 1000
+    assert pickle.loads(data)[0].tolist() == SENTENCES[0]  # noqa: S301
+
+
+def test_repeat_appends_the_sentences_from_a_start(tmp_path: Path) -> None:
+    with TokenStoreWriter(tmp_path / "s", np.dtype(np.uint16)) as writer:
+        writer.append([np.array(ids) for ids in SENTENCES])
+        writer.repeat_from(1, 2, block=2)
+        assert (len(writer), writer.num_tokens, writer.longest) == (10, 12, 3)
+    store = TokenStore(tmp_path / "s")
+    assert [store[i].tolist() for i in range(10)] == SENTENCES + SENTENCES[1:] * 2
+
+
+def test_a_sentence_beyond_16_bit_lengths_is_refused(tmp_path: Path) -> None:
+    with TokenStoreWriter(tmp_path / "s", np.dtype(np.uint16)) as writer:
+        writer.append([np.ones(MAX_TOKENS, dtype=np.int32)])
+        with pytest.raises(ValueError, match="65536 tokens"):
+            writer.append([np.ones(MAX_TOKENS + 1, dtype=np.int32)])
+
+
+def test_smallest_type_that_holds_the_vocabulary() -> None:
+    assert token_type(65_536) == np.uint16
+    assert token_type(65_537) == np.uint32
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> CorpusSettings:
+    for name, text in (("a", "one two\nthree\n"), ("b", "eins zwei\ndrei\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    text = TextSource(source=str(tmp_path / "a"), target=str(tmp_path / "b"))
+    settings = CorpusSettings(str(tmp_path / "corpus"), [text], [text], vocabulary_size=20)
+    prepare(settings, progress=False)
+    return settings
+
+
+def test_open_corpus(settings: CorpusSettings) -> None:
+    for split in ("train", "validation"):
+        corpus = open_corpus(Path(settings.folder), split)
+        assert len(corpus) == len(corpus.source) == len(corpus.target) == 2
+
+
+def test_a_truncated_corpus_is_noticed_and_can_be_rebuilt(settings: CorpusSettings) -> None:
+    folder = Path(settings.folder)
+    tokens = folder / "train.source.tokens.npy"
+    whole = tokens.read_bytes()
+    tokens.write_bytes(whole[:-1])
+    with pytest.raises(InputError, match=r"tokens\.npy: the corpus is truncated, .* bytes, not .*--force"):
+        open_corpus(folder, "train")
+    tokens.unlink()
+    with pytest.raises(InputError, match=r"tokens\.npy: the corpus is truncated, this file is missing"):
+        prepare(settings, progress=False)
+    prepare(settings, force=True, progress=False)
+    assert tokens.read_bytes() == whole
+
+
+def test_a_newer_format_is_named(settings: CorpusSettings) -> None:
+    path = Path(settings.folder) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"format_version": 2}))
+    with pytest.raises(InputError, match=r"corpus format 2 is newer than this program's 1; .*--force"):
+        open_corpus(Path(settings.folder), "train")
+
+
+def test_another_tokenizer_is_noticed(settings: CorpusSettings) -> None:
+    path = Path(settings.folder) / "tokenizer.model"
+    model = path.read_bytes()
+    assert model.count(b"eins") or model.count(b"\x96\x81")
+    path.write_bytes(model.replace(b"\xe2\x96\x81", b"\xe2\x96\x82", 1))
+    with pytest.raises(InputError, match=r"tokenizer\.model: not the tokenizer that the corpus was made with"):
+        open_corpus(Path(settings.folder), "train")
+
+
+def test_no_corpus_and_no_corpus_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"absent: no such corpus; run"):
+        open_corpus(tmp_path / "absent", "train")
+    with pytest.raises(InputError, match="not a corpus"):
+        open_corpus(tmp_path, "train")
+
+
+def test_damaged_array_is_named(tmp_path: Path) -> None:
+    prefix = store_prefix(tmp_path, "train", "source")
+    _write(prefix)
+    (tmp_path / "train.source.tokens.npy").write_bytes(b"junk")
+    with pytest.raises(InputError, match=r"train\.source\.tokens\.npy: cannot open the corpus"):
+        TokenStore(prefix)[0]
+
+
+def test_settings_of_a_corpus_can_be_compared(settings: CorpusSettings) -> None:
+    from dataclasses import replace
+
+    manifest = prepare(settings, progress=False)
+    assert differs_from(manifest, replace(settings, folder="elsewhere")) == []
+    changed = replace(settings, max_tokens=100, lowercase=True)
+    assert differs_from(manifest, changed) == [
+        "settings.lowercase was false, now true",
+        "settings.max_tokens was 256, now 100",
+    ]

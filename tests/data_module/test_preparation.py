@@ -1,0 +1,293 @@
+import gzip
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_module.corpus import open_corpus
+from data_module.errors import InputError
+from data_module.preparation import prepare
+from data_module.settings import CorpusSettings, TextSource
+from data_module.tokenizer import Tokenizer
+
+WORDS = ["the", "a", "red", "blue", "house", "tree", "cat", "sees", "likes", "½", "Straße", "№", "über"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pairs_of_text(count: int, seed: int) -> list[tuple[str, str]]:
+    chooser = random.Random(seed)
+    sources = [" ".join(chooser.choices(WORDS, k=chooser.randint(3, 12))) for _ in range(count)]
+    return [(source, " ".join(reversed(source.split()))) for source in sources]
+
+
+def write_pairs(folder: Path, name: str, pairs: list[tuple[str, str]]) -> TextSource:
+    for side, column in (("en", 0), ("de", 1)):
+        text = "".join(pair[column] + "\n" for pair in pairs)
+        (folder / f"{name}.{side}").write_text(text, encoding="utf-8", newline="")
+    return TextSource(str(folder / f"{name}.en"), str(folder / f"{name}.de"))
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> CorpusSettings:
+    train = write_pairs(tmp_path, "train", pairs_of_text(400, 1))
+    validation = write_pairs(tmp_path, "validation", pairs_of_text(20, 2))
+    return CorpusSettings(str(tmp_path / "corpus"), [train], [validation], vocabulary_size=60)
+
+
+def made(settings: CorpusSettings, **options: Any) -> dict[str, Any]:
+    return prepare(settings, progress=False, **options)
+
+
+def text_of(settings: CorpusSettings, split: str = "train") -> list[tuple[str, str]]:
+    tokenizer = Tokenizer.load(Path(settings.folder) / "tokenizer.model")
+    corpus = open_corpus(Path(settings.folder), split)
+    sides = [
+        tokenizer.decode([store[i].tolist() for i in range(len(store))]) for store in (corpus.source, corpus.target)
+    ]
+    return list(zip(*sides, strict=True))
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def dropped(account: dict[str, Any]) -> dict[str, int]:
+    return {reason: entry["pairs"] for reason, entry in account["pairs_dropped"].items() if entry["pairs"]}
+
+
+def assert_adds_up(manifest: dict[str, Any]) -> None:
+    for split in ("train", "validation"):
+        account = manifest[split]
+        assert account["pairs_read"] == account["pairs_kept"] + sum(dropped(account).values())
+
+
+def test_the_corpus_holds_the_text_in_order(settings: CorpusSettings) -> None:
+    manifest = made(settings)
+    assert text_of(settings) == pairs_of_text(400, 1)
+    assert text_of(settings, "validation") == pairs_of_text(20, 2)
+    corpus = open_corpus(Path(settings.folder), "train")
+    assert manifest["train"]["pairs_kept"] == manifest["train"]["pairs_read"] == 400
+    assert manifest["train"]["source_tokens"] == int(corpus.source.lengths.sum()) == len(corpus.source.tokens)
+    assert manifest["train"]["longest_target"] == corpus.target.lengths.max()
+    assert manifest["tokenizer"]["vocabulary_size"] == 60
+    assert json.loads((Path(settings.folder) / "manifest.json").read_text()) == manifest
+
+
+def test_validation_text_is_kept_a_line_a_pair(settings: CorpusSettings, tmp_path: Path) -> None:
+    pairs = [("a\u2028b  c ", "x\ry"), ("", "dropped"), ("d", "z")]
+    made(replace(settings, validation=[write_pairs(tmp_path, "odd", pairs)]))
+    folder = Path(settings.folder)
+    assert (folder / "validation.source.txt").read_bytes() == b"a b c\nd\n"
+    assert (folder / "validation.target.txt").read_bytes() == b"x y\nz\n"
+
+
+def test_same_inputs_give_the_same_bytes(settings: CorpusSettings, tmp_path: Path) -> None:
+    made(settings)
+    other = replace(settings, folder=str(tmp_path / "elsewhere" / "corpus"))
+    made(other)
+    assert contents(settings.folder) == contents(other.folder)
+    assert {"manifest.json", "tokenizer.model", "train.source.tokens.npy"} < contents(other.folder).keys()
+
+
+def test_prepared_again_does_nothing(settings: CorpusSettings, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = made(settings)
+    before = {path: path.stat().st_mtime_ns for path in Path(settings.folder).iterdir()}
+    with caplog.at_level(logging.INFO):
+        assert made(settings) == manifest
+    assert "up to date" in caplog.text
+    assert before == {path: path.stat().st_mtime_ns for path in Path(settings.folder).iterdir()}
+
+
+def test_a_change_is_named_and_force_rebuilds(settings: CorpusSettings, tmp_path: Path) -> None:
+    made(settings)
+    before = contents(settings.folder)
+    changed = replace(settings, max_tokens=200, vocabulary_size=50)
+    write_pairs(tmp_path, "train", pairs_of_text(401, 1))
+    with pytest.raises(InputError) as caught:
+        made(changed)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in (
+        "vocabulary_size was 60, now 50",
+        "max_tokens was 256, now 200",
+        "[0].sha256 was",
+        "--force",
+    ):
+        assert part in message
+    assert contents(settings.folder) == before
+    assert made(changed, force=True)["train"]["pairs_kept"] == 401
+    assert made(changed)["settings"]["max_tokens"] == 200
+
+
+def test_sources_are_concatenated_gz_tsv_and_repeat(settings: CorpusSettings, tmp_path: Path) -> None:
+    plain, zipped, tabbed = (pairs_of_text(n, n) for n in (30, 31, 32))
+    first = write_pairs(tmp_path, "plain", plain)
+    second = TextSource(str(tmp_path / "z.en.gz"), str(tmp_path / "z.de.gz"), repeat=3)
+    for side, column in (("en", 0), ("de", 1)):
+        (tmp_path / f"z.{side}.gz").write_bytes(gzip.compress("\n".join(p[column] for p in zipped).encode()))
+    third = tmp_path / "t.tsv"
+    third.write_text("\r\n".join("\t".join(pair) for pair in tabbed), encoding="utf-8", newline="")
+    sources = [first, second, TextSource(tsv=str(third), repeat=2), first]
+    manifest = made(replace(settings, train=sources))
+    expected = plain + zipped * 3 + tabbed * 2 + plain
+    assert text_of(settings) == expected
+    assert manifest["train"]["pairs_read"] == len(expected)
+    assert_adds_up(manifest)
+
+
+def test_repeating_a_source_is_naming_it_as_often(settings: CorpusSettings, tmp_path: Path) -> None:
+    pairs = [*pairs_of_text(50, 5), ("", "empty")]
+    text = write_pairs(tmp_path, "some", pairs)
+    repeated = replace(settings, train=[replace(text, repeat=3)], folder=str(tmp_path / "r"))
+    listed = replace(settings, train=[text] * 3, folder=str(tmp_path / "l"))
+    accounts = [made(s)["train"] for s in (repeated, listed)]
+    for account in accounts:
+        account["pairs_dropped"]["empty_side"].pop("first_lines")
+    assert accounts[0] == accounts[1]
+    arrays = [{k: v for k, v in contents(s.folder).items() if k != "manifest.json"} for s in (repeated, listed)]
+    assert arrays[0] == arrays[1]
+
+
+def test_every_dropped_pair_has_a_reason_and_a_line(settings: CorpusSettings, tmp_path: Path) -> None:
+    good, validation = pairs_of_text(40, 9), pairs_of_text(20, 2)
+    odd = [
+        ("", "the"),
+        ("the", " \t "),
+        ("cat " * 100, "the"),
+        ("the", "x" * 3_000_000),
+        ("the red house sees the blue tree", "the"),
+        good[0],
+        good[0],
+        validation[3],
+    ]
+    text = write_pairs(tmp_path, "odd", good + odd)
+    lenient = replace(settings, train=[text], max_tokens=60)
+    manifest = made(lenient)
+    assert dropped(manifest["train"]) == {"empty_side": 2, "too_long": 2}
+    assert manifest["train"]["pairs_also_in_validation"] == 1
+    assert text_of(lenient) == good + odd[4:]
+    strict = replace(lenient, max_length_ratio=4.0, drop_duplicates=True, drop_overlap=True)
+    manifest = made(strict, force=True)
+    reasons = manifest["train"]["pairs_dropped"]
+    assert {r: [line.rsplit(":", 1)[1] for line in e["first_lines"]] for r, e in reasons.items()} == {
+        "invalid_utf8": [],
+        "empty_side": ["41", "42"],
+        "too_long": ["43", "44"],
+        "length_ratio": ["45"],
+        "overlap_with_validation": ["48"],
+        "duplicate": ["46", "47"],
+    }
+    assert reasons["too_long"]["first_lines"][0] == f"{text.source}:43"
+    assert text_of(strict) == good
+    assert_adds_up(manifest)
+
+
+def test_overlap_and_long_validation_pairs_are_warned_of(
+    settings: CorpusSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = settings.train + settings.validation
+    manifest = made(replace(settings, train=train, max_tokens=15))
+    kept, longer = manifest["validation"]["pairs_kept"], dropped(manifest["validation"])["too_long"]
+    assert manifest["train"]["pairs_also_in_validation"] == kept == 20 - longer > 0
+    assert f"{kept} training pairs also occur in the validation text; corpus.drop_overlap: true" in caplog.text
+    assert f"{longer} validation pairs are longer than corpus.max_tokens (15)" in caplog.text
+
+
+def test_the_tokenizer_learns_from_a_seeded_sample(settings: CorpusSettings) -> None:
+    def model(**changes: Any) -> str:
+        return made(replace(settings, vocabulary_size=45, **changes), force=True)["tokenizer"]["sha256"]
+
+    sampled = model(tokenizer_sentences=40)
+    assert sampled == model(tokenizer_sentences=40)
+    assert sampled != model(tokenizer_sentences=40, seed=2)
+    assert model() == model(seed=2) != sampled
+
+
+def test_characters_outside_the_sample_are_known(settings: CorpusSettings, tmp_path: Path) -> None:
+    rare = [*pairs_of_text(300, 4), ("rare 中", "语 rare"), *pairs_of_text(300, 5)]
+    sampled = replace(settings, train=[write_pairs(tmp_path, "rare", rare)], tokenizer_sentences=4)
+    made(replace(sampled, vocabulary_size=40))
+    assert text_of(sampled)[300] == ("rare 中", "语 rare")
+
+
+def test_lowercase(settings: CorpusSettings) -> None:
+    made(replace(settings, lowercase=True))
+    assert text_of(settings) == [(s.lower(), t.lower()) for s, t in pairs_of_text(400, 1)]
+    assert "Straße" in (Path(settings.folder) / "validation.source.txt").read_text(encoding="utf-8")
+
+
+def _start(settings: CorpusSettings, before: str) -> subprocess.Popen[str]:
+    code = (
+        "import sys, time, data_module.corpus_builder as builder\n"
+        "from data_module.preparation import prepare\n"
+        "from data_module.settings import CorpusSettings, TextSource\n"
+        f"settings = {settings!r}\n{before}\nprepare(settings, progress=False)\nprint('done', flush=True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+PAUSE_BEFORE_MANIFEST = """
+write = builder.write_manifest
+def pause(*arguments):
+    print('half-way', flush=True)
+    time.sleep(PAUSE)
+    return write(*arguments)
+builder.write_manifest = pause
+"""
+
+
+def test_killed_half_way_and_run_again(settings: CorpusSettings, tmp_path: Path) -> None:
+    process = _start(settings, PAUSE_BEFORE_MANIFEST.replace("PAUSE", "100"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "half-way\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not Path(settings.folder).exists()
+    assert (tmp_path / ".corpus.partial").exists()
+    made(settings)
+    assert text_of(settings) == pairs_of_text(400, 1)
+    assert not (tmp_path / ".corpus.partial").exists()
+
+
+def test_killed_between_the_renames_of_force_keeps_the_old_corpus(settings: CorpusSettings) -> None:
+    manifest = made(settings)
+    folder = Path(settings.folder)
+    folder.rename(folder.with_name(".corpus.replaced"))
+    assert made(settings) == manifest
+    assert not folder.with_name(".corpus.replaced").exists()
+
+
+def test_of_two_at_once_one_writes_and_the_other_finds_it_done(settings: CorpusSettings) -> None:
+    first = _start(settings, PAUSE_BEFORE_MANIFEST.replace("PAUSE", "2"))
+    assert first.stdout is not None
+    assert first.stdout.readline() == "half-way\n"
+    second = _start(settings, "builder.write_manifest = None")
+    assert first.communicate()[0] == second.communicate()[0] == "done\n"
+    assert text_of(settings) == pairs_of_text(400, 1)
+
+
+@pytest.mark.parametrize("make", [lambda f: (f / "notes.txt").write_text("mine"), lambda f: (f / "sub").mkdir()])
+def test_a_folder_of_something_else_is_left_alone(settings: CorpusSettings, make: Callable[[Path], Any]) -> None:
+    folder = Path(settings.folder)
+    folder.mkdir()
+    make(folder)
+    before = [(path, path.stat().st_mtime_ns) for path in folder.rglob("*")]
+    for force in (False, True):
+        with pytest.raises(InputError, match="exists and is not a corpus; name another"):
+            made(settings, force=force)
+    assert before == [(path, path.stat().st_mtime_ns) for path in folder.rglob("*")]
+
+
+def test_an_empty_folder_is_used(settings: CorpusSettings) -> None:
+    Path(settings.folder).mkdir()
+    assert made(settings)["train"]["pairs_kept"] == 400

@@ -1,0 +1,159 @@
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_module.errors import InputError
+from data_module.tokenizer import Tokenizer, train_tokenizer
+from data_module.word_counts import WordCounts, normalize_white_space
+from data_module.word_encoder import WordEncoder
+
+SENTENCES = [
+    f"The {adjective} {noun} sees ½ of the x² in Zürich… № {number}"
+    for number, adjective in enumerate(["red", "green", "yellow", "quiet", "ΣΟΦΟΣ"])
+    for noun in ["house", "horses", "mouse", "Haus", "Straße", "no\u00a0break"]
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(train_tokenizer(SENTENCES, 120))
+
+
+def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode(SENTENCES)) == SENTENCES
+
+
+def test_white_space_is_normalized_and_nothing_else(tokenizer: Tokenizer) -> None:
+    sentences = [
+        " The  red\thouse ",
+        "the\nred",
+        "a\u2028b\u2029c\x85d\x0be\x0cf\rg\0h\u2581i",
+        "",
+        "   ",
+        "½ …",
+    ]
+    expected = ["The red house", "the red", "a b c d e f g h i", "", "", "½ …"]
+    decoded = tokenizer.decode(tokenizer.encode(sentences))
+    known = [text.translate(dict.fromkeys(map(ord, "bfgi"))) for text in expected]
+    assert [text.translate(dict.fromkeys(map(ord, "bfgi"))) for text in decoded] == known
+    assert normalize_white_space("\n".join(["a  b ", " c", "", "d\r"])) == "a b\nc\n\nd"
+
+
+def test_ids_are_int32_without_special_ids_and_special_ids_are_skipped(tokenizer: Tokenizer) -> None:
+    (ids,) = tokenizer.encode([SENTENCES[0]])
+    assert ids.dtype == np.int32
+    assert ids.min() > 3
+    framed = np.concatenate([[tokenizer.bos_id], ids, [tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id]])
+    assert tokenizer.decode([framed]) == [SENTENCES[0]]
+    assert (tokenizer.pad_id, tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2, 3)
+
+
+def test_no_sentences_and_empty_sentences(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode([]) == []
+    assert tokenizer.decode([]) == []
+    assert [len(ids) for ids in tokenizer.encode(["", "The", ""])] == [
+        0,
+        len(tokenizer.encode(["The"])[0]),
+        0,
+    ]
+
+
+def test_vocabulary_size_counts_everything(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocabulary_size == len(tokenizer.pieces()) == len(set(tokenizer.pieces())) == 120
+
+
+def test_same_text_gives_same_bytes_with_and_without_lowercase() -> None:
+    for lowercase in (False, True):
+        first = train_tokenizer(SENTENCES, 110, lowercase=lowercase)
+        assert first == train_tokenizer(iter(SENTENCES), 110, lowercase=lowercase)
+
+
+def test_lowercase_is_in_the_model() -> None:
+    tokenizer = Tokenizer(train_tokenizer([*SENTENCES, "İstanbul"], 110, lowercase=True))
+    assert tokenizer.lowercase
+    assert tokenizer.decode(tokenizer.encode(["The HAUS in ZÜRICH İ"])) == ["the haus in zürich i̇"]
+
+
+def test_lowercase_is_off_by_default(tokenizer: Tokenizer) -> None:
+    assert not tokenizer.lowercase
+
+
+def test_every_character_is_known_the_reserved_and_the_uncounted_too() -> None:
+    sentences = [*SENTENCES, "rare 中 😀 ▅ \ufffd", "long " + "x" * 6000 + "語"]
+    tokenizer = Tokenizer(train_tokenizer(sentences, 130))
+    for ids in tokenizer.encode(sentences):
+        assert tokenizer.unk_id not in ids
+    assert tokenizer.decode(tokenizer.encode(sentences)) == sentences
+
+
+def test_coverage_below_one_leaves_rare_characters_out() -> None:
+    sentences = ["abc cab bca " * 50] * 50 + ["中"]
+    assert "中" in Tokenizer(train_tokenizer(sentences, 14)).pieces()
+    assert "中" not in Tokenizer(train_tokenizer(sentences, 14, character_coverage=0.99)).pieces()
+
+
+def test_too_large_a_vocabulary_names_the_largest_that_works() -> None:
+    with pytest.raises(InputError, match=r"corpus.vocabulary_size: 5000 .* largest that works is (\d+)$") as caught:
+        train_tokenizer(SENTENCES, 5000)
+    largest = int(str(caught.value).rsplit(" ", 1)[1])
+    assert Tokenizer(train_tokenizer(SENTENCES, largest)).vocabulary_size == largest
+    with pytest.raises(InputError):
+        train_tokenizer(SENTENCES, largest + 1)
+
+
+def test_too_small_a_vocabulary_names_the_smallest_that_works() -> None:
+    with pytest.raises(InputError, match=r"10 is too small .* at least (\d+),") as caught:
+        train_tokenizer(SENTENCES, 10)
+    smallest = int(str(caught.value).split("at least ")[1].split(",")[0])
+    assert Tokenizer(train_tokenizer(SENTENCES, smallest)).vocabulary_size == smallest
+
+
+def test_text_without_words_is_an_input_error() -> None:
+    with pytest.raises(InputError, match="no words"):
+        train_tokenizer(["", "  "], 100)
+
+
+@pytest.mark.parametrize("model", [b"", b"junk", b"\x00" * 100])
+def test_bytes_that_are_no_tokenizer(model: bytes, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not a tokenizer"):
+        Tokenizer(model)
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model)
+    with pytest.raises(InputError, match=r"tokenizer\.model: not a tokenizer"):
+        Tokenizer.load(path)
+
+
+def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"absent\.model: cannot read"):
+        Tokenizer.load(tmp_path / "absent.model")
+
+
+def test_pickles(tokenizer: Tokenizer) -> None:
+    copy = pickle.loads(pickle.dumps(tokenizer))  # noqa: S301
+    assert copy.sha256 == tokenizer.sha256
+    assert copy.decode(copy.encode(SENTENCES)) == SENTENCES
+
+
+def test_word_encoder_equals_the_tokenizer(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    sentences = [*SENTENCES, "", "unknown 漢字 漢 字", "▅ a▅b", "one", *reversed(SENTENCES)]
+    for remembered in (1_000_000, 3):
+        monkeypatch.setattr("data_module.word_encoder._MAX_REMEMBERED_WORDS", remembered)
+        encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
+        for start in range(0, len(sentences), 7):
+            chunk = sentences[start : start + 7]
+            encoded, lengths = encoder.encode(chunk)
+            expected = tokenizer.encode(chunk)
+            assert [np.frombuffer(ids, np.uint16).tolist() for ids in encoded] == [x.tolist() for x in expected]
+            assert lengths.tolist() == [len(x) for x in expected]
+
+
+def test_word_counts_stay_bounded_and_forget_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_module.word_counts._MAX_COUNTED_WORDS", 10)
+    words = WordCounts()
+    words.add("often often", times=3)
+    for i in range(50):
+        words.add(f"often w{i}")
+        assert len(words.counts) <= 10
+    assert words.counts["often"] == 56

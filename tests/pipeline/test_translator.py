@@ -1,0 +1,126 @@
+import random
+
+import pytest
+import torch
+
+from data_module.tokenizer import Tokenizer, train_tokenizer
+from model.decoding import Search
+from model.settings import DecodingSettings, NetworkSettings
+from model.transformer import Transformer
+from pipeline.translator import NOTHING, Translator, batches_by_length
+
+WORDS = ["ein", "hund", "läuft", "über", "die", "straße", "und", "bellt", "laut"]
+
+
+def make_sentences(count: int) -> list[str]:
+    draws = random.Random(1)
+    return [" ".join(draws.choices(WORDS, k=draws.randint(1, 9))) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(train_tokenizer(make_sentences(200), 45))
+
+
+def make_network(tokenizer: Tokenizer, learned_positions: bool = False) -> Transformer:
+    torch.manual_seed(1)
+    settings = NetworkSettings(
+        num_layers=1, d_model=16, d_ff=16, num_heads=2, learned_positions=learned_positions, max_positions=12
+    )
+    network = Transformer(tokenizer.vocabulary_size, settings)
+    with torch.no_grad():
+        network.embedding.weight *= 3
+    return network
+
+
+SETTINGS = DecodingSettings(beam_size=3, max_extra_tokens=4)
+
+
+def test_answers_come_in_the_order_of_the_sentences_whatever_the_batches(tokenizer: Tokenizer) -> None:
+    sentences = make_sentences(40)
+    network = make_network(tokenizer)
+    search = Search(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    expected = []
+    for ids in tokenizer.encode(sentences):
+        source = torch.tensor([[*ids.tolist(), tokenizer.eos_id]])
+        tokens, lengths, scores, _ = search.beam(source, None, 3, 0.6, 4, 2)
+        rows = [row[:length] for row, length in zip(tokens[0].tolist(), lengths[0], strict=True)]
+        expected.append((tokenizer.decode(rows), scores[0].tolist(), lengths[0].tolist()))
+    assert len({texts[0] for texts, _, _ in expected}) > 20
+    for batch_tokens in (1, 60, 4096):
+        translations = Translator(network, tokenizer, SETTINGS, batch_tokens=batch_tokens).translate(sentences, 2)
+        for translation, (texts, scores, lengths) in zip(translations, expected, strict=True):
+            assert [one.text for one in translation.hypotheses] == texts
+            assert [one.score for one in translation.hypotheses] == pytest.approx(scores, abs=1e-4)
+            assert [one.num_tokens for one in translation.hypotheses] == lengths
+            assert translation.text == texts[0]
+            assert not translation.truncated
+
+
+def test_evaluation_mode_is_the_translators_care(tokenizer: Tokenizer) -> None:
+    translator = Translator(make_network(tokenizer).train(), tokenizer, SETTINGS)
+    sentences = make_sentences(10)
+    assert translator.translate(sentences) == translator.translate(sentences)
+
+
+def test_empty_sentences_are_not_searched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    translator = Translator(make_network(tokenizer), tokenizer, SETTINGS)
+    mixed = translator.translate(["", "ein hund", " \t", "ein hund"])
+    assert [one.hypotheses for one in (mixed[0], mixed[2])] == [[NOTHING], [NOTHING]]
+    assert mixed[1] == mixed[3]
+    assert mixed[1].hypotheses[0].num_tokens > 0
+    monkeypatch.setattr(Search, "beam", None)
+    assert [one.text for one in translator.translate(["", "\t", "   "])] == ["", "", ""]
+    assert translator.translate([]) == []
+
+
+def test_a_sentence_longer_than_the_positions_is_cut_and_said_so(tokenizer: Tokenizer) -> None:
+    translator = Translator(make_network(tokenizer, learned_positions=True), tokenizer, SETTINGS)
+    longest = " ".join(["hund"] * 30)
+    short, cut = translator.translate(["ein", longest])
+    assert (short.truncated, cut.truncated) == (False, True)
+    assert cut.num_source_tokens == len(tokenizer.encode([longest])[0]) + 1
+    # As if the sentence had ended there: eleven pieces and the end symbol.
+    source = torch.tensor([[*tokenizer.encode([longest])[0][:11].tolist(), tokenizer.eos_id]])
+    answers = translator.search.beam(source, None, 3, 0.6, 4, 1)
+    assert cut.score == pytest.approx(float(answers.scores[0, 0]), abs=1e-4)
+    assert (
+        Translator(make_network(tokenizer), tokenizer, SETTINGS, max_source_tokens=5).translate([longest])[0].truncated
+    )
+
+
+def test_no_line_break_comes_out(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    translator = Translator(make_network(tokenizer), tokenizer, SETTINGS)
+    broken = "a\nb\r\nc\u2028d\x85e\x0bf\x1cg"
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: [broken for _ in ids])
+    assert translator.translate(["ein hund"])[0].text == "a b c d e f g"
+
+
+def test_an_exported_search_translates_the_same(tokenizer: Tokenizer) -> None:
+    network = make_network(tokenizer).eval()
+    search = Search(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    sentences = make_sentences(10)
+    exported = Translator(torch.jit.script(search), tokenizer, SETTINGS).translate(sentences)
+    assert exported == Translator(network, tokenizer, SETTINGS).translate(sentences)
+
+
+def test_a_foreign_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
+    other = Tokenizer(train_tokenizer(make_sentences(200), 50))
+    with pytest.raises(ValueError, match="45 pieces and the tokenizer 50"):
+        Translator(make_network(tokenizer), other, SETTINGS)
+
+
+def test_batches_go_by_tokens_longest_first_and_by_length_where_cheap() -> None:
+    draws = random.Random(2)
+    lengths = [draws.randint(1, 30) for _ in range(500)] + [200]
+    batches = list(batches_by_length(lengths, 100))
+    assert sorted(index for batch in batches for index in batch) == [i for i, n in enumerate(lengths) if n > 1]
+    assert batches[0] == [500]
+    order = [lengths[index] for batch in batches for index in batch]
+    assert order == sorted(order, reverse=True)
+    for batch in batches[1:]:
+        sizes = [lengths[index] for index in batch]
+        assert max(sizes) * len(sizes) <= 100
+    unmasked = sum(len({lengths[index] for index in batch}) == 1 for batch in batches)
+    assert unmasked > len(batches) // 2
+    assert list(batches_by_length([7] * 10, 40)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
