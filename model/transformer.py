@@ -94,8 +94,9 @@ class Transformer(nn.Module):
         """An empty cache for `decode_step`, with the cross-attention's keys and values worked out."""
         cache: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for layer in self.decoder:
-            keys, values = layer.cross_attention.keys_values(memory)  # type: ignore[union-attr, operator]
-            cache.append((keys[:, :, :0], values[:, :, :0], keys, values))
+            # TorchScript takes a list of error codes here for a type.
+            keys, values = layer.cross_attention.keys_values(memory)  # type: ignore
+            cache.append((keys[:, :, :0], values[:, :, :0], keys.contiguous(), values.contiguous()))
         return cache
 
     @torch.jit.export
@@ -128,6 +129,6 @@ class Transformer(nn.Module):
         x = self.dropout(self.embedding(last) * self.embedding_scale + self.positions(position, 1))
         longer: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for index, layer in enumerate(self.decoder):
-            x, layer_cache = layer.step(x, position, cache[index], mask, paths)
+            x, layer_cache = layer.step(x, position, cache[index], mask, paths)  # type: ignore[operator]
             longer.append(layer_cache)
         return self.decoder_norm(x), longer

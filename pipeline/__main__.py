@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 
@@ -27,6 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
         for verb, purpose in VERBS.items():
             print(f"  {verb:10} {purpose}")
         return 0
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("data_module").setLevel(logging.INFO)
     verb = arguments[0]
     try:
         if verb not in VERBS:

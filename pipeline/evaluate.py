@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Translate, score, print."""
     from data_module.errors import InputError
-    from pipeline.translate import load_translator, read_sentences, translated
+    from pipeline.translate import read_sentences
+    from pipeline.translator import load_translator
 
     sources, references = read_sentences(arguments.source), read_sentences(arguments.reference)
     if len(sources) != len(references):
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not sources:
         raise InputError(f"{arguments.source}: is empty; there is nothing to score")
     translator = load_translator(arguments.checkpoint, arguments.beam, arguments.length_penalty)
-    hypotheses = [translation.text for translation in translated(translator, sources, 128, len(sources))]
+    hypotheses = [translation.text for translation in translator.translate(sources, progress=True)]
     if arguments.output:
         arguments.output.write_text("".join(line + "\n" for line in hypotheses), encoding="utf-8")
     scores = score(hypotheses, references)
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         "beam_size": translator.settings.beam_size,
         "length_penalty": translator.settings.length_penalty,
     }
-    print(json.dumps({**scores, **settings, "sentences": len(sources), "checkpoint": str(arguments.checkpoint)}))
+    print(json.dumps({**scores, **settings, "sentences": len(sources), "checkpoint": translator.name}))
     return 0
 
 

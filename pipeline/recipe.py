@@ -1,10 +1,7 @@
 """A recipe: one YAML file, overlays and dotted overrides, checked against typed signatures, all mistakes at once."""
 
-import difflib
-import types
-import typing
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import yaml
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from pipeline.schema import Checker, Signature
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,6 @@ class Recipe:
         return asdict(self)
 
 
-Signature = dict[str, Any]
-"""Key -> type annotation: what a section without a dataclass may hold."""
-
-
 def load_recipe(
     paths: Iterable[Path], overrides: Iterable[str] = (), trainer_signature: Signature | None = None
 ) -> Recipe:
@@ -82,7 +76,7 @@ def load_recipe(
         _merge(values, _read(path, places), path)
     mistakes = _override(values, places, list(overrides))
     values.setdefault("name", paths[0].stem)
-    check = _Checker(places)
+    check = Checker(places)
     recipe = check.dataclass(values, Recipe, "")
     if trainer_signature is not None and isinstance(values.get("trainer"), dict):
         check.signature(values["trainer"], trainer_signature, "trainer")
@@ -96,7 +90,7 @@ def load_recipe(
 
 def recipe_from_dict(values: dict[str, Any]) -> Recipe:
     """A recipe as `as_dict` gave it."""
-    check = _Checker({})
+    check = Checker({})
     recipe = check.dataclass(values, Recipe, "")
     if check.mistakes:
         raise InputError("; ".join(check.mistakes))
@@ -169,143 +163,3 @@ def _override(values: dict[str, Any], places: dict[str, str], arguments: list[st
             section[last] = text
         places[key] = "command line"
     return mistakes
-
-
-class _Checker:
-    """Turns plain values into typed ones and collects what is wrong with them."""
-
-    def __init__(self, places: dict[str, str]) -> None:
-        self._places = places
-        self.mistakes: list[str] = []
-
-    def _wrong(self, key: str, message: str) -> None:
-        place = self._places.get(key)
-        self.mistakes.append(f"{place}: {message}" if place else message)
-
-    def dataclass(self, values: Any, kind: type, prefix: str) -> Any:
-        """An instance of the dataclass, or None with mistakes noted."""
-        if not isinstance(values, dict):
-            self._wrong(prefix.rstrip("."), f"{prefix.rstrip('.')} has to be a mapping, not {_say(values)}")
-            return None
-        before = len(self.mistakes)
-        hints = typing.get_type_hints(kind)
-        known = {f.name: f for f in fields(kind)}
-        self._unknown(values, known, prefix)
-        arguments = {}
-        for name, one in known.items():
-            if name in values:
-                arguments[name] = self.value(values[name], hints[name], prefix + name)
-            elif one.default is MISSING and one.default_factory is MISSING:
-                self._wrong(prefix.rstrip("."), f"{prefix}{name} is missing; give it")
-        if len(self.mistakes) > before:
-            return None
-        try:
-            return kind(**arguments)
-        except ValueError as error:
-            self._wrong(prefix.rstrip("."), str(error))
-            return None
-
-    def signature(self, values: dict[str, Any], signature: Signature, prefix: str) -> None:
-        """Checks keys and types of a section that has no dataclass."""
-        self._unknown(values, signature, prefix + ".")
-        for key in values.keys() & signature.keys():
-            self.value(values[key], signature[key], f"{prefix}.{key}")
-
-    def _unknown(self, values: dict[str, Any], known: Iterable[str], prefix: str) -> None:
-        known = list(known)
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-                way_out = f"did you mean {prefix}{near[0]}?" if near else f"known are: {', '.join(known)}"
-                self._wrong(f"{prefix}{key}", f"{prefix}{key} is not a key; {way_out}")
-
-    def value(self, value: Any, kind: Any, key: str) -> Any:
-        """The value as the annotation has it, or None with a mistake noted."""
-        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-        if kind is Any or (isinstance(kind, type) and kind is type(value)):
-            return value
-        if origin in (typing.Union, types.UnionType):
-            return self._union(value, arguments, key)
-        if origin is typing.Literal:
-            if value in arguments:
-                return value
-        elif isinstance(kind, type) and is_dataclass(kind):
-            return self.dataclass(value, kind, key + ".")
-        elif origin is list:
-            items = value if isinstance(value, list) else [value]
-            return [self.value(item, arguments[0], key) for item in items]
-        elif origin is dict or kind is dict:
-            if isinstance(value, dict):
-                return value
-        else:
-            parse = _SCALARS.get(kind)
-            if parse is not None:
-                try:
-                    return parse(value)
-                except (TypeError, ValueError):
-                    pass
-        self._wrong(key, f"{key} has to be {_say_kind(kind)}, not {_say(value)}")
-        return None
-
-    def _union(self, value: Any, kinds: tuple[Any, ...], key: str) -> Any:
-        if value is None and type(None) in kinds:
-            return None
-        kinds = tuple(kind for kind in kinds if kind is not type(None))
-        if len(kinds) == 1:
-            return self.value(value, kinds[0], key)
-        for kind in kinds:
-            attempt = _Checker(self._places)
-            converted = attempt.value(value, kind, key)
-            if not attempt.mistakes:
-                return converted
-        self._wrong(key, f"{key} has to be {' or '.join(_say_kind(k) for k in kinds)}, not {_say(value)}")
-        return None
-
-
-def _parse_int(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    number = float(value)
-    if number != int(number):
-        raise ValueError
-    return int(number)
-
-
-def _parse_float(value: Any) -> float:
-    # YAML reads 1e-9 as a string, for want of a point.
-    if isinstance(value, bool):
-        raise TypeError
-    return float(value)
-
-
-def _parse_bool(value: Any) -> bool:
-    raise TypeError
-
-
-def _parse_str(value: Any) -> str:
-    if isinstance(value, (dict, list, bool)) or value is None:
-        raise TypeError
-    return str(value)
-
-
-_SCALARS: dict[Any, Callable[[Any], Any]] = {
-    int: _parse_int,
-    float: _parse_float,
-    bool: _parse_bool,
-    str: _parse_str,
-}
-
-
-def _say(value: Any) -> str:
-    if isinstance(value, dict):
-        return "a mapping"
-    return "nothing" if value is None else repr(value)
-
-
-def _say_kind(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a mapping"}
-    if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(kind)))
-    if typing.get_origin(kind) is list:
-        return "a list"
-    return names.get(kind, getattr(kind, "__name__", str(kind)))

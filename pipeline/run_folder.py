@@ -36,7 +36,8 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] = (path / ".lock").open("a")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A POSIX lock: it dies with this process, while flock's would live on in a loader's worker.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InputError(
                 f"{path}: another fit is writing there; wait for it to end or give another run.folder"

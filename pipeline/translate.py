@@ -28,50 +28,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Translate until the input ends."""
+    from pipeline.translator import load_translator
+
     # Opened first: a missing file should not wait for the network.
     stream = open_text(arguments.input) if arguments.input else sys.stdin.buffer
     translator = load_translator(arguments.checkpoint, arguments.beam, arguments.length_penalty)
     # A person who types wants each answer at once.
     chunk = 1 if stream.isatty() else CHUNK
     for number, translation in enumerate(translated(translator, sentences(stream), chunk), 1):
-        if translation.is_truncated:
+        if translation.truncated:
             tokens = f"{translation.num_source_tokens} tokens are more than the {translator.max_source_tokens}"
             print(f"line {number}: its {tokens} that the network reads; the rest was cut", file=sys.stderr)
         print(translation.text, flush=chunk == 1)
     return 0
 
 
-def load_translator(checkpoint: Path, beam: int | None, length_penalty: float | None) -> "Translator":
-    """A translator from a checkpoint or run folder; says which checkpoint it took.
-
-    Raises InputError for what is no checkpoint and for settings out of bounds.
-    """
-    from dataclasses import replace
-
-    from data_module.errors import InputError
-    from pipeline.checkpoint import choose, load_model
-    from pipeline.translator import Translator
-
-    if beam is not None and beam < 1:
-        raise InputError(f"--beam {beam} is not 1 or more")
-    if length_penalty is not None and length_penalty < 0:
-        raise InputError(f"--length-penalty {length_penalty} is not 0 or more")
-    path = choose(checkpoint)
-    print(f"translating with {path}", file=sys.stderr)
-    model = load_model(path)
-    changes = {"beam_size": beam, "length_penalty": length_penalty}
-    settings = replace(model.decoding, **{name: value for name, value in changes.items() if value is not None})
-    return Translator(model.network, model.tokenizer, settings)
-
-
-def translated(
-    translator: "Translator", lines: Iterable[str], chunk: int = CHUNK, total: int | None = None
-) -> Iterator["Translation"]:
+def translated(translator: "Translator", lines: Iterable[str], chunk: int) -> Iterator["Translation"]:
     """Translations in order, a chunk of lines at a time, with a progress bar after two seconds of work."""
     from tqdm import tqdm
 
     lines = iter(lines)
-    with tqdm(total=total, desc="translating", unit=" sentences", delay=2, disable=chunk == 1) as bar:
+    with tqdm(desc="translating", unit=" sentences", delay=2, disable=chunk == 1) as bar:
         while batch := list(islice(lines, chunk)):
             yield from translator.translate(batch)
             bar.update(len(batch))

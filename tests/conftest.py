@@ -116,10 +116,14 @@ def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any
 
 @pytest.fixture(scope="session")
 def trained_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder of twelve steps, made by the command."""
+    """A run folder of 240 steps, made by the command: enough to say something."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = folder / "tiny.yaml"
-    recipe.write_text(yaml.safe_dump(tiny_recipe(tiny_corpus.parent)))
+    values = tiny_recipe(tiny_corpus.parent)
+    values["trainer"] |= {"max_steps": 240, "val_check_interval": 120}
+    values["training"] |= {"warmup_steps": 100}
+    values["run"] |= {"checkpoint_every_steps": 80, "log_every_steps": 40}
+    recipe.write_text(yaml.safe_dump(values))
     done = pipeline("fit", "--config", recipe, "--run.folder", folder / "run")
     assert done.returncode == 0, done.stderr.decode()
     return folder / "run"

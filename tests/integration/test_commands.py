@@ -1,0 +1,216 @@
+"""The commands on a trained run, as a user types them; and what they say to a user's mistakes."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import sacrebleu
+
+from tests.conftest import ROOT, pipeline
+
+VERBS = ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo"]
+
+
+def refused(*arguments: object, text: str | None = None) -> str:
+    """The one line that a mistake gets."""
+    done = pipeline(*arguments, text=text)
+    said = done.stderr.decode()
+    assert done.returncode == 2, said
+    assert done.stdout == b""
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in said
+    return lines[0]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_needs_no_torch(verb: str) -> None:
+    code = (
+        f"import sys; from pipeline.__main__ import main\ntry: main([{verb!r}, '--help'])\nexcept SystemExit: pass\n"
+        "print('torch' in sys.modules or 'lightning' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "usage" in done.stdout
+
+
+@pytest.mark.parametrize("verb", ["prepare", "translate", "evaluate"])
+def test_no_lightning_where_nothing_is_trained(verb: str, trained_run: Path, recipe_file: Path) -> None:
+    texts = trained_run.parent / "text"
+    texts.write_text("a red dog\n")
+    arguments = {
+        "prepare": ["--config", recipe_file],
+        "translate": [trained_run, "--input", texts],
+        "evaluate": [trained_run, "--source", texts, "--reference", texts],
+    }[verb]
+    code = (
+        f"import sys; from pipeline.__main__ import main\nassert main({[verb, *map(str, arguments)]!r}) == 0\n"
+        "print('lightning' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_translate_gives_a_line_for_a_line(trained_run: Path) -> None:
+    done = pipeline("translate", trained_run, text="the dog sees a cat\n\na house\nthe dog sees a cat")
+    assert done.returncode == 0
+    lines = done.stdout.decode().split("\n")
+    assert len(lines) == 5
+    assert lines[4] == ""
+    assert lines[1] == ""
+    assert lines[0] == lines[3] != ""
+    assert "best.ckpt" in done.stderr.decode()
+
+
+def test_translate_takes_bad_lines(trained_run: Path) -> None:
+    done = pipeline("translate", trained_run, text="a \x85 dog\x0b\n\x00\n".encode() + b"\xff\xfe cat\r\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(b"\n") == 3
+
+
+def test_a_reader_that_leaves_is_no_error(trained_run: Path, tmp_path: Path) -> None:
+    text = tmp_path / "many"
+    text.write_text("a dog\n" * 3000)
+    command = f"'{sys.executable}' -m pipeline translate '{trained_run}' --input '{text}' | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0
+
+
+def test_a_prompt_answers_line_by_line(trained_run: Path) -> None:
+    import os
+    import pty
+
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", "translate", str(trained_run)],
+        cwd=ROOT,
+        stdin=follower,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    os.write(leader, b"the dog sees a cat\n")
+    first = process.stdout.readline()  # before the input has ended
+    assert first.strip()
+    os.write(leader, b"\x04")
+    assert process.wait(60) == 0
+
+
+def test_evaluate_scores_with_signatures(trained_run: Path, tiny_corpus: Path, tmp_path: Path) -> None:
+    source, reference = (tiny_corpus.parent / f"validation.{side}" for side in ("source", "target"))
+    output = tmp_path / "hypotheses"
+    done = pipeline("evaluate", trained_run, "--source", source, "--reference", reference, "--output", output)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.decode().splitlines()[-1])
+    hypotheses, references = output.read_text().split("\n")[:-1], reference.read_text().split("\n")[:-1]
+    assert figures["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score, abs=1e-3)
+    assert figures["chrf"] == pytest.approx(sacrebleu.corpus_chrf(hypotheses, [references]).score, abs=1e-3)
+    assert "tok:13a" in figures["bleu_signature"]
+    assert "case:lc" in figures["bleu_lowercase_signature"]
+    assert figures["chrf_interval"][0] < figures["chrf"] < figures["chrf_interval"][1]
+    greedy = pipeline("evaluate", trained_run, "--source", source, "--reference", reference, "--beam", 1)
+    assert json.loads(greedy.stdout.decode().splitlines()[-1])["beam_size"] == 1
+
+
+def test_export_translates_without_this_code(trained_run: Path, tmp_path: Path) -> None:
+    done = pipeline("export", trained_run, tmp_path / "bundle")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "bundle").iterdir()) == ["README.md", "card.json", "model.ts"]
+    sentences = ["the dog sees a cat", "a red house has a tree", "near the old tree"]
+    program = (tmp_path / "bundle" / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    program = program.replace('"A sentence."', "sys.argv[1]").replace("import json", "import sys, json")
+    expected = (
+        pipeline("translate", trained_run, text="".join(s + "\n" for s in sentences)).stdout.decode().splitlines()
+    )
+    for sentence, translation in zip(sentences, expected, strict=True):
+        alone = subprocess.run(
+            [sys.executable, "-I", "-W", "ignore", "-c", program, sentence],
+            cwd=tmp_path / "bundle",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert alone.returncode == 0, alone.stderr
+        assert alone.stdout.strip() == translation
+    assert "--force" in refused("export", trained_run, tmp_path / "bundle")
+    assert pipeline("export", trained_run, tmp_path / "bundle", "--force").returncode == 0
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "letter.txt").write_text("mine")
+    assert "something else" in refused("export", trained_run, other, "--force")
+    assert [path.name for path in other.iterdir()] == ["letter.txt"]
+
+
+def test_doctor_finds_what_is_wrong(recipe_file: Path) -> None:
+    well = pipeline("doctor", "--config", recipe_file)
+    assert well.returncode == 0, well.stdout
+    assert b"WRONG" not in well.stdout
+    ill = pipeline("doctor", "--config", recipe_file, "--corpus.folder", "nowhere", "--corpus.train.source", "none.en")
+    assert ill.returncode == 1
+    assert b"WRONG text none.en is missing" in ill.stdout
+
+
+def test_mistakes_of_the_command_line(trained_run: Path, tmp_path: Path) -> None:
+    assert "'translat' is not a verb" in refused("translat")
+    assert "no such checkpoint" in refused("translate", tmp_path / "none.ckpt")
+    assert "argument '--beems'" in refused("translate", trained_run, "--beems", 3)
+    assert "--beam 0" in refused("translate", trained_run, "--beam", 0)
+    assert "none.txt" in refused("translate", trained_run, "--input", tmp_path / "none.txt")
+    truncated = tmp_path / "cut.ckpt"
+    truncated.write_bytes((trained_run / "checkpoints" / "best.ckpt").read_bytes()[:5000])
+    assert "cut short" in refused("translate", truncated)
+    assert "cut short" in refused("export", truncated, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+    three, two = tmp_path / "three", tmp_path / "two"
+    three.write_text("a\nb\nc\n")
+    two.write_text("a\nb\n")
+    said = refused("evaluate", trained_run, "--source", three, "--reference", two)
+    assert "3 lines" in said
+    assert f"{two} is shorter" in said
+
+
+def test_a_run_folder_that_holds_something_else(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_text("meow")
+    assert "something else than a run" in refused("fit", "--config", recipe_file, "--run.folder", tmp_path / "photos")
+    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
+
+
+def test_unequal_texts_stop_fit_before_anything_is_written(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("a\n")
+    said = refused(
+        "fit",
+        "--config",
+        recipe_file,
+        "--corpus.train.target",
+        tmp_path / "short",
+        "--corpus.folder",
+        tmp_path / "corpus",
+        "--run.folder",
+        tmp_path / "run",
+    )
+    assert "1 line" in said
+    assert not (tmp_path / "corpus").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_fits_on_one_folder(recipe_file: Path, tmp_path: Path) -> None:
+    command = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.max_steps", 100000]
+    first = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", *map(str, command)], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    while not list((tmp_path / "run").glob("checkpoints/*")) and first.poll() is None:
+        time.sleep(0.05)
+    assert "another fit is writing there" in refused(*command)
+    first.kill()
+    first.wait()
+    done = pipeline(*command[:-1], 10)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,113 @@
+"""Checkpoints: whole or refused, chosen as documented, averaged exactly."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_module.errors import InputError
+from pipeline.checkpoint import average, choose, load_model, read_checkpoint, step_checkpoints, write_whole
+from tests.conftest import pipeline
+
+
+def test_a_checkpoint_moved_alone_loads(trained_run: Path, tmp_path: Path) -> None:
+    alone = Path(shutil.copy(trained_run / "checkpoints" / "step=00000240.ckpt", tmp_path / "moved.ckpt"))
+    model = load_model(alone)
+    assert model.step == 240
+    assert not model.network.training
+    assert model.tokenizer.vocabulary_size == model.network.vocabulary_size == 60
+    weight = torch.load(alone, weights_only=True)["state_dict"]["network.embedding.weight"]
+    torch.testing.assert_close(model.network.embedding.weight, weight, rtol=0, atol=0)
+    assert model.network.positions(0, 3).abs().sum() > 0
+
+
+def test_average_is_the_mean(trained_run: Path, tmp_path: Path) -> None:
+    done = pipeline("average", trained_run, "--last", 3, "--output", tmp_path / "mean.ckpt")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode().strip() == str(tmp_path / "mean.ckpt")
+    contents = [torch.load(path, weights_only=True)["state_dict"] for path in step_checkpoints(trained_run)]
+    mean = read_checkpoint(tmp_path / "mean.ckpt")["state_dict"]
+    for name, tensor in mean.items():
+        expected = sum(state[name].double() for state in contents) / 3
+        torch.testing.assert_close(tensor.double(), expected, rtol=1e-6, atol=1e-9)
+        assert tensor.dtype == torch.float32
+    assert any((mean[name] - contents[-1][name]).abs().max() > 1e-4 for name in mean)
+    assert load_model(tmp_path / "mean.ckpt").step == 240
+
+
+def test_average_refuses_what_does_not_fit(trained_run: Path, tmp_path: Path) -> None:
+    paths = step_checkpoints(trained_run)[:2]
+    contents = torch.load(paths[0], weights_only=True)
+    contents["translation"]["network"]["d_ff"] = 99
+    write_whole(contents, tmp_path / "other.ckpt")
+    with pytest.raises(InputError, match="another network or vocabulary"):
+        average([tmp_path / "other.ckpt", paths[1]])
+    done = pipeline("average", trained_run, "--last", 9)
+    assert done.returncode == 2
+    assert b"has 3 whole checkpoints" in done.stderr
+
+
+def test_which_checkpoint_a_run_folder_means(trained_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained_run, tmp_path / "run"))
+    assert choose(run).name == "best.ckpt"
+    (run / "checkpoints" / "best.ckpt").unlink()
+    assert choose(run).name == "step=00000240.ckpt"
+    shutil.copy(choose(run), run / "average-last-3.ckpt")
+    assert choose(run).name == "average-last-3.ckpt"
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        choose(tmp_path)
+    with pytest.raises(InputError, match="no such checkpoint"):
+        choose(tmp_path / "nowhere")
+
+
+def broken_checkpoints(run: Path, folder: Path) -> dict[str, tuple[Path, str]]:
+    whole = run / "checkpoints" / "step=00000240.ckpt"
+    contents = torch.load(whole, weights_only=True)
+    made = {}
+
+    def put(name: str, changed: object, message: str) -> None:
+        torch.save(changed, folder / name)
+        made[name] = (folder / name, message)
+
+    truncated = folder / "truncated.ckpt"
+    truncated.write_bytes(whole.read_bytes()[:-1000])
+    made["truncated"] = (truncated, "cut short")
+    text = folder / "text.ckpt"
+    text.write_text("hello")
+    made["text"] = (text, "no checkpoint")
+    put("foreign.ckpt", {"state_dict": {}}, "not one of this program")
+    put("list.ckpt", [1, 2], "not one of this program")
+    put("newer.ckpt", {**contents, "translation": {**contents["translation"], "format_version": 99}}, "format 99")
+    smaller = {**contents["state_dict"], "network.embedding.weight": torch.zeros(50, 16)}
+    put("vocabulary.ckpt", {**contents, "state_dict": smaller}, "vocabulary of 60")
+    return made
+
+
+@pytest.mark.parametrize("kind", ["truncated", "text", "foreign.ckpt", "list.ckpt", "newer.ckpt", "vocabulary.ckpt"])
+def test_what_is_no_checkpoint_is_refused_in_one_line(trained_run: Path, tmp_path: Path, kind: str) -> None:
+    path, message = broken_checkpoints(trained_run, tmp_path)[kind]
+    with pytest.raises(InputError, match=message) as caught:
+        load_model(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+class Trap:
+    def __reduce__(self):
+        return Path.write_text, (Path("/tmp/attention-pipeline-trap"), "sprung")
+
+
+def test_a_checkpoint_executes_nothing(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "translation": Trap()}, tmp_path / "trap.ckpt")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_model(tmp_path / "trap.ckpt")
+    assert not Path("/tmp/attention-pipeline-trap").exists()
+
+
+def test_a_failed_write_leaves_the_old_one(tmp_path: Path) -> None:
+    write_whole({"a": torch.ones(2)}, tmp_path / "x.ckpt")
+    with pytest.raises(AttributeError):
+        write_whole({"a": lambda: None}, tmp_path / "x.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["a"].sum() == 2
