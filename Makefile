@@ -27,7 +27,7 @@ lint: .venv/installed-test
 	$(BIN)/mypy
 
 slow: .venv/installed-test
-	$(PYTEST) -m slow
+	$(BIN)/python -m pytest -m slow
 
 clean:
 	rm -rf .venv runs/demo runs/demo-stages.json data/demo *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -54,7 +54,7 @@ class CheckpointKeeper(Callback):
         bleu = trainer.callback_metrics.get("validation/bleu")
         if bleu is not None and not trainer.sanity_checking and float(bleu) > self.best_bleu:
             self.best_bleu = float(bleu)
-            trainer.save_checkpoint(self._run / "checkpoints" / "best.ckpt")
+            trainer.save_checkpoint(self._run / "checkpoints" / "best.ckpt", weights_only=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last step is always kept."""
@@ -63,7 +63,7 @@ class CheckpointKeeper(Callback):
 
     def save(self, trainer: Trainer) -> None:
         """Write this step's checkpoint and let go of the oldest."""
-        trainer.save_checkpoint(step_path(self._run, trainer.global_step))
+        trainer.save_checkpoint(step_path(self._run, trainer.global_step), weights_only=False)
         self._last_saved = time.monotonic()
         if trainer.is_global_zero:
             for path in step_checkpoints(self._run)[: -self._settings.keep_last]:

@@ -11,10 +11,12 @@ import shutil
 import sys
 import typing
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from data_module.settings import CorpusSettings
     from pipeline.recipe import Recipe
 
 
@@ -28,7 +30,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, or go on training."""
     quiet_lightning()
     from data_module.errors import InputError
-    from data_module.preparation import prepare
     from data_module.tokenizer import Tokenizer
     from pipeline.checkpoint import newest_whole
     from pipeline.recipe import load_recipe
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if not recipe.trainer.get("max_steps"):
         raise InputError("trainer.max_steps is missing; give the number of optimizer steps")
-    prepare(recipe.corpus)
+    ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     path = recipe.run_folder()
     folder = None
@@ -73,13 +74,35 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def ensure_corpus(settings: "CorpusSettings") -> None:
+    """Prepare the corpus, or where its texts are not at hand (it was copied here) see that it is of these settings.
+
+    Raises InputError as `prepare` does.
+    """
+    from data_module.errors import InputError
+    from data_module.manifest import is_corpus, read_manifest
+    from data_module.preparation import differs_from, prepare
+    from data_module.text_sources import files_of
+
+    texts = [name for text in (*settings.train, *settings.validation) for name in files_of(text)]
+    folder = Path(settings.folder)
+    if all(Path(name).exists() for name in texts) or not is_corpus(folder):
+        prepare(settings)
+    elif differences := differs_from(read_manifest(folder), settings):
+        raise InputError(
+            f"{folder}: was made with other settings: {'; '.join(differences)}; name another corpus.folder"
+        )
+
+
 def train(recipe: "Recipe", path: Path, tokenizer: Any, checkpoint: Path | None) -> None:
     """Wire and run Lightning's Trainer."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Callback, EarlyStopping
     from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from data_module.batch import SpecialIds
+    from data_module.errors import InputError
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
     from pipeline.callbacks import CheckpointKeeper, Monitor, ValidationText, WholeCheckpointIO
@@ -105,7 +128,8 @@ def train(recipe: "Recipe", path: Path, tokenizer: Any, checkpoint: Path | None)
     step = int(checkpoint.stem.removeprefix("step=")) if checkpoint else 0
     options = {"val_check_interval": 1000, **recipe.trainer}
     options["precision"] = options.get("precision") or best_precision(options.get("accelerator", "auto"))
-    trainer = Trainer(
+    make_trainer = partial(
+        Trainer,
         **{**options, "strategy": strategy(options)},
         max_epochs=-1,
         check_val_every_n_epoch=None,
@@ -118,6 +142,11 @@ def train(recipe: "Recipe", path: Path, tokenizer: Any, checkpoint: Path | None)
         callbacks=callbacks,
         plugins=[WholeCheckpointIO()],
     )
+    try:
+        trainer = make_trainer()
+    except (MisconfigurationException, ValueError) as error:
+        # What the machine does not have, or keys that exclude one another.
+        raise InputError(f"trainer: {' '.join(str(error).split())}") from None
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
 
 
@@ -195,8 +224,7 @@ def quiet_lightning() -> None:
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
-    warnings.filterwarnings("ignore", ".*Checkpoint directory.*exists and is not empty.*")
-    warnings.filterwarnings("ignore", ".*You have overridden .* to return a.*")
+    warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
 
 
 def _remove_run(path: Path) -> None:

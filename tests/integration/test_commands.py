@@ -102,6 +102,9 @@ def test_a_prompt_answers_line_by_line(trained_run: Path) -> None:
     assert first.strip()
     os.write(leader, b"\x04")
     assert process.wait(60) == 0
+    process.stdout.close()
+    os.close(leader)
+    os.close(follower)
 
 
 def test_evaluate_scores_with_signatures(trained_run: Path, tiny_corpus: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Training as a user runs it: real processes, real files."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -154,3 +155,26 @@ def test_newest_whole_checkpoint_is_taken(recipe_file: Path, tmp_path: Path) -> 
     assert "step=00000012.ckpt: is not whole; skipped" in done.stderr.decode()
     assert "resuming from" in done.stderr.decode()
     assert_equal(run, fit(recipe_file, tmp_path / "again"))
+
+
+def test_a_corpus_copied_without_its_texts(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:
+    corpus = shutil.copytree(tiny_corpus, tmp_path / "corpus")
+    gone = ["--corpus.folder", corpus]
+    for split in ("train", "validation"):
+        for side in ("source", "target"):
+            (tmp_path / f"{split}.{side}").write_text((tiny_corpus.parent / f"{split}.{side}").read_text())
+            gone += [f"--corpus.{split}.{side}", tmp_path / f"{split}.{side}"]
+    assert pipeline("prepare", "--config", recipe_file, *gone, "--force").returncode == 0
+    (tmp_path / "train.source").unlink()
+    fit(recipe_file, tmp_path / "run", *gone)
+    refused = pipeline(
+        "fit", "--config", recipe_file, "--run.folder", tmp_path / "other", *gone, "--corpus.max_tokens", 9
+    )
+    assert refused.returncode == 2
+    assert b"max_tokens" in refused.stderr
+
+
+def test_hardware_that_is_not_there(recipe_file: Path, tmp_path: Path) -> None:
+    done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.accelerator", "tpu")
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines()[-1].startswith("error: trainer: ")
