@@ -1,142 +1,31 @@
-"""The search against answers worked out without it.
-
-They come from enumeration, from teacher forcing, and from a plain beam search that has no cache, no batch and
-no early stop.
-"""
+"""The search against enumeration, teacher forcing, and a plain beam search without cache, batch or early stop."""
 
 import copy
 import itertools
 import math
-import random
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from model.decoding import Answers, Search
-from model.settings import NetworkSettings
+from model.decoding import Search
 from model.transformer import Transformer
-
-PAD, UNK, BOS, EOS = 0, 1, 2, 3
-TIE = 1e-5
-
-
-VOCABULARY_SIZE = 24
-# The source lengths of a batch whose sentences end at different times.
-LENGTHS = [9, 4, 7, 1, 12, 2, 7, 5, 3, 10]
-
-
-def make_network(
-    seed: int, vocabulary_size: int = VOCABULARY_SIZE, sharpness: float = 2.0, **settings: Any
-) -> Transformer:
-    """A random network whose distributions are far from uniform."""
-    torch.manual_seed(seed)
-    shape = {"num_layers": 2, "d_model": 16, "d_ff": 32, "num_heads": 2, "dropout": 0.1} | settings
-    network = Transformer(vocabulary_size, NetworkSettings(**shape)).eval()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.dim() == 2:
-                parameter *= sharpness
-    return network
-
-
-@cache
-def trained_network(variant: str = "") -> Transformer:
-    """A network that has half learned to repeat its source, pieces doubled by chance: sure of nothing."""
-    settings = {
-        "": {},
-        "pre-norm": {"pre_norm": True, "d_k": 6, "d_v": 10},
-        "learned": {"learned_positions": True, "max_positions": 32},
-    }[variant]
-    network = make_network(5, sharpness=1.0, num_layers=1, **settings)
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    draws = random.Random(1)
-    for _ in range(150):
-        length = draws.randint(1, 10)
-        source = torch.randint(4, VOCABULARY_SIZE, (32, length))
-        doubled = [[piece for piece in row for _ in range(draws.choice([1, 1, 2]))] for row in source.tolist()]
-        answers = [torch.tensor([BOS, *row, EOS]) for row in doubled]
-        target = nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=PAD)
-        source = F.pad(source, [0, 1], value=EOS)
-        logits = network.logits(network(source, target[:, :-1]))
-        loss = F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return network
-
-
-def make_sources(lengths: list[int], vocabulary_size: int = VOCABULARY_SIZE, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Random sources of these lengths, end symbol included, padded; and their mask."""
-    generator = torch.Generator().manual_seed(seed)
-    source = torch.full((len(lengths), max(lengths)), PAD)
-    for row, length in zip(source, lengths, strict=True):
-        row[: length - 1] = torch.randint(4, vocabulary_size, (length - 1,), generator=generator)
-        row[length - 1] = EOS
-    return source, torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
-
-
-@torch.no_grad()
-def forced_log_probability(network: Transformer, source: Tensor, answer: list[int]) -> float:
-    """log P(answer | source) by teacher forcing; source [S] without padding."""
-    states = network(source.unsqueeze(0), torch.tensor([[BOS, *answer[:-1]]]))
-    steps = network.logits(states).double().log_softmax(-1)[0]
-    return float(steps[range(len(answer)), answer].sum())
-
-
-def penalized(log_probability: float, length: int, alpha: float) -> float:
-    return log_probability / ((5 + length) / 6) ** alpha
-
-
-@torch.no_grad()
-def plain_beam(
-    network: Transformer, source: Tensor, beam_size: int, alpha: float, limit: int
-) -> list[tuple[float, list[int]]]:
-    """Section 6.1's search of one sentence, to its limit, through the whole network at each step."""
-    hypotheses: list[tuple[float, list[int]]] = [(0.0, [])]
-    answers = []
-    for length in range(1, limit + 1):
-        prefixes = torch.tensor([[BOS, *pieces] for _, pieces in hypotheses])
-        states = network(source.expand(len(hypotheses), -1), prefixes)[:, -1]
-        steps = network.logits(states).log_softmax(-1).tolist()
-        continuations = [
-            (total + step, [*pieces, token])
-            for (total, pieces), row in zip(hypotheses, steps, strict=True)
-            for token, step in enumerate(row)
-            if token not in (PAD, BOS) and (length < limit or token == EOS)
-        ]
-        continuations = sorted(continuations, reverse=True)[: 2 * beam_size]
-        answers += [(penalized(total, length, alpha), pieces) for total, pieces in continuations if pieces[-1] == EOS]
-        hypotheses = [(total, pieces) for total, pieces in continuations if pieces[-1] != EOS][:beam_size]
-    return sorted(answers, reverse=True)
-
-
-def answers_of(found: Answers, sentence: int) -> list[tuple[float, list[int]]]:
-    """A sentence's (score, tokens)s, without padding."""
-    return [
-        (float(score), tokens[:length].tolist())
-        for score, tokens, length in zip(
-            found.scores[sentence], found.tokens[sentence], found.lengths[sentence].tolist(), strict=True
-        )
-    ]
-
-
-def count_ties(found: list[tuple[float, list[int]]], expected: list[tuple[float, list[int]]]) -> int:
-    """How often another answer of equal score stands in a place; anything else that differs is an error."""
-    ties = 0
-    expected_scores = {tuple(tokens): score for score, tokens in expected}
-    for (score, tokens), (expected_score, expected_tokens) in zip(found, expected, strict=False):
-        assert score == pytest.approx(expected_score, abs=1e-4)
-        if tokens != expected_tokens:
-            assert expected_scores[tuple(tokens)] == pytest.approx(expected_score, abs=TIE)
-            ties += 1
-    return ties
+from tests.model.search_truth import (
+    BOS,
+    EOS,
+    LENGTHS,
+    PAD,
+    UNK,
+    answers_of,
+    count_ties,
+    forced_log_probability,
+    make_network,
+    make_sources,
+    penalized,
+    plain_beam,
+    trained_network,
+)
 
 
 @pytest.mark.parametrize("alpha", [0.6, 1.5])
@@ -326,76 +215,3 @@ def test_bfloat16_finds_answers_as_good() -> None:
             assert score == pytest.approx(float(exact.scores[sentence, 0]), abs=0.1)
             assert float(found.scores[sentence, 0]) == pytest.approx(score, abs=0.1)
     assert equal >= 0.9 * len(variants) * len(LENGTHS)
-
-
-SOURCE = torch.tensor([[4, 5, EOS]])
-MASK = torch.ones(1, 3, dtype=torch.bool)
-BAD_ARGUMENTS = {
-    "one or more of each": (SOURCE[:0], None, 4, 0.6, 5, 1),
-    "must be int64": (SOURCE.float(), None, 4, 0.6, 5, 1),
-    "ids must be 0 .. 23": (SOURCE + 20, None, 4, 0.6, 5, 1),
-    "must be 0 .. 23": (-SOURCE, None, 4, 0.6, 5, 1),
-    "must be bool of shape": (SOURCE, MASK[:, :2], 4, 0.6, 5, 1),
-    "without any token": (SOURCE, ~MASK, 4, 0.6, 5, 1),
-    "beam_size 0 must be": (SOURCE, None, 0, 0.6, 5, 1),
-    "n_best 5 must be 1 .. beam_size 4": (SOURCE, None, 4, 0.6, 5, 5),
-    "n_best 0 must be": (SOURCE, None, 4, 0.6, 5, 0),
-    "length_penalty -0.5 must be": (SOURCE, None, 4, -0.5, 5, 1),
-    "max_extra_tokens -1 must be": (SOURCE, None, 4, 0.6, -1, 1),
-}
-
-
-def test_wrong_arguments_are_refused_in_python_and_torchscript() -> None:
-    search = Search(make_network(0), BOS, EOS, PAD).eval()
-    scripted = torch.jit.script(search)
-    for message, arguments in BAD_ARGUMENTS.items():
-        with pytest.raises(ValueError, match=message):
-            search.beam(*arguments)  # type: ignore[arg-type]
-        with pytest.raises(torch.jit.Error, match=message):
-            scripted.beam(*arguments)
-
-
-@pytest.mark.parametrize(("bos_id", "eos_id", "pad_id"), [(2, 2, 0), (2, 3, 24), (-1, 3, 0)])
-def test_wrong_special_ids_are_refused(bos_id: int, eos_id: int, pad_id: int) -> None:
-    with pytest.raises(ValueError, match="three different ids"):
-        Search(make_network(0), bos_id, eos_id, pad_id)
-
-
-CONSUMER = """
-import sys
-sys.modules["model"] = None
-import torch
-search = torch.jit.load(sys.argv[1])
-source, mask = torch.load(sys.argv[2])
-found = [tuple(search.beam(source, mask, 4, 0.6, 10, 4)), tuple(search.greedy(source, mask, 10))]
-torch.save(found, sys.argv[3])
-"""
-
-
-@pytest.mark.parametrize("variant", ["", "pre-norm", "learned"])
-def test_scripted_equals_eager_also_where_the_project_is_not(tmp_path: Path, variant: str) -> None:
-    source, mask = make_sources(LENGTHS)
-    search = Search(trained_network(variant), BOS, EOS, PAD).eval()
-    expected = [tuple(search.beam(source, mask, 4, 0.6, 10, 4)), tuple(search.greedy(source, mask, 10))]
-    torch.jit.script(search).save(str(tmp_path / "search.ts"))
-    torch.save((source, mask), tmp_path / "source.pt")
-    paths = [str(tmp_path / name) for name in ("search.ts", "source.pt", "found.pt")]
-    subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", CONSUMER, *paths], check=True, cwd=tmp_path)
-    found = torch.load(tmp_path / "found.pt")
-    for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_finds_the_same_and_waits_for_the_host_every_eighth_step_only() -> None:
-    source, mask = make_sources(LENGTHS)
-    search = Search(observed(make_network(0), endless=True), BOS, EOS, PAD).eval()
-    expected = search.beam(source, mask, 4, 0.6, 60, 4)
-    search.cuda()
-    with torch.profiler.profile() as profile:
-        found = search.beam(source.cuda(), mask.cuda(), 4, 0.6, 60, 4)
-    waits = sum(event.name in ("aten::item", "aten::nonzero") for event in profile.events())
-    assert waits < 20 + expected.tokens.size(-1) // 4
-    for sentence in range(len(LENGTHS)):
-        count_ties(answers_of(Answers(*(one.cpu() for one in found)), sentence), answers_of(expected, sentence))

@@ -1,0 +1,129 @@
+"""Networks to search, and answers worked out without the search: by teacher forcing, by a plain beam search."""
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.decoding import Answers
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+
+PAD, UNK, BOS, EOS = 0, 1, 2, 3
+TIE = 1e-5
+
+
+VOCABULARY_SIZE = 24
+# The source lengths of a batch whose sentences end at different times.
+LENGTHS = [9, 4, 7, 1, 12, 2, 7, 5, 3, 10]
+
+
+def make_network(
+    seed: int, vocabulary_size: int = VOCABULARY_SIZE, sharpness: float = 2.0, **settings: Any
+) -> Transformer:
+    """A random network whose distributions are far from uniform."""
+    torch.manual_seed(seed)
+    shape = {"num_layers": 2, "d_model": 16, "d_ff": 32, "num_heads": 2, "dropout": 0.1} | settings
+    network = Transformer(vocabulary_size, NetworkSettings(**shape)).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() == 2:
+                parameter *= sharpness
+    return network
+
+
+@cache
+def trained_network(variant: str = "") -> Transformer:
+    """A network that has half learned to repeat its source, pieces doubled by chance: sure of nothing."""
+    settings = {
+        "": {},
+        "pre-norm": {"pre_norm": True, "d_k": 6, "d_v": 10},
+        "learned": {"learned_positions": True, "max_positions": 32},
+    }[variant]
+    network = make_network(5, sharpness=1.0, num_layers=1, **settings)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+    draws = random.Random(1)
+    for _ in range(150):
+        length = draws.randint(1, 10)
+        source = torch.randint(4, VOCABULARY_SIZE, (32, length))
+        doubled = [[piece for piece in row for _ in range(draws.choice([1, 1, 2]))] for row in source.tolist()]
+        answers = [torch.tensor([BOS, *row, EOS]) for row in doubled]
+        target = nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=PAD)
+        source = F.pad(source, [0, 1], value=EOS)
+        logits = network.logits(network(source, target[:, :-1]))
+        loss = F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return network
+
+
+def make_sources(lengths: list[int], vocabulary_size: int = VOCABULARY_SIZE, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Random sources of these lengths, end symbol included, padded; and their mask."""
+    generator = torch.Generator().manual_seed(seed)
+    source = torch.full((len(lengths), max(lengths)), PAD)
+    for row, length in zip(source, lengths, strict=True):
+        row[: length - 1] = torch.randint(4, vocabulary_size, (length - 1,), generator=generator)
+        row[length - 1] = EOS
+    return source, torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+
+
+@torch.no_grad()
+def forced_log_probability(network: Transformer, source: Tensor, answer: list[int]) -> float:
+    """log P(answer | source) by teacher forcing; source [S] without padding."""
+    states = network(source.unsqueeze(0), torch.tensor([[BOS, *answer[:-1]]]))
+    steps = network.logits(states).double().log_softmax(-1)[0]
+    return float(steps[range(len(answer)), answer].sum())
+
+
+def penalized(log_probability: float, length: int, alpha: float) -> float:
+    return log_probability / ((5 + length) / 6) ** alpha
+
+
+@torch.no_grad()
+def plain_beam(
+    network: Transformer, source: Tensor, beam_size: int, alpha: float, limit: int
+) -> list[tuple[float, list[int]]]:
+    """Section 6.1's search of one sentence, to its limit, through the whole network at each step."""
+    hypotheses: list[tuple[float, list[int]]] = [(0.0, [])]
+    answers = []
+    for length in range(1, limit + 1):
+        prefixes = torch.tensor([[BOS, *pieces] for _, pieces in hypotheses])
+        states = network(source.expand(len(hypotheses), -1), prefixes)[:, -1]
+        steps = network.logits(states).log_softmax(-1).tolist()
+        continuations = [
+            (total + step, [*pieces, token])
+            for (total, pieces), row in zip(hypotheses, steps, strict=True)
+            for token, step in enumerate(row)
+            if token not in (PAD, BOS) and (length < limit or token == EOS)
+        ]
+        continuations = sorted(continuations, reverse=True)[: 2 * beam_size]
+        answers += [(penalized(total, length, alpha), pieces) for total, pieces in continuations if pieces[-1] == EOS]
+        hypotheses = [(total, pieces) for total, pieces in continuations if pieces[-1] != EOS][:beam_size]
+    return sorted(answers, reverse=True)
+
+
+def answers_of(found: Answers, sentence: int) -> list[tuple[float, list[int]]]:
+    """A sentence's (score, tokens)s, without padding."""
+    return [
+        (float(score), tokens[:length].tolist())
+        for score, tokens, length in zip(
+            found.scores[sentence], found.tokens[sentence], found.lengths[sentence].tolist(), strict=True
+        )
+    ]
+
+
+def count_ties(found: list[tuple[float, list[int]]], expected: list[tuple[float, list[int]]]) -> int:
+    """How often another answer of equal score stands in a place; anything else that differs is an error."""
+    ties = 0
+    expected_scores = {tuple(tokens): score for score, tokens in expected}
+    for (score, tokens), (expected_score, expected_tokens) in zip(found, expected, strict=False):
+        assert score == pytest.approx(expected_score, abs=1e-4)
+        if tokens != expected_tokens:
+            assert expected_scores[tuple(tokens)] == pytest.approx(expected_score, abs=TIE)
+            ties += 1
+    return ties

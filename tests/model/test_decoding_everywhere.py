@@ -1,0 +1,95 @@
+"""The search as TorchScript, where the project is not, on a GPU, and given wrong arguments."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.decoding import Answers, Search
+from tests.model.search_truth import (
+    BOS,
+    EOS,
+    LENGTHS,
+    PAD,
+    answers_of,
+    count_ties,
+    make_network,
+    make_sources,
+    trained_network,
+)
+from tests.model.test_decoding import observed
+
+SOURCE = torch.tensor([[4, 5, EOS]])
+MASK = torch.ones(1, 3, dtype=torch.bool)
+BAD_ARGUMENTS = {
+    "one or more of each": (SOURCE[:0], None, 4, 0.6, 5, 1),
+    "must be int64": (SOURCE.float(), None, 4, 0.6, 5, 1),
+    "ids must be 0 .. 23": (SOURCE + 20, None, 4, 0.6, 5, 1),
+    "must be 0 .. 23": (-SOURCE, None, 4, 0.6, 5, 1),
+    "must be bool of shape": (SOURCE, MASK[:, :2], 4, 0.6, 5, 1),
+    "without any token": (SOURCE, ~MASK, 4, 0.6, 5, 1),
+    "beam_size 0 must be": (SOURCE, None, 0, 0.6, 5, 1),
+    "n_best 5 must be 1 .. beam_size 4": (SOURCE, None, 4, 0.6, 5, 5),
+    "n_best 0 must be": (SOURCE, None, 4, 0.6, 5, 0),
+    "length_penalty -0.5 must be": (SOURCE, None, 4, -0.5, 5, 1),
+    "max_extra_tokens -1 must be": (SOURCE, None, 4, 0.6, -1, 1),
+}
+
+
+def test_wrong_arguments_are_refused_in_python_and_torchscript() -> None:
+    search = Search(make_network(0), BOS, EOS, PAD).eval()
+    scripted = torch.jit.script(search)
+    for message, arguments in BAD_ARGUMENTS.items():
+        with pytest.raises(ValueError, match=message):
+            search.beam(*arguments)  # type: ignore[arg-type]
+        with pytest.raises(torch.jit.Error, match=message):
+            scripted.beam(*arguments)
+
+
+@pytest.mark.parametrize(("bos_id", "eos_id", "pad_id"), [(2, 2, 0), (2, 3, 24), (-1, 3, 0)])
+def test_wrong_special_ids_are_refused(bos_id: int, eos_id: int, pad_id: int) -> None:
+    with pytest.raises(ValueError, match="three different ids"):
+        Search(make_network(0), bos_id, eos_id, pad_id)
+
+
+CONSUMER = """
+import sys
+sys.modules["model"] = None
+import torch
+search = torch.jit.load(sys.argv[1])
+source, mask = torch.load(sys.argv[2])
+found = [tuple(search.beam(source, mask, 4, 0.6, 10, 4)), tuple(search.greedy(source, mask, 10))]
+torch.save(found, sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("variant", ["", "pre-norm", "learned"])
+def test_scripted_equals_eager_also_where_the_project_is_not(tmp_path: Path, variant: str) -> None:
+    source, mask = make_sources(LENGTHS)
+    search = Search(trained_network(variant), BOS, EOS, PAD).eval()
+    expected = [tuple(search.beam(source, mask, 4, 0.6, 10, 4)), tuple(search.greedy(source, mask, 10))]
+    torch.jit.script(search).save(str(tmp_path / "search.ts"))
+    torch.save((source, mask), tmp_path / "source.pt")
+    paths = [str(tmp_path / name) for name in ("search.ts", "source.pt", "found.pt")]
+    subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", CONSUMER, *paths], check=True, cwd=tmp_path)
+    found = torch.load(tmp_path / "found.pt")
+    for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_finds_the_same_and_waits_for_the_host_every_eighth_step_only() -> None:
+    source, mask = make_sources(LENGTHS)
+    search = Search(observed(make_network(0), endless=True), BOS, EOS, PAD).eval()
+    expected = search.beam(source, mask, 4, 0.6, 60, 4)
+    search.cuda()
+    with torch.profiler.profile() as profile:
+        found = search.beam(source.cuda(), mask.cuda(), 4, 0.6, 60, 4)
+    waits = sum(event.name in ("aten::item", "aten::nonzero") for event in profile.events())
+    assert waits < 20 + expected.tokens.size(-1) // 4
+    for sentence in range(len(LENGTHS)):
+        count_ties(answers_of(Answers(*(one.cpu() for one in found)), sentence), answers_of(expected, sentence))
