@@ -1,4 +1,4 @@
-"""The Batch type and its collation: padded id arrays of one micro-batch, and a rank's share of an optimizer step."""
+"""The Batch type and its collation: padded id arrays of a micro-batch, and a rank's share of an optimizer step."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -29,34 +29,28 @@ class Batch:
     """One micro-batch. Shapes: B pairs, S and T the longest source and target, end symbol counted."""
 
     source: Tensor
-    """int64 [B, S]: pieces, end symbol, padding."""
+    """int32 [B, S]: pieces, end symbol, padding."""
     source_mask: Tensor | None
     """bool [B, S], True where a token stands; None where all sources have S tokens."""
     target_input: Tensor
-    """int64 [B, T]: begin symbol, pieces, padding: what the decoder sees."""
+    """int32 [B, T]: begin symbol, pieces: what the decoder sees. Beyond a row's last piece stands anything."""
     target_output: Tensor
-    """int64 [B, T]: pieces, end symbol, padding: what it has to say."""
+    """int32 [B, T]: pieces, end symbol, padding: what it has to say."""
     pairs: Tensor
-    """int64 [B]: indices into the corpus."""
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """The batch on another device."""
-        return replace(self, **{k: v.to(device, non_blocking=non_blocking) for k, v in self._tensors().items()})
-
-    def pin_memory(self) -> "Batch":
-        """The batch in page-locked memory, for asynchronous copies."""
-        return replace(self, **{k: v.pin_memory() for k, v in self._tensors().items()})
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if value is not None}
+    """int32 [B]: indices into the corpus."""
 
 
 @dataclass(frozen=True)
 class StepShare:
-    """What one rank computes of one optimizer step."""
+    """What one rank computes of one optimizer step, as one array: it moves to another process or a GPU at once."""
 
-    micro_batches: list[Batch]
-    """Never empty: a rank left with nothing gets one pair whose targets are all padding, so that collectives match."""
+    ids: Tensor
+    """int32: for each micro-batch its pairs [B], sources [B, S] and targets [B, 1 + T], the begin symbol first."""
+    shapes: list[tuple[int, int, int]]
+    """(B, S, T) of each micro-batch. Never empty: see `weightless`."""
+    pad: int
+    weightless: bool
+    """The rank has nothing to do: it runs one pair whose targets are all padding, so that collectives match."""
     num_target_tokens: int
     """Target tokens of the whole global batch, over all ranks: what the loss is divided by."""
     epoch: int
@@ -64,50 +58,85 @@ class StepShare:
     """The global batch's place in its epoch."""
     num_batches: int
     """Global batches in this epoch."""
+    one_length: list[bool]
+    """Whether a micro-batch's sources are all of one length, and need no mask."""
+
+    @property
+    def micro_batches(self) -> list[Batch]:
+        """Views into `ids`."""
+        batches, start = [], 0
+        for (pairs, source_length, target_length), one_length in zip(self.shapes, self.one_length, strict=True):
+            sizes = [pairs, pairs * source_length, pairs * (target_length + 1)]
+            indices, source, target = self.ids[start : start + sum(sizes)].split(sizes)
+            source, target = source.view(pairs, source_length), target.view(pairs, target_length + 1)
+            output = target[:, 1:]
+            batches.append(
+                Batch(
+                    source=source,
+                    source_mask=None if one_length else source != self.pad,
+                    target_input=target[:, :-1],
+                    target_output=torch.full_like(output, self.pad) if self.weightless else output,
+                    pairs=indices,
+                )
+            )
+            start += sum(sizes)
+        return batches
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "StepShare":
         """The share on another device."""
-        return replace(self, micro_batches=[b.to(device, non_blocking) for b in self.micro_batches])
+        return replace(self, ids=self.ids.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "StepShare":
-        """The share in page-locked memory."""
-        return replace(self, micro_batches=[b.pin_memory() for b in self.micro_batches])
+        """The share in page-locked memory, for asynchronous copies."""
+        return replace(self, ids=self.ids.pin_memory())
 
 
-def collate(corpus: "ParallelCorpus", group: Group, special: SpecialIds) -> Batch:
-    """A group's pairs as padded arrays, built by whole arrays."""
-    source, lengths = _padded(corpus.source, group.pairs, special)
-    target, _ = _padded(corpus.target, group.pairs, special)
-    target_input = np.empty_like(target)
-    target_input[:, 0] = special.bos
-    target_input[:, 1:] = target[:, :-1]
-    target_input[target_input == special.eos] = special.pad
-    mask = None
-    if lengths.min() != lengths.max():
-        mask = torch.from_numpy(np.arange(source.shape[1]) < lengths[:, None])
-    return Batch(
-        source=torch.from_numpy(source),
-        source_mask=mask,
-        target_input=torch.from_numpy(target_input),
-        target_output=torch.from_numpy(target),
-        pairs=torch.from_numpy(np.array(group.pairs, dtype=np.int64)),
+def collate(
+    corpus: "ParallelCorpus",
+    groups: list[Group],
+    special: SpecialIds,
+    *,
+    num_target_tokens: int,
+    weightless: bool = False,
+    epoch: int = 0,
+    index: int = 0,
+    num_batches: int = 1,
+) -> StepShare:
+    """Groups of pairs as one array, built by whole arrays."""
+    shapes = [(len(group.pairs), group.source_length, group.target_length) for group in groups]
+    ids = np.empty(sum(pairs * (source + target + 2) for pairs, source, target in shapes), dtype=np.int32)
+    one_length, start = [], 0
+    for (pairs, source_length, target_length), group in zip(shapes, groups, strict=True):
+        middle, end = start + pairs * (source_length + 1), start + pairs * (source_length + target_length + 2)
+        ids[start : start + pairs] = group.pairs
+        lengths = _fill(ids[start + pairs : middle].reshape(pairs, source_length), corpus.source, group.pairs, special)
+        one_length.append(bool((lengths == source_length).all()))
+        target = ids[middle:end].reshape(pairs, target_length + 1)
+        target[:, 0] = special.bos
+        _fill(target[:, 1:], corpus.target, group.pairs, special)
+        start = end
+    return StepShare(
+        ids=torch.from_numpy(ids),
+        shapes=shapes,
+        pad=special.pad,
+        weightless=weightless,
+        num_target_tokens=num_target_tokens,
+        epoch=epoch,
+        index=index,
+        num_batches=num_batches,
+        one_length=one_length,
     )
 
 
-def weightless(batch: Batch, special: SpecialIds) -> Batch:
-    """The batch with nothing to predict: it costs a pass and adds zero to loss and gradients."""
-    return replace(batch, target_output=torch.full_like(batch.target_output, special.pad))
-
-
-def _padded(
-    store: "TokenStore", pairs: "NDArray[np.int64]", special: SpecialIds
-) -> "tuple[NDArray[np.int64], NDArray[np.int64]]":
-    """Ids [B, L] with end symbol and padding, and lengths [B] with the end symbol counted."""
+def _fill(
+    ids: "NDArray[np.int32]", store: "TokenStore", pairs: "NDArray[np.integer]", special: SpecialIds
+) -> "NDArray[np.int64]":
+    """Write pieces, end symbol and padding into ids [B, L]; returns lengths [B], the end symbol counted."""
     lengths = store.lengths[pairs].astype(np.int64)
-    columns = np.arange(int(lengths.max()) + 1)
-    cells = store.offsets[pairs].astype(np.int64)[:, None] + columns
+    columns = np.arange(ids.shape[1])
     inside = columns < lengths[:, None]
-    ids = np.full(cells.shape, special.pad, dtype=np.int64)
+    cells = store.offsets[pairs].astype(np.int64)[:, None] + columns
+    ids[:] = special.pad
     ids[inside] = store.tokens[cells[inside]]
     ids[np.arange(len(pairs)), lengths] = special.eos
-    return ids, lengths + 1
+    return lengths + 1

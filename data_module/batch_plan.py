@@ -17,7 +17,7 @@ FULL_ENOUGH = 0.9
 class Group(NamedTuple):
     """Pairs that one micro-batch can hold without much padding."""
 
-    pairs: NDArray[np.int64]
+    pairs: NDArray[np.integer]
     """[n] indices into the corpus."""
     source_length: int
     target_length: int
@@ -33,9 +33,9 @@ class EpochPlan:
 
     def __init__(
         self,
-        order: NDArray[np.int64],
+        order: NDArray[np.uint32],
         group_starts: NDArray[np.int64],
-        group_lengths: NDArray[np.int64],
+        group_lengths: NDArray[np.uint16],
         batch_starts: NDArray[np.int64],
     ) -> None:
         self._order = order  # pair indices, group by group
@@ -107,20 +107,15 @@ def _cut_groups(
     target_lengths: NDArray[np.integer],
     group_tokens: int,
     random: np.random.Generator,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
     """Pair order, group starts [groups + 1] into it, and group lengths [groups, 2]."""
-    shuffled = random.permutation(len(source_lengths))
-    source = source_lengths[shuffled].astype(np.int64)
-    target = target_lengths[shuffled].astype(np.int64)
-    # By source length up and target length down; equal pairs stay shuffled, so that they meet others each epoch.
-    sort = np.argsort(source << 32 | ((1 << 31) - target), kind="stable")
-    order, source, target = shuffled[sort], source[sort], target[sort]
+    order, source, target = _sorted_by_length(source_lengths, target_lengths, random)
     ends: list[int] = []
-    leftovers: list[NDArray[np.int64]] = []
-    kept: list[NDArray[np.int64]] = []
+    kept: list[slice] = []
+    leftovers: list[slice] = []
     num_kept = 0
-    bounds = np.flatnonzero(np.diff(source)) + 1
-    for start, end in zip([0, *bounds.tolist()], [*bounds.tolist(), len(source)], strict=True):
+    bounds = (np.flatnonzero(source[1:] != source[:-1]) + 1).tolist()
+    for start, end in zip([0, *bounds], [*bounds, len(source)], strict=True):
         length = int(source[start])
         first = start
         while first < end:
@@ -130,63 +125,79 @@ def _cut_groups(
                 break  # less than half a group of this source length is left
             first = min(first + room, end)
             ends.append(num_kept + first - start)
-        kept.append(np.arange(start, first))
+        kept.append(slice(start, first))
         num_kept += first - start
-        leftovers.append(np.arange(first, end))
+        leftovers.append(slice(first, end))
     # What is left of each source length makes groups of nearly one source length.
-    rest = np.concatenate(leftovers)
-    rest_source, rest_target = source[rest], target[rest]
+    rest_source, rest_target = (np.concatenate([side[part] for part in leftovers]) for side in (source, target))
     first = 0
-    while first < len(rest):
+    while first < len(rest_source):
         window = slice(first, first + group_tokens // int(rest_source[first]))
-        longest = np.maximum(rest_source[window], np.maximum.accumulate(rest_target[window]))
+        longest = np.maximum(rest_source[window], np.maximum.accumulate(rest_target[window])).astype(np.int64)
         fitting = np.arange(1, len(longest) + 1) * longest <= group_tokens
         # Beyond a tenth longer than the first, padding would cost more than a small group.
-        fitting &= rest_source[window] * 10 <= rest_source[first] * 11 + 10
+        fitting &= rest_source[window].astype(np.int64) * 10 <= int(rest_source[first]) * 11 + 10
         first += int(np.count_nonzero(np.logical_and.accumulate(fitting)))
         ends.append(num_kept + first)
-    sort = np.concatenate([*kept, rest])
-    order, source, target = order[sort], source[sort], target[sort]
+    order, source, target = (np.concatenate([side[p] for p in kept + leftovers]) for side in (order, source, target))
     starts = np.array([0, *ends], dtype=np.int64)
-    lengths = np.stack([np.maximum.reduceat(side, starts[:-1]) for side in (source, target)], 1)
+    lengths = np.stack([np.maximum.reduceat(side, starts[:-1]) for side in (source, target)], 1).astype(np.int64)
     return order, starts, lengths
 
 
+def _sorted_by_length(
+    source_lengths: NDArray[np.integer], target_lengths: NDArray[np.integer], random: np.random.Generator
+) -> tuple[NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint16]]:
+    """Pairs by source length up and target length down, equal ones shuffled, so that they meet others each epoch.
+
+    One sort of 64-bit numbers that hold both lengths and the shuffled place: a second for ten million pairs.
+    """
+    shuffled = random.permutation(len(source_lengths)).astype(np.uint32)
+    key = source_lengths.astype(np.uint64)[shuffled]
+    key <<= 16
+    key |= 0xFFFF - target_lengths.astype(np.uint64)[shuffled]
+    key <<= 32
+    key |= np.arange(len(key), dtype=np.uint64)
+    key.sort()
+    order = shuffled[key.astype(np.uint32)]
+    key >>= 32
+    return order, (key >> 16).astype(np.uint16), 0xFFFF - key.astype(np.uint16)
+
+
 def _fill_batches(
-    order: NDArray[np.int64],
+    order: NDArray[np.uint32],
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
     batch_tokens: int,
     random: np.random.Generator,
 ) -> EpochPlan:
     """Groups in random order, poured into batches; one that would not fit is cut, so that no batch is left thin."""
-    firsts: list[int] = []
-    counts: list[int] = []
+    parts: list[NDArray[np.uint32]] = []
     widths: list[tuple[int, int]] = []
     batch_starts = [0]
     source_room = target_room = batch_tokens
     thin = (1.0 - FULL_ENOUGH) * batch_tokens
     group_starts, group_lengths = starts.tolist(), lengths.tolist()
     for group in random.permutation(len(lengths)).tolist():
-        first, left = group_starts[group], group_starts[group + 1] - group_starts[group]
+        first, end = group_starts[group], group_starts[group + 1]
         source_length, target_length = group_lengths[group]
-        while left:
-            fitting = min(left, source_room // source_length, target_room // target_length)
-            if fitting < left and (fitting == 0 or min(source_room, target_room) <= thin):
-                batch_starts.append(len(firsts))
+        while first < end:
+            fitting = min(end - first, source_room // source_length, target_room // target_length)
+            if fitting < end - first and (fitting == 0 or min(source_room, target_room) <= thin):
+                batch_starts.append(len(parts))
                 source_room = target_room = batch_tokens
                 continue
-            firsts.append(first)
-            counts.append(fitting)
+            parts.append(order[first : first + fitting])
             widths.append((source_length, target_length))
             source_room -= fitting * source_length
             target_room -= fitting * target_length
-            first, left = first + fitting, left - fitting
-    batch_starts.append(len(firsts))
-    new_starts = np.concatenate([[0], np.cumsum(counts)])
-    positions = np.repeat(np.array(firsts) - new_starts[:-1], counts) + np.arange(len(order))
+            first += fitting
+    batch_starts.append(len(parts))
     return EpochPlan(
-        order[positions], new_starts, np.array(widths, dtype=np.int64), np.array(batch_starts, dtype=np.int64)
+        np.concatenate(parts),
+        np.cumsum([0, *map(len, parts)], dtype=np.int64),
+        np.array(widths, dtype=np.uint16),
+        np.array(batch_starts, dtype=np.int64),
     )
 
 

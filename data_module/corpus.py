@@ -14,7 +14,7 @@ from data_module.errors import InputError
 from data_module.manifest import TOKENIZER_NAME, read_manifest
 from data_module.tokenizer import Tokenizer
 
-MAX_TOKENS = np.iinfo(np.uint16).max
+MAX_TOKENS = np.iinfo(np.uint16).max - 1  # batches count the end symbol in 16 bits too
 """No sentence is longer than this, because lengths are 16-bit."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from data_module.batch import SpecialIds, StepShare, collate, weightless
+from data_module.batch import SpecialIds, StepShare, collate
 from data_module.batch_plan import EpochPlan, Group, share_of_rank
 from data_module.corpus import ParallelCorpus
 
@@ -74,10 +74,16 @@ class ShareDataset(Dataset[StepShare]):
         self._special = special
 
     def __getitem__(self, request: ShareRequest) -> StepShare:
-        batches = [collate(self._corpus, group, self._special) for group in request.groups]
-        if request.weightless:
-            batches = [weightless(batch, self._special) for batch in batches]
-        return StepShare(batches, request.num_target_tokens, request.epoch, request.index, request.num_batches)
+        return collate(
+            self._corpus,
+            request.groups,
+            self._special,
+            num_target_tokens=request.num_target_tokens,
+            weightless=request.weightless,
+            epoch=request.epoch,
+            index=request.index,
+            num_batches=request.num_batches,
+        )
 
 
 class ResumableLoader(DataLoader[StepShare]):

@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from data_module.batch import Batch, SpecialIds, collate
+from data_module.batch import SpecialIds, StepShare, collate
 from data_module.batch_plan import EpochPlan, Group, plan_epoch, plan_in_order
-from data_module.corpus import ParallelCorpus, open_corpus
+from data_module.corpus import ParallelCorpus, TokenStore, open_corpus
 from data_module.errors import InputError
 from data_module.resumable_loader import ResumableLoader, ShareDataset, StepStream
 from data_module.settings import BatchSettings
@@ -17,8 +19,8 @@ from data_module.settings import BatchSettings
 class TranslationDataModule(LightningDataModule):
     """Training batches by token count from a prepared corpus folder, and validation batches in fixed order.
 
-    Training: an endless `ResumableLoader` of `StepShare`, one an optimizer step. Validation: `Batch`, each rank
-    its share.
+    Training: an endless `ResumableLoader` of `StepShare`, one an optimizer step. Validation: a `StepShare` of one
+    micro-batch at a time, each rank its share.
     """
 
     def __init__(self, folder: Path, settings: BatchSettings, special: SpecialIds, seed: int) -> None:
@@ -46,8 +48,8 @@ class TranslationDataModule(LightningDataModule):
     def plan(self, epoch: int) -> EpochPlan:
         """The epoch's global batches."""
         return plan_epoch(
-            self.train_corpus.source.lengths.astype("int64") + 1,
-            self.train_corpus.target.lengths.astype("int64") + 1,
+            with_end_symbol(self.train_corpus.source),
+            with_end_symbol(self.train_corpus.target),
             batch_tokens=self.settings.batch_tokens,
             group_tokens=self.group_tokens,
             seed=self.seed,
@@ -71,13 +73,13 @@ class TranslationDataModule(LightningDataModule):
             pin_memory=torch.cuda.is_available(),
         )
 
-    def val_dataloader(self) -> DataLoader[Batch]:
+    def val_dataloader(self) -> DataLoader[StepShare]:
         """This rank's share of the validation pairs, the longest first; every pair once over all ranks."""
         rank, world_size = self._rank_and_size()
         corpus = self.validation_corpus
         groups = plan_in_order(
-            corpus.source.lengths.astype("int64") + 1,
-            corpus.target.lengths.astype("int64") + 1,
+            with_end_symbol(corpus.source),
+            with_end_symbol(corpus.target),
             self.micro_batch_tokens,
         )
         return DataLoader(
@@ -99,18 +101,25 @@ class TranslationDataModule(LightningDataModule):
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
 
-class _GroupDataset(Dataset[Batch]):
+def with_end_symbol(store: TokenStore) -> NDArray[np.uint16]:
+    """Lengths [pairs] as batches have them."""
+    return store.lengths + np.uint16(1)
+
+
+class _GroupDataset(Dataset[StepShare]):
     def __init__(self, corpus: ParallelCorpus, groups: list[Group], special: SpecialIds) -> None:
         self._corpus, self._groups, self._special = corpus, groups, special
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> StepShare:
         if index >= len(self._groups):
             raise IndexError(index)
-        return collate(self._corpus, self._groups[index], self._special)
+        group = self._groups[index]
+        tokens = int(self._corpus.target.lengths[group.pairs].sum()) + len(group.pairs)
+        return collate(self._corpus, [group], self._special, num_target_tokens=tokens)
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: StepShare) -> StepShare:
     return batch

@@ -36,7 +36,7 @@ def label_smoothed_loss(
     Args:
         states: decoder states [..., D].
         weight: output projection [V, D].
-        targets: int64 [...], the pieces to predict.
+        targets: integers [...], the pieces to predict.
         label_smoothing: epsilon in [0, 1).
         ignored_id: the padding symbol.
 
@@ -48,7 +48,7 @@ def label_smoothed_loss(
         *_FusedLoss.apply(
             states.reshape(-1, states.size(-1)),
             weight,
-            targets.reshape(-1),
+            targets.reshape(-1).long(),
             label_smoothing,
             ignored_id,
             product_dtype,

@@ -74,10 +74,11 @@ class TranslationModule(LightningModule):
             "likelihood": torch.zeros((), device=self.device),
         }
         sums["correct"] = torch.zeros((), device=self.device)
-        for number, batch in enumerate(share.micro_batches):
+        batches = share.micro_batches
+        for number, batch in enumerate(batches):
             # Dropout depends on nothing but where it happens: no random state to save or to disturb.
             torch.manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
-            last = number == len(share.micro_batches) - 1
+            last = number == len(batches) - 1
             with nullcontext() if last else self._without_synchronisation():
                 losses = self.losses(batch)
                 self.manual_backward(losses.smoothed * scale)
@@ -106,9 +107,10 @@ class TranslationModule(LightningModule):
         }
 
     def validation_step(  # type: ignore[override]
-        self, batch: Batch, batch_idx: int
-    ) -> tuple[Tensor, Tensor]:
-        """Adds to the validation loss, and decodes greedily: ids [B, L] and their lengths [B]."""
+        self, share: StepShare, batch_idx: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Adds to the validation loss, and decodes greedily: pair indices [B], ids [B, L] and their lengths [B]."""
+        [batch] = share.micro_batches
         losses = self.losses(batch)
         sums = self.validation_sums
         sums["smoothed"] += losses.smoothed
@@ -117,8 +119,8 @@ class TranslationModule(LightningModule):
         sums["tokens"] += (batch.target_output != self.special.pad).sum()
         # Made anew, since as an attribute it would double the network's weights in every checkpoint.
         search = Search(self.network, self.special.bos, self.special.eos, self.special.pad)
-        tokens, lengths, _ = search.greedy(batch.source, batch.source_mask, self.decoding.max_extra_tokens)
-        return tokens, lengths
+        tokens, lengths, _ = search.greedy(batch.source.long(), batch.source_mask, self.decoding.max_extra_tokens)
+        return batch.pairs, tokens, lengths
 
     def on_validation_epoch_end(self) -> None:
         """Logs loss, negative log-likelihood, perplexity and accuracy over all ranks' target tokens."""

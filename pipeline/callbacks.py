@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from tqdm import tqdm
 
-from data_module.batch import Batch, StepShare
+from data_module.batch import StepShare
 from data_module.tokenizer import Tokenizer
 from pipeline.checkpoint import standalone_part, step_checkpoints, step_path, write_whole
 from pipeline.corpus_bleu import CorpusBleu
@@ -101,14 +101,13 @@ class ValidationText(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: Any,
-        batch: Batch,
+        batch: StepShare,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         """Back to text, and counted."""
-        tokens, lengths = outputs
-        pairs = batch.pairs.tolist()
-        ids = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        pairs, tokens, lengths = (tensor.tolist() for tensor in outputs)
+        ids = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         texts = self._tokenizer.decode(ids)
         self._bleu.update(texts, [self._references[pair] for pair in pairs])
         self._translations.update((pair, text) for pair, text in zip(pairs, texts, strict=True) if pair < self._samples)
