@@ -54,7 +54,7 @@ def test_repeat_appends_the_sentences_from_a_start(tmp_path: Path) -> None:
 def test_a_sentence_beyond_16_bit_lengths_is_refused(tmp_path: Path) -> None:
     with TokenStoreWriter(tmp_path / "s", np.dtype(np.uint16)) as writer:
         writer.append([np.ones(MAX_TOKENS, dtype=np.int32)])
-        with pytest.raises(ValueError, match="65536 tokens"):
+        with pytest.raises(ValueError, match="65535 tokens"):
             writer.append([np.ones(MAX_TOKENS + 1, dtype=np.int32)])
 
 
