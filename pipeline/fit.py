@@ -225,6 +225,8 @@ def quiet_lightning() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
+    # Scores are summed over ranks before they are logged.
+    warnings.filterwarnings("ignore", ".*recommended to use .*sync_dist=True.*")
 
 
 def _remove_run(path: Path) -> None:

@@ -47,6 +47,10 @@ def test_ranks_and_micro_batches_change_nothing(recipe_file: Path, tmp_path: Pat
     assert moved > 0.01  # something was learned between the checkpoints compared
     assert_equal(one, many, tolerance=2e-6)
     assert_equal(one, two, tolerance=2e-6)
+    # What the ranks saw together is what one saw.
+    for tag in ("train/loss", "validation/loss", "validation/bleu"):
+        for other in (many, two):
+            assert scalars(other, tag) == [(step, pytest.approx(value, abs=1e-4)) for step, value in scalars(one, tag)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
