@@ -43,8 +43,8 @@ class CheckpointKeeper(Callback):
         every = self._settings.checkpoint_every_steps
         minutes = self._settings.checkpoint_every_minutes
         due = bool(every) and trainer.global_step % (every or 1) == 0
-        if minutes is not None and not due:
-            # Clocks of ranks differ; rank 0's decides.
+        if minutes is not None and not due and trainer.global_step % self._settings.log_every_steps == 0:
+            # Clocks of ranks differ; rank 0's decides. Asking makes ranks wait, so not at every step.
             due = trainer.strategy.broadcast(time.monotonic() - self._last_saved >= 60 * minutes)
         if due:
             self.save(trainer)

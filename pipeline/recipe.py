@@ -22,6 +22,7 @@ class RunSettings:
     seed: int = 1
     checkpoint_every_steps: int | None = 1000
     checkpoint_every_minutes: float | None = None
+    """Looked at every `log_every_steps`."""
     keep_last: int = 5
     """Checkpoints kept, the newest ones; the best by validation BLEU is kept besides."""
     patience: int | None = None
