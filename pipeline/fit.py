@@ -144,7 +144,7 @@ def train(recipe: "Recipe", path: Path, tokenizer: Any, checkpoint: Path | None)
     )
     try:
         trainer = make_trainer()
-    except (MisconfigurationException, ValueError) as error:
+    except (MisconfigurationException, ValueError, ImportError) as error:
         # What the machine does not have, or keys that exclude one another.
         raise InputError(f"trainer: {' '.join(str(error).split())}") from None
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
