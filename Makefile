@@ -34,7 +34,7 @@ clean:
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else f"Python {v[0]}.{v[1]} is not supported: give another, PYTHON=python3.12 make ...")'
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	@echo "installing packages (PyTorch is the large one)"
 	$(INSTALL) -e .
 	@touch $@

@@ -106,6 +106,7 @@ class ResumableLoader(DataLoader[StepShare]):
         self._handed_out = (stream.epoch, stream.index)
 
     def __iter__(self) -> Iterator[StepShare]:  # type: ignore[override]
+        self._stream.epoch, self._stream.index = self._handed_out
         for share in super().__iter__():
             # Counted when handed out, not when a worker fetched it in advance.
             self._handed_out = (share.epoch, share.index + 1)
@@ -120,7 +121,6 @@ class ResumableLoader(DataLoader[StepShare]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position; seeking costs nothing that grows with it."""
-        self._stream.epoch, self._stream.index = state["epoch"], state["next_batch"]
         self._handed_out = (state["epoch"], state["next_batch"])
 
 

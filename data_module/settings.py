@@ -3,7 +3,7 @@
 These typed signatures are the recipe's schema: a key that is not here is refused, with the nearest name.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class BatchSettings:
     workers: int = 2
     """Loader processes a rank."""
 
-
-@dataclass(frozen=True)
-class DataSettings:
-    """Both sections together, as the data module takes them."""
-
-    corpus: CorpusSettings
-    batches: BatchSettings = field(default_factory=BatchSettings)
+    def __post_init__(self) -> None:
+        for name in ("batch_tokens", "group_tokens", "max_tokens_per_device"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"batches.{name} {value} is not 1 or more")
+        if self.workers < 0:
+            raise ValueError(f"batches.workers {self.workers} is not 0 or more")

@@ -83,7 +83,7 @@ class TranslationDataModule(LightningDataModule):
             self.micro_batch_tokens,
         )
         return DataLoader(
-            _GroupDataset(corpus, groups[rank::world_size], self.special),
+            _GroupDataset(corpus, groups, self.special, rank, world_size),
             batch_size=None,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             generator=torch.Generator().manual_seed(0),
@@ -107,8 +107,15 @@ def with_end_symbol(store: TokenStore) -> NDArray[np.uint16]:
 
 
 class _GroupDataset(Dataset[StepShare]):
-    def __init__(self, corpus: ParallelCorpus, groups: list[Group], special: SpecialIds) -> None:
-        self._corpus, self._groups, self._special = corpus, groups, special
+    def __init__(
+        self, corpus: ParallelCorpus, groups: list[Group], special: SpecialIds, rank: int, world_size: int
+    ) -> None:
+        self._corpus, self._special = corpus, special
+        self._groups = groups[rank::world_size]
+        # A rank left with nothing keeps the others company: scores are summed over all.
+        self._weightless = not self._groups
+        if self._weightless:
+            self._groups = [groups[0]._replace(pairs=groups[0].pairs[:1])]
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -118,7 +125,7 @@ class _GroupDataset(Dataset[StepShare]):
             raise IndexError(index)
         group = self._groups[index]
         tokens = int(self._corpus.target.lengths[group.pairs].sum()) + len(group.pairs)
-        return collate(self._corpus, [group], self._special, num_target_tokens=tokens)
+        return collate(self._corpus, [group], self._special, num_target_tokens=tokens, weightless=self._weightless)
 
 
 def _as_it_is(batch: StepShare) -> StepShare:

@@ -44,6 +44,8 @@ def label_smoothed_loss(
     """
     device = states.device.type
     product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+    # Inside `forward` gradients are always off, and a parameter wants its own even under inference_mode.
+    with_gradient = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
     return LossSums(
         *_FusedLoss.apply(
             states.reshape(-1, states.size(-1)),
@@ -52,6 +54,7 @@ def label_smoothed_loss(
             label_smoothing,
             ignored_id,
             product_dtype,
+            with_gradient,
         )
     )
 
@@ -66,9 +69,10 @@ class _FusedLoss(torch.autograd.Function):
         epsilon: float,
         ignored_id: int,
         product_dtype: torch.dtype,
+        with_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(states.device.type, enabled=False):
-            return _forward(ctx, states, weight, targets, epsilon, ignored_id, product_dtype)
+            return _forward(ctx, states, weight, targets, epsilon, ignored_id, product_dtype, with_gradient)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -77,6 +81,7 @@ class _FusedLoss(torch.autograd.Function):
         return (
             grad_states * scale.to(grad_states.dtype) if grad_states is not None else None,
             grad_weight * scale.to(grad_weight.dtype) if grad_weight is not None else None,
+            None,
             None,
             None,
             None,
@@ -92,10 +97,10 @@ def _forward(
     epsilon: float,
     ignored_id: int,
     product_dtype: torch.dtype,
+    with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, vocabulary_size = states.size(0), weight.size(0)
     sum_dtype = torch.promote_types(states.dtype, torch.float32)
-    needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
     projection = weight.to(product_dtype)
     # The smoothing term needs each row's sum of logits. sum_v h . w_v is h . (sum_v w_v): no pass over the logits,
     # and neither has its gradient, which is the same for every class.
@@ -103,8 +108,8 @@ def _forward(
     smoothed = states.new_zeros((), dtype=sum_dtype)
     likelihood = states.new_zeros((), dtype=sum_dtype)
     num_correct = states.new_zeros((), dtype=sum_dtype)
-    grad_states = torch.empty_like(states) if needs_gradient else None
-    grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_gradient else None
+    grad_states = torch.empty_like(states) if with_gradient else None
+    grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if with_gradient else None
     kept_states_sum = torch.zeros_like(weight_sum)
 
     chunk_rows = max(1, _CHUNK_LOGITS.get(states.device.type, 1 << 24) // vocabulary_size)

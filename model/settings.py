@@ -56,6 +56,9 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"training.label_smoothing {self.label_smoothing} is not in [0, 1)")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"training.{name} {getattr(self, name)} is not in [0, 1)")
         if self.warmup_steps < 1:
             raise ValueError(f"training.warmup_steps {self.warmup_steps} is not 1 or more")
 
@@ -69,3 +72,11 @@ class DecodingSettings:
     """alpha in ((5 + length) / 6) ** alpha, Wu et al. 2016."""
     max_extra_tokens: int = 50
     """An output has at most the source's length and this many tokens more."""
+
+    def __post_init__(self) -> None:
+        if self.beam_size < 1:
+            raise ValueError(f"decoding.beam_size {self.beam_size} is not 1 or more")
+        if self.length_penalty < 0.0:
+            raise ValueError(f"decoding.length_penalty {self.length_penalty} is not 0 or more")
+        if self.max_extra_tokens < 0:
+            raise ValueError(f"decoding.max_extra_tokens {self.max_extra_tokens} is not 0 or more")

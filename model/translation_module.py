@@ -138,6 +138,8 @@ class TranslationModule(LightningModule):
             "validation/negative_log_likelihood": likelihood,
             "validation/perplexity": float(torch.tensor(likelihood).exp()),
             "validation/accuracy": sums["correct"] / sums["tokens"],
+            # Lightning would put a validation one step before the step it follows.
+            "step": float(self.global_step),
         }
         self.log_dict({name: torch.tensor(value, dtype=torch.float64).float() for name, value in scalars.items()})
 

@@ -1,10 +1,12 @@
 """`python -m pipeline <verb>`: one verb a file; a verb's file is imported only when it is asked for."""
 
 import argparse
+import gzip
 import importlib
 import logging
 import os
 import sys
+import zlib
 
 from data_module.errors import InputError
 
@@ -54,6 +56,13 @@ def main(arguments: list[str] | None = None) -> int:
         # The reader has gone (`| head`): nothing to say, and nothing left to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (OSError, EOFError, zlib.error) as error:
+        name = getattr(error, "filename", None)
+        if name is None and not isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        print(f"error: {name or 'the input'}: {reason}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("stopped by the keyboard", file=sys.stderr)
         return 130

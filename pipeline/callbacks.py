@@ -36,6 +36,8 @@ class CheckpointKeeper(Callback):
         self._settings = recipe.run
         self._part = standalone_part(recipe.as_dict(), recipe.network, tokenizer)
         self._last_saved = time.monotonic()
+        self._saved_step = 0
+        self._save_after_validation = False
         self.best_bleu = -1.0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -46,25 +48,30 @@ class CheckpointKeeper(Callback):
         if minutes is not None and not due and trainer.global_step % self._settings.log_every_steps == 0:
             # Clocks of ranks differ; rank 0's decides. Asking makes ranks wait, so not at every step.
             due = trainer.strategy.broadcast(time.monotonic() - self._last_saved >= 60 * minutes)
-        if due:
+        # Saved before a validation of the same step, a resume would leave that validation out.
+        self._save_after_validation = due and validation_is_due(trainer)
+        if due and not self._save_after_validation:
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the best so far."""
+        """Save the best so far, and what waited for this validation."""
         bleu = trainer.callback_metrics.get("validation/bleu")
         if bleu is not None and not trainer.sanity_checking and float(bleu) > self.best_bleu:
             self.best_bleu = float(bleu)
             trainer.save_checkpoint(self._run / "checkpoints" / "best.ckpt", weights_only=False)
+        if self._save_after_validation:
+            self._save_after_validation = False
+            self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last step is always kept."""
-        if not step_path(self._run, trainer.global_step).exists():
+        if trainer.global_step > self._saved_step:
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
         """Write this step's checkpoint and let go of the oldest."""
         trainer.save_checkpoint(step_path(self._run, trainer.global_step), weights_only=False)
-        self._last_saved = time.monotonic()
+        self._last_saved, self._saved_step = time.monotonic(), trainer.global_step
         if trainer.is_global_zero:
             for path in step_checkpoints(self._run)[: -self._settings.keep_last]:
                 path.unlink(missing_ok=True)
@@ -77,9 +84,19 @@ class CheckpointKeeper(Callback):
         """Carried over a resume."""
         return {"best_bleu": self.best_bleu}
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What a run resumes from is saved already."""
+        self._saved_step = trainer.global_step
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `state_dict` gave it."""
         self.best_bleu = state_dict["best_bleu"]
+
+
+def validation_is_due(trainer: Trainer) -> bool:
+    """Whether Lightning validates after the step that has just been taken."""
+    every = trainer.val_check_interval
+    return trainer.enable_validation and isinstance(every, int) and trainer.global_step % every == 0
 
 
 class ValidationText(Callback):
@@ -106,6 +123,8 @@ class ValidationText(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Back to text, and counted."""
+        if batch.weightless:
+            return
         pairs, tokens, lengths = (tensor.tolist() for tensor in outputs)
         ids = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         texts = self._tokenizer.decode(ids)

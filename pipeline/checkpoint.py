@@ -105,6 +105,10 @@ def choose(path: Path) -> Path:
     averages = sorted(path.glob("average*.ckpt"), key=lambda p: p.stat().st_mtime)
     best = path / "checkpoints" / "best.ckpt"
     newest, _ = newest_whole(path)
+    if averages and newest is not None:
+        # An average of earlier checkpoints is not what a run that went on has come to.
+        step = int(newest.stem.removeprefix("step="))
+        averages = [average for average in averages if read_checkpoint(average).get("global_step", 0) >= step]
     for candidate in (averages[-1] if averages else None, best if best.is_file() else None, newest):
         if candidate is not None:
             return candidate

@@ -51,8 +51,10 @@ class Demo:
     def __init__(self, folder: Path) -> None:
         self._memory = folder.parent / f"{folder.name}-stages.json"
         self.done: dict[str, Any] = json.loads(self._memory.read_text()) if self._memory.exists() else {}
-        if not folder.exists():
+        recipe = CONFIG.read_text(encoding="utf-8")
+        if not folder.exists() or not DATA.exists() or self.done.pop("recipe", None) != recipe:
             self.done = {}
+        self._recipe = recipe
 
     def stage(self, name: str, command: list[Any], text: str | None = None) -> None:
         """Run a command unless an earlier demo has; its progress goes to the terminal."""
@@ -67,7 +69,7 @@ class Demo:
             sys.exit(ended.returncode)
         self.done[name] = {"command": words, "seconds": time.monotonic() - start, "output": ended.stdout}
         self._memory.parent.mkdir(parents=True, exist_ok=True)
-        self._memory.write_text(json.dumps(self.done))
+        self._memory.write_text(json.dumps({**self.done, "recipe": self._recipe}))
 
     def summary(self, run_folder: Path, export: Path, sources: list[str]) -> None:
         """What a person wants to know."""

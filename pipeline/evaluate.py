@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if not sources:
         raise InputError(f"{arguments.source}: is empty; there is nothing to score")
+    if arguments.output and not arguments.output.parent.is_dir():
+        raise InputError(f"{arguments.output}: its folder is not there; make it or give another --output")
     translator = load_translator(arguments.checkpoint, arguments.beam, arguments.length_penalty)
     hypotheses = [translation.text for translation in translator.translate(sources, progress=True)]
     if arguments.output:

@@ -5,7 +5,6 @@ The folder appears whole or not at all.
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import warnings
@@ -44,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         whole.mkdir()
         write_bundle(model, whole)
         if folder.exists():
-            shutil.rmtree(folder)
+            # Both renames or none that matters: an old bundle is put aside, and goes with the temporary folder.
+            folder.rename(Path(temporary) / "replaced")
         whole.rename(folder)
     print(folder)
     return 0

@@ -5,9 +5,9 @@ Settings of the recipe may be given as --section.key value, Lightning's as --tra
 
 import argparse
 import inspect
+import json
 import logging
 import os
-import shutil
 import sys
 import typing
 import warnings
@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from data_module.settings import CorpusSettings
+    from data_module.tokenizer import Tokenizer
     from pipeline.recipe import Recipe
+    from pipeline.run_folder import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     path = recipe.run_folder()
-    folder = None
-    if process_rank() == 0:
-        folder = RunFolder(path)
-        if arguments.fresh:
-            _remove_run(path)
+    folder = RunFolder(path) if process_rank() == 0 else None
+    checkpoint, skipped = (None, []) if arguments.fresh else newest_whole(path)
+    for broken in skipped:
+        print(f"{broken}: is not whole; skipped", file=sys.stderr)
+    if folder is not None and checkpoint is not None:
         forbidden, allowed = folder.differences(recipe)
         if forbidden:
             raise InputError(
@@ -54,24 +56,35 @@ def run(arguments: argparse.Namespace) -> int:
             )
         for change in allowed:
             print(f"changed since the run began: {change}", file=sys.stderr)
-        folder.write_config(recipe, tokenizer.model)
-    checkpoint, skipped = newest_whole(path)
-    for broken in skipped:
-        print(f"{broken}: is not whole; skipped", file=sys.stderr)
     if checkpoint is not None:
-        step = int(checkpoint.stem.removeprefix("step="))
-        if step >= recipe.trainer["max_steps"]:
-            print(
-                f"{path}: finished at step {step}; raise trainer.max_steps to go on, or use --fresh",
-                file=sys.stderr,
-            )
+        if end := how_it_ended(recipe, path, checkpoint):
+            print(f"{path}: {end}, or use --fresh", file=sys.stderr)
             return 0
         print(f"resuming from {checkpoint}", file=sys.stderr)
-    train(recipe, path, tokenizer, checkpoint)
+    train(recipe, folder, tokenizer, checkpoint, arguments.fresh)
     if folder is not None:
         print(f"the run lies in {path}; look at it with: tensorboard --logdir {path}", file=sys.stderr)
         folder.close()
     return 0
+
+
+def how_it_ended(recipe: "Recipe", path: Path, checkpoint: Path) -> str | None:
+    """Why there is nothing left to train, and what would change that; None where there is something."""
+    from pipeline.run_folder import STOPPED_EARLY
+
+    step = step_of(checkpoint)
+    if step >= recipe.trainer["max_steps"]:
+        return f"finished at step {step}; raise trainer.max_steps to go on"
+    if (path / STOPPED_EARLY).exists():
+        stop = json.loads((path / STOPPED_EARLY).read_text())
+        if stop["step"] == step and recipe.run.patience is not None and recipe.run.patience <= stop["patience"]:
+            return f"stopped early at step {step} after {stop['patience']} validations; raise run.patience to go on"
+    return None
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer steps that a checkpoint has behind it, from its name."""
+    return int(checkpoint.stem.removeprefix("step="))
 
 
 def ensure_corpus(settings: "CorpusSettings") -> None:
@@ -94,8 +107,14 @@ def ensure_corpus(settings: "CorpusSettings") -> None:
         )
 
 
-def train(recipe: "Recipe", path: Path, tokenizer: Any, checkpoint: Path | None) -> None:
-    """Wire and run Lightning's Trainer."""
+def train(
+    recipe: "Recipe", folder: "RunFolder | None", tokenizer: "Tokenizer", checkpoint: Path | None, fresh: bool
+) -> None:
+    """Wire and run Lightning's Trainer. The folder is None on all ranks but the first, which alone writes.
+
+    Nothing is removed or written before everything that can be wrong with a recipe has been looked at.
+    """
+    import torch
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Callback, EarlyStopping
     from lightning.pytorch.loggers import TensorBoardLogger
@@ -106,31 +125,36 @@ def train(recipe: "Recipe", path: Path, tokenizer: Any, checkpoint: Path | None)
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
     from pipeline.callbacks import CheckpointKeeper, Monitor, ValidationText, WholeCheckpointIO
+    from pipeline.run_folder import STOPPED_EARLY
 
+    path = recipe.run_folder()
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
-    corpus = Path(recipe.corpus.folder)
-    import torch
-
     torch.manual_seed(recipe.run.seed)
     module = TranslationModule(
         tokenizer.vocabulary_size, special, recipe.network, recipe.training, recipe.decoding, recipe.run.seed
     )
-    data = TranslationDataModule(corpus, recipe.batches, special, recipe.run.seed)
+    data = TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
+    if recipe.network.learned_positions and data.longest > recipe.network.max_positions:
+        raise InputError(
+            f"network.max_positions {recipe.network.max_positions} is less than the longest training sentence, "
+            f"{data.longest} tokens; raise it, or lower corpus.max_tokens"
+        )
     sources, references = data.validation_text()
     # The keeper stands last, so that what it saves has seen what the others did.
     callbacks: list[Callback] = [
         ValidationText(sources, references, tokenizer),
         Monitor(recipe.run.log_every_steps),
     ]
-    if recipe.run.patience is not None:
-        callbacks.append(EarlyStopping("validation/bleu", mode="max", patience=recipe.run.patience))
+    patience = recipe.run.patience
+    early_stopping = EarlyStopping("validation/bleu", mode="max", patience=patience or 1)
+    if patience is not None:
+        callbacks.append(early_stopping)
     callbacks.append(CheckpointKeeper(path, recipe, tokenizer))
-    step = int(checkpoint.stem.removeprefix("step=")) if checkpoint else 0
-    options = {"val_check_interval": 1000, **recipe.trainer}
-    options["precision"] = options.get("precision") or best_precision(options.get("accelerator", "auto"))
+    options = trainer_options(recipe.trainer)
+    step = step_of(checkpoint) if checkpoint else 0
     make_trainer = partial(
         Trainer,
-        **{**options, "strategy": strategy(options)},
+        **options,
         max_epochs=-1,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
@@ -138,7 +162,7 @@ def train(recipe: "Recipe", path: Path, tokenizer: Any, checkpoint: Path | None)
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        logger=TensorBoardLogger(path, name="", version="tensorboard", purge_step=step + 1 if checkpoint else None),
+        logger=TensorBoardLogger(path, name="", version="tensorboard", purge_step=step + 1),
         callbacks=callbacks,
         plugins=[WholeCheckpointIO()],
     )
@@ -147,7 +171,33 @@ def train(recipe: "Recipe", path: Path, tokenizer: Any, checkpoint: Path | None)
     except (MisconfigurationException, ValueError, ImportError) as error:
         # What the machine does not have, or keys that exclude one another.
         raise InputError(f"trainer: {' '.join(str(error).split())}") from None
+    if folder is not None:
+        if fresh:
+            folder.remove_run()
+        folder.write_config(recipe, tokenizer.model)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    if folder is not None and patience is not None and early_stopping.wait_count >= patience:
+        stop = {"step": trainer.global_step, "patience": patience}
+        (path / STOPPED_EARLY).write_text(json.dumps(stop))
+
+
+def trainer_options(recipe_options: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's `trainer:` with what it leaves open decided: accelerator, precision, strategy.
+
+    Raises InputError for a precision that cannot be trained in.
+    """
+    import torch
+
+    from data_module.errors import InputError
+
+    options = {"val_check_interval": 1000, "accelerator": "auto", **recipe_options}
+    if options["accelerator"] == "auto" and not torch.cuda.is_available():
+        options["accelerator"] = "cpu"
+    options["precision"] = options.get("precision") or best_precision(options["accelerator"])
+    if str(options["precision"]).startswith("16"):
+        raise InputError("trainer.precision 16 needs loss scaling, which is not there yet; use bf16-mixed or 32-true")
+    options["strategy"] = strategy(options)
+    return options
 
 
 OWNED = {
@@ -171,6 +221,8 @@ OWNED = {
     "enable_autolog_hparams": "",
     "model_registry": "",
     "barebones": "",
+    "limit_train_batches": "use trainer.max_steps",
+    "overfit_batches": "give a small corpus",
     "fast_dev_run": "use trainer.max_steps",
 }
 """Keys of Lightning's Trainer that this program sets itself."""
@@ -205,7 +257,9 @@ def strategy(options: dict[str, Any]) -> Any:
     if devices in ("auto", -1, "-1"):
         on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         devices = torch.cuda.device_count() if on_gpu else 1
-    count = len(devices) if isinstance(devices, list) else int(devices)
+    if isinstance(devices, str):
+        devices = [part for part in devices.split(",") if part] if "," in devices else int(devices)
+    count = len(devices) if isinstance(devices, list) else devices
     if asked in ("auto", "ddp") and count * int(options.get("num_nodes", 1)) > 1:
         return DDPStrategy(gradient_as_bucket_view=True)
     return asked
@@ -213,9 +267,10 @@ def strategy(options: dict[str, Any]) -> Any:
 
 def process_rank() -> int:
     """This process's rank before Lightning has set anything up."""
-    for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
+    # Lightning's own launcher sets LOCAL_RANK, also inside an interactive SLURM job, where SLURM_PROCID is 0 for all.
+    for names in (("RANK",), ("LOCAL_RANK", "NODE_RANK"), ("SLURM_PROCID",)):
+        if os.environ.get(names[0], "").isdigit():
+            return sum(int(os.environ.get(name, 0)) for name in names)
     return 0
 
 
@@ -227,13 +282,3 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
     # Scores are summed over ranks before they are logged.
     warnings.filterwarnings("ignore", ".*recommended to use .*sync_dist=True.*")
-
-
-def _remove_run(path: Path) -> None:
-    for entry in path.iterdir():
-        if entry.name == ".lock":
-            continue
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()

@@ -30,8 +30,12 @@ class RunSettings:
     log_every_steps: int = 50
 
     def __post_init__(self) -> None:
-        if self.keep_last < 1:
-            raise ValueError(f"run.keep_last {self.keep_last} is not 1 or more")
+        for name in ("keep_last", "log_every_steps", "checkpoint_every_steps", "patience"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"run.{name} {value} is not 1 or more")
+        if self.seed < 0:
+            raise ValueError(f"run.seed {self.seed} is not 0 or more")
         if self.checkpoint_every_steps is None and self.checkpoint_every_minutes is None:
             raise ValueError("run: give checkpoint_every_steps or checkpoint_every_minutes")
 

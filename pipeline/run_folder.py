@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,19 @@ MAY_CHANGE = ("name", "decoding", "run", "trainer")
 MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
 
 
+STOPPED_EARLY = "stopped-early.json"
+"""Left by a run that patience has ended: the step, and the patience it had."""
+
+
+def is_run(path: Path) -> bool:
+    """Whether the folder is a run of this program: its recipe says so, and not any config.yaml."""
+    try:
+        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(config, dict) and {"corpus", "batches", "network", "training", "run"} <= config.keys()
+
+
 class RunFolder:
     """A folder that one process owns while it writes; the operating system lets go of a killed owner's lock."""
 
@@ -30,8 +44,7 @@ class RunFolder:
         self.path = path
         if path.exists() and not path.is_dir():
             raise InputError(f"{path}: is a file; give another run.folder")
-        foreign = path.is_dir() and any(path.iterdir()) and not (path / "config.yaml").exists()
-        if foreign and {entry.name for entry in path.iterdir()} - {".lock"}:
+        if path.is_dir() and {entry.name for entry in path.iterdir()} - {".lock"} and not is_run(path):
             raise InputError(f"{path}: holds something else than a run; give another run.folder")
         path.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] = (path / ".lock").open("a")
@@ -43,6 +56,9 @@ class RunFolder:
                 f"{path}: another fit is writing there; wait for it to end or give another run.folder"
             ) from None
 
+        for leftover in (path / "checkpoints").glob(".*.tmp"):
+            leftover.unlink()  # of a process that was killed while it saved
+
     def close(self) -> None:
         """Let go of the folder."""
         self._lock.close()
@@ -50,7 +66,7 @@ class RunFolder:
     def differences(self, recipe: Recipe) -> tuple[list[str], list[str]]:
         """What the folder's recipe and this one differ in: what may not change, and what may."""
         config = self.path / "config.yaml"
-        if not config.exists():
+        if not is_run(self.path):
             return [], []
         had, wanted = _flat(yaml.safe_load(config.read_text())), _flat(recipe.as_dict())
         forbidden: list[str] = []
@@ -60,6 +76,15 @@ class RunFolder:
                 may = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
                 (allowed if may else forbidden).append(f"{key} {had.get(key)} -> {wanted.get(key)}")
         return forbidden, allowed
+
+    def remove_run(self) -> None:
+        """Remove what this program has written here, and nothing else."""
+        for name in ("checkpoints", "tensorboard"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for name in ("tokenizer.model", "versions.json", STOPPED_EARLY, "config.yaml"):
+            (self.path / name).unlink(missing_ok=True)
+        for average in self.path.glob("average-last-*.ckpt"):
+            average.unlink()
 
     def write_config(self, recipe: Recipe, tokenizer: bytes) -> None:
         """Recipe, tokenizer, and the versions of everything that had a part in it."""
@@ -72,14 +97,12 @@ def versions() -> dict[str, Any]:
     """Revision of the code and versions of what it runs on."""
     packages = ("torch", "lightning", "sentencepiece", "sacrebleu", "numpy")
     here = Path(__file__).resolve().parent
-    git = subprocess.run(
-        ["git", "-C", str(here), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    revision = None
+    if shutil.which("git"):
+        describe = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+        revision = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip() or None
     return {
-        "revision": git.stdout.strip() or None,
+        "revision": revision,
         "python": platform.python_version(),
         "host": platform.node(),
         **{name: version(name) for name in packages},

@@ -46,10 +46,10 @@ class Checker:
             return None
 
     def signature(self, values: dict[str, Any], signature: Signature, prefix: str) -> None:
-        """Checks keys and types of a section that has no dataclass."""
+        """Checks keys and types of a section that has no dataclass; puts typed values in place of what YAML read."""
         self._unknown(values, signature, prefix + ".")
         for key in values.keys() & signature.keys():
-            self.value(values[key], signature[key], f"{prefix}.{key}")
+            values[key] = self.value(values[key], signature[key], f"{prefix}.{key}")
 
     def _unknown(self, values: dict[str, Any], known: Iterable[str], prefix: str) -> None:
         known = list(known)
@@ -82,7 +82,7 @@ class Checker:
             if parse is not None:
                 try:
                     return parse(value)
-                except (TypeError, ValueError):
+                except (TypeError, ValueError, OverflowError):
                     pass
         self._wrong(key, f"{key} has to be {_say_kind(kind)}, not {_say(value)}")
         return None
@@ -90,6 +90,8 @@ class Checker:
     def _union(self, value: Any, kinds: tuple[Any, ...], key: str) -> Any:
         if value is None and type(None) in kinds:
             return None
+        if type(value) in kinds:
+            return value
         kinds = tuple(kind for kind in kinds if kind is not type(None))
         if len(kinds) == 1:
             return self.value(value, kinds[0], key)

@@ -50,6 +50,8 @@ class Translation(NamedTuple):
         return self.hypotheses[0].score
 
 
+LONGEST = 1024
+"""The commands cut a sentence to this many tokens: attention's memory grows with the square of its length."""
 NOTHING = Hypothesis("", 0.0, 0.0, 0)
 
 
@@ -180,7 +182,9 @@ def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: flo
     if length_penalty is not None:
         settings = replace(settings, length_penalty=length_penalty)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Translator(model.network, model.tokenizer, settings, device=device, name=str(path))
+    return Translator(
+        model.network, model.tokenizer, settings, max_source_tokens=LONGEST, device=device, name=str(path)
+    )
 
 
 def batches_by_length(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:

@@ -34,7 +34,7 @@ def assert_equal(left: Path, right: Path, step: int = 12, tolerance: float = 0.0
 
 
 def test_ranks_and_micro_batches_change_nothing(recipe_file: Path, tmp_path: Path) -> None:
-    """1 process with 1 micro-batch a step = 1 with 4 or more = 2 with 2 or more, to rounding."""
+    """1 process with few micro-batches a step = 1 with four times as many = 2 that share those, to rounding."""
     # Key biases have no gradient but rounding (softmax ignores them), which Adam would blow up with the paper's 1e-9.
     options = ["--batches.group_tokens", 400, "--training.adam_epsilon", 1e-3]
     one = fit(recipe_file, tmp_path / "one", *options)
@@ -72,7 +72,7 @@ def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Pa
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     kills = 0
-    for kept in (8, 20):
+    for kept in (8, 12, 20):  # at 12 a validation is due too
         process = subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.DEVNULL)
         while process.poll() is None and not (run / "checkpoints" / f"step={kept:08d}.ckpt").exists():
             time.sleep(0.01)
@@ -134,20 +134,16 @@ def test_another_recipe_is_refused_and_named(trained_run: Path) -> None:
 
 
 def test_early_stopping_by_patience(recipe_file: Path, tmp_path: Path) -> None:
-    run = fit(
-        recipe_file,
-        tmp_path / "run",
-        "--run.patience",
-        2,
-        "--trainer.val_check_interval",
-        2,
-        "--training.learning_rate_factor",
-        1e-6,
-        "--trainer.max_steps",
-        40,
-    )
+    run = tmp_path / "run"
+    patient = ["--config", recipe_file, "--run.folder", run, "--run.patience", 2, "--trainer.val_check_interval", 2]
+    patient += ["--training.learning_rate_factor", 1e-6, "--trainer.max_steps", 40]
+    assert pipeline("fit", *patient).returncode == 0
     steps = [int(path.stem.removeprefix("step=")) for path in (run / "checkpoints").glob("step=*")]
     assert max(steps) < 40
+    again = pipeline("fit", *patient)
+    assert f"stopped early at step {max(steps)}" in again.stderr.decode()
+    assert again.returncode == 0
+    assert max(int(path.stem.removeprefix("step=")) for path in (run / "checkpoints").glob("step=*")) == max(steps)
 
 
 def test_newest_whole_checkpoint_is_taken(recipe_file: Path, tmp_path: Path) -> None:
@@ -182,3 +178,50 @@ def test_hardware_that_is_not_there(recipe_file: Path, tmp_path: Path) -> None:
     done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.accelerator", "tpu")
     assert done.returncode == 2
     assert done.stderr.decode().splitlines()[-1].startswith("error: trainer: ")
+
+
+def test_validation_points_stand_at_their_steps(trained_run: Path) -> None:
+    for tag in ("validation/loss", "validation/bleu"):
+        assert [step for step, _ in scalars(trained_run, tag)] == [120, 240]
+
+
+def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Path) -> None:
+    run = fit(recipe_file, tmp_path / "run")
+    (run / "notes.txt").write_text("mine")
+    (run / "checkpoints" / ".step=00000012.ckpt.99.tmp").write_text("half")
+    # What is wrong with the new recipe is said before the old run is touched.
+    wrong = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--fresh", "--batches.group_tokens", 5)
+    assert wrong.returncode == 2
+    assert weights(run)
+    fit(recipe_file, run, "--fresh", "--network.d_ff", 48)
+    assert weights(run)["network.encoder.0.feed_forward.inner.bias"].numel() == 48
+    assert (run / "notes.txt").read_text() == "mine"
+    assert not list((run / "checkpoints").glob(".*"))
+    assert [step for step, _ in scalars(run, "train/loss")] == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_mistake_leaves_the_folder_free(recipe_file: Path, tmp_path: Path) -> None:
+    wrong = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--batches.group_tokens", 5)
+    assert wrong.returncode == 2
+    assert "group_tokens" in wrong.stderr.decode()
+    fit(recipe_file, tmp_path / "run")
+
+
+def test_fresh_in_a_folder_of_somebody_else(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.yaml").write_text("model: resnet\n")
+    done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "theirs", "--fresh")
+    assert done.returncode == 2
+    assert (tmp_path / "theirs" / "config.yaml").read_text() == "model: resnet\n"
+
+
+def test_a_rank_without_validation_pairs(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:
+    for side in ("source", "target"):
+        lines = (tiny_corpus.parent / f"validation.{side}").read_text().splitlines()
+        (tmp_path / side).write_text(lines[0] + "\n")
+    short = [f"--corpus.validation.{side}={tmp_path / side}" for side in ("source", "target")]
+    short += ["--corpus.folder", tmp_path / "corpus", "--training.adam_epsilon", 1e-3]
+    one = fit(recipe_file, tmp_path / "one", *short)
+    two = fit(recipe_file, tmp_path / "two", *short, "--trainer.devices", 2)
+    for tag in ("validation/loss", "validation/bleu"):
+        assert scalars(two, tag) == [(step, pytest.approx(value, abs=1e-4)) for step, value in scalars(one, tag)]

@@ -76,3 +76,12 @@ def test_extreme_logits_stay_finite() -> None:
     assert sums.negative_log_likelihood.item() == pytest.approx(2e4, rel=1e-6)
     assert torch.isfinite(states.grad).all()
     assert torch.isfinite(weight.grad).all()
+
+
+def test_validation_pays_for_no_gradient() -> None:
+    states, weight, targets = problem()
+    with torch.inference_mode():
+        sums = label_smoothed_loss(states, weight, targets, 0.1, PAD)
+    assert not sums.smoothed.requires_grad
+    expected = label_smoothed_loss(states, weight, targets, 0.1, PAD)
+    assert sums.smoothed.item() == expected.smoothed.item()

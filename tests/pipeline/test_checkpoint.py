@@ -55,6 +55,8 @@ def test_which_checkpoint_a_run_folder_means(trained_run: Path, tmp_path: Path) 
     assert choose(run).name == "step=00000240.ckpt"
     shutil.copy(choose(run), run / "average-last-3.ckpt")
     assert choose(run).name == "average-last-3.ckpt"
+    shutil.copy(choose(run), run / "checkpoints" / "step=00000300.ckpt")
+    assert choose(run).name == "step=00000300.ckpt"  # the average is of what was before
     with pytest.raises(InputError, match="holds no checkpoint"):
         choose(tmp_path)
     with pytest.raises(InputError, match="no such checkpoint"):

@@ -75,6 +75,23 @@ def test_values_that_cannot_be(tmp_path: Path) -> None:
     assert "run.patience has to be a whole number, not True" in mistakes(path, "--run.patience", "true")
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["run.log_every_steps=0", "run.seed=-1", "batches.workers=-1", "batches.batch_tokens=0", "decoding.beam_size=0",
+     "decoding.max_extra_tokens=-1", "decoding.length_penalty=-1", "training.adam_beta2=1", "run.patience=0"],
+)  # fmt: skip
+def test_values_out_of_range_are_named(tmp_path: Path, setting: str) -> None:
+    assert setting.split("=")[0] in mistakes(write(tmp_path, MINIMAL), f"--{setting}")
+
+
+def test_trainer_values_get_their_type(tmp_path: Path) -> None:
+    signature = {"max_steps": int, "devices": list[int] | str | int, "val_check_interval": int | float | None}
+    arguments = ["--trainer.max_steps", "1e4", "--trainer.devices", "2", "--trainer.val_check_interval", "5"]
+    recipe = load_recipe([write(tmp_path, MINIMAL)], arguments, signature)
+    assert recipe.trainer == {"max_steps": 10_000, "devices": 2, "val_check_interval": 5}
+    assert isinstance(recipe.trainer["max_steps"], int)
+
+
 def test_trainer_keys_are_lightnings(tmp_path: Path) -> None:
     signature = {"max_steps": int, "devices": list[int] | str | int}
     path = write(tmp_path, MINIMAL)
