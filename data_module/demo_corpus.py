@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from tqdm import tqdm
+
 from data_module.demo_sentences import Author, Lexicon, Sentence
 
 SPLIT_SIZES = {"train": 20_000, "validation": 1_000, "test": 1_000, "test_new_combinations": 1_000}
@@ -43,7 +45,8 @@ def demo_corpus(seed: int = 1) -> dict[str, list[Sentence]]:
     """
     rng, lexicon = random.Random(seed), Lexicon()
     held_out = {combination for combination in lexicon.combinations() if rng.random() < HELD_OUT_SHARE}
-    stream = distinct_sentences(Author(lexicon, rng))
+    total = sum(SPLIT_SIZES.values())
+    stream = iter(tqdm(distinct_sentences(Author(lexicon, rng)), "writing sentences", total, delay=2))
     splits = {"train": list(islice((s for s in stream if not s.combinations & held_out), SPLIT_SIZES["train"]))}
     known = set().union(*map(word_forms, splits["train"]))
     for name in ("validation", "test", "test_new_combinations"):
