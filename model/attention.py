@@ -2,7 +2,7 @@
 
 Shapes: B batch, T queries, S keys, D d_model, H heads, K d_k, V d_v.
 A mask is True where attention is allowed and broadcasts to [B, H, T, S].
-Deviation: the projections have biases, as the authors' code came to have; the paper's formulas have none.
+Deviation: the projections have biases, as torch.nn.MultiheadAttention's; the paper's formulas have none.
 
 Nothing here hands out attention weights while training. To look at them, `weights` works them out from the same
 inputs (see `attention_maps.py`).

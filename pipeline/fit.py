@@ -11,7 +11,6 @@ import os
 import sys
 import typing
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,22 +151,20 @@ def train(
     callbacks.append(CheckpointKeeper(path, recipe, tokenizer))
     options = trainer_options(recipe.trainer)
     step = step_of(checkpoint) if checkpoint else 0
-    make_trainer = partial(
-        Trainer,
-        **options,
-        max_epochs=-1,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        logger=TensorBoardLogger(path, name="", version="tensorboard", purge_step=step + 1),
-        callbacks=callbacks,
-        plugins=[WholeCheckpointIO()],
-    )
     try:
-        trainer = make_trainer()
+        trainer = Trainer(
+            **options,
+            max_epochs=-1,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            logger=TensorBoardLogger(path, name="", version="tensorboard", purge_step=step + 1),
+            callbacks=callbacks,
+            plugins=[WholeCheckpointIO()],
+        )
     except (MisconfigurationException, ValueError, ImportError) as error:
         # What the machine does not have, or keys that exclude one another.
         raise InputError(f"trainer: {' '.join(str(error).split())}") from None
