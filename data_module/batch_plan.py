@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data_module.shuffle import Shuffle
+
 FULL_ENOUGH = 0.9
 """A global batch filled to this share on one side is closed; otherwise the next group is cut to fill it."""
 
@@ -29,32 +31,35 @@ class Group(NamedTuple):
 
 
 class EpochPlan:
-    """The epoch's global batches, `len(plan)` of them; `plan[i]` is a list of groups."""
+    """The epoch's global batches, `len(plan)` of them; `plan[i]` is a list of groups.
 
-    def __init__(
-        self,
-        order: NDArray[np.uint32],
-        group_starts: NDArray[np.int64],
-        group_lengths: NDArray[np.uint16],
-        batch_starts: NDArray[np.int64],
-    ) -> None:
-        self._order = order  # pair indices, group by group
-        self._group_starts = group_starts  # [groups + 1] into order
-        self._group_lengths = group_lengths  # [groups, 2] source and target length
-        self._batch_starts = batch_starts  # [batches + 1] into groups
+    It is a view of one flat array, so that it may lie in memory or in a file that processes share.
+    """
+
+    def __init__(self, numbers: NDArray[np.uint32]) -> None:
+        """`numbers` as `numbers` of another plan gave them."""
+        self.numbers = numbers
+        num_batches, num_groups = int(numbers[0]), int(numbers[1])
+        sizes = [num_batches + 1, num_batches, num_groups + 1, num_groups, num_groups]
+        parts = np.split(numbers, np.cumsum([2, *sizes]))[1:]
+        self._batch_starts = parts[0]  # into groups
+        self._batch_target_tokens = parts[1]
+        self._group_starts = parts[2]  # into order
+        self._source_lengths, self._target_lengths = parts[3], parts[4]  # the longest of each group
+        self._order = parts[5]  # pair indices, group by group
 
     def __len__(self) -> int:
-        return len(self._batch_starts) - 1
+        return len(self._batch_target_tokens)
 
     def __getitem__(self, index: int) -> list[Group]:
-        return [
-            Group(
-                self._order[self._group_starts[group] : self._group_starts[group + 1]],
-                int(self._group_lengths[group, 0]),
-                int(self._group_lengths[group, 1]),
-            )
-            for group in range(self._batch_starts[index], self._batch_starts[index + 1])
-        ]
+        groups = slice(int(self._batch_starts[index]), int(self._batch_starts[index + 1]))
+        starts = self._group_starts[groups.start : groups.stop + 1].tolist()
+        source, target = self._source_lengths[groups].tolist(), self._target_lengths[groups].tolist()
+        return [Group(self._order[starts[i] : starts[i + 1]], source[i], target[i]) for i in range(len(source))]
+
+    def target_tokens(self, index: int) -> int:
+        """Target tokens of a global batch, end symbols counted."""
+        return int(self._batch_target_tokens[index])
 
 
 def plan_epoch(
@@ -85,8 +90,8 @@ def plan_epoch(
             "they must not fall; raise batches.group_tokens or batches.batch_tokens, or lower corpus.max_tokens"
         )
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-    order, starts, lengths = _cut_groups(source_lengths, target_lengths, group_tokens, random)
-    return _fill_batches(order, starts, lengths, batch_tokens, random)
+    cut = _cut_groups(source_lengths, target_lengths, group_tokens, random)
+    return _fill_batches(cut, batch_tokens, random)
 
 
 def plan_in_order(
@@ -95,11 +100,25 @@ def plan_in_order(
     """The same groups every time, for validation; the longest sentences first, so that memory peaks at once."""
     random = np.random.Generator(np.random.PCG64(0))
     longest = int(max(source_lengths.max(), target_lengths.max(), group_tokens))
-    order, starts, lengths = _cut_groups(source_lengths, target_lengths, longest, random)
+    cut = _cut_groups(source_lengths, target_lengths, longest, random)
     groups = [
-        Group(order[starts[i] : starts[i + 1]], int(lengths[i, 0]), int(lengths[i, 1])) for i in range(len(starts) - 1)
+        Group(cut.order[cut.starts[i] : cut.starts[i + 1]], int(source), int(target))
+        for i, (source, target) in enumerate(cut.lengths)
     ]
     return sorted(groups, key=lambda group: -group.source_length)
+
+
+class _Groups(NamedTuple):
+    """All pairs, cut into groups."""
+
+    order: NDArray[np.uint32]
+    """[pairs] indices into the corpus."""
+    target: NDArray[np.uint16]
+    """[pairs] target lengths, in that order."""
+    starts: NDArray[np.int64]
+    """[groups + 1] into order."""
+    lengths: NDArray[np.int64]
+    """[groups, 2] longest source and target."""
 
 
 def _cut_groups(
@@ -107,8 +126,8 @@ def _cut_groups(
     target_lengths: NDArray[np.integer],
     group_tokens: int,
     random: np.random.Generator,
-) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
-    """Pair order, group starts [groups + 1] into it, and group lengths [groups, 2]."""
+) -> _Groups:
+    """Whole groups of one source length first, then what was left of each length, in groups of nearly one."""
     order, source, target = _sorted_by_length(source_lengths, target_lengths, random)
     ends: list[int] = []
     kept: list[slice] = []
@@ -142,7 +161,7 @@ def _cut_groups(
     order, source, target = (np.concatenate([side[p] for p in kept + leftovers]) for side in (order, source, target))
     starts = np.array([0, *ends], dtype=np.int64)
     lengths = np.stack([np.maximum.reduceat(side, starts[:-1]) for side in (source, target)], 1).astype(np.int64)
-    return order, starts, lengths
+    return _Groups(order, target, starts, lengths)
 
 
 def _sorted_by_length(
@@ -150,55 +169,51 @@ def _sorted_by_length(
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint16], NDArray[np.uint16]]:
     """Pairs by source length up and target length down, equal ones shuffled, so that they meet others each epoch.
 
-    One sort of 64-bit numbers that hold both lengths and the shuffled place: a second for ten million pairs.
+    One sort of 64-bit numbers that hold both lengths and a place that gives the index back.
     """
-    shuffled = random.permutation(len(source_lengths)).astype(np.uint32)
-    key = source_lengths.astype(np.uint64)[shuffled]
+    shuffle = Shuffle(random)
+    key = source_lengths.astype(np.uint64)
     key <<= 16
-    key |= 0xFFFF - target_lengths.astype(np.uint64)[shuffled]
+    key |= 0xFFFF - target_lengths.astype(np.uint16)
     key <<= 32
-    key |= np.arange(len(key), dtype=np.uint64)
+    key |= shuffle.places(len(key))
     key.sort()
-    order = shuffled[key.astype(np.uint32)]
+    order = shuffle.indices(key.astype(np.uint32))
     key >>= 32
-    return order, (key >> 16).astype(np.uint16), 0xFFFF - key.astype(np.uint16)
+    target = 0xFFFF - key.astype(np.uint16)
+    key >>= 16
+    return order, key.astype(np.uint16), target
 
 
-def _fill_batches(
-    order: NDArray[np.uint32],
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    batch_tokens: int,
-    random: np.random.Generator,
-) -> EpochPlan:
+def _fill_batches(cut: _Groups, batch_tokens: int, random: np.random.Generator) -> EpochPlan:
     """Groups in random order, poured into batches; one that would not fit is cut, so that no batch is left thin."""
     parts: list[NDArray[np.uint32]] = []
     widths: list[tuple[int, int]] = []
-    batch_starts = [0]
+    batch_starts, batch_target_tokens = [0], [0]
     source_room = target_room = batch_tokens
     thin = (1.0 - FULL_ENOUGH) * batch_tokens
-    group_starts, group_lengths = starts.tolist(), lengths.tolist()
-    for group in random.permutation(len(lengths)).tolist():
+    group_starts, group_lengths = cut.starts.tolist(), cut.lengths.tolist()
+    for group in random.permutation(len(group_lengths)).tolist():
         first, end = group_starts[group], group_starts[group + 1]
         source_length, target_length = group_lengths[group]
         while first < end:
             fitting = min(end - first, source_room // source_length, target_room // target_length)
             if fitting < end - first and (fitting == 0 or min(source_room, target_room) <= thin):
                 batch_starts.append(len(parts))
+                batch_target_tokens.append(0)
                 source_room = target_room = batch_tokens
                 continue
-            parts.append(order[first : first + fitting])
+            parts.append(cut.order[first : first + fitting])
             widths.append((source_length, target_length))
+            batch_target_tokens[-1] += int(cut.target[first : first + fitting].sum())
             source_room -= fitting * source_length
             target_room -= fitting * target_length
             first += fitting
     batch_starts.append(len(parts))
-    return EpochPlan(
-        np.concatenate(parts),
-        np.cumsum([0, *map(len, parts)], dtype=np.int64),
-        np.array(widths, dtype=np.uint16),
-        np.array(batch_starts, dtype=np.int64),
-    )
+    starts = np.cumsum([0, *map(len, parts)])
+    counts = [len(batch_target_tokens), len(parts)]
+    numbers = [counts, batch_starts, batch_target_tokens, starts, *zip(*widths, strict=True)]
+    return EpochPlan(np.concatenate([np.asarray(part, dtype=np.uint32) for part in (*numbers, *parts)]))
 
 
 def share_of_rank(groups: list[Group], rank: int, world_size: int, max_tokens: int) -> list[Group]:
