@@ -6,9 +6,11 @@ import importlib
 import logging
 import os
 import sys
+import threading
 import zlib
 
 from data_module.errors import InputError
+from pipeline.whole_file import behind, full_disk
 
 VERBS = {
     "prepare": "raw parallel text -> corpus folder",
@@ -32,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("data_module").setLevel(logging.INFO)
+    threading.excepthook = _thread_ended
     verb = arguments[0]
     try:
         if verb not in VERBS:
@@ -49,23 +52,40 @@ def main(arguments: list[str] | None = None) -> int:
             raise InputError(f"argument '{unknown[0]}' is unknown; see python -m pipeline {verb} --help")
         known.overrides = unknown
         return int(module.run(known) or 0)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         # The reader has gone (`| head`): nothing to say, and nothing left to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OSError, EOFError, zlib.error) as error:
-        name = getattr(error, "filename", None)
-        if name is None and not isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
-            raise
-        reason = getattr(error, "strerror", None) or error
-        print(f"error: {name or 'the input'}: {reason}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("stopped by the keyboard", file=sys.stderr)
         return 130
+    except Exception as error:
+        line = explained(error)
+        if line is None:
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        return 2
+
+
+def explained(error: Exception) -> str | None:
+    """The line to say of a mistake, of unreadable input or of a full disk; None for an error of the program's own."""
+    full = full_disk(error)
+    # A full disk brings errors on errors: the line that was made first knows the most.
+    lines = [str(e) for e in (behind(error) if full else (error,)) if isinstance(e, InputError)]
+    if lines:
+        return lines[-1]
+    if full:
+        return f"{full.filename or 'the output'}: {full.strerror}; make room, then run the same command again"
+    name = getattr(error, "filename", None)
+    if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)) or (isinstance(error, OSError) and name):
+        return f"{name or 'the input'}: {getattr(error, 'strerror', None) or error}"
+    return None
+
+
+def _thread_ended(told: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer hands its error on to the next call; of a full disk, that one's line is enough."""
+    if told.exc_value is None or not full_disk(told.exc_value):
+        threading.__excepthook__(told)
 
 
 if __name__ == "__main__":

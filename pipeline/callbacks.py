@@ -1,6 +1,8 @@
 """What happens beside training: checkpoints kept, validation scored, progress shown and logged."""
 
+import atexit
 import math
+import signal
 import sys
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ from data_module.tokenizer import Tokenizer
 from pipeline.checkpoint import standalone_part, step_checkpoints, step_path, write_whole
 from pipeline.corpus_bleu import CorpusBleu
 from pipeline.recipe import Recipe
+from pipeline.whole_file import full_disk
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -70,6 +73,8 @@ class CheckpointKeeper(Callback):
 
     def save(self, trainer: Trainer) -> None:
         """Write this step's checkpoint and let go of the oldest."""
+        for logger in trainer.loggers:
+            logger.save()  # a run that goes on from here does not log again what came before
         trainer.save_checkpoint(step_path(self._run, trainer.global_step), weights_only=False)
         self._last_saved, self._saved_step = time.monotonic(), trainer.global_step
         if trainer.is_global_zero:
@@ -230,6 +235,17 @@ class Monitor(Callback):
         """Close the bar."""
         if self._bar is not None:
             self._bar.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the last word to the error itself."""
+        if self._bar is not None:
+            self._bar.close()
+        if (full := full_disk(exception)) is not None and full.filename is None and trainer.logger is not None:
+            full.filename = trainer.logger.log_dir  # TensorBoard does not say where
+        launcher = trainer.strategy.launcher
+        if launcher is not None:
+            # The ranks that this one has started would wait for it, then say at length that it has gone.
+            atexit.register(launcher.kill, signal.SIGKILL)
 
     def _restart(self) -> None:
         self._sums, self._tokens, self._since = None, 0, time.monotonic()

@@ -4,8 +4,9 @@ A checkpoint stands alone: under the key `translation` it carries the network's 
 recipe, as plain values and tensors, so that it loads with `weights_only`.
 """
 
-import os
+import io
 import re
+import shutil
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from data_module.errors import InputError
 from data_module.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
+from pipeline.whole_file import full_disk, whole_file
 
 FORMAT_VERSION = 1
 _STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
@@ -59,23 +61,34 @@ def standalone_part(recipe: dict[str, Any], network: NetworkSettings, tokenizer:
 
 
 def write_whole(contents: dict[str, Any], path: Path) -> None:
-    """Save under a temporary name, flush to the disk, rename: what has the name is whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Save a checkpoint whole or not at all.
+
+    Raises InputError when there is no room for it.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with whole_file(path) as file:
             torch.save(contents, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except Exception as error:
+        full = full_disk(error)
+        if full is None:
+            raise
+        counter = _Counter()
+        torch.save(contents, counter)
+        free = shutil.disk_usage(path.parent).free
+        raise InputError(
+            f"{path}: {full.strerror}: it needs {counter.size / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free; "
+            "earlier checkpoints are whole; make room, then run the same command again"
+        ) from error
+
+
+class _Counter(io.BytesIO):
+    """A file that only counts what is written to it."""
+
+    size = 0
+
+    def write(self, data: Any) -> int:
+        self.size += len(data)
+        return len(data)
 
 
 def is_whole(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -14,12 +13,14 @@ import yaml
 
 from data_module.errors import InputError
 from pipeline.recipe import Recipe
+from pipeline.whole_file import is_leftover, remove_leftovers, whole_file
 
 MAY_CHANGE = ("name", "decoding", "run", "trainer")
 """Sections that another config may change on resume; the others would make it another run."""
 MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
 
 
+_OWN_FILES = ("config.yaml", "tokenizer.model", "versions.json")
 STOPPED_EARLY = "stopped-early.json"
 """Left by a run that patience has ended: the step, and the patience it had."""
 
@@ -44,20 +45,24 @@ class RunFolder:
         self.path = path
         if path.exists() and not path.is_dir():
             raise InputError(f"{path}: is a file; give another run.folder")
-        if path.is_dir() and {entry.name for entry in path.iterdir()} - {".lock"} and not is_run(path):
+        if path.is_dir() and any(map(_is_foreign, path.iterdir())) and not is_run(path):
             raise InputError(f"{path}: holds something else than a run; give another run.folder")
         path.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] = (path / ".lock").open("a")
         try:
             # A POSIX lock: it dies with this process, while flock's would live on in a loader's worker.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except (BlockingIOError, PermissionError):
             raise InputError(
                 f"{path}: another fit is writing there; wait for it to end or give another run.folder"
             ) from None
-
-        for leftover in (path / "checkpoints").glob(".*.tmp"):
-            leftover.unlink()  # of a process that was killed while it saved
+        except OSError as error:
+            raise InputError(
+                f"{path}: its file system cannot lock files ({error.strerror}); give a run.folder on another one"
+            ) from None
+        remove_leftovers(path / "checkpoints", "")
+        for name in _OWN_FILES:
+            remove_leftovers(path, name)
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -78,11 +83,10 @@ class RunFolder:
         return forbidden, allowed
 
     def remove_run(self) -> None:
-        """Remove what this program has written here, and nothing else."""
+        """Remove the run that is here, and nothing else; `write_config` replaces what makes the folder a run's."""
         for name in ("checkpoints", "tensorboard"):
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for name in ("tokenizer.model", "versions.json", STOPPED_EARLY, "config.yaml"):
-            (self.path / name).unlink(missing_ok=True)
+        (self.path / STOPPED_EARLY).unlink(missing_ok=True)
         for average in self.path.glob("average-last-*.ckpt"):
             average.unlink()
 
@@ -109,10 +113,14 @@ def versions() -> dict[str, Any]:
     }
 
 
+def _is_foreign(entry: Path) -> bool:
+    """Whether an entry is none that a fit leaves which was killed before it had written its recipe."""
+    return entry.name != ".lock" and not is_leftover(entry, "config.yaml")
+
+
 def _replace(path: Path, contents: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(contents)
-    temporary.replace(path)
+    with whole_file(path) as file:
+        file.write(contents)
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:

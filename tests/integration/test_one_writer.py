@@ -1,0 +1,64 @@
+"""Whoever starts at once: one prepares the corpus, one writes the run."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import checkpoints, kill, start, step_of
+
+
+def same_corpus(left: Path, right: Path) -> bool:
+    """The same files, and nothing half-made beside them."""
+    names = {path.name for path in left.iterdir()}
+    assert names == {path.name for path in right.iterdir()}
+    assert {path.name for path in left.parent.glob(".corpus.*")} <= {".corpus.lock"}
+    return all((left / name).read_bytes() == (right / name).read_bytes() for name in names)
+
+
+def test_two_fits_at_once_find_no_corpus(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    command = ["fit", "--config", recipe_file, "--corpus.folder", corpus, "--run.folder", run]
+    fits = [start(*command, "--trainer.max_steps", 100_000, stderr=subprocess.PIPE) for _ in range(2)]
+    deadline = time.monotonic() + 60
+    while all(fit.poll() is None for fit in fits) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    [refused] = [fit for fit in fits if fit.poll() is not None]
+    [writer] = [fit for fit in fits if fit is not refused]
+    line = refused.communicate()[1].decode().splitlines()[-1]
+    assert refused.returncode == 2
+    assert line.startswith(f"error: {run}: another fit is writing there; ")
+    while not checkpoints(run) and writer.poll() is None:
+        time.sleep(0.05)
+    assert kill(writer)
+    writer.communicate()
+    assert same_corpus(corpus, tiny_corpus)
+
+
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_two_ranks_find_no_corpus(tiny_corpus: Path, recipe_file: Path, tmp_path: Path, launcher: str) -> None:
+    corpus, run = tmp_path / "corpus", tmp_path / "run"
+    command = ["fit", "--config", recipe_file, "--corpus.folder", corpus, "--run.folder", run, "--trainer.devices", 2]
+    if launcher == "torchrun":  # it starts both ranks at once, as a cluster does
+        ranks = start("--standalone", "--nproc-per-node", 2, "-m", "pipeline", *command, module="torch.distributed.run")
+    else:
+        ranks = start(*command)
+    assert ranks.wait(120) == 0
+    assert same_corpus(corpus, tiny_corpus)
+    assert [step_of(path) for path in checkpoints(run)] == [4, 8, 12]
+
+
+@pytest.mark.slow
+def test_ranks_on_a_folder_in_use_end(recipe_file: Path, tmp_path: Path) -> None:
+    run, said = tmp_path / "run", tmp_path / "said"
+    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_steps", 100_000]
+    writer = start(*command)
+    while not checkpoints(run) and writer.poll() is None:
+        time.sleep(0.05)
+    with said.open("w") as stderr:
+        torchrun = ["--standalone", "--nproc-per-node", 2, "-m", "pipeline", *command, "--trainer.devices", 2]
+        ranks = start(*torchrun, module="torch.distributed.run", stderr=stderr)
+    assert ranks.wait(120) != 0
+    assert said.read_text().count(f"error: {run}: another fit is writing there; ") == 1
+    assert kill(writer)
