@@ -18,7 +18,7 @@ from tqdm import tqdm
 from data_module.corpus import TokenStoreWriter, store_prefix, token_type
 from data_module.errors import InputError
 from data_module.manifest import FORMAT, FORMAT_VERSION, TOKENIZER_NAME, write_manifest
-from data_module.pair_filter import PairFilter, Reason
+from data_module.pair_filter import HeldOutPairs, PairFilter, Reason
 from data_module.settings import CorpusSettings, TextSource
 from data_module.text_sources import read_pairs
 from data_module.tokenizer import MAX_PIECE_CHARACTERS, Tokenizer, train_on_words
@@ -41,11 +41,11 @@ def build_corpus(
     words = _count_words(settings, num_pairs, progress)
     tokenizer = Tokenizer(_train_tokenizer(settings, words, progress))
     (folder / TOKENIZER_NAME).write_bytes(tokenizer.model)
-    validation_pairs: set[tuple[str, str]] = set()
-    # Made first, because training pairs are compared with it.
     encoder = WordEncoder(tokenizer, token_type(tokenizer.vocabulary_size))
-    validation = _write_validation(settings, encoder, validation_pairs, folder, progress)
-    train = _write_train(settings, encoder, validation_pairs, num_pairs, folder, progress)
+    # Known first, because training pairs are compared with them.
+    held_out = HeldOutPairs(validation=set(), test=_test_pairs(settings))
+    validation = _write_validation(settings, encoder, held_out.validation, folder, progress)
+    train = _write_train(settings, encoder, held_out, num_pairs, folder, progress)
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -71,7 +71,7 @@ def _count_words(settings: CorpusSettings, num_pairs: list[int], progress: bool)
     words = WordCounts()
     with _bar("reading text", left, progress) as bar:
         for text in settings.train:
-            for chunk in read_pairs(text, settings.drop_invalid_utf8):
+            for chunk in read_pairs(text, settings):
                 size = len(chunk.source)
                 # Of the pairs still wanted, how many fall into this chunk: a uniform sample in one pass.
                 take = int(random.hypergeometric(wanted, left - wanted, size))
@@ -98,6 +98,15 @@ def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool
             wait([training], timeout=0.5)
             bar.update()
         return training.result()
+
+
+def _test_pairs(settings: CorpusSettings) -> set[tuple[str, str]]:
+    return {
+        pair
+        for text in settings.test
+        for chunk in read_pairs(text, settings)
+        for pair in zip(chunk.source, chunk.target, strict=True)
+    }
 
 
 def _write_validation(
@@ -142,12 +151,12 @@ def _write_validation(
 def _write_train(
     settings: CorpusSettings,
     encoder: WordEncoder,
-    validation_pairs: set[tuple[str, str]],
+    held_out: HeldOutPairs,
     num_pairs: list[int],
     folder: Path,
     progress: bool,
 ) -> dict[str, Any]:
-    pair_filter = PairFilter(settings, validation_pairs)
+    pair_filter = PairFilter(settings, held_out)
     with ExitStack() as stack:
         writers = _writers(stack, folder, "train", encoder.dtype)
         bar = stack.enter_context(_bar("encoding", sum(num_pairs), progress))
@@ -158,12 +167,15 @@ def _write_train(
                 bar.update(encoded.num_pairs_read)
             for writer in writers:
                 writer.repeat_from(start, text.repeat - 1)
-    if pair_filter.account.overlapping:
-        log.warning(
-            "%d training pairs also occur in the validation text%s",
-            pair_filter.account.overlapping,
-            " and were dropped" if settings.drop_overlap else "; corpus.drop_overlap: true drops them",
-        )
+    account = pair_filter.account
+    for split, count in (("validation", account.also_in_validation), ("test", account.also_in_test)):
+        if count:
+            log.warning(
+                "%d training pairs also occur in the %s text%s",
+                count,
+                split,
+                " and were dropped" if settings.drop_overlap else "; corpus.drop_overlap: true drops them",
+            )
     return _finished(pair_filter, writers, "train")
 
 
@@ -181,7 +193,7 @@ def _encoded(
     settings: CorpusSettings, encoder: WordEncoder, pair_filter: PairFilter, text: TextSource
 ) -> Iterator[_EncodedChunk]:
     """Read a source once, clean and encode it."""
-    for chunk in read_pairs(text, settings.drop_invalid_utf8):
+    for chunk in read_pairs(text, settings):
         source_ids, source_lengths = _encode(encoder, chunk.source, settings.max_tokens)
         target_ids, target_lengths = _encode(encoder, chunk.target, settings.max_tokens)
         kept = pair_filter.keep(chunk, source_lengths, target_lengths, text.repeat)

@@ -11,6 +11,7 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.model"
 
+_LINES_SHOWN = 3
 _REBUILD = "run `python -m pipeline prepare` with --force to rebuild it"
 
 
@@ -59,6 +60,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def summary(manifest: dict[str, Any]) -> str:
+    """Return for a person what became of the pairs, a line a split, with a few of the lines that were dropped."""
+    lines = []
+    for split in ("train", "validation"):
+        account = manifest[split]
+        dropped = {reason: entry for reason, entry in account["pairs_dropped"].items() if entry["pairs"]}
+        count = sum(entry["pairs"] for entry in dropped.values())
+        reasons = "; ".join(
+            f"{entry['pairs']:,} {reason.replace('_', ' ')} ({_few(entry['first_lines'], entry['pairs'])})"
+            for reason, entry in dropped.items()
+        )
+        lines.append(
+            f"{split}: {account['pairs_read']:,} pairs read, {account['pairs_kept']:,} kept, {count:,} dropped"
+            + (f": {reasons}" if reasons else "")
+        )
+    return "\n".join(lines)
+
+
+def _few(lines: list[str], count: int) -> str:
+    shown = lines[:_LINES_SHOWN]
+    return ", ".join(shown + ["…"] * (count > len(shown)))
+
+
 def differences(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Return what differs between a corpus and the settings and source files `wanted`, a phrase for each.
 
@@ -71,6 +95,8 @@ def _compare(name: str, had: Any, wanted: Any) -> list[str]:
     if isinstance(had, dict) and isinstance(wanted, dict):
         keys = [*wanted, *(key for key in had if key not in wanted)]
         return [found for key in keys for found in _compare(f"{name}.{key}", had.get(key), wanted.get(key))]
+    if name == "source_files" and had is not None:
+        return _compare(name, *({entry["file"]: entry for entry in files} for files in (had, wanted)))
     if isinstance(had, list) and isinstance(wanted, list) and len(had) == len(wanted):
         pairs = enumerate(zip(had, wanted, strict=True))
         return [found for i, (old, new) in pairs for found in _compare(f"{name}[{i}]", old, new)]

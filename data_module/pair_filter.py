@@ -21,7 +21,8 @@ class Reason(StrEnum):
     EMPTY = "empty_side"
     TOO_LONG = "too_long"
     LENGTH_RATIO = "length_ratio"
-    OVERLAP = "overlap_with_validation"
+    IN_VALIDATION = "overlap_with_validation"
+    IN_TEST = "overlap_with_test"
     DUPLICATE = "duplicate"
 
 
@@ -31,8 +32,10 @@ class PairAccount:
 
     read: int = 0
     kept: int = 0
-    overlapping: int = 0
+    also_in_validation: int = 0
     """Pairs that also occur in the validation text, dropped or not."""
+    also_in_test: int = 0
+    """Pairs that also occur in the test text, dropped or not."""
     dropped: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     lines: dict[Reason, list[str]] = field(default_factory=lambda: {reason: [] for reason in Reason})
 
@@ -51,7 +54,8 @@ class PairAccount:
                 str(reason): {"pairs": count, "first_lines": self.lines[reason]}
                 for reason, count in self.dropped.items()
             },
-            "pairs_also_in_validation": self.overlapping,
+            "pairs_also_in_validation": self.also_in_validation,
+            "pairs_also_in_test": self.also_in_test,
         }
 
 
@@ -85,10 +89,22 @@ def hash_pairs(pairs: Iterable[tuple[str, str]]) -> np.ndarray:
     return np.frombuffer(b"".join(digests), dtype="<u8")
 
 
+@dataclass(frozen=True)
+class HeldOutPairs:
+    """What training text is compared with.
+
+    Only a pair that occurs as a whole counts, white space aside: then the network was shown the answer. A source
+    sentence alone may well recur in other text with a translation of its own ("Thank you.").
+    """
+
+    validation: set[tuple[str, str]]
+    test: set[tuple[str, str]]
+
+
 class PairFilter:
     """Decides on one split's pairs, in the order in which they are read."""
 
-    def __init__(self, settings: CorpusSettings, validation_pairs: set[tuple[str, str]] | None = None) -> None:
+    def __init__(self, settings: CorpusSettings, held_out: HeldOutPairs | None = None) -> None:
         """Take the pairs to compare with; None filters the validation split itself.
 
         From validation, whose figures must not depend on how training text is cleaned, go only pairs that
@@ -96,7 +112,7 @@ class PairFilter:
         """
         self.account = PairAccount()
         self._settings = settings
-        self._validation_pairs = validation_pairs
+        self._held_out = held_out
         self._seen = SeenPairs()
 
     def keep(self, chunk: PairChunk, source_lengths: np.ndarray, target_lengths: np.ndarray, repeat: int) -> np.ndarray:
@@ -114,13 +130,16 @@ class PairFilter:
         drop(Reason.INVALID_UTF8, _mask(num_pairs, chunk.invalid))
         drop(Reason.EMPTY, shorter == 0)
         drop(Reason.TOO_LONG, longer > settings.max_tokens)
-        if self._validation_pairs is not None:
+        if self._held_out is not None:
             if settings.max_length_ratio is not None:
                 drop(Reason.LENGTH_RATIO, longer > settings.max_length_ratio * shorter)
-            overlap = left & self._overlap(chunk)
-            account.overlapping += int(overlap.sum()) * repeat
+            in_validation = left & _occur(chunk, self._held_out.validation)
+            in_test = left & _occur(chunk, self._held_out.test)
+            account.also_in_validation += int(in_validation.sum()) * repeat
+            account.also_in_test += int(in_test.sum()) * repeat
             if settings.drop_overlap:
-                drop(Reason.OVERLAP, overlap)
+                drop(Reason.IN_VALIDATION, in_validation)
+                drop(Reason.IN_TEST, in_test)
             if settings.drop_duplicates:
                 candidates = np.flatnonzero(left)
                 hashes = hash_pairs((chunk.source[i], chunk.target[i]) for i in candidates.tolist())
@@ -130,12 +149,13 @@ class PairFilter:
         account.kept += len(kept) * repeat
         return kept
 
-    def _overlap(self, chunk: PairChunk) -> np.ndarray:
-        validation = self._validation_pairs or set()
-        pairs = list(zip(chunk.source, chunk.target, strict=True))
-        if validation.isdisjoint(pairs):
-            return np.zeros(len(pairs), dtype=bool)
-        return np.fromiter((pair in validation for pair in pairs), dtype=bool, count=len(pairs))
+
+def _occur(chunk: PairChunk, held_out: set[tuple[str, str]]) -> np.ndarray:
+    """Return for each pair whether it is one of those held out."""
+    if not held_out or held_out.isdisjoint(zip(chunk.source, chunk.target, strict=True)):
+        return np.zeros(len(chunk.source), dtype=bool)
+    pairs = zip(chunk.source, chunk.target, strict=True)
+    return np.fromiter((pair in held_out for pair in pairs), dtype=bool, count=len(chunk.source))
 
 
 def _mask(length: int, indices: list[int] | np.ndarray) -> np.ndarray:

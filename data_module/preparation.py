@@ -16,6 +16,7 @@ from typing import Any
 
 from data_module.corpus import MAX_TOKENS
 from data_module.corpus_builder import build_corpus
+from data_module.dataset_sources import hub_revision
 from data_module.errors import InputError
 from data_module.manifest import differences, is_corpus, read_manifest
 from data_module.settings import CorpusSettings
@@ -47,11 +48,12 @@ def prepare(settings: CorpusSettings, *, force: bool = False, progress: bool = T
             manifest = _up_to_date(folder, wanted, ignore_differences=force)
             if manifest is None or force:
                 # Every file is looked at before any time is spent.
-                train_pairs = [count_pairs(text) for text in settings.train]
-                for text in settings.validation:
-                    count_pairs(text)
+                train_pairs = [count_pairs(text, settings) for text in settings.train]
+                for text in (*settings.validation, *settings.test):
+                    count_pairs(text, settings)
                 with _replacing(folder) as temporary:
-                    manifest = build_corpus(settings, wanted, train_pairs, temporary, progress)
+                    made_of = wanted | {"hub_revisions": _hub_revisions(settings)}
+                    manifest = build_corpus(settings, made_of, train_pairs, temporary, progress)
     return manifest
 
 
@@ -61,16 +63,22 @@ def differs_from(manifest: dict[str, Any], settings: CorpusSettings) -> list[str
 
 
 def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
-    # A corpus may be moved: where it lies is no part of it.
-    return {key: value for key, value in asdict(settings).items() if key != "folder"}
+    # A corpus may be moved: where it lies is no part of it. Nor is what is left empty.
+    return {key: value for key, value in asdict(settings).items() if key != "folder" and value != []}
 
 
 def _wanted(settings: CorpusSettings) -> dict[str, Any]:
-    names = [name for text in (*settings.train, *settings.validation) for name in files_of(text)]
+    files = {name: path for text in settings.texts() for name, path in files_of(text).items()}
     return {
         "settings": _settings_dict(settings),
-        "source_files": [fingerprint(name) for name in dict.fromkeys(names)],
+        "source_files": [fingerprint(name, path) for name, path in files.items()],
     }
+
+
+def _hub_revisions(settings: CorpusSettings) -> dict[str, str]:
+    """Where the text came from. Not compared: a commit that leaves the text as it is makes no other corpus."""
+    revisions = {str(text.dataset): hub_revision(text) for text in settings.texts()}
+    return {name: revision for name, revision in revisions.items() if revision}
 
 
 def _check_settings(settings: CorpusSettings) -> None:

@@ -3,12 +3,12 @@
 These typed signatures are the recipe's schema: a key that is not here is refused, with the nearest name.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """Parallel text: two files of one sentence a line, or one tab-separated file of pairs.
+    """Parallel text: two files of one sentence a line, one tab-separated file of pairs, or a data set.
 
     Files may be plain or gzip-compressed (`.gz`). Paths are relative to the working folder.
     """
@@ -16,7 +16,23 @@ class TextSource:
     source: str | None = None
     target: str | None = None
     tsv: str | None = None
+    dataset: str | None = None
+    """A Hugging Face data set with a `translation` column: its name on the hub, or a folder of parquet or JSON."""
+    subset: str | None = None
+    """Which of the data set's parts, if it has several."""
+    split: str | None = None
+    """Which of the data set's splits."""
     repeat: int = 1
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("source", "target", "tsv", "dataset", "subset", "split") if getattr(self, name)]
+        if given not in (["source", "target"], ["tsv"], ["dataset", "split"], ["dataset", "subset", "split"]):
+            raise ValueError(
+                "a text source is `source` and `target`, or `tsv`, or `dataset` and `split`;"
+                f" this one has {' and '.join(given) or 'none of them'}"
+            )
+        if self.repeat < 1:
+            raise ValueError(f"`repeat` of a text source is {self.repeat}; it must be 1 or more")
 
 
 @dataclass(frozen=True)
@@ -26,7 +42,10 @@ class CorpusSettings:
     folder: str
     train: list[TextSource]
     validation: list[TextSource]
+    test: list[TextSource] = field(default_factory=list)
+    """Text that will be scored on: training text is compared with it. It is not part of the corpus."""
     source_language: str = "source"
+    """A data set's sentences are taken by this name."""
     target_language: str = "target"
     vocabulary_size: int = 37_000
     tokenizer_sentences: int = 10_000_000
@@ -42,8 +61,12 @@ class CorpusSettings:
     """Drop pairs with invalid UTF-8; otherwise it is an error that names file and line."""
     drop_duplicates: bool = False
     drop_overlap: bool = False
-    """Drop training pairs that also occur in the validation text; otherwise counted and warned of."""
+    """Drop training pairs that also occur in the validation or test text; otherwise counted and warned of."""
     seed: int = 1
+
+    def texts(self) -> list[TextSource]:
+        """Return the sources of all splits."""
+        return [*self.train, *self.validation, *self.test]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-r"""Raw parallel text read in chunks: plain, gzip-compressed or tab-separated files, in flat memory.
+r"""Raw parallel text of every kind, read in chunks, in flat memory: plain, gzip-compressed, tab-separated, data sets.
 
 Only "\n" ends a line ("\r\n" is accepted), whatever else Unicode calls a line end: the sides stay aligned.
 """
@@ -14,8 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_module.dataset_sources import split_files, split_lines, split_name
 from data_module.errors import InputError
-from data_module.settings import TextSource
+from data_module.settings import CorpusSettings, TextSource
 from data_module.word_counts import normalize_white_space
 
 _CHUNK_BYTES = 2**20
@@ -27,7 +28,7 @@ class PairChunk:
     """Successive pairs of one source, their white space normalized; an unreadable line is an empty one."""
 
     name: str
-    """The file that line numbers refer to."""
+    """The file or data set that line numbers refer to."""
     first_line: int
     source: list[str]
     target: list[str]
@@ -35,32 +36,36 @@ class PairChunk:
     """Which pairs, counted from the chunk's first, have invalid UTF-8."""
 
 
-def files_of(text: TextSource) -> list[str]:
-    """Return the one or two files of a source; raises `InputError` when it names neither or both kinds."""
-    if text.tsv is not None and text.source is None and text.target is None:
-        return [text.tsv]
-    if text.tsv is None and text.source is not None and text.target is not None:
-        return [text.source, text.target]
-    raise InputError(f"corpus: a text source needs `source` and `target`, or `tsv` alone; this is {text}")
+def files_of(text: TextSource) -> dict[str, Path]:
+    """Return the files that a source is read from, each by the name that the manifest gives it.
+
+    Those of a data set on the hub are downloaded first.
+    """
+    return split_files(text) if text.dataset else {name: Path(name) for name in _names(text)}
 
 
-def fingerprint(path: str) -> dict[str, Any]:
+def is_at_hand(text: TextSource) -> bool:
+    """Return whether a source lies on this machine; looks nothing up on the hub."""
+    return all(Path(name).exists() for name in _names(text))
+
+
+def fingerprint(name: str, path: Path) -> dict[str, Any]:
     """Return a file's name, size in bytes and SHA-256."""
-    with _reading(path), Path(path).open("rb") as file:
+    with _reading(name), path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"file": path, "bytes": file.tell(), "sha256": digest}
+        return {"file": name, "bytes": file.tell(), "sha256": digest}
 
 
-def count_pairs(text: TextSource) -> int:
+def count_pairs(text: TextSource, settings: CorpusSettings) -> int:
     """Return the pairs of one reading of a source.
 
     Raises:
         InputError: a file is missing, unreadable, empty or truncated; the sides are of unequal length or the
-            same file.
+            same file; a data set has no such languages.
     """
-    if text.repeat < 1:
-        raise InputError(f"corpus: `repeat` of {files_of(text)[0]} is {text.repeat}; it must be 1 or more")
-    names = files_of(text)
+    if text.dataset:
+        return sum(len(source) for source, _ in _chunks(text, settings))
+    names = _names(text)
     if len(names) == 2 and _same_file(*names):
         raise InputError(f"{names[0]}: source and target are the same file; name the other language's as target")
     counts = [_count_lines(name) for name in names]
@@ -73,24 +78,23 @@ def count_pairs(text: TextSource) -> int:
     return counts[0]
 
 
-def read_pairs(text: TextSource, drop_invalid_utf8: bool) -> Iterator[PairChunk]:
+def read_pairs(text: TextSource, settings: CorpusSettings) -> Iterator[PairChunk]:
     """Read a source once, from its first pair to its last, about a megabyte at a time.
 
     Raises:
         InputError: a file cannot be read, a tab-separated line has not two columns, or a line is not UTF-8
-            and `drop_invalid_utf8` is false.
+            and `corpus.drop_invalid_utf8` is false.
     """
-    names = files_of(text)
-    chunks = _tsv_chunks(*names) if len(names) == 1 else _aligned_chunks(*names)
+    names = [split_name(text)] if text.dataset else _names(text)
     first_line = 1
-    for sides in chunks:
+    for sides in _chunks(text, settings):
         decoded: list[list[str]] = []
         invalid: set[int] = set()
         for name, lines in zip((names[0], names[-1]), sides, strict=True):
             if first_line == 1:
                 lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
             sentences, undecodable = _decode(lines)
-            if undecodable and not drop_invalid_utf8:
+            if undecodable and not settings.drop_invalid_utf8:
                 raise InputError(
                     f"{name}:{first_line + undecodable[0]}: invalid UTF-8; mend the line, or set"
                     " `corpus.drop_invalid_utf8: true` to drop such pairs"
@@ -99,6 +103,19 @@ def read_pairs(text: TextSource, drop_invalid_utf8: bool) -> Iterator[PairChunk]
             invalid.update(undecodable)
         yield PairChunk(names[0], first_line, decoded[0], decoded[1], sorted(invalid))
         first_line += len(decoded[0])
+
+
+def _names(text: TextSource) -> list[str]:
+    """Return what the recipe names: one or two files, or a data set."""
+    return [name for name in (text.source, text.target, text.tsv, text.dataset) if name]
+
+
+def _chunks(text: TextSource, settings: CorpusSettings) -> Iterator[tuple[list[bytes], list[bytes]]]:
+    """Yield successive lines of both sides."""
+    if text.dataset:
+        return split_lines(text, (settings.source_language, settings.target_language))
+    names = _names(text)
+    return _aligned_chunks(*names) if len(names) == 2 else _tsv_chunks(*names)
 
 
 def _aligned_chunks(source: str, target: str) -> Iterator[tuple[list[bytes], list[bytes]]]:

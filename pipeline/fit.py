@@ -92,13 +92,16 @@ def ensure_corpus(settings: "CorpusSettings") -> None:
     Raises InputError as `prepare` does.
     """
     from data_module.errors import InputError
-    from data_module.manifest import is_corpus, read_manifest
+    from data_module.manifest import is_corpus, read_manifest, summary
     from data_module.preparation import differs_from, prepare
-    from data_module.text_sources import files_of
+    from data_module.text_sources import is_at_hand
 
-    texts = [name for text in (*settings.train, *settings.validation) for name in files_of(text)]
     folder = Path(settings.folder)
-    if all(Path(name).exists() for name in texts) or not is_corpus(folder):
+    if not is_corpus(folder):
+        manifest = prepare(settings)
+        if process_rank() == 0:
+            print(summary(manifest), file=sys.stderr)
+    elif all(map(is_at_hand, settings.texts())):
         prepare(settings)
     elif differences := differs_from(read_manifest(folder), settings):
         raise InputError(

@@ -1,11 +1,12 @@
 """Raw parallel text -> corpus folder: cleaned, tokenized, memory-mapped.
 
-Run again it changes nothing; with other texts or settings it says what differs. The last line is the manifest's
-summary as JSON.
+Run again it changes nothing; with other texts or settings it says what differs. The last line is the manifest as
+JSON; before it, on standard error, stands which pairs were dropped, and why.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 
@@ -17,10 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prepare the recipe's corpus."""
+    from data_module.manifest import summary
     from data_module.preparation import prepare
     from pipeline.recipe import load_recipe
 
     recipe = load_recipe(arguments.config, arguments.overrides)
     manifest = prepare(recipe.corpus, force=arguments.force)
+    print(summary(manifest), file=sys.stderr, flush=True)
     print(json.dumps(manifest))
     return 0

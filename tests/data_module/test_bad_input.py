@@ -230,13 +230,39 @@ def test_no_pair_is_left(place: Workplace) -> None:
         ("character_coverage", 0.5),
         ("max_tokens", 65_536),
         ("max_length_ratio", 0.5),
-        ("train", [TextSource("a")]),
-        ("train", [TextSource("a", "b", tsv="c")]),
     ],
 )
 def test_settings_out_of_range(place: Workplace, key: str, value: Any) -> None:
     place.fails("corpus", **{key: value})
 
 
-def test_repeat_below_one(place: Workplace) -> None:
-    place.fails("`repeat` of", "train.en is 0", train=[replace(place.settings.train[0], repeat=0)])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"source": "a"},
+        {"source": "a", "target": "b", "tsv": "c"},
+        {"dataset": "a"},
+        {"split": "train"},
+        {"tsv": "a", "subset": "de-en"},
+        {"source": "a", "target": "b", "dataset": "c", "split": "train"},
+    ],
+)
+def test_a_text_source_is_of_one_kind(keys: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=f"this one has {' and '.join(keys) or 'none of them'}$"):
+        TextSource(**keys)
+
+
+def test_repeat_below_one() -> None:
+    with pytest.raises(ValueError, match="`repeat` of a text source is 0"):
+        TextSource("a", "b", repeat=0)
+
+
+def test_test_text_is_looked_at_before_time_is_spent(place: Workplace) -> None:
+    text = TextSource(str(place.folder / "test.en"), str(place.folder / "test.de"))
+    place.fails("test.en: no such file", test=[text])
+    place.write("test.en", SOURCE)
+    place.write("test.de", TARGET[:3])
+    place.fails("test.de: 3 lines, but", "test.en has 4", test=[text])
+    place.write("test.de", TARGET)
+    place.works(test=[text])

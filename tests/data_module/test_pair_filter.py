@@ -1,6 +1,26 @@
-import numpy as np
+"""Which pairs are kept, which also occur in held-out text, and that the account of them adds up."""
 
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_module.errors import InputError
+from data_module.manifest import summary
 from data_module.pair_filter import SeenPairs, hash_pairs
+from data_module.settings import CorpusSettings
+from tests.data_module.test_preparation import assert_adds_up, contents, dropped, made, pairs_of_text, write_pairs
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> CorpusSettings:
+    """400 training and 20 validation pairs."""
+    train = write_pairs(tmp_path, "train", pairs_of_text(400, 1))
+    validation = write_pairs(tmp_path, "validation", pairs_of_text(20, 2))
+    return CorpusSettings(str(tmp_path / "corpus"), [train], [validation], vocabulary_size=60)
 
 
 def test_seen_pairs_equal_a_set() -> None:
@@ -14,3 +34,61 @@ def test_seen_pairs_equal_a_set() -> None:
             memory.add(value)
     assert seen == reference
     assert hash_pairs([("a", "b c")])[0] != hash_pairs([("a b", "c")])[0]
+
+
+def test_test_text_is_compared_and_not_stored(
+    settings: CorpusSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, validation, test = pairs_of_text(40, 9), pairs_of_text(20, 2), pairs_of_text(10, 7)
+    other_translation = (test[2][0], "the cat")  # its source alone is no reason
+    train = [*good, test[0], (f" {test[1][0]}  ", test[1][1]), other_translation, validation[0], ("", "")]
+    compared = replace(
+        settings,
+        train=[replace(write_pairs(tmp_path, "mixed", train), repeat=2)],
+        # A pair of both counts in both, and is dropped for the first.
+        test=[write_pairs(tmp_path, "test", [*test, ("", "")]), write_pairs(tmp_path, "more", validation[:1])],
+    )
+    manifest = made(compared)
+    assert (manifest["train"]["pairs_also_in_validation"], manifest["train"]["pairs_also_in_test"]) == (2, 6)
+    assert manifest["train"]["pairs_kept"] == 2 * 44
+    assert "6 training pairs also occur in the test text; corpus.drop_overlap: true drops them" in caplog.text
+    assert not [name for name in contents(compared.folder) if name.startswith("test")]
+    assert f"{tmp_path}/test.de" in [entry["file"] for entry in manifest["source_files"]]
+
+    manifest = made(replace(compared, drop_overlap=True), force=True)
+    assert dropped(manifest["train"]) == {"empty_side": 2, "overlap_with_validation": 2, "overlap_with_test": 4}
+    assert manifest["train"]["pairs_dropped"]["overlap_with_test"]["first_lines"] == [
+        f"{tmp_path}/mixed.en:41",
+        f"{tmp_path}/mixed.en:42",
+    ]
+    assert "6 training pairs also occur in the test text and were dropped" in caplog.text
+    assert_adds_up(manifest)
+    write_pairs(tmp_path, "test", test)
+    with pytest.raises(InputError, match=rf"source_files\.{tmp_path}/test\.en\.bytes was"):
+        made(replace(compared, drop_overlap=True))
+
+
+def test_a_corpus_from_before_there_was_test_text_is_up_to_date(settings: CorpusSettings) -> None:
+    made(settings)
+    path = Path(settings.folder) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert "test" not in manifest["settings"]
+    for text in manifest["settings"]["train"]:
+        for key in ("dataset", "subset", "split"):
+            del text[key]
+    path.write_text(json.dumps(manifest))
+    assert made(settings) == manifest
+
+
+def test_the_summary_adds_up(settings: CorpusSettings, tmp_path: Path) -> None:
+    odd = [("", "the")] * 1500 + [("cat " * 100, "the")] * 2 + pairs_of_text(5, 9)
+    manifest = made(replace(settings, train=[write_pairs(tmp_path, "odd", odd), *settings.train], max_tokens=60))
+    train, validation = summary(manifest).splitlines()
+    name = f"{tmp_path}/odd.en"
+    assert train == (
+        f"train: 1,907 pairs read, 405 kept, 1,502 dropped: 1,500 empty side ({name}:1, {name}:2, {name}:3, …);"
+        f" 2 too long ({name}:1501, {name}:1502)"
+    )
+    assert validation == "validation: 20 pairs read, 20 kept, 0 dropped"
+    read, kept, *parts = (int(number.replace(",", "")) for number in re.findall(r"(?<= )[\d,]+(?= )", train))
+    assert parts[0] == sum(parts[1:]) == read - kept

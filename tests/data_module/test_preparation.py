@@ -119,7 +119,7 @@ def test_a_change_is_named_and_force_rebuilds(settings: CorpusSettings, tmp_path
     for part in (
         "vocabulary_size was 60, now 50",
         "max_tokens was 256, now 200",
-        "[0].sha256 was",
+        f"source_files.{tmp_path}/train.en.sha256 was",
         "--force",
     ):
         assert part in message
@@ -184,6 +184,7 @@ def test_every_dropped_pair_has_a_reason_and_a_line(settings: CorpusSettings, tm
         "too_long": ["43", "44"],
         "length_ratio": ["45"],
         "overlap_with_validation": ["48"],
+        "overlap_with_test": [],
         "duplicate": ["46", "47"],
     }
     assert reasons["too_long"]["first_lines"][0] == f"{text.source}:43"

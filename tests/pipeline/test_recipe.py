@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from data_module.errors import InputError
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.recipe import load_recipe, recipe_from_dict
 from tests.conftest import ROOT, pipeline
 
@@ -73,6 +74,30 @@ def test_values_that_cannot_be(tmp_path: Path) -> None:
     assert "label_smoothing" in mistakes(path, "--training.label_smoothing", "1.5")
     assert "batches.batch_tokens has to be a whole number, not 2.5" in mistakes(path, "--batches.batch_tokens", "2.5")
     assert "run.patience has to be a whole number, not True" in mistakes(path, "--run.patience", "true")
+
+
+def test_text_sources(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL.replace("train: {source: a.en, target: a.de}", "train: {datset: a, split: train}"))
+    assert f"{path}:3: corpus.train.datset is not a key; did you mean corpus.train.dataset?" in mistakes(path)
+    listed = "train: [{tsv: a}, {dataset: a, splits: train}]"
+    path = write(tmp_path, MINIMAL.replace("train: {source: a.en, target: a.de}", listed))
+    assert "corpus.train.splits is not a key; did you mean corpus.train.split?" in mistakes(path)
+    path = write(tmp_path, MINIMAL)
+    said = mistakes(path, "--corpus.train", "{dataset: a/b, split: train, tsv: c}")
+    assert said.startswith("command line: a text source is `source` and `target`, or `tsv`, or `dataset` and `split`;")
+    assert said.endswith("this one has tsv and dataset and split")
+    assert "`repeat` of a text source is 0" in mistakes(path, "--corpus.test", "{tsv: c, repeat: 0}")
+    recipe = load_recipe([path], ["--corpus.test", "{dataset: a/b, subset: de-en, split: test}"])
+    assert recipe.corpus.test[0].subset == "de-en"
+    assert recipe_from_dict(recipe.as_dict()) == recipe
+
+
+def test_the_papers_models_on_wmt14() -> None:
+    base, big = (load_recipe([ROOT / f"configs/wmt14_en_de_{size}.yaml"]) for size in ("base", "big"))
+    assert base.corpus == big.corpus
+    assert (base.network, base.training, base.decoding) == (NetworkSettings(), TrainingSettings(), DecodingSettings())
+    assert big.network == NetworkSettings(d_model=1024, d_ff=4096, num_heads=16, dropout=0.3)
+    assert (base.trainer["max_steps"], big.trainer["max_steps"]) == (100_000, 300_000)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,298 @@
+"""Hugging Face data sets of every layout, read by the library itself; each mistake ends in one line."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import yaml
+
+from data_module.errors import InputError
+from data_module.settings import CorpusSettings, TextSource
+from data_module.text_sources import read_pairs
+from tests.conftest import ROOT, pipeline, sentences
+from tests.data_module.test_preparation import made, text_of
+
+Rows = Sequence[tuple[str | bytes | None, str | None]]
+"""English and German."""
+
+README = """\
+---
+configs:
+- config_name: cs-en
+  data_files:
+  - {split: train, path: cs-en/train-*}
+- config_name: de-en
+  data_files:
+  - {split: train, path: de-en/train-*}
+  - {split: validation, path: de-en/validation-*}
+dataset_info:
+- config_name: de-en
+  features:
+  - name: translation
+    dtype:
+      translation:
+        languages: [de, en]
+---
+"""
+
+
+def rows(count: int, seed: int) -> list[tuple[str, str]]:
+    return [(line, " ".join(reversed(line.split()))) for line in sentences(count, seed)]
+
+
+def write_parquet(path: Path, pairs: Rows) -> None:
+    text = pa.binary() if any(isinstance(en, bytes) for en, _ in pairs) else pa.string()
+    columns = [pa.array([de for _, de in pairs], pa.string()), pa.array([en for en, _ in pairs], text)]
+    if text == pa.binary():
+        columns[1] = columns[1].view(pa.string())  # a string column that is not UTF-8, as some program wrote it
+    translation = pa.StructArray.from_arrays(columns, ["de", "en"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.table({"id": range(len(pairs)), "translation": translation}), path, row_group_size=7)
+
+
+def write_json(path: Path, pairs: Rows) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"translation": {"en": en, "de": de}}, ensure_ascii=False) for en, de in pairs]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def wmt_like(folder: Path, *, readme: bool = True) -> Path:
+    """The layout of wmt/wmt14: 90 training and 20 validation pairs, and another language beside them."""
+    pairs = rows(90, 1)
+    for i in range(3):
+        write_parquet(folder / f"de-en/train-{i:05}-of-00003.parquet", pairs[30 * i : 30 * i + 30])
+    write_parquet(folder / "de-en/validation-00000-of-00001.parquet", rows(20, 2))
+    write_parquet(folder / "cs-en/train-00000-of-00001.parquet", [("wrong", "language")])
+    if readme:
+        (folder / "README.md").write_text(README)
+    return folder
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> CorpusSettings:
+    train = TextSource(dataset=str(wmt_like(tmp_path / "wmt14")), subset="de-en", split="train")
+    return CorpusSettings(
+        str(tmp_path / "corpus"), [train], [replace(train, split="validation")], [], "en", "de", vocabulary_size=60
+    )
+
+
+def fails(settings: CorpusSettings, *parts: str, **changes: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        made(replace(settings, **changes))
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+    assert not Path(settings.folder).exists()
+    return message
+
+
+def changed(settings: CorpusSettings, **changes: Any) -> list[TextSource]:
+    return [replace(settings.train[0], **changes)]
+
+
+def test_a_data_set_is_the_same_corpus_as_its_text_in_files(settings: CorpusSettings, tmp_path: Path) -> None:
+    made(settings)
+    lists = {"train": rows(90, 1), "validation": rows(20, 2)}
+    texts = {}
+    for split, pairs in lists.items():
+        for side, name in enumerate(("en", "de")):
+            (tmp_path / f"{split}.{name}").write_text("".join(pair[side] + "\n" for pair in pairs))
+        texts[split] = [TextSource(str(tmp_path / f"{split}.en"), str(tmp_path / f"{split}.de"))]
+    files = replace(settings, folder=str(tmp_path / "files"), **texts)
+    made(files)
+    for path in Path(files.folder).iterdir():
+        if path.name != "manifest.json":
+            assert path.read_bytes() == (Path(settings.folder) / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("readme", [True, False])
+@pytest.mark.parametrize("name", ["wmt14", "json"])  # which the library takes for a format
+def test_with_and_without_a_readme(
+    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readme: bool, name: str
+) -> None:
+    wmt_like(tmp_path / "data" / name, readme=readme)
+    monkeypatch.chdir(tmp_path / "data")
+    train = TextSource(dataset=name, subset="de-en", split="train", repeat=2)
+    manifest = made(replace(settings, train=[train]))
+    assert text_of(settings) == rows(90, 1) * 2
+    assert manifest["hub_revisions"] == {}
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "data/train-00000-of-00001.json"])
+def test_json_without_subsets(settings: CorpusSettings, tmp_path: Path, name: str) -> None:
+    write_json(tmp_path / "lines" / name, rows(50, 3))
+    text = TextSource(dataset=str(tmp_path / "lines"), split="train")
+    made(replace(settings, train=[text]))
+    assert text_of(settings) == rows(50, 3)
+
+
+def test_part_of_a_data_set(settings: CorpusSettings, tmp_path: Path) -> None:
+    """One subset fetched, and the README that tells of others."""
+    (tmp_path / "wmt14/cs-en/train-00000-of-00001.parquet").unlink()
+    made(settings)
+    assert text_of(settings) == rows(90, 1)
+
+
+def test_a_file_that_is_missing_of_several(settings: CorpusSettings, tmp_path: Path) -> None:
+    (tmp_path / "wmt14/de-en/train-00001-of-00003.parquet").unlink()
+    fails(settings, "wmt14: of the 3 files of 'train' only 2 are there; fetch the others")
+
+
+def test_sources_of_all_kinds_in_one_list_and_their_lines(settings: CorpusSettings, tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("one\teins\n\tzwei\n")
+    odd: Rows = [("a b", "c"), (None, "c"), ("the\nred\r\ncat\n", "dog\u2028house"), ("the", None)]
+    write_json(tmp_path / "odd/train.jsonl", odd)
+    texts = [
+        TextSource(tsv=str(tmp_path / "a.tsv")),
+        TextSource(dataset=str(tmp_path / "odd"), split="train", repeat=2),
+        *settings.train,
+    ]
+    manifest = made(replace(settings, train=texts))
+    assert text_of(settings) == [("one", "eins"), *[("a b", "c"), ("the red cat", "dog house")] * 2, *rows(90, 1)]
+    empty = manifest["train"]["pairs_dropped"]["empty_side"]
+    assert empty["pairs"] == 5
+    assert empty["first_lines"] == [f"{tmp_path}/a.tsv:2", f"{tmp_path}/odd:train:2", f"{tmp_path}/odd:train:4"]
+
+
+def test_null_translations_and_row_numbers_across_files(settings: CorpusSettings, tmp_path: Path) -> None:
+    """Of a row that is null as a whole, and after more than one chunk."""
+    pairs = rows(10_050, 4)
+    write_parquet(tmp_path / "long/train-00000-of-00002.parquet", pairs)
+    struct = pa.array(
+        [{"de": "ein Hund", "en": "a dog"}, None], pa.struct({"de": pa.large_string(), "en": pa.string()})
+    )
+    parquet.write_table(pa.table({"translation": struct}), tmp_path / "long/train-00001-of-00002.parquet")
+    text = TextSource(dataset=str(tmp_path / "long"), split="train")
+    manifest = made(replace(settings, train=[text]))
+    empty = manifest["train"]["pairs_dropped"]["empty_side"]
+    assert empty == {"pairs": 1, "first_lines": [f"{tmp_path}/long:train:10052"]}
+    chunks = list(read_pairs(text, settings))
+    assert [pair for chunk in chunks for pair in zip(chunk.source, chunk.target, strict=True)] == [
+        *pairs,
+        ("a dog", "ein Hund"),
+        ("", ""),
+    ]
+    assert max(len(chunk.source) for chunk in chunks) == 10_000
+
+
+def test_invalid_utf8(settings: CorpusSettings, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "bad/train.parquet", [*rows(40, 1), (b"H\xe4user", "houses")])
+    text = TextSource(dataset=str(tmp_path / "bad"), split="train")
+    fails(settings, f"{tmp_path}/bad:train:41: invalid UTF-8; mend", train=[text])
+    account = made(replace(settings, train=[text], drop_invalid_utf8=True))["train"]
+    assert account["pairs_dropped"]["invalid_utf8"] == {"pairs": 1, "first_lines": [f"{tmp_path}/bad:train:41"]}
+
+
+def test_prepared_again_and_a_changed_file(
+    settings: CorpusSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = made(settings)
+    names = [entry["file"] for entry in manifest["source_files"]]
+    assert names == [str(path) for path in sorted((tmp_path / "wmt14/de-en").iterdir())]
+    for path in (tmp_path / "wmt14").rglob("*.parquet"):
+        path.touch()  # what is in it counts, not when it was written
+    with caplog.at_level(logging.INFO):
+        assert made(settings) == manifest
+    assert "is up to date" in caplog.text
+    other = tmp_path / "wmt14/de-en/train-00001-of-00003.parquet"
+    write_parquet(other, rows(30, 9))
+    with pytest.raises(InputError, match=rf"source_files\.{other}\.sha256 was .*--force"):
+        made(settings)
+    write_parquet(tmp_path / "wmt14/cs-en/train-00000-of-00001.parquet", rows(5, 9))
+    made(settings, force=True)
+    assert text_of(settings)[30:60] == rows(30, 9)
+
+
+def test_no_such_data_set_subset_split_or_language(settings: CorpusSettings, tmp_path: Path) -> None:
+    fails(settings, "a/b/none: no such folder", train=changed(settings, dataset="a/b/none"))
+    fails(settings, "a file, not a data set; name", train=changed(settings, dataset=str(tmp_path / "wmt14/README.md")))
+    said = "wmt14: there is no subset 'fr-en'; give `subset`, one of: cs-en, de-en"
+    fails(settings, said, train=changed(settings, subset="fr-en"))
+    (tmp_path / "wmt14/README.md").write_text(README.partition("dataset_info")[0] + "---\n")
+    fails(settings, "wmt14: it has subsets; give `subset`, one of: cs-en", train=changed(settings, subset=None))
+    said = "wmt14: there is no split 'dev'; give `split`, one of: train, validation"
+    fails(settings, said, train=changed(settings, split="dev"))
+    said = "train-00000-of-00003.parquet: 'fr' is none of its languages (de, en); correct corpus.target_language"
+    fails(settings, said, target_language="fr")
+    fails(settings, "are both 'de'; name its two languages", source_language="de")
+    (tmp_path / "wmt14/README.md").unlink()
+    fails(settings, "there is no subset 'fr-en'; give `subset`, one of: cs", train=changed(settings, subset="fr-en"))
+    (tmp_path / "empty").mkdir()
+    fails(settings, "empty: cannot be read as a data set", train=changed(settings, dataset=str(tmp_path / "empty")))
+    made(settings)
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (lambda f: parquet.write_table(pa.table({"id": [1], "text": ["a"]}), f / "train.parquet"),
+         "train.parquet: has no `translation` column, only id, text; name a data set of translations"),
+        (lambda f: parquet.write_table(pa.table({"translation": ["a"]}), f / "train.parquet"),
+         "train.parquet: 'en' is none of its languages (it has none)"),
+        (lambda f: parquet.write_table(pa.table({"translation": [{"de": [1], "en": [2]}]}), f / "train.parquet"),
+         "train.parquet: its 'en' is not text"),
+        (lambda f: write_parquet(f / "train.parquet", []), ":train: the split is empty; name one with text"),
+        (lambda f: (f / "train.parquet").write_bytes(b"PAR1 no parquet"), "train.parquet: is damaged or of another"),
+        (lambda f: (f / "train.json").write_text('{"translation": {"de": "a", '), "train.json: is damaged or of"),
+        (lambda f: (f / "train.jsonl").touch(), "train.jsonl: the file is empty; fetch it again"),
+        (lambda f: (f / "train.csv").write_text("de,en\na,b\n"), "its files are read as csv; name a data set of"),
+        (lambda f: (f / "train.pkl").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR."), "No (supported) data files"),
+        (lambda f: (f / f"{f.name}.py").write_text("1 / 0"), "Dataset scripts are no longer supported"),
+        (lambda f: (f / "README.md").write_text("---\nconfigs: [a: {\n---\n"), "cannot be read as a data set"),
+    ],
+)  # fmt: skip
+def test_what_is_no_data_set_of_translations(
+    settings: CorpusSettings, tmp_path: Path, write: Callable[[Path], Any], said: str
+) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    write(folder)
+    fails(settings, said, train=[TextSource(dataset=str(folder), split="train")])
+
+
+def test_a_damaged_file_among_several_is_named(settings: CorpusSettings, tmp_path: Path) -> None:
+    path = tmp_path / "wmt14/de-en/train-00001-of-00003.parquet"
+    data = bytearray(path.read_bytes())
+    data[4:200] = bytes(196)
+    path.write_bytes(data)
+    said = fails(settings, "wmt14/de-en/train-00001-of-00003.parquet: is damaged or of another", "; fetch it again")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"corpus": asdict(settings)}))
+    done = pipeline("prepare", "--config", tmp_path / "recipe.yaml")
+    assert done.stderr.decode() == f"error: {said}\n"  # and nothing of the library's own
+
+
+def test_without_the_library(settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    fails(settings, "a `dataset` source needs a library", "pip install 'datasets>=4.0'")
+
+
+def test_the_library_is_not_imported_for_text_files(tiny_corpus: Path) -> None:
+    code = f"""if True:
+        import sys
+        from data_module.preparation import prepare
+        from data_module.settings import CorpusSettings, TextSource
+        texts = [TextSource(*(r"{tiny_corpus.parent}/" + f"{{split}}.{{side}}" for side in ("source", "target")))
+                 for split in ("train", "validation")]
+        prepare(CorpusSettings(r"{tiny_corpus}", texts[:1], texts[1:], vocabulary_size=60))
+        print("datasets" in sys.modules or "pyarrow" in sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_without_a_network_the_command_says_so_in_one_line(tmp_path: Path) -> None:
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = pipeline("prepare", "--config", ROOT / "configs/wmt14_en_de_base.yaml", cwd=tmp_path, environment=offline)
+    said = done.stderr.decode().splitlines()
+    assert done.returncode == 2
+    assert said[-1].startswith("error: wmt/wmt14: no such folder, and it cannot be had from the Hugging Face hub")
+    assert "hf download wmt/wmt14 --repo-type dataset" in said[-1]
+    assert len(said) == 2
