@@ -4,6 +4,9 @@ A store is three .npy files beside each other: all token ids in one flat array, 
 in it, and their lengths. Opening one reads no tokens; processes of a node share its pages.
 """
 
+import hashlib
+import logging
+import threading
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,12 @@ from typing import Any
 import numpy as np
 
 from data_module.errors import InputError
-from data_module.manifest import TOKENIZER_NAME, read_manifest
+from data_module.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
 from data_module.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
+_ARRAYS = ("lengths", "tokens", "offsets")
 MAX_TOKENS = np.iinfo(np.uint16).max - 1  # batches count the end symbol in 16 bits too
 """No sentence is longer than this, because lengths are 16-bit."""
 
@@ -162,9 +168,13 @@ class TokenStore:
 class ParallelCorpus:
     """One split's pairs: sentence i of `source` translates to sentence i of `target`."""
 
-    def __init__(self, source: TokenStore, target: TokenStore) -> None:
+    def __init__(self, source: TokenStore, target: TokenStore, identity: str, longest: int) -> None:
         self.source = source
         self.target = target
+        self.identity = identity
+        """Differs from that of any corpus that was made from other texts or settings."""
+        self.longest = longest
+        """The tokens of the longest sentence of either side."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -190,8 +200,46 @@ def open_corpus(folder: Path, split: str) -> ParallelCorpus:
             " run `python -m pipeline prepare` with --force to rebuild it"
         )
     return ParallelCorpus(
-        TokenStore(store_prefix(folder, split, "source")), TokenStore(store_prefix(folder, split, "target"))
+        TokenStore(store_prefix(folder, split, "source")),
+        TokenStore(store_prefix(folder, split, "target")),
+        identity=hashlib.sha256(split.encode() + (folder / MANIFEST_NAME).read_bytes()).hexdigest(),
+        longest=max(manifest[split]["longest_source"], manifest[split]["longest_target"]),
     )
+
+
+def read_ahead(corpus: ParallelCorpus) -> threading.Thread:
+    """Read the corpus once from end to end, in the background, so that its pages lie in this node's memory.
+
+    Training reads thousands of short sentences from everywhere; on a shared file system each would be a request of
+    its own. A corpus larger than half of the memory that is free is left alone, with a warning: lay it on a disk
+    of the node's own.
+    """
+    thread = threading.Thread(target=_read, args=(corpus,), daemon=True)
+    thread.start()
+    return thread
+
+
+def _read(corpus: ParallelCorpus) -> None:
+    # Lengths first: the epoch's plan waits for them.
+    paths = [_path(side.prefix, name) for name in _ARRAYS for side in (corpus.source, corpus.target)]
+    size = sum(path.stat().st_size for path in paths)
+    if size > _free_memory() // 2:
+        log.warning("%s: %.1f GB do not fit this node's memory; lay it on its own disk", paths[0].parent, size / 1e9)
+        return
+    block = bytearray(2**23)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+
+
+def _free_memory() -> int:
+    """Bytes that could be used, those of cached files among them."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 2**40
 
 
 def _path(prefix: Path, name: str) -> Path:

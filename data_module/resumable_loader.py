@@ -4,95 +4,91 @@ It never ends: one epoch's plan follows another, workers stay, and counters are 
 (epoch, next global batch) and says nothing of ranks, so that any number of them can go on from it.
 """
 
+import itertools
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data_module.batch import SpecialIds, StepShare, collate
-from data_module.batch_plan import EpochPlan, Group, share_of_rank
+from data_module.batch_plan import EpochPlan, share_of_rank
 from data_module.corpus import ParallelCorpus
+from data_module.plan_source import PlanSource
 
 NEVER_ENDS = 1 << 40
 """What `len` says of an endless loader; with a length Lightning fetches nothing in advance."""
 
 
-@dataclass(frozen=True)
-class ShareRequest:
-    """What a worker is asked to collate."""
+class ShareDataset(Dataset[StepShare]):
+    """One rank's share of every global batch from a position on, epoch after epoch.
 
-    groups: list[Group]
-    weightless: bool
-    """The rank has nothing to do and only keeps the others company."""
-    num_target_tokens: int
-    epoch: int
-    index: int
-    num_batches: int
-
-
-class StepStream(Sampler[ShareRequest]):
-    """One rank's share of every global batch from a position on, epoch after epoch."""
+    All work is done where an item is asked for, in a worker process if there are any: the trainer's own process
+    only receives tensors. Corpus and plan are memory-mapped, so that processes share their pages.
+    """
 
     def __init__(
         self,
-        plan: Callable[[int], EpochPlan],
         corpus: ParallelCorpus,
+        plans: PlanSource,
+        special: SpecialIds,
         *,
         rank: int,
         world_size: int,
         max_tokens: int,
     ) -> None:
-        self._plan = plan
-        self._corpus = corpus
+        self._corpus, self._plans, self._special = corpus, plans, special
         self._rank, self._world_size, self._max_tokens = rank, world_size, max_tokens
-        self.epoch, self.index = 0, 0
+        self.seek(0, 0)
 
-    def __iter__(self) -> Iterator[ShareRequest]:
-        epoch, index = self.epoch, self.index
-        while True:
-            plan = self._plan(epoch)
-            for batch in range(index, len(plan)):
-                groups = plan[batch]
-                tokens = sum(int(self._corpus.target.lengths[g.pairs].sum()) + len(g.pairs) for g in groups)
-                share = share_of_rank(groups, self._rank, self._world_size, self._max_tokens)
-                company = [groups[0]._replace(pairs=groups[0].pairs[:1])]
-                yield ShareRequest(share or company, not share, tokens, epoch, batch, len(plan))
-            epoch, index = epoch + 1, 0
+    def seek(self, epoch: int, batch: int) -> None:
+        """Make item 0 this epoch's global batch of that index."""
+        self._plans.forget()
+        self._plan: EpochPlan | None = None
+        self._epoch, self._first_item = epoch, -batch
+
+    def __getitem__(self, item: int) -> StepShare:
+        """The share of the global batch `item` places after the one sought; to be asked for in rising order."""
+        if self._plan is None:
+            self._plan = self._plans.of(self._epoch)
+        while item - self._first_item >= len(self._plan):
+            self._first_item += len(self._plan)
+            self._epoch += 1
+            self._plan = self._plans.of(self._epoch)
+        index = item - self._first_item
+        groups = self._plan[index]
+        share = share_of_rank(groups, self._rank, self._world_size, self._max_tokens)
+        company = [groups[0]._replace(pairs=groups[0].pairs[:1])]
+        return collate(
+            self._corpus,
+            share or company,
+            self._special,
+            num_target_tokens=self._plan.target_tokens(index),
+            weightless=not share,
+            epoch=self._epoch,
+            index=index,
+            num_batches=len(self._plan),
+        )
+
+
+class _Forever(Sampler[int]):
+    """0, 1, 2 and so on."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
 
     def __len__(self) -> int:
         return NEVER_ENDS
 
 
-class ShareDataset(Dataset[StepShare]):
-    """Turns a request into tensors, in a worker process; the corpus is memory-mapped anew in each."""
-
-    def __init__(self, corpus: ParallelCorpus, special: SpecialIds) -> None:
-        self._corpus = corpus
-        self._special = special
-
-    def __getitem__(self, request: ShareRequest) -> StepShare:
-        return collate(
-            self._corpus,
-            request.groups,
-            self._special,
-            num_target_tokens=request.num_target_tokens,
-            weightless=request.weightless,
-            epoch=request.epoch,
-            index=request.index,
-            num_batches=request.num_batches,
-        )
-
-
 class ResumableLoader(DataLoader[StepShare]):
     """Yields this rank's `StepShare` of one optimizer step after another, for ever."""
 
-    def __init__(self, dataset: ShareDataset, stream: StepStream, *, workers: int, pin_memory: bool) -> None:
+    def __init__(self, dataset: ShareDataset, *, workers: int, pin_memory: bool) -> None:
         super().__init__(
             dataset,
-            sampler=stream,
+            sampler=_Forever(),
             batch_size=None,
             num_workers=workers,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
@@ -102,11 +98,11 @@ class ResumableLoader(DataLoader[StepShare]):
             # A generator of its own: making an iterator draws from it, and must not move the global one.
             generator=torch.Generator().manual_seed(0),
         )
-        self._stream = stream
-        self._handed_out = (stream.epoch, stream.index)
+        self._shares = dataset
+        self._handed_out = (0, 0)
 
     def __iter__(self) -> Iterator[StepShare]:  # type: ignore[override]
-        self._stream.epoch, self._stream.index = self._handed_out
+        self._shares.seek(*self._handed_out)
         for share in super().__iter__():
             # Counted when handed out, not when a worker fetched it in advance.
             self._handed_out = (share.epoch, share.index + 1)

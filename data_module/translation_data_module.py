@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from data_module.batch import SpecialIds, StepShare, collate
-from data_module.batch_plan import EpochPlan, Group, plan_epoch, plan_in_order
-from data_module.corpus import ParallelCorpus, TokenStore, open_corpus
+from data_module.batch_plan import Group, plan_in_order
+from data_module.corpus import ParallelCorpus, TokenStore, open_corpus, read_ahead
 from data_module.errors import InputError
-from data_module.resumable_loader import ResumableLoader, ShareDataset, StepStream
+from data_module.plan_source import PlanSource
+from data_module.resumable_loader import ResumableLoader, ShareDataset
 from data_module.settings import BatchSettings
 
 
@@ -31,7 +32,7 @@ class TranslationDataModule(LightningDataModule):
         self.seed = seed
         self.train_corpus = open_corpus(folder, "train")
         self.validation_corpus = open_corpus(folder, "validation")
-        self.longest = 1 + int(max(s.lengths.max() for s in (self.train_corpus.source, self.train_corpus.target)))
+        self.longest = 1 + self.train_corpus.longest
         self.group_tokens = settings.group_tokens or max(settings.batch_tokens // 8, self.longest)
         self.micro_batch_tokens = settings.max_tokens_per_device or self.group_tokens
         if self.longest > min(self.group_tokens, self.micro_batch_tokens, settings.batch_tokens):
@@ -45,33 +46,23 @@ class TranslationDataModule(LightningDataModule):
                 f"{settings.batch_tokens}; lower it"
             )
 
-    def plan(self, epoch: int) -> EpochPlan:
-        """The epoch's global batches."""
-        return plan_epoch(
-            with_end_symbol(self.train_corpus.source),
-            with_end_symbol(self.train_corpus.target),
-            batch_tokens=self.settings.batch_tokens,
-            group_tokens=self.group_tokens,
-            seed=self.seed,
-            epoch=epoch,
-        )
-
     def train_dataloader(self) -> ResumableLoader:
         """One `StepShare` an optimizer step, for ever."""
         rank, world_size = self._rank_and_size()
-        stream = StepStream(
-            self.plan,
+        if self.trainer is None or self.trainer.local_rank == 0:
+            read_ahead(self.train_corpus)
+        plans = PlanSource(
+            self.train_corpus, batch_tokens=self.settings.batch_tokens, group_tokens=self.group_tokens, seed=self.seed
+        )
+        shares = ShareDataset(
             self.train_corpus,
+            plans,
+            self.special,
             rank=rank,
             world_size=world_size,
             max_tokens=self.micro_batch_tokens,
         )
-        return ResumableLoader(
-            ShareDataset(self.train_corpus, self.special),
-            stream,
-            workers=self.settings.workers,
-            pin_memory=torch.cuda.is_available(),
-        )
+        return ResumableLoader(shares, workers=self.settings.workers, pin_memory=torch.cuda.is_available())
 
     def val_dataloader(self) -> DataLoader[StepShare]:
         """This rank's share of the validation pairs, the longest first; every pair once over all ranks."""

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from data_module.batch import SpecialIds, StepShare
-from data_module.batch_plan import plan_epoch
 from data_module.corpus import open_corpus
-from data_module.resumable_loader import ResumableLoader, ShareDataset, StepStream
+from data_module.plan_source import PlanSource
+from data_module.resumable_loader import ResumableLoader, ShareDataset
 from data_module.tokenizer import Tokenizer
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
@@ -19,13 +19,9 @@ def loader(
     folder: Path, workers: int = 0, rank: int = 0, world_size: int = 1, group_tokens: int = 60
 ) -> ResumableLoader:
     corpus = open_corpus(folder, "train")
-    sides = [side.lengths.astype("int64") + 1 for side in (corpus.source, corpus.target)]
-
-    def plan(epoch: int):
-        return plan_epoch(*sides, batch_tokens=400, group_tokens=group_tokens, seed=1, epoch=epoch)
-
-    stream = StepStream(plan, corpus, rank=rank, world_size=world_size, max_tokens=group_tokens)
-    return ResumableLoader(ShareDataset(corpus, SPECIAL), stream, workers=workers, pin_memory=False)
+    plans = PlanSource(corpus, batch_tokens=400, group_tokens=group_tokens, seed=1)
+    shares = ShareDataset(corpus, plans, SPECIAL, rank=rank, world_size=world_size, max_tokens=group_tokens)
+    return ResumableLoader(shares, workers=workers, pin_memory=False)
 
 
 def pairs(share: StepShare) -> list[int]:

@@ -1,0 +1,94 @@
+"""An epoch's plan is computed once a node; plans that nobody uses go, those in use stay."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_module.batch_plan import EpochPlan
+from data_module.corpus import open_corpus
+from data_module.plan_source import PlanSource, shared_plan
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanSource:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return PlanSource(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=100, seed=1)
+
+
+def plan_files(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("**/*.plan")}
+
+
+def test_shared_plans_equal_computed_ones(source: PlanSource) -> None:
+    for epoch in (0, 1, 2, 1):
+        assert np.array_equal(source.of(epoch).numbers, source.compute(epoch).numbers)
+
+
+def make_slowly(folder: Path, said: Path) -> EpochPlan:
+    """As a rank does; each making is noted."""
+
+    def make() -> EpochPlan:
+        with said.open("a") as file:
+            file.write("made\n")
+        time.sleep(0.5)
+        return EpochPlan(np.array([1, 1, 0, 1, 7, 0, 2, 3, 3, 0, 1], dtype=np.uint32))
+
+    return shared_plan(folder, "one", make)
+
+
+def test_of_several_processes_one_computes(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    ranks = [FORK.Process(target=make_slowly, args=(tmp_path, said)) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * 4
+    assert said.read_text() == "made\n"
+    assert make_slowly(tmp_path, said).target_tokens(0) == 7
+
+
+def test_a_killed_owner_leaves_nothing_locked_or_half_written(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    owner = FORK.Process(target=make_slowly, args=(tmp_path, said))
+    owner.start()
+    while not said.exists():
+        time.sleep(0.01)
+    os.kill(owner.pid or 0, signal.SIGKILL)
+    owner.join()
+    assert not plan_files(tmp_path)
+    make_slowly(tmp_path, said)
+    assert said.read_text() == "made\nmade\n"
+
+
+def test_unused_plans_go_and_used_ones_stay(source: PlanSource, tmp_path: Path) -> None:
+    first = source.of(0)
+    used = plan_files(tmp_path)
+    for epoch in range(1, 6):
+        source.of(epoch)
+    gc.collect()
+    source.of(6)  # its next plan finds those that nobody holds
+    source.of(7)
+    files = plan_files(tmp_path)
+    assert len(files) <= 4
+    assert used & files, "a plan in use was removed"
+    assert len(first) > 0
+
+
+def test_where_nothing_can_be_written_each_computes(
+    source: PlanSource, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / f"epoch-plans-{os.getuid()}"
+    folder.mkdir(mode=0o755)  # others could write there
+    folder.chmod(0o777)
+    assert np.array_equal(source.of(3).numbers, source.compute(3).numbers)
+    assert "not shared" in caplog.text
