@@ -28,18 +28,30 @@ from data_module.word_encoder import WordEncoder
 log = logging.getLogger(__name__)
 
 
-def build_corpus(
-    settings: CorpusSettings, made_of: dict[str, Any], num_pairs: list[int], folder: Path, progress: bool
-) -> dict[str, Any]:
-    """Write a whole corpus into an empty folder and return its manifest.
-
-    `made_of` goes into the manifest as it is; `num_pairs` are the pairs of each training source, read once.
+def learn_tokenizer(settings: CorpusSettings, num_pairs: list[int], progress: bool) -> Tokenizer:
+    """Train the tokenizer on a seeded sample; `num_pairs` are the pairs of each training source, read once.
 
     Raises:
-        InputError: see `read_pairs` and `train_on_words`; or a split keeps no pair.
+        InputError: see `read_pairs` and `train_on_words`.
     """
-    words = _count_words(settings, num_pairs, progress)
-    tokenizer = Tokenizer(_train_tokenizer(settings, words, progress))
+    return Tokenizer(_train_tokenizer(settings, _count_words(settings, num_pairs, progress), progress))
+
+
+def write_corpus(
+    settings: CorpusSettings,
+    tokenizer: Tokenizer,
+    made_of: dict[str, Any],
+    num_pairs: list[int],
+    folder: Path,
+    progress: bool,
+) -> dict[str, Any]:
+    """Clean, encode and write all pairs into an empty folder, and return its manifest.
+
+    `made_of` goes into the manifest as it is.
+
+    Raises:
+        InputError: see `read_pairs`; or a split keeps no pair.
+    """
     (folder / TOKENIZER_NAME).write_bytes(tokenizer.model)
     encoder = WordEncoder(tokenizer, token_type(tokenizer.vocabulary_size))
     # Known first, because training pairs are compared with them.

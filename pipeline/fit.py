@@ -87,7 +87,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def ensure_corpus(settings: "CorpusSettings") -> None:
-    """Prepare the corpus, or where its texts are not at hand (it was copied here) see that it is of these settings.
+    """Prepare the corpus, or see that the one that is there is of these texts and settings.
+
+    Of several ranks one prepares it and the others wait; only the first looks at texts again, where they are at hand.
 
     Raises InputError as `prepare` does.
     """
@@ -101,8 +103,8 @@ def ensure_corpus(settings: "CorpusSettings") -> None:
         manifest = prepare(settings)
         if process_rank() == 0:
             print(summary(manifest), file=sys.stderr)
-    elif all(map(is_at_hand, settings.texts())):
-        prepare(settings)
+    elif process_rank() == 0 and all(map(is_at_hand, settings.texts())):
+        prepare(settings)  # reads all texts to see that they are the same: once is enough
     elif differences := differs_from(read_manifest(folder), settings):
         raise InputError(
             f"{folder}: was made with other settings: {'; '.join(differences)}; name another corpus.folder"
@@ -128,6 +130,7 @@ def train(
     from model.translation_module import TranslationModule
     from pipeline.callbacks import CheckpointKeeper, Monitor, ValidationText, WholeCheckpointIO
     from pipeline.run_folder import STOPPED_EARLY
+    from pipeline.whole_file import whole_file
 
     path = recipe.run_folder()
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
@@ -178,7 +181,8 @@ def train(
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     if folder is not None and patience is not None and early_stopping.wait_count >= patience:
         stop = {"step": trainer.global_step, "patience": patience}
-        (path / STOPPED_EARLY).write_text(json.dumps(stop))
+        with whole_file(path / STOPPED_EARLY) as file:
+            file.write(json.dumps(stop).encode())
 
 
 def trainer_options(recipe_options: dict[str, Any]) -> dict[str, Any]:

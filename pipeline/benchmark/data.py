@@ -1,0 +1,168 @@
+"""The data path alone: pairs prepared a second, an epoch's plan, padding, and what one loader worker delivers.
+
+Reads the recipe's `corpus:` and `batches:`; the corpus is prepared first if it is not there.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from data_module.batch_plan import EpochPlan
+    from data_module.corpus import ParallelCorpus
+    from data_module.settings import CorpusSettings
+    from data_module.translation_data_module import TranslationDataModule
+
+LARGE = 40_000_000
+"""Pairs of the corpus whose plan is timed: the recipe's, repeated to this size."""
+LOADED_STEPS = 300
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; overlays may follow")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, in the order of the data's way."""
+    from data_module.batch import SpecialIds
+    from data_module.tokenizer import Tokenizer
+    from pipeline.fit import ensure_corpus
+    from pipeline.recipe import load_recipe
+
+    recipe = load_recipe(arguments.config, arguments.overrides)
+    ensure_corpus(recipe.corpus)
+    folder = Path(recipe.corpus.folder)
+    tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    figures = _preparation(recipe.corpus, tokenizer)
+
+    from data_module.translation_data_module import TranslationDataModule
+
+    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+    with _timed("opening the corpus") as seconds:
+        data = TranslationDataModule(folder, recipe.batches, special, recipe.run.seed)
+    figures["open_seconds"] = seconds[0]
+    # First of all that reads, for pages that a process has mapped stay in memory.
+    figures |= _loading(data, cold=True)
+    figures |= _loading(data, cold=False)
+    figures |= _plan(data)
+    figures["peak_memory_bytes"] = _peak_memory()
+    print(json.dumps({name: round(x, 4) if isinstance(x, float) else x for name, x in figures.items()}))
+    return 0
+
+
+def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
+    """Pairs cleaned, encoded and written a second, learning the tokenizer apart; in a folder that goes away."""
+    from data_module.corpus_builder import write_corpus
+    from data_module.preparation import without_garbage_collection
+    from data_module.text_sources import count_pairs, is_at_hand
+
+    if not all(map(is_at_hand, settings.texts())):
+        return {"pairs_per_second": None}
+    place = Path(settings.folder).parent
+    with tempfile.TemporaryDirectory(dir=place, prefix=".benchmark-") as folder:
+        with _timed("preparing, the tokenizer apart") as seconds, without_garbage_collection():
+            num_pairs = [count_pairs(text, settings) for text in settings.train]
+            manifest = write_corpus(settings, tokenizer, {}, num_pairs, Path(folder), progress=True)
+        train = manifest["train"]
+    return {
+        "pairs": train["pairs_kept"],
+        "target_tokens": train["target_tokens"],
+        "pairs_per_second": train["pairs_read"] / seconds[0],
+        "prepared_target_tokens_per_second": train["target_tokens"] / seconds[0],
+        "prepare_peak_memory_bytes": _peak_memory(),
+    }
+
+
+def _plan(data: "TranslationDataModule") -> dict[str, Any]:
+    """The first epoch's plan, and that of the same corpus repeated to `LARGE` pairs."""
+    from data_module.batch_plan import plan_epoch
+    from data_module.translation_data_module import with_end_symbol
+
+    corpus, settings = data.train_corpus, data.settings
+    source, target = with_end_symbol(corpus.source), with_end_symbol(corpus.target)
+
+    def plan(times: int) -> "EpochPlan":
+        return plan_epoch(
+            np.tile(source, times),
+            np.tile(target, times),
+            batch_tokens=settings.batch_tokens,
+            group_tokens=data.group_tokens,
+            seed=data.seed,
+            epoch=0,
+        )
+
+    with _timed("planning an epoch") as seconds:
+        epoch = plan(1)
+    figures = {"group_tokens": data.group_tokens, "plan_seconds": seconds[0], **_fullness(epoch, corpus, settings)}
+    times = -(-LARGE // len(source))
+    with _timed(f"planning an epoch of {times * len(source):,} pairs") as seconds:
+        plan(times)
+    return figures | {"plan_seconds_large": seconds[0], "plan_large_pairs": times * len(source)}
+
+
+def _fullness(epoch: "EpochPlan", corpus: "ParallelCorpus", settings: Any) -> dict[str, Any]:
+    batches = [epoch[index] for index in range(len(epoch))]
+    groups = [group for batch in batches for group in batch]
+    cells = np.array([(len(g.pairs) * g.source_length, len(g.pairs) * g.target_length) for g in groups])
+    of_batch = np.add.reduceat(cells, np.cumsum([0, *map(len, batches[:-1])]), axis=0).max(axis=1)
+    real = sum(len(side.tokens) + len(side) for side in (corpus.source, corpus.target))
+    one_length = [bool((corpus.source.lengths[g.pairs] + 1 == g.source_length).all()) for g in groups]
+    return {
+        "batches": len(batches),
+        "groups": len(groups),
+        "pairs_planned": sum(len(group.pairs) for group in groups),
+        "padding_share": 1.0 - real / float(cells.sum()),
+        "largest_group_cells": int(cells.max()),
+        "emptiest_batch": float(of_batch[:-1].min(initial=settings.batch_tokens)) / settings.batch_tokens,
+        "groups_without_mask": sum(one_length) / len(groups),
+    }
+
+
+def _loading(data: "TranslationDataModule", *, cold: bool) -> dict[str, Any]:
+    """What one worker process delivers, from a corpus of which no page is in memory or from one just read."""
+    data.settings = replace(data.settings, workers=1)
+    if cold:
+        _drop_pages(data.folder)
+    said, prefix = (" from the disk", "cold_") if cold else ("", "")
+    with _timed(f"the first batch{said}") as seconds:
+        batches = iter(data.train_dataloader())
+        next(batches)
+    figures: dict[str, Any] = {f"{prefix}first_batch_seconds": seconds[0]}
+    with _timed(f"{LOADED_STEPS} batches{said}") as seconds:
+        tokens = sum(next(batches).num_target_tokens for _ in range(LOADED_STEPS))
+    return figures | {f"{prefix}loader_target_tokens_per_second": tokens / seconds[0]}
+
+
+def _drop_pages(folder: Path) -> None:
+    """Let the system forget the files, as far as nobody maps them."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _peak_memory() -> int:
+    """Bytes, of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[list[float]]:
+    """Say how long it took; the seconds are in the list afterwards."""
+    seconds: list[float] = []
+    started = time.perf_counter()
+    yield seconds
+    seconds.append(time.perf_counter() - started)
+    print(f"{seconds[0]:9.3f} s  {what}", file=sys.stderr)

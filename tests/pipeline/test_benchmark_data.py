@@ -1,0 +1,19 @@
+"""`benchmark data` on a tiny corpus: every figure there, and those that can be known are right."""
+
+import json
+from pathlib import Path
+
+from tests.conftest import pipeline
+
+
+def test_figures(recipe_file: Path) -> None:
+    answer = pipeline("benchmark", "data", "--config", str(recipe_file))
+    assert answer.returncode == 0, answer.stderr
+    figures = json.loads(answer.stdout.splitlines()[-1])
+    assert figures["pairs"] == figures["pairs_planned"] == 300
+    assert 0 < figures["padding_share"] < 0.2
+    assert figures["largest_group_cells"] <= figures["group_tokens"] == 100
+    assert figures["emptiest_batch"] >= 0.9
+    assert figures["plan_large_pairs"] >= 40_000_000
+    rates = ("pairs_per_second", "loader_target_tokens_per_second", "cold_loader_target_tokens_per_second")
+    assert all(figures[name] > 0 for name in (*rates, "plan_seconds", "plan_seconds_large", "peak_memory_bytes"))
