@@ -262,6 +262,8 @@ def _bar(what: str, total: int | None, progress: bool) -> "tqdm[Any]":
         unit=" pairs",
         bar_format=None if total else "{desc}: {elapsed}",
         delay=2,
+        # A log gets a line every half minute instead of a bar.
+        mininterval=0.1 if sys.stderr.isatty() else 30.0,
         file=sys.stderr,
         disable=not progress,
     )
