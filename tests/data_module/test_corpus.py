@@ -5,7 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_module.corpus import MAX_TOKENS, TokenStore, TokenStoreWriter, open_corpus, store_prefix, token_type
+from data_module import corpus
+from data_module.corpus import (
+    MAX_TOKENS,
+    TokenStore,
+    TokenStoreWriter,
+    open_corpus,
+    read_ahead,
+    store_prefix,
+    token_type,
+)
 from data_module.errors import InputError
 from data_module.preparation import differs_from, prepare
 from data_module.settings import CorpusSettings, TextSource
@@ -135,3 +144,22 @@ def test_settings_of_a_corpus_can_be_compared(settings: CorpusSettings) -> None:
         "settings.lowercase was false, now true",
         "settings.max_tokens was 256, now 100",
     ]
+
+
+def test_reading_ahead_reads_every_byte_and_leaves_what_is_too_large(
+    tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read_so_far() -> int:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(fields["rchar"])
+
+    opened = open_corpus(tiny_corpus, "train")
+    size = sum(path.stat().st_size for path in tiny_corpus.glob("train.*.npy"))
+    before = read_so_far()
+    read_ahead(opened).join()
+    assert read_so_far() - before >= size
+    monkeypatch.setattr(corpus, "_free_memory", lambda: 2 * size - 2)
+    before = read_so_far()
+    read_ahead(opened).join()
+    assert read_so_far() - before < size
+    assert "own disk" in caplog.text
