@@ -42,7 +42,9 @@ class PlanSource:
         return plan
 
     def forget(self) -> None:
-        """Let go of what is being computed; call it before a fork, which no thread survives."""
+        """Wait for what is being computed, and let go of it. Call it before a fork, which no thread survives."""
+        if self._next is not None:
+            self._next.join()
         self._next = None
 
     def compute(self, epoch: int) -> EpochPlan:
@@ -109,15 +111,19 @@ def shared_plan(folder: Path, name: str, make: Callable[[], EpochPlan]) -> Epoch
         pass
     with (folder / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            _remove_unused(folder)
-            partial = folder / "partial"
-            try:
-                make().numbers.tofile(partial)
-                partial.replace(path)
-            finally:
-                partial.unlink(missing_ok=True)
-        return _mapped(path)
+        try:
+            if not path.exists():
+                _remove_unused(folder)
+                partial = folder / "partial"
+                try:
+                    make().numbers.tofile(partial)
+                    partial.replace(path)
+                finally:
+                    partial.unlink(missing_ok=True)
+            return _mapped(path)
+        finally:
+            # Closing is not enough: a process forked meanwhile by another thread has the file open too.
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _remove_unused(folder: Path) -> None:
@@ -129,6 +135,7 @@ def _remove_unused(folder: Path) -> None:
             except BlockingIOError:
                 continue
             path.unlink()
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _own_folder() -> Path:

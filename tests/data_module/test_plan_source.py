@@ -5,7 +5,9 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +21,11 @@ FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlanSource:
+def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanSource]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return PlanSource(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=100, seed=1)
+    source = PlanSource(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=100, seed=1)
+    yield source
+    source.forget()  # or it would compute on, in the next test's folder
 
 
 def plan_files(folder: Path) -> set[str]:
@@ -68,6 +72,27 @@ def test_a_killed_owner_leaves_nothing_locked_or_half_written(tmp_path: Path) ->
     assert not plan_files(tmp_path)
     make_slowly(tmp_path, said)
     assert said.read_text() == "made\nmade\n"
+
+
+def test_a_process_forked_meanwhile_holds_nothing_back(tmp_path: Path) -> None:
+    """A loader's worker starts while a thread computes a plan: the file that it inherits is a locked one."""
+    said = tmp_path / "said"
+    computing = threading.Thread(target=make_slowly, args=(tmp_path, said))
+    computing.start()
+    while not said.exists():
+        time.sleep(0.01)
+    worker = FORK.Process(target=time.sleep, args=(60,))
+    worker.start()
+    computing.join()
+    try:
+        later = FORK.Process(target=shared_plan, args=(tmp_path, "two", lambda: EpochPlan(np.zeros(2, np.uint32))))
+        later.start()
+        later.join(timeout=20)
+        assert later.exitcode == 0, "the lock outlived its owner"
+    finally:
+        worker.kill()
+        worker.join()
+        later.kill()
 
 
 def test_unused_plans_go_and_used_ones_stay(source: PlanSource, tmp_path: Path) -> None:
