@@ -1,9 +1,12 @@
-"""How fast, how lean, how full: `benchmark data`. The last line is one JSON object."""
+"""How fast, how lean, how full: `benchmark train` and `benchmark data`. The last line is one JSON object."""
 
 import argparse
 import importlib
 
-KINDS = {"data": "preparing a corpus, planning its epochs, loading its batches"}
+KINDS = {
+    "train": "training steps, also against other programs",
+    "data": "preparing a corpus, planning its epochs, loading its batches",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

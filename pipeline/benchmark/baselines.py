@@ -1,0 +1,154 @@
+"""The networks that ours is measured against, each as fast as it is meant to be used.
+
+They are of the recipe's size, with dropout where ours has it and nowhere else: after the embeddings and on
+sub-layer outputs. Masks are given only where there is padding to hide.
+"""
+
+import importlib
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from data_module.batch import SpecialIds
+from data_module.errors import InputError
+from model.positions import SinusoidalPositions
+from model.settings import NetworkSettings
+
+
+class TorchNetwork(nn.Module):
+    """Layers of `torch.nn.Transformer`, one matrix for both embeddings and the output projection."""
+
+    def __init__(self, vocabulary_size: int, settings: NetworkSettings) -> None:
+        super().__init__()
+        shape: dict[str, Any] = {
+            "d_model": settings.d_model,
+            "nhead": settings.num_heads,
+            "dim_feedforward": settings.d_ff,
+            "dropout": settings.dropout,
+            "batch_first": True,
+        }
+        self.embedding = nn.Embedding(vocabulary_size, settings.d_model)
+        nn.init.normal_(self.embedding.weight, std=settings.d_model**-0.5)
+        self.positions = SinusoidalPositions(settings.d_model)
+        self.dropout = nn.Dropout(settings.dropout)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(**shape), settings.num_layers, enable_nested_tensor=False
+        )
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**shape), settings.num_layers)
+        for module in self.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0  # of attention weights
+            elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+                module.dropout.p = 0.0  # inside the feed-forward network
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Ids [B, L] -> [B, L, D]."""
+        x = self.embedding(ids) * math.sqrt(self.embedding.embedding_dim)
+        return self.dropout(x + self.positions(0, ids.size(1)))
+
+    def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None) -> Tensor:
+        """Ids [B, S] and [B, T], mask [B, S], True where a token stands, or None -> logits [B, T, V]."""
+        padding = ~source_mask if source_mask is not None else None
+        # The hint makes attention causal by itself; the mask has to be there all the same.
+        causal = nn.Transformer.generate_square_subsequent_mask(target.size(1), source.device)
+        with _fast_attention(source.device.type):
+            memory = self.encoder(self.embed(source), src_key_padding_mask=padding)
+            states = self.decoder(
+                self.embed(target), memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding
+            )
+        return F.linear(states, self.embedding.weight)
+
+
+class MarianNetwork(nn.Module):
+    """Hugging Face's MarianMTModel, randomly initialised."""
+
+    def __init__(self, vocabulary_size: int, settings: NetworkSettings, special: SpecialIds, longest: int) -> None:
+        super().__init__()
+        try:
+            # By name: the library is an extra, and type checking all of it takes minutes.
+            transformers: Any = importlib.import_module("transformers")
+        except ImportError:
+            raise InputError(
+                "--baseline marian needs Hugging Face's transformers; pip install 'attention-pipeline[benchmark]'"
+            ) from None
+        self.model = transformers.MarianMTModel(
+            transformers.MarianConfig(
+                vocab_size=vocabulary_size,
+                d_model=settings.d_model,
+                encoder_layers=settings.num_layers,
+                decoder_layers=settings.num_layers,
+                encoder_attention_heads=settings.num_heads,
+                decoder_attention_heads=settings.num_heads,
+                encoder_ffn_dim=settings.d_ff,
+                decoder_ffn_dim=settings.d_ff,
+                max_position_embeddings=longest,
+                activation_function="relu",
+                dropout=settings.dropout,
+                attention_dropout=0.0,
+                activation_dropout=0.0,
+                scale_embedding=True,
+                use_cache=False,
+                pad_token_id=special.pad,
+                bos_token_id=special.bos,
+                eos_token_id=special.eos,
+                forced_eos_token_id=None,
+                decoder_start_token_id=special.bos,
+                attn_implementation="sdpa",
+            )
+        )
+
+    def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None) -> Tensor:
+        """Ids [B, S] and [B, T], mask [B, S], True where a token stands, or None -> logits [B, T, V]."""
+        with _fast_attention(source.device.type):
+            return self.model(input_ids=source, attention_mask=source_mask, decoder_input_ids=target).logits
+
+
+def _fast_attention(device: str) -> AbstractContextManager[None]:
+    """PyTorch's plain kernel for bf16 on a CPU, since going back through its fused one takes half a step."""
+    is_slow = device == "cpu" and torch.is_autocast_enabled(device)
+    return sdpa_kernel(SDPBackend.MATH) if is_slow else nullcontext()
+
+
+def cross_entropy(pad: int, label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """PyTorch's loss as a sum: logits [B, T, V] and targets [B, T], of which padding does not count -> scalar."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(
+            logits.flatten(0, 1),
+            targets.flatten().long(),
+            ignore_index=pad,
+            label_smoothing=label_smoothing,
+            reduction="sum",
+        )
+
+    return loss
+
+
+def baseline_network(
+    name: str, vocabulary_size: int, settings: NetworkSettings, special: SpecialIds, longest: int
+) -> nn.Module:
+    """The baseline of this name, of the recipe's size.
+
+    Args:
+        name: "torch" or "marian".
+        vocabulary_size: pieces.
+        settings: the recipe's network.
+        special: ids of padding, begin and end.
+        longest: tokens of the longest sentence.
+
+    Raises InputError where the baseline has no such network, or is not installed.
+    """
+    plain = NetworkSettings()
+    odd = [key for key in ("d_k", "d_v", "learned_positions", "pre_norm") if vars(settings)[key] != vars(plain)[key]]
+    if odd:
+        keys = ", ".join(f"network.{key}" for key in odd)
+        raise InputError(f"--baseline {name}: has no network with this recipe's {keys}; leave {keys} out to compare")
+    if name == "torch":
+        return TorchNetwork(vocabulary_size, settings)
+    return MarianNetwork(vocabulary_size, settings, special, longest)

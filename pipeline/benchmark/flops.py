@@ -1,0 +1,34 @@
+"""How much arithmetic a training step needs, from the settings and the sentences' real lengths."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.settings import NetworkSettings
+
+
+def training_flops(
+    network: NetworkSettings, vocabulary_size: int, source: NDArray[np.integer], target: NDArray[np.integer]
+) -> float:
+    """FLOPs of the matrix products for pairs of these lengths [pairs], forward and backward, without padding.
+
+    A product of [a, b] and [b, c] is 2abc. With s and t a pair's lengths, D d_model, F d_ff, K and V the sizes of
+    all heads' keys and values together, N layers and P pieces, a pair's forward pass needs
+
+        N s (2 D (2K + V) + 2 V D + 4 D F) + N 2 s s (K + V)                      encoder
+        N t (2 D (2K + V) + 2 V D + 4 D F) + N 2 t t (K + V)                      decoder
+        N t (2 D K + 2 V D) + N s 2 D (K + V) + N 2 t s (K + V)                   its attention over the source
+        t 2 D P                                                                   output projection
+
+    and its backward pass twice that, since each product has two factors. Causal attention counts as a whole
+    square. Embeddings are looked up, not multiplied; all else (softmax, norms, dropout, additions) is not counted.
+    """
+    s, t = source.astype(np.float64), target.astype(np.float64)
+    width, inner = network.d_model, network.d_ff
+    keys = network.num_heads * network.d_k if network.d_k is not None else width
+    values = network.num_heads * network.d_v if network.d_v is not None else width
+    attention_and_feed_forward = 2 * width * (2 * keys + values) + 2 * values * width + 4 * width * inner
+    encoder = s * attention_and_feed_forward + 2 * s * s * (keys + values)
+    decoder = t * attention_and_feed_forward + 2 * t * t * (keys + values)
+    cross = t * (2 * width * keys + 2 * values * width) + s * 2 * width * (keys + values) + 2 * t * s * (keys + values)
+    layers = network.num_layers * (encoder + decoder + cross)
+    return 3.0 * float((layers + t * 2 * width * vocabulary_size).sum())

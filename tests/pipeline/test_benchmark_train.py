@@ -1,0 +1,194 @@
+"""`benchmark train`: its figures, the honesty of its baselines, and the arithmetic that it counts."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from data_module.batch import SpecialIds
+from data_module.errors import InputError
+from model.attention import CrossAttention, SelfAttention
+from model.loss import label_smoothed_loss
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+from pipeline.__main__ import main
+from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
+from pipeline.benchmark.flops import training_flops
+from pipeline.benchmark.stopwatch import PeakMemory, Stopwatch
+
+SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
+SPECIAL = SpecialIds(pad=0, bos=1, eos=2)
+PIECES = 50
+OF_A_NETWORK = {
+    "target_tokens_per_second",
+    "step_seconds",
+    "forward_seconds",
+    "loss_seconds",
+    "backward_seconds",
+    "optimizer_seconds",
+    "rest_seconds",
+    "peak_memory_bytes",
+    "parameters",
+}
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
+def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["benchmark", "train", "--config", str(recipe_file), "--steps", "3"]
+    assert main([*command, "--baseline", "torch", "--baseline", "marian", "--network.dropout", "0.1"]) == 0
+    printed = capsys.readouterr()
+    figures = json.loads(printed.out.splitlines()[-1])
+    for one in (figures, figures["baselines"]["torch"], figures["baselines"]["marian"]):
+        assert all(one[key] > 0 for key in OF_A_NETWORK)
+        low, high = one["target_tokens_per_second_quartiles"]
+        assert low <= one["target_tokens_per_second"] <= high
+        assert 0 < one["share_of_ceiling"] < 1
+        assert one["parameters"] == figures["parameters"]
+    assert figures["data_wait_seconds"] > 0
+    assert 0 < figures["padding_share"] < 1
+    assert figures["flops_per_target_token"] > 0
+    assert figures["ceiling_flops_per_second"] > 1e9
+    assert figures["ratio_to_torch"] > 0
+    assert figures["ratio_to_marian"] > 0
+    assert isinstance(figures["loop_seconds_per_step"], float)
+    assert figures["precision"] == "32-true"
+    assert figures["device"] == "cpu"
+    assert figures["threads"] == torch.get_num_threads()
+    assert figures["torch_version"] == torch.__version__
+    assert "marian" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "--steps 0"),
+        (["--trainer.precision", "bf16-true"], "trainer.precision bf16-true"),
+        (["--baseline", "torch", "--network.pre_norm", "true"], "network.pre_norm"),
+        (["--network.d_modle", "8"], "d_model"),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["benchmark", "train", "--config", str(recipe_file), *arguments]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in line
+
+
+def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"pip install 'attention-pipeline\[benchmark\]'"):
+        baseline_network("marian", PIECES, SETTINGS, SPECIAL, longest=20)
+
+
+def batch(padded: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Source, target input and output, source mask."""
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randint(3, PIECES, (3, 7), generator=generator)
+    target = torch.randint(3, PIECES, (3, 9), generator=generator)
+    if padded:
+        source[1, 4:] = source[2, 6:] = SPECIAL.pad
+        target[0, 5:] = SPECIAL.pad
+    return source, target[:, :-1], target[:, 1:], source != SPECIAL.pad if padded else None
+
+
+def with_weights_of(ours: Transformer) -> TorchNetwork:
+    """The torch baseline as the same function."""
+
+    def copy(theirs: nn.Module, mine: nn.Module) -> None:
+        theirs.load_state_dict(mine.state_dict())
+
+    def copy_attention(theirs: nn.MultiheadAttention, mine: SelfAttention | CrossAttention) -> None:
+        inward = [mine.query_key_value] if isinstance(mine, SelfAttention) else [mine.query, mine.key_value]
+        theirs.in_proj_weight.data = torch.cat([linear.weight.data for linear in inward])
+        theirs.in_proj_bias.data = torch.cat([linear.bias.data for linear in inward])
+        copy(theirs.out_proj, mine.output)
+
+    network = TorchNetwork(PIECES, SETTINGS)
+    copy(network.embedding, ours.embedding)
+    for stack, mine_stack in ((network.encoder.layers, ours.encoder), (network.decoder.layers, ours.decoder)):
+        for theirs, mine in zip(stack, mine_stack, strict=True):
+            copy_attention(theirs.self_attn, mine.self_attention)
+            copy(theirs.linear1, mine.feed_forward.inner)
+            copy(theirs.linear2, mine.feed_forward.outer)
+            norms = [mine.self_attention_residual.norm, mine.feed_forward_residual.norm]
+            if isinstance(theirs, nn.TransformerDecoderLayer):
+                copy_attention(theirs.multihead_attn, mine.cross_attention)
+                norms.insert(1, mine.cross_attention_residual.norm)
+            for number, norm in enumerate(norms, start=1):
+                copy(getattr(theirs, f"norm{number}"), norm)
+    return network
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_torch_baseline_is_the_same_function(padded: bool) -> None:
+    ours = Transformer(PIECES, SETTINGS)
+    theirs = with_weights_of(ours)
+    source, target, output, mask = batch(padded)
+    states = ours(source, target, mask)
+    logits = theirs(source, target, mask)
+    torch.testing.assert_close(ours.logits(states), logits, rtol=1e-4, atol=1e-5)
+    smoothed = label_smoothed_loss(states, ours.embedding.weight, output, 0.1, SPECIAL.pad).smoothed
+    loss = cross_entropy(SPECIAL.pad, 0.1)(logits, output)
+    torch.testing.assert_close(smoothed, loss, rtol=1e-5, atol=0)
+    smoothed.backward()
+    loss.backward()
+    torch.testing.assert_close(ours.embedding.weight.grad, theirs.embedding.weight.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_baselines_have_our_size_and_our_dropout() -> None:
+    ours = sum(p.numel() for p in Transformer(PIECES, SETTINGS).parameters())
+    for name in ("torch", "marian"):
+        network = baseline_network(name, PIECES, SETTINGS, SPECIAL, longest=20)
+        assert sum(p.numel() for p in network.parameters() if p.requires_grad) == ours
+        source, target, output, mask = batch(padded=True)
+        network.train()
+        # Without dropout two passes are alike; padding of the source changes nothing.
+        logits = network(source, target, mask)
+        torch.testing.assert_close(logits, network(source, target, mask))
+        assert mask is not None
+        torch.testing.assert_close(logits, network(source.masked_fill(~mask, 7), target, mask))
+        assert cross_entropy(SPECIAL.pad, 0.1)(logits, output).isfinite()
+
+
+def test_flops_by_hand() -> None:
+    # One pair, s = 3, t = 2; D = 4, F = 5, one head, one layer, P = 7.
+    settings = NetworkSettings(num_layers=1, d_model=4, d_ff=5, num_heads=1)
+    encoder = 3 * (4 * 2 * 4 * 4 + 2 * 2 * 4 * 5) + 2 * (2 * 3 * 3 * 4)  # projections, feed-forward; QK and AV
+    decoder = 2 * (4 * 2 * 4 * 4 + 2 * 2 * 4 * 5) + 2 * (2 * 2 * 2 * 4)
+    cross = (2 * 2 + 3 * 2) * 2 * 4 * 4 + 2 * (2 * 2 * 3 * 4)
+    output = 2 * 2 * 4 * 7
+    counted = training_flops(settings, 7, np.array([3]), np.array([2]))
+    assert counted == 3 * (encoder + decoder + cross + output)
+
+
+def test_flops_as_pytorch_counts_them() -> None:
+    network = TorchNetwork(PIECES, SETTINGS)
+    source, target, output, _ = batch(padded=False)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        cross_entropy(SPECIAL.pad, 0.1)(network(source, target, None), output).backward()
+    counted = training_flops(SETTINGS, PIECES, np.full(3, source.size(1)), np.full(3, target.size(1)))
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_stopwatch_leaves_no_gap() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    for stretch in ("forward", "loss", "forward"):
+        watch.begin(stretch)
+    seconds = watch.read()
+    assert list(seconds) == ["forward", "loss"]
+    assert all(second > 0 for second in seconds.values())
+    assert not watch.read()
+
+
+def test_peak_memory_counts_what_is_held_at_once() -> None:
+    memory = PeakMemory(torch.device("cpu"))
+    for _ in range(3):
+        first = torch.empty(1000)
+        second = torch.empty(500)
+        del first, second
+    assert memory.read() == 6000
