@@ -23,6 +23,7 @@ def demo(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_demo_learns_its_grammar(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     first = demo(tmp_path)
