@@ -125,8 +125,10 @@ def _as_it_is(share: StepShare) -> StepShare:
 
 
 def _reset_signals(_worker: int) -> None:
-    """Workers must die by the signals that the trainer handles, and leave its terminal's Ctrl-C to it."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if hasattr(signal, "SIGUSR1"):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Leave signals to the trainer, which saves and then ends its workers.
+
+    SLURM sends its own, and a terminal Ctrl-C, to workers as well: one that died of it would take the save with it.
+    """
+    for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
