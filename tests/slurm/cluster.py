@@ -199,6 +199,11 @@ class Cluster:
         return sorted(found)
 
     @staticmethod
+    def sleep(seconds: float) -> None:
+        """A pause in which nothing is awaited."""
+        time.sleep(seconds)
+
+    @staticmethod
     def wait_until(what: Callable[[], object], seconds: float) -> None:
         """Wait, but not for ever."""
         deadline = time.monotonic() + seconds

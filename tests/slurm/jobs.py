@@ -1,5 +1,6 @@
 """Training jobs to submit, and what their runs have left."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,11 +13,21 @@ NO_GPUS = ["--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-task=1", "--t
 """What a user gives sbatch on a cluster like this one."""
 
 
-def train(cluster: Cluster, recipe: Path, run: Path, *options: object, nodes: int = 2, sbatch: tuple = ()) -> Job:
+HERE = Path(__file__).resolve().parent
+
+
+def train(
+    cluster: Cluster,
+    recipe: Path,
+    run: Path,
+    *options: object,
+    nodes: int | str = 2,
+    sbatch: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+) -> Job:
     """`sbatch slurm/train.sbatch RECIPE ...`."""
-    return cluster.submit(
-        f"--nodes={nodes}", *NO_GPUS, *sbatch, "slurm/train.sbatch", recipe, "--run.folder", run, *options
-    )
+    command = [f"--nodes={nodes}", *NO_GPUS, *sbatch, "slurm/train.sbatch", recipe, "--run.folder", run, *options]
+    return cluster.submit(*command, **(environment or {}))
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:
