@@ -5,7 +5,9 @@ It never ends: one epoch's plan follows another, workers stay, and counters are 
 """
 
 import itertools
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,7 +95,7 @@ class ResumableLoader(DataLoader[StepShare]):
             num_workers=workers,
             collate_fn=_as_it_is,  # type: ignore[arg-type]
             pin_memory=pin_memory,
-            worker_init_fn=_reset_signals,
+            worker_init_fn=_leave_signals_to_trainer,
             prefetch_factor=4 if workers else None,
             # A generator of its own: making an iterator draws from it, and must not move the global one.
             generator=torch.Generator().manual_seed(0),
@@ -124,9 +126,22 @@ def _as_it_is(share: StepShare) -> StepShare:
     return share
 
 
-def _reset_signals(_worker: int) -> None:
-    """Workers must die by the signals that the trainer handles, and leave its terminal's Ctrl-C to it."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if hasattr(signal, "SIGUSR1"):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+def _leave_signals_to_trainer(_worker: int) -> None:
+    """Heed no signal but the trainer's own.
+
+    SLURM sends its warnings, and a terminal Ctrl-C, to workers as well: one that died of it would take the trainer
+    with it before that has saved. The trainer ends its workers by SIGTERM, when they do not end by themselves.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not hasattr(signal, "sigwaitinfo"):  # no Linux, no SLURM
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_told(trainer: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+        pass
+    os._exit(0)

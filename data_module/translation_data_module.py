@@ -103,20 +103,20 @@ class _GroupDataset(Dataset[StepShare]):
     ) -> None:
         self._corpus, self._special = corpus, special
         self._groups = groups[rank::world_size]
-        # A rank left with nothing keeps the others company: scores are summed over all.
-        self._weightless = not self._groups
-        if self._weightless:
-            self._groups = [groups[0]._replace(pairs=groups[0].pairs[:1])]
+        # All ranks have equally many batches: they talk to one another between them, and scores are summed over all.
+        self._num_batches = -(-len(groups) // world_size)
+        self._company = groups[0]._replace(pairs=groups[0].pairs[:1])
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return self._num_batches
 
     def __getitem__(self, index: int) -> StepShare:
-        if index >= len(self._groups):
+        if index >= self._num_batches:
             raise IndexError(index)
-        group = self._groups[index]
+        weightless = index >= len(self._groups)
+        group = self._company if weightless else self._groups[index]
         tokens = int(self._corpus.target.lengths[group.pairs].sum()) + len(group.pairs)
-        return collate(self._corpus, [group], self._special, num_target_tokens=tokens, weightless=self._weightless)
+        return collate(self._corpus, [group], self._special, num_target_tokens=tokens, weightless=weightless)
 
 
 def _as_it_is(batch: StepShare) -> StepShare:

@@ -1,15 +1,23 @@
 """`python -m pipeline <verb>`: one verb a file; a verb's file is imported only when it is asked for."""
 
+import sys
+
+from pipeline import stop_request
+
+if sys.argv[1:2] == ["fit"]:
+    # From here on, before anything that takes time is imported.
+    stop_request.install()
+
 import argparse
 import gzip
 import importlib
 import logging
 import os
-import sys
 import threading
 import zlib
 
 from data_module.errors import InputError
+from pipeline.slurm_job import tell_script_of_mistake
 from pipeline.whole_file import behind, full_disk
 
 VERBS = {
@@ -57,6 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
         # The reader has gone (`| head`): nothing to say, and nothing left to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except stop_request.Stopped as stop:
+        print(stop, file=sys.stderr)
+        return stop.exit_code
     except KeyboardInterrupt:
         print("stopped by the keyboard", file=sys.stderr)
         return 130
@@ -65,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         if line is None:
             raise
         print(f"error: {line}", file=sys.stderr)
+        tell_script_of_mistake()
         return 2
 
 

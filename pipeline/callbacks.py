@@ -39,7 +39,8 @@ class CheckpointKeeper(Callback):
         self._settings = recipe.run
         self._part = standalone_part(recipe.as_dict(), recipe.network, tokenizer)
         self._last_saved = time.monotonic()
-        self._saved_step = 0
+        self.saved_step = 0
+        """The last step whose checkpoint is there."""
         self._save_after_validation = False
         self.best_bleu = -1.0
 
@@ -68,7 +69,7 @@ class CheckpointKeeper(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last step is always kept."""
-        if trainer.global_step > self._saved_step:
+        if trainer.global_step > self.saved_step:
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
@@ -76,7 +77,7 @@ class CheckpointKeeper(Callback):
         for logger in trainer.loggers:
             logger.save()  # a run that goes on from here does not log again what came before
         trainer.save_checkpoint(step_path(self._run, trainer.global_step), weights_only=False)
-        self._last_saved, self._saved_step = time.monotonic(), trainer.global_step
+        self._last_saved, self.saved_step = time.monotonic(), trainer.global_step
         if trainer.is_global_zero:
             for path in step_checkpoints(self._run)[: -self._settings.keep_last]:
                 path.unlink(missing_ok=True)
@@ -91,7 +92,7 @@ class CheckpointKeeper(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What a run resumes from is saved already."""
-        self._saved_step = trainer.global_step
+        self.saved_step = trainer.global_step
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `state_dict` gave it."""

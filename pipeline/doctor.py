@@ -54,7 +54,7 @@ def machine() -> Iterator[Finding]:
             )
             yield Finding(True, f"GPU {index}: {name}, {memory / 2**30:.0f} GiB")
     else:
-        from pipeline.fit import best_precision
+        from pipeline.trainer_options import best_precision
 
         yield Finding(True, f"no GPU; {os.cpu_count()} CPU cores, precision {best_precision('cpu')}")
 
@@ -62,8 +62,8 @@ def machine() -> Iterator[Finding]:
 def recipe(paths: list[Path], overrides: list[str]) -> Iterator[Finding]:
     """The recipe, its texts, and the places it writes to."""
     from data_module.errors import InputError
-    from pipeline.fit import trainer_signature
     from pipeline.recipe import load_recipe
+    from pipeline.trainer_options import trainer_signature
 
     try:
         loaded = load_recipe(paths, overrides, trainer_signature())

@@ -4,21 +4,26 @@ Settings of the recipe may be given as --section.key value, Lightning's as --tra
 """
 
 import argparse
-import inspect
 import json
 import logging
 import os
 import sys
-import typing
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pipeline import stop_request
+from pipeline.slurm_job import Step, current_step
+from pipeline.stop_request import Stopped, speaks_for_all, stop_if_asked
 
 if TYPE_CHECKING:
     from data_module.settings import CorpusSettings
     from data_module.tokenizer import Tokenizer
     from pipeline.recipe import Recipe
     from pipeline.run_folder import RunFolder
+
+LOCK_PATIENCE_SECONDS = 120
+"""How long a job waits for another writer of its run folder to end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,22 +34,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or go on training."""
+    try:
+        return fit(arguments)
+    except Stopped as stop:
+        if not speaks_for_all(process_rank()):
+            return 0
+        raise stop if process_rank() == 0 else SystemExit(stop.exit_code) from None
+
+
+def fit(arguments: argparse.Namespace) -> int:
+    """As `run`; raises Stopped when it was asked to stop by a signal."""
     quiet_lightning()
     from data_module.errors import InputError
     from data_module.tokenizer import Tokenizer
     from pipeline.checkpoint import newest_whole
     from pipeline.recipe import load_recipe
-    from pipeline.run_folder import RunFolder
+    from pipeline.run_folder import RunFolder, note_start, starts_noted
+    from pipeline.trainer_options import trainer_signature
 
+    step = current_step()
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if not recipe.trainer.get("max_steps"):
         raise InputError("trainer.max_steps is missing; give the number of optimizer steps")
-    ensure_corpus(recipe.corpus)
-    tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     path = recipe.run_folder()
-    folder = RunFolder(path) if process_rank() == 0 else None
+    if step is not None and step.rank == 0:
+        note_start(path, step.job, step.restarts, newest_whole(path)[0])
+    with stop_request.at_once():
+        ensure_corpus(recipe.corpus)
+    tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
+    # A job that was just requeued may find the owner it was before; that one ends, or its lock does.
+    folder = RunFolder(path, patience_seconds=LOCK_PATIENCE_SECONDS if step else 0) if process_rank() == 0 else None
     checkpoint, skipped = (None, []) if arguments.fresh else newest_whole(path)
-    for broken in skipped:
+    for broken in skipped if folder is not None else ():
         print(f"{broken}: is not whole; skipped", file=sys.stderr)
     if folder is not None and checkpoint is not None:
         forbidden, allowed = folder.differences(recipe)
@@ -57,11 +78,21 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"changed since the run began: {change}", file=sys.stderr)
     if checkpoint is not None:
         if end := how_it_ended(recipe, path, checkpoint):
-            print(f"{path}: {end}, or use --fresh", file=sys.stderr)
+            if folder is not None:
+                print(f"{path}: {end}, or use --fresh", file=sys.stderr)
             return 0
-        print(f"resuming from {checkpoint}", file=sys.stderr)
-    train(recipe, folder, tokenizer, checkpoint, arguments.fresh)
+        if folder is not None:
+            print(f"resuming from {checkpoint}", file=sys.stderr)
+    stop_if_asked("during start-up")
+    try:
+        train(recipe, folder, tokenizer, checkpoint, arguments.fresh, step)
+    except Stopped:
+        if folder is not None and step is not None:
+            starts_noted(path, step.job).unlink(missing_ok=True)
+        raise
     if folder is not None:
+        if step is not None:
+            starts_noted(path, step.job).unlink(missing_ok=True)
         print(f"the run lies in {path}; look at it with: tensorboard --logdir {path}", file=sys.stderr)
         folder.close()
     return 0
@@ -112,7 +143,12 @@ def ensure_corpus(settings: "CorpusSettings") -> None:
 
 
 def train(
-    recipe: "Recipe", folder: "RunFolder | None", tokenizer: "Tokenizer", checkpoint: Path | None, fresh: bool
+    recipe: "Recipe",
+    folder: "RunFolder | None",
+    tokenizer: "Tokenizer",
+    checkpoint: Path | None,
+    fresh: bool,
+    step: Step | None,
 ) -> None:
     """Wire and run Lightning's Trainer. The folder is None on all ranks but the first, which alone writes.
 
@@ -130,6 +166,8 @@ def train(
     from model.translation_module import TranslationModule
     from pipeline.callbacks import CheckpointKeeper, Monitor, ValidationText, WholeCheckpointIO
     from pipeline.run_folder import STOPPED_EARLY
+    from pipeline.together import Together, own_signals
+    from pipeline.trainer_options import cluster_environment, trainer_options
     from pipeline.whole_file import whole_file
 
     path = recipe.run_folder()
@@ -145,7 +183,7 @@ def train(
             f"{data.longest} tokens; raise it, or lower corpus.max_tokens"
         )
     sources, references = data.validation_text()
-    # The keeper stands last, so that what it saves has seen what the others did.
+    # The keeper stands behind them, so that what it saves has seen what the others did.
     callbacks: list[Callback] = [
         ValidationText(sources, references, tokenizer),
         Monitor(recipe.run.log_every_steps),
@@ -154,9 +192,11 @@ def train(
     early_stopping = EarlyStopping("validation/bleu", mode="max", patience=patience or 1)
     if patience is not None:
         callbacks.append(early_stopping)
-    callbacks.append(CheckpointKeeper(path, recipe, tokenizer))
-    options = trainer_options(recipe.trainer)
-    step = step_of(checkpoint) if checkpoint else 0
+    keeper = CheckpointKeeper(path, recipe, tokenizer)
+    callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds)]
+    options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
+    environment = cluster_environment(step)
+    first_step = 1 + (step_of(checkpoint) if checkpoint else 0)
     try:
         trainer = Trainer(
             **options,
@@ -167,9 +207,9 @@ def train(
             enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=False,
-            logger=TensorBoardLogger(path, name="", version="tensorboard", purge_step=step + 1),
+            logger=TensorBoardLogger(path, name="", version="tensorboard", purge_step=first_step),
             callbacks=callbacks,
-            plugins=[WholeCheckpointIO()],
+            plugins=[WholeCheckpointIO(), *([environment] if environment else [])],
         )
     except (MisconfigurationException, ValueError, ImportError) as error:
         # What the machine does not have, or keys that exclude one another.
@@ -178,95 +218,13 @@ def train(
         if fresh:
             folder.remove_run()
         folder.write_config(recipe, tokenizer.model)
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    own_signals(trainer)
+    with stop_request.keyboard_too():
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     if folder is not None and patience is not None and early_stopping.wait_count >= patience:
         stop = {"step": trainer.global_step, "patience": patience}
         with whole_file(path / STOPPED_EARLY) as file:
             file.write(json.dumps(stop).encode())
-
-
-def trainer_options(recipe_options: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's `trainer:` with what it leaves open decided: accelerator, precision, strategy.
-
-    Raises InputError for a precision that cannot be trained in.
-    """
-    import torch
-
-    from data_module.errors import InputError
-
-    options = {"val_check_interval": 1000, "accelerator": "auto", **recipe_options}
-    if options["accelerator"] == "auto" and not torch.cuda.is_available():
-        options["accelerator"] = "cpu"
-    options["precision"] = options.get("precision") or best_precision(options["accelerator"])
-    if str(options["precision"]).startswith("16"):
-        raise InputError("trainer.precision 16 needs loss scaling, which is not there yet; use bf16-mixed or 32-true")
-    options["strategy"] = strategy(options)
-    return options
-
-
-OWNED = {
-    "callbacks": "this program has its own",
-    "logger": "TensorBoard is always written",
-    "plugins": "this program has its own",
-    "max_epochs": "count in steps with trainer.max_steps",
-    "min_epochs": "count in steps with trainer.min_steps",
-    "check_val_every_n_epoch": "count in steps with trainer.val_check_interval",
-    "accumulate_grad_batches": "batches.max_tokens_per_device sets the accumulation",
-    "gradient_clip_val": "use training.gradient_clip_norm",
-    "gradient_clip_algorithm": "use training.gradient_clip_norm",
-    "log_every_n_steps": "use run.log_every_steps",
-    "default_root_dir": "use run.folder",
-    "num_sanity_val_steps": "",
-    "use_distributed_sampler": "",
-    "reload_dataloaders_every_n_epochs": "",
-    "enable_checkpointing": "",
-    "enable_progress_bar": "",
-    "enable_model_summary": "",
-    "enable_autolog_hparams": "",
-    "model_registry": "",
-    "barebones": "",
-    "limit_train_batches": "use trainer.max_steps",
-    "overfit_batches": "give a small corpus",
-    "fast_dev_run": "use trainer.max_steps",
-}
-"""Keys of Lightning's Trainer that this program sets itself."""
-
-
-def trainer_signature() -> dict[str, Any]:
-    """What a recipe's `trainer:` may hold: the keys of Lightning's Trainer that are not this program's own."""
-    from lightning.pytorch import Trainer
-
-    names = inspect.signature(Trainer.__init__).parameters
-    hints = typing.get_type_hints(Trainer.__init__)
-    return {name: hints[name] for name in names if name != "self" and name not in OWNED}
-
-
-def best_precision(accelerator: Any) -> Any:
-    """bf16 mixed precision wherever the hardware multiplies in it, else float32."""
-    import torch
-
-    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
-        return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
-    supports = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    return "bf16-mixed" if accelerator in ("auto", "cpu") and supports() else "32-true"
-
-
-def strategy(options: dict[str, Any]) -> Any:
-    """DDP with gradients as views of its buckets, where there is more than one device."""
-    import torch
-    from lightning.pytorch.strategies import DDPStrategy
-
-    asked = options.get("strategy", "auto")
-    devices = options.get("devices", "auto")
-    if devices in ("auto", -1, "-1"):
-        on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-        devices = torch.cuda.device_count() if on_gpu else 1
-    if isinstance(devices, str):
-        devices = [part for part in devices.split(",") if part] if "," in devices else int(devices)
-    count = len(devices) if isinstance(devices, list) else devices
-    if asked in ("auto", "ddp") and count * int(options.get("num_nodes", 1)) > 1:
-        return DDPStrategy(gradient_as_bucket_view=True)
-    return asked
 
 
 def process_rank() -> int:

@@ -28,9 +28,11 @@ class RunSettings:
     patience: int | None = None
     """Stop after this many validations without a better BLEU."""
     log_every_steps: int = 50
+    timeout_seconds: int = 600
+    """How long a rank waits for another before it gives up, names it, and ends."""
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "log_every_steps", "checkpoint_every_steps", "patience"):
+        for name in ("keep_last", "log_every_steps", "timeout_seconds", "checkpoint_every_steps", "patience"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"run.{name} {value} is not 1 or more")

@@ -5,6 +5,7 @@ import json
 import platform
 import shutil
 import subprocess
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -13,12 +14,15 @@ import yaml
 
 from data_module.errors import InputError
 from pipeline.recipe import Recipe
+from pipeline.stop_request import stop_if_asked
 from pipeline.whole_file import is_leftover, remove_leftovers, whole_file
 
 MAY_CHANGE = ("name", "decoding", "run", "trainer")
 """Sections that another config may change on resume; the others would make it another run."""
 MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
 
+MAX_STARTS = 4
+"""How often a job starts from one and the same checkpoint: the first time, and three times after a failure."""
 
 _OWN_FILES = ("config.yaml", "tokenizer.model", "versions.json")
 STOPPED_EARLY = "stopped-early.json"
@@ -37,8 +41,8 @@ def is_run(path: Path) -> bool:
 class RunFolder:
     """A folder that one process owns while it writes; the operating system lets go of a killed owner's lock."""
 
-    def __init__(self, path: Path) -> None:
-        """Takes the folder, making it if need be.
+    def __init__(self, path: Path, patience_seconds: float = 0.0) -> None:
+        """Takes the folder, making it if need be; waits so long for another writer to end.
 
         Raises InputError when it holds something else, or when another process writes there.
         """
@@ -49,13 +53,15 @@ class RunFolder:
             raise InputError(f"{path}: holds something else than a run; give another run.folder")
         path.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] = (path / ".lock").open("a")
+        deadline = time.monotonic() + patience_seconds
         try:
-            # A POSIX lock: it dies with this process, while flock's would live on in a loader's worker.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise InputError(
-                f"{path}: another fit is writing there; wait for it to end or give another run.folder"
-            ) from None
+            while not self._take():
+                if time.monotonic() >= deadline:
+                    raise InputError(
+                        f"{path}: another fit is writing there; wait for it to end or give another run.folder"
+                    )
+                stop_if_asked("while another fit was writing")
+                time.sleep(0.5)
         except OSError as error:
             raise InputError(
                 f"{path}: its file system cannot lock files ({error.strerror}); give a run.folder on another one"
@@ -63,6 +69,14 @@ class RunFolder:
         remove_leftovers(path / "checkpoints", "")
         for name in _OWN_FILES:
             remove_leftovers(path, name)
+
+    def _take(self) -> bool:
+        try:
+            # A POSIX lock: it dies with this process, while flock's would live on in a loader's worker.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -97,6 +111,30 @@ class RunFolder:
         _replace(self.path / "versions.json", json.dumps(versions(), indent=2).encode())
 
 
+def starts_noted(path: Path, job: str) -> Path:
+    """Where a job notes that it has started from the run's newest checkpoint."""
+    return path / f".starts-{job}.json"
+
+
+def note_start(path: Path, job: str, restarts: int, checkpoint: Path | None) -> None:
+    """Count a job's starts from one checkpoint that came to no end of their own.
+
+    Whoever stops or finishes in order removes the note; a crash, a hang or a lost node leaves it.
+
+    Raises InputError when there were MAX_STARTS already: what repeats is no accident.
+    """
+    name = checkpoint.name if checkpoint else "the beginning"
+    note = starts_noted(path, job)
+    noted = json.loads(note.read_text()) if note.exists() and restarts else {}
+    starts = 1 + (noted["starts"] if noted.get("checkpoint") == name else 0)
+    if starts > MAX_STARTS:
+        raise InputError(
+            f"{path}: the job has failed {MAX_STARTS} times from {name}; see the errors in its log, "
+            "then submit it again"
+        )
+    _replace(note, json.dumps({"checkpoint": name, "starts": starts}).encode())
+
+
 def versions() -> dict[str, Any]:
     """Revision of the code and versions of what it runs on."""
     packages = ("torch", "lightning", "sentencepiece", "sacrebleu", "numpy")
@@ -115,7 +153,8 @@ def versions() -> dict[str, Any]:
 
 def _is_foreign(entry: Path) -> bool:
     """Whether an entry is none that a fit leaves which was killed before it had written its recipe."""
-    return entry.name != ".lock" and not is_leftover(entry, "config.yaml")
+    ours = entry.name == ".lock" or entry.name.startswith(".starts-")
+    return not ours and not any(is_leftover(entry, name) for name in ("config.yaml", ".starts-"))
 
 
 def _replace(path: Path, contents: bytes) -> None:

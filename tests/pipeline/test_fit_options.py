@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from pipeline.fit import OWNED, best_precision, strategy, trainer_signature
+from pipeline.trainer_options import OWNED, best_precision, strategy, trainer_signature
 
 
 def test_bf16_wherever_the_processor_has_it() -> None:

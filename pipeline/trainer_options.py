@@ -1,0 +1,117 @@
+"""Lightning's Trainer options: what a recipe may set, what this program and SLURM set."""
+
+import inspect
+import os
+import typing
+from datetime import timedelta
+from typing import Any
+
+from pipeline.slurm_job import Step
+
+
+def trainer_options(
+    recipe_options: dict[str, Any], step: Step | None = None, timeout_seconds: int = 600
+) -> dict[str, Any]:
+    """A recipe's `trainer:` with what it leaves open decided: accelerator, precision, devices, strategy.
+
+    Args:
+        recipe_options: the recipe's section.
+        step: the SLURM step this process is a task of; its nodes and tasks count, whatever the recipe says.
+        timeout_seconds: how long a rank waits for another.
+
+    Raises InputError for a precision that cannot be trained in.
+    """
+    import torch
+
+    from data_module.errors import InputError
+
+    options = {"val_check_interval": 1000, "accelerator": "auto", **recipe_options}
+    if options["accelerator"] == "auto" and not torch.cuda.is_available():
+        options["accelerator"] = "cpu"
+    options["precision"] = options.get("precision") or best_precision(options["accelerator"])
+    if str(options["precision"]).startswith("16"):
+        raise InputError("trainer.precision 16 needs loss scaling, which is not there yet; use bf16-mixed or 32-true")
+    if step is not None:
+        options |= {"num_nodes": step.num_nodes, "devices": step.tasks_per_node}
+    options["strategy"] = strategy(options, timeout_seconds)
+    return options
+
+
+def cluster_environment(step: Step | None) -> Any:
+    """Where ranks, and the address they meet at, come from; the first node's name and the job's number under SLURM."""
+    from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+
+    if step is None:
+        # Left to itself, Lightning takes any process inside a job for one of its tasks.
+        return LightningEnvironment() if "SLURM_JOB_ID" in os.environ and "RANK" not in os.environ else None
+    # Lightning insists on this variable, which `--ntasks` alone leaves out, and reads it against the step's tasks.
+    os.environ["SLURM_NTASKS_PER_NODE"] = str(step.tasks_per_node)
+    return SLURMEnvironment(auto_requeue=False)
+
+
+OWNED = {
+    "callbacks": "this program has its own",
+    "logger": "TensorBoard is always written",
+    "plugins": "this program has its own",
+    "max_epochs": "count in steps with trainer.max_steps",
+    "min_epochs": "count in steps with trainer.min_steps",
+    "check_val_every_n_epoch": "count in steps with trainer.val_check_interval",
+    "accumulate_grad_batches": "batches.max_tokens_per_device sets the accumulation",
+    "gradient_clip_val": "use training.gradient_clip_norm",
+    "gradient_clip_algorithm": "use training.gradient_clip_norm",
+    "log_every_n_steps": "use run.log_every_steps",
+    "default_root_dir": "use run.folder",
+    "num_sanity_val_steps": "",
+    "use_distributed_sampler": "",
+    "reload_dataloaders_every_n_epochs": "",
+    "enable_checkpointing": "",
+    "enable_progress_bar": "",
+    "enable_model_summary": "",
+    "enable_autolog_hparams": "",
+    "model_registry": "",
+    "barebones": "",
+    "limit_train_batches": "use trainer.max_steps",
+    "overfit_batches": "give a small corpus",
+    "fast_dev_run": "use trainer.max_steps",
+}
+"""Keys of Lightning's Trainer that this program sets itself."""
+
+
+def trainer_signature() -> dict[str, Any]:
+    """What a recipe's `trainer:` may hold: the keys of Lightning's Trainer that are not this program's own."""
+    from lightning.pytorch import Trainer
+
+    names = inspect.signature(Trainer.__init__).parameters
+    hints = typing.get_type_hints(Trainer.__init__)
+    return {name: hints[name] for name in names if name != "self" and name not in OWNED}
+
+
+def best_precision(accelerator: Any) -> Any:
+    """bf16 mixed precision wherever the hardware multiplies in it, else float32."""
+    import torch
+
+    if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
+        return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
+    supports = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return "bf16-mixed" if accelerator in ("auto", "cpu") and supports() else "32-true"
+
+
+def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
+    """DDP with gradients as views of its buckets, where there is more than one device."""
+    import torch
+    from lightning.pytorch.strategies import DDPStrategy
+
+    asked = options.get("strategy", "auto")
+    devices = options.get("devices", "auto")
+    if devices in ("auto", -1, "-1"):
+        on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+        devices = torch.cuda.device_count() if on_gpu else 1
+    if isinstance(devices, str):
+        devices = [part for part in devices.split(",") if part] if "," in devices else int(devices)
+    count = len(devices) if isinstance(devices, list) else devices
+    if asked in ("auto", "ddp") and count * int(options.get("num_nodes", 1)) > 1:
+        from pipeline.together import MARGIN_SECONDS
+
+        timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
+        return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)
+    return asked

@@ -1,0 +1,277 @@
+"""A real SLURM of several nodes on one machine, in a folder that is thrown away: no root, no system service.
+
+Each node is a slurmd of its own under a loopback address. Jobs are submitted with the scripts of slurm/.
+"""
+
+import os
+import pwd
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+SBIN = "/usr/sbin:/sbin"
+
+CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={munge}/socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ReturnToService=2
+JobRequeue=1
+SlurmdParameters=config_overrides
+SlurmdTimeout=10
+KillWait=5
+OverTimeLimit=0
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SwitchType=switch/none
+MpiDefault=none
+AccountingStorageType=accounting_storage/none
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0,requeue_setup_env_fail
+SlurmctldParameters=preempt_send_user_signal
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+MinJobAge=600
+{nodes}
+PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 MaxTime=60 GraceTime=20 State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=60 PreemptMode=OFF State=UP
+"""
+
+
+def missing() -> list[str]:
+    """The programs of SLURM that this machine lacks."""
+    return [name for name in NEEDED if shutil.which(name, path=os.environ["PATH"] + ":" + SBIN) is None]
+
+
+class Cluster:
+    """Its controller and nodes, and a way to submit, ask and wait."""
+
+    def __init__(self, folder: Path, num_nodes: int) -> None:
+        self.folder = folder
+        self.nodes = [f"127.0.0.{11 + number}" for number in range(num_nodes)]
+        self._munge = folder / "munge"
+        for name in ("state", "munge", "logs"):
+            (folder / name).mkdir(parents=True)
+        self._munge.chmod(0o755)
+        ports = free_ports(num_nodes + 1)
+        node_lines = "\n".join(
+            f"NodeName={node} NodeAddr={node} NodeHostname={socket.gethostname().split('.')[0]} Port={port} "
+            "CPUs=8 RealMemory=4000 State=UNKNOWN"
+            for node, port in zip(self.nodes, ports[1:], strict=True)
+        )
+        conf = folder / "slurm.conf"
+        conf.write_text(
+            CONF.format(
+                host=socket.gethostname().split(".")[0],
+                controller_port=ports[0],
+                user=pwd.getpwuid(os.getuid()).pw_name,
+                munge=self._munge,
+                folder=folder,
+                nodes=node_lines,
+            )
+        )
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+            "SLURM_CONF": str(conf),
+            "PATH": os.environ["PATH"] + ":" + SBIN,
+            # One core has many ranks here.
+            "OMP_NUM_THREADS": "1",
+            "PYTHON": sys.executable,
+        }
+        self._processes: dict[str, subprocess.Popen] = {}
+
+    def start(self) -> None:
+        """Bring everything up, and wait until all nodes are idle."""
+        key = self._munge / "key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        paths = [f"--{name}={self._munge / name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+        self._run_forever("munged", "munged", "--foreground", "--force", f"--key-file={key}", *paths)
+        self.wait_until(lambda: (self._munge / "socket").exists(), 10)
+        self._run_forever("slurmctld", "slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
+        for node in self.nodes:
+            self.start_node(node)
+        self.wait_until(self.is_idle, 30)
+
+    def start_node(self, node: str) -> None:
+        """A node's daemon."""
+        self._run_forever(node, "slurmd", "-D", "-N", node, "-f", self.environment["SLURM_CONF"])
+
+    def kill_node(self, node: str) -> None:
+        """The node is lost at once, with all that runs on it."""
+        steps = re.escape(f"[{node}]")
+        self._processes.pop(node).kill()
+        for pid, arguments in processes():
+            # slurmd's steps carry its name; what they have started dies with them.
+            if re.search(rf"slurmstepd: .*{steps}|slurmd .*-N {re.escape(node)} ", arguments):
+                os.kill(pid, signal.SIGKILL)
+        for pid in self.tasks(node=node):
+            os.kill(pid, signal.SIGKILL)
+
+    def _run_forever(self, name: str, *command: str) -> None:
+        with (self.folder / "logs" / name).open("a") as log:
+            self._processes[name] = subprocess.Popen(
+                list(command), env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+
+    def is_idle(self) -> bool:
+        """All nodes are there and have nothing to do."""
+        lines = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%N %T", check=False).stdout.split("\n")[:-1]
+        return len(lines) == len(self.nodes) and all(line.endswith(" idle") for line in lines)
+
+    def stop(self) -> None:
+        """Cancel all jobs, then end the daemons, munged last."""
+        self.run("scancel", "--user", pwd.getpwuid(os.getuid()).pw_name, check=False)
+        for pid in self.tasks():
+            os.kill(pid, signal.SIGKILL)
+        names = [*self.nodes, "slurmctld", "munged"]
+        for name in names:
+            if name in self._processes:
+                self._processes[name].terminate()
+                try:
+                    self._processes[name].wait(10)
+                except subprocess.TimeoutExpired:
+                    self._processes[name].kill()
+                    self._processes[name].wait()
+
+    def run(self, *command: object, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+        """A client's command; output as text."""
+        return subprocess.run(
+            [str(part) for part in command],
+            env={**self.environment, **environment},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=check,
+            timeout=120,
+        )
+
+    def submit(self, *arguments: object, **environment: str) -> "Job":
+        """`sbatch ...`; the job writes its log to this cluster's folder."""
+        done = self.run(
+            "sbatch", "--parsable", f"--output={self.folder}/logs/job-%j.log", *arguments, check=False, **environment
+        )
+        assert done.returncode == 0, done.stderr
+        return Job(self, done.stdout.strip().split(";")[0])
+
+    def tasks(self, job: str | None = None, node: str | None = None, rank: int | None = None) -> list[int]:
+        """Processes of `python -m pipeline` that SLURM has started here, by what their environment says."""
+        found = []
+        for pid, arguments in processes():
+            if "-m pipeline" not in arguments and "tests.slurm" not in arguments:
+                continue
+            try:
+                raw = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            values = dict(pair.split("=", 1) for pair in raw.split("\0") if "=" in pair)
+            if (
+                values.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+                and "SLURM_STEP_ID" in values
+                and (job is None or values.get("SLURM_JOB_ID") == job)
+                and (node is None or values.get("SLURMD_NODENAME") == node)
+                and (rank is None or values.get("SLURM_PROCID") == str(rank))
+            ):
+                found.append(pid)
+        return sorted(found)
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        """A pause in which nothing is awaited."""
+        time.sleep(seconds)
+
+    @staticmethod
+    def wait_until(what: Callable[[], object], seconds: float) -> None:
+        """Wait, but not for ever."""
+        deadline = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < deadline, "it did not come"
+            time.sleep(0.05)
+
+
+class Job:
+    """A submitted job."""
+
+    def __init__(self, cluster: Cluster, number: str) -> None:
+        self.cluster, self.number = cluster, number
+
+    def fields(self) -> dict[str, str]:
+        """What the controller says of it."""
+        line = self.cluster.run("scontrol", "-o", "show", "job", self.number).stdout
+        return dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
+
+    @property
+    def state(self) -> str:
+        """As SLURM names it."""
+        return self.fields()["JobState"]
+
+    @property
+    def restarts(self) -> int:
+        """How often it was requeued."""
+        return int(self.fields()["Restarts"])
+
+    @property
+    def log(self) -> str:
+        """What it has said so far."""
+        path = self.cluster.folder / "logs" / f"job-{self.number}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait(self, seconds: float = 120) -> str:
+        """Wait for its end; returns its last state."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
+        try:
+            self.cluster.wait_until(lambda: self.state in over, seconds)
+        except AssertionError:
+            raise AssertionError(f"job {self.number} is {self.fields()}:\n{self.log}") from None
+        return self.state
+
+    def wait_for(self, text: str, seconds: float = 90, times: int = 1) -> None:
+        """Wait until the log says something so many times."""
+        try:
+            self.cluster.wait_until(lambda: self.log.count(text) >= times, seconds)
+        except AssertionError:
+            raise AssertionError(f"job {self.number} ({self.state}) has not said {text!r}:\n{self.log}") from None
+
+    def signal(self, name: str) -> None:
+        """A signal to all its tasks, as `--signal` sends before the time limit."""
+        self.cluster.run("scancel", f"--signal={name}", self.number, check=False)
+
+
+def processes() -> list[tuple[int, str]]:
+    """Process ids and command lines."""
+    listed = subprocess.run(["ps", "-eo", "pid=,args=", "-ww"], capture_output=True, text=True, check=True).stdout
+    return [(int(pid), arguments) for pid, arguments in (line.split(None, 1) for line in listed.splitlines())]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
