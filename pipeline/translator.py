@@ -13,6 +13,7 @@ from tqdm import tqdm
 from data_module.errors import InputError
 from data_module.tokenizer import Tokenizer
 from model.decoding import Search
+from model.packed_linear import can_pack, pack_linears
 from model.settings import DecodingSettings
 from model.transformer import Transformer
 
@@ -182,6 +183,8 @@ def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: flo
     if length_penalty is not None:
         settings = replace(settings, length_penalty=length_penalty)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and can_pack(model.network):
+        pack_linears(model.network)
     return Translator(
         model.network, model.tokenizer, settings, max_source_tokens=LONGEST, device=device, name=str(path)
     )
