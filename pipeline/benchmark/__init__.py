@@ -1,9 +1,12 @@
-"""How fast, how lean, how full: `benchmark data`. The last line is one JSON object."""
+"""How fast, how lean, how full: `benchmark data`, `benchmark decode`. The last line is one JSON object."""
 
 import argparse
 import importlib
 
-KINDS = {"data": "preparing a corpus, planning its epochs, loading its batches"}
+KINDS = {
+    "data": "preparing a corpus, planning its epochs, loading its batches",
+    "decode": "translating a text, beside CTranslate2 and Hugging Face",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
