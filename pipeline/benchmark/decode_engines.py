@@ -5,7 +5,6 @@ can be told. It gets what `prepare` has laid ready, never the checkpoint itself,
 """
 
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -141,8 +140,13 @@ class HuggingFace:
         self._torch, self._settings = torch, settings
         self._tokenizer = _tokenizer(settings.folder)
         folder = settings.folder / "huggingface"
-        kind = json.loads((folder / "config.json").read_text())["architectures"][0]
-        self._model = getattr(_transformers(), kind).from_pretrained(folder).eval()
+        transformers = _transformers()
+        config = transformers.AutoConfig.from_pretrained(folder)
+        self._model = getattr(transformers, config.architectures[0])(config).eval()
+        # Not by `from_pretrained`, which makes the position table anew, in its own layout.
+        weights = torch.load(folder / "weights.pt", weights_only=True)
+        unexpected = self._model.load_state_dict(weights, strict=False).unexpected_keys
+        assert not unexpected, unexpected
         self._sentence_steps = 0
         self._model.model.decoder.register_forward_hook(self._count, with_kwargs=True)
 
@@ -222,6 +226,7 @@ def _write_huggingface(model: Any, folder: Path) -> None:
             f"{side}_ffn_dim": layers[0].feed_forward.inner.out_features,
         }
     config = (transformers.PegasusConfig if pre_norm else transformers.MarianConfig)(
+        architectures=["PegasusForConditionalGeneration" if pre_norm else "MarianMTModel"],
         vocab_size=tokenizer.vocabulary_size,
         max_position_embeddings=num_positions,
         pad_token_id=tokenizer.pad_id,
@@ -231,15 +236,14 @@ def _write_huggingface(model: Any, folder: Path) -> None:
         forced_eos_token_id=None,
         **shape,
     )
-    kind = transformers.PegasusForConditionalGeneration if pre_norm else transformers.MarianMTModel
-    theirs = kind(config)
-    theirs.load_state_dict(_huggingface_weights(network, num_positions), strict=False)
-    theirs.tie_weights()
-    theirs.save_pretrained(folder)
+    config.save_pretrained(folder)
+    torch.save(_huggingface_weights(network, num_positions), folder / "weights.pt")
 
 
 def _huggingface_weights(network: Any, num_positions: int) -> dict[str, Any]:
     weights = {"model.shared.weight": network.embedding.weight}
+    weights |= {f"model.{side}.embed_tokens.weight": network.embedding.weight for side in ("encoder", "decoder")}
+    weights["lm_head.weight"] = network.embedding.weight
 
     def put(name: str, module: Any, parts: tuple[str, ...] = ("",)) -> None:
         for kind in ("weight", "bias"):
