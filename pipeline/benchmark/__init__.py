@@ -1,4 +1,4 @@
-"""How fast, how lean, how full: `benchmark train` and `benchmark data`. The last line is one JSON object."""
+"""How fast, how lean, how full: `benchmark train`, `data` and `decode`. The last line is one JSON object."""
 
 import argparse
 import importlib
@@ -6,6 +6,7 @@ import importlib
 KINDS = {
     "train": "training steps, also against other programs",
     "data": "preparing a corpus, planning its epochs, loading its batches",
+    "decode": "translating a text, beside CTranslate2 and Hugging Face",
 }
 
 
