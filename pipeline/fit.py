@@ -165,6 +165,7 @@ def train(
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
     from pipeline.callbacks import CheckpointKeeper, Monitor, ValidationText, WholeCheckpointIO
+    from pipeline.memory import MemoryProbe
     from pipeline.run_folder import STOPPED_EARLY
     from pipeline.together import Together, own_signals
     from pipeline.trainer_options import cluster_environment, trainer_options
@@ -185,6 +186,7 @@ def train(
     sources, references = data.validation_text()
     # The keeper stands behind them, so that what it saves has seen what the others did.
     callbacks: list[Callback] = [
+        MemoryProbe(data.micro_batch_tokens, data.longest),
         ValidationText(sources, references, tokenizer),
         Monitor(recipe.run.log_every_steps),
     ]
@@ -242,5 +244,6 @@ def quiet_lightning() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
+    warnings.filterwarnings("ignore", ".*`srun` command is available.*")
     # Scores are summed over ranks before they are logged.
     warnings.filterwarnings("ignore", ".*recommended to use .*sync_dist=True.*")
