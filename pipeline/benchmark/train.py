@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and report."""
-    from pipeline.fit import ensure_corpus, quiet_lightning, trainer_signature
+    from pipeline.fit import ensure_corpus, quiet_lightning
 
     # PyTorch's profiler, which counts memory, reports itself on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.tokenizer import Tokenizer
     from pipeline.benchmark.report import figures_of, loop_seconds, rounded, table
     from pipeline.recipe import load_recipe
+    from pipeline.trainer_options import trainer_signature
 
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if arguments.steps < 1:
@@ -106,7 +107,7 @@ def _place(trainer: dict[str, Any]) -> _Place:
     import torch
 
     from data_module.errors import InputError
-    from pipeline.fit import trainer_options
+    from pipeline.trainer_options import trainer_options
 
     kept: dict[str, Any] = {
         key: trainer[key] for key in trainer if key in ("accelerator", "precision", "deterministic")
