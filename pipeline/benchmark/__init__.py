@@ -1,10 +1,11 @@
-"""How fast, how lean, how full: `benchmark train` and `benchmark data`. The last line is one JSON object."""
+"""How fast, how lean, how full: `benchmark train`, `scaling` and `data`. The last line is one JSON object."""
 
 import argparse
 import importlib
 
 KINDS = {
     "train": "training steps, also against other programs",
+    "scaling": "1 to 512 GPUs, predicted from one",
     "data": "preparing a corpus, planning its epochs, loading its batches",
 }
 
