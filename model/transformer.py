@@ -17,6 +17,14 @@ from model.positions import LearnedPositions, SinusoidalPositions
 from model.settings import NetworkSettings
 
 
+class Projection(nn.Module):
+    """The output projection; its matrix is the embedding's."""
+
+    def forward(self, states: Tensor, weight: Tensor) -> Tensor:
+        """[..., D] and [V, D] -> [..., V]."""
+        return F.linear(states, weight)
+
+
 class Transformer(nn.Module):
     """Encoder, decoder and the output projection; one matrix serves both embeddings and it (section 3.4)."""
 
@@ -41,6 +49,7 @@ class Transformer(nn.Module):
         # Pre-norm leaves the last sum unnormalised, so each stack ends with a norm; post-norm has none to add.
         self.encoder_norm = nn.LayerNorm(d_model) if settings.pre_norm else nn.Identity()
         self.decoder_norm = nn.LayerNorm(d_model) if settings.pre_norm else nn.Identity()
+        self.projection: nn.Module = Projection()
 
     def embed(self, ids: Tensor, start: int) -> Tensor:
         """Ids [B, L] at positions from start on -> [B, L, D]: embeddings * sqrt(D) + positions, dropped out."""
@@ -87,7 +96,7 @@ class Transformer(nn.Module):
     @torch.jit.export
     def logits(self, states: Tensor) -> Tensor:
         """Decoder states [..., D] -> unnormalised log-probabilities of the next piece [..., V]."""
-        return F.linear(states, self.embedding.weight)
+        return self.projection(states, self.embedding.weight)
 
     @torch.jit.export
     def init_cache(self, memory: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from data_module.errors import InputError
 from data_module.tokenizer import Tokenizer
 from model.decoding import Search
+from model.packed_linear import can_pack, pack_linears
 from model.settings import DecodingSettings
 from model.transformer import Transformer
 
@@ -169,22 +170,32 @@ def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: flo
     # Only the commands need files; whoever has a network does not.
     from pipeline.checkpoint import choose, load_model
 
-    if beam_size is not None and beam_size < 1:
-        raise InputError(f"--beam {beam_size}: must be 1 or more")
-    if length_penalty is not None and not 0.0 <= length_penalty < float("inf"):
-        raise InputError(f"--length-penalty {length_penalty}: must be 0 or more")
     path = choose(checkpoint)
     print(f"translating with {path}", file=sys.stderr)
     model = load_model(path)
-    settings = model.decoding
-    if beam_size is not None:
-        settings = replace(settings, beam_size=beam_size)
-    if length_penalty is not None:
-        settings = replace(settings, length_penalty=length_penalty)
+    settings = search_settings(model.decoding, beam_size, length_penalty)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and can_pack(model.network):
+        pack_linears(model.network)
     return Translator(
         model.network, model.tokenizer, settings, max_source_tokens=LONGEST, device=device, name=str(path)
     )
+
+
+def search_settings(recipe: DecodingSettings, beam_size: int | None, length_penalty: float | None) -> DecodingSettings:
+    """The recipe's, but for what the command line gives.
+
+    Raises InputError where that is out of bounds.
+    """
+    if beam_size is not None:
+        if beam_size < 1:
+            raise InputError(f"--beam {beam_size}: must be 1 or more")
+        recipe = replace(recipe, beam_size=beam_size)
+    if length_penalty is not None:
+        if not 0.0 <= length_penalty < float("inf"):
+            raise InputError(f"--length-penalty {length_penalty}: must be 0 or more")
+        recipe = replace(recipe, length_penalty=length_penalty)
+    return recipe
 
 
 def batches_by_length(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:

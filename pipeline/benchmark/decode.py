@@ -1,0 +1,179 @@
+"""How fast a checkpoint translates a text: tokens and sentences a second, tokenization in and out; the latency of
+single sentences; memory. With --baseline, others take turns with it on the same network, beam and threads, in float32.
+
+A search that stops earlier takes fewer steps, so the time of a step stands beside: one decoder step of one sentence
+with all its hypotheses, everything included. Threads are set with OMP_NUM_THREADS.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pipeline.benchmark.decode_engines import Engine, Settings, Turn
+
+BASELINES = ("ctranslate2", "huggingface")
+ROUNDS = 3
+SINGLE_SENTENCES = 40
+"""Sentences translated alone in a round, spread over the text."""
+
+
+class Round(NamedTuple):
+    """What an engine did in one round."""
+
+    turn: "Turn"
+    seconds: float
+    """The whole text."""
+    latencies: list[float]
+    """Seconds for each single sentence."""
+    peak_memory_bytes: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a .ckpt file or a run folder")
+    parser.add_argument("--source", type=Path, required=True, help="sentences to translate (plain or .gz)")
+    parser.add_argument("--beam", type=int, help="open hypotheses; 1 is greedy; the recipe's unless given")
+    parser.add_argument("--length-penalty", type=float, help="alpha; the recipe's unless given")
+    parser.add_argument(
+        "--baseline", action="append", default=[], choices=BASELINES, help="compare with it; may be given twice"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure by turns, print a table and the JSON."""
+    from data_module.errors import InputError
+    from pipeline.benchmark.decode_engines import prepare
+    from pipeline.translate import read_sentences
+
+    sentences = [sentence for sentence in read_sentences(arguments.source) if sentence.strip()]
+    if not sentences:
+        raise InputError(f"{arguments.source}: has no sentences; give a text to translate")
+    names = ["pipeline", *dict.fromkeys(arguments.baseline)]
+    with tempfile.TemporaryDirectory() as folder:
+        with _process() as process:
+            settings = process.submit(
+                prepare, arguments.checkpoint, Path(folder), arguments.beam, arguments.length_penalty, names[1:]
+            ).result()
+        rounds = _alternate(names, settings, sentences)
+    figures = {name: _figures(rounds[name], len(sentences)) for name in names}
+    ours = figures["pipeline"]
+    result: dict[str, Any] = {
+        "sentences": len(sentences),
+        "beam_size": settings.beam_size,
+        "length_penalty": settings.length_penalty,
+        "threads": settings.threads,
+        **ours,
+    }
+    for name in names[1:]:
+        theirs = figures[name]
+        result[name] = theirs
+        result[f"ratio_to_{name}"] = theirs["seconds"] / ours["seconds"]
+        result[f"step_ratio_to_{name}"] = theirs["seconds_per_sentence_step"] / ours["seconds_per_sentence_step"]
+        result[f"latency_ratio_to_{name}"] = theirs["latency_median_seconds"] / ours["latency_median_seconds"]
+        pairs = zip(rounds["pipeline"][0].turn.texts, rounds[name][0].turn.texts, strict=True)
+        result[f"same_as_{name}"] = sum(one == other for one, other in pairs) / len(sentences)
+    _show(figures)
+    print(json.dumps(_rounded(result)))
+    return 0
+
+
+def _process() -> ProcessPoolExecutor:
+    """A process that imports for itself, so that its memory is its own."""
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+
+
+def _alternate(names: list[str], settings: "Settings", sentences: list[str]) -> dict[str, list[Round]]:
+    """All engines at each round, one after the other."""
+    processes = {name: _process() for name in names}
+    rounds: dict[str, list[Round]] = {name: [] for name in names}
+    try:
+        for name, process in processes.items():
+            process.submit(_start, name, settings, sentences[:: max(1, len(sentences) // 8)]).result()
+        for number in range(ROUNDS):
+            single = sentences[number :: max(1, len(sentences) // SINGLE_SENTENCES)][:SINGLE_SENTENCES]
+            for name, process in processes.items():
+                rounds[name].append(process.submit(_round, sentences, single).result())
+                one = rounds[name][-1]
+                print(f"round {number + 1} of {ROUNDS}: {name} {one.seconds:.2f} s", file=sys.stderr)
+    finally:
+        for process in processes.values():
+            process.shutdown(cancel_futures=True)
+    return rounds
+
+
+_engine: "Engine"
+"""This process's."""
+
+
+def _start(name: str, settings: "Settings", sentences: list[str]) -> None:
+    """Make this process's engine, and let it translate a little."""
+    from pipeline.benchmark.decode_engines import ENGINES
+
+    global _engine
+    _engine = ENGINES[name](settings)
+    _engine.translate(sentences)
+
+
+def _round(sentences: list[str], single: list[str]) -> Round:
+    started = time.perf_counter()
+    turn = _engine.translate(sentences)
+    seconds = time.perf_counter() - started
+    latencies = []
+    for sentence in single:
+        started = time.perf_counter()
+        _engine.translate([sentence])
+        latencies.append(time.perf_counter() - started)
+    return Round(turn, seconds, latencies, _peak_memory())
+
+
+def _peak_memory() -> int:
+    """Bytes of this process so far; on a GPU, there."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _figures(rounds: list[Round], num_sentences: int) -> dict[str, float]:
+    """The median round, and all rounds' single sentences."""
+    seconds = statistics.median(one.seconds for one in rounds)
+    turn = rounds[0].turn
+    latencies = sorted(latency for one in rounds for latency in one.latencies)
+    return {
+        "seconds": seconds,
+        "target_tokens_per_second": turn.num_tokens / seconds,
+        "sentences_per_second": num_sentences / seconds,
+        "sentence_steps": turn.sentence_steps,
+        "seconds_per_sentence_step": seconds / turn.sentence_steps,
+        "latency_median_seconds": statistics.median(latencies),
+        "latency_p95_seconds": latencies[int(0.95 * (len(latencies) - 1))],
+        "peak_memory_bytes": max(one.peak_memory_bytes for one in rounds),
+    }
+
+
+def _show(figures: dict[str, dict[str, float]]) -> None:
+    print(f"{'':12} tokens/s  sentences/s  ms a step  latency ms (p95)  memory MB", file=sys.stderr)
+    for name, one in figures.items():
+        print(
+            f"{name:12} {one['target_tokens_per_second']:8,.0f}  {one['sentences_per_second']:11,.1f}  "
+            f"{1e3 * one['seconds_per_sentence_step']:9.3f}  "
+            f"{1e3 * one['latency_median_seconds']:7.1f} ({1e3 * one['latency_p95_seconds']:6.1f})  "
+            f"{one['peak_memory_bytes'] / 1e6:9,.0f}",
+            file=sys.stderr,
+        )
+
+
+def _rounded(value: Any) -> Any:
+    """Five significant digits."""
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value

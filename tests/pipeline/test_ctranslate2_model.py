@@ -1,0 +1,112 @@
+"""A network written for CTranslate2 gives the same probabilities there, and the same answers."""
+
+import random
+import sys
+from pathlib import Path
+
+import ctranslate2
+import pytest
+import torch
+
+from data_module.errors import InputError
+from data_module.tokenizer import Tokenizer, train_tokenizer
+from model.decoding import Search
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+from pipeline.ctranslate2_model import write_ctranslate2
+from tests.model.search_truth import BOS, EOS, PAD, VOCABULARY_SIZE, forced_log_probability, trained_network
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "paper": {},
+    "pre-norm": {"pre_norm": True},
+    "learned": {"learned_positions": True, "max_positions": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
+
+
+def make_network(tokenizer: Tokenizer, **settings: object) -> Transformer:
+    torch.manual_seed(1)
+    shape = NetworkSettings(num_layers=2, d_model=32, d_ff=48, num_heads=4, **settings)  # type: ignore[arg-type]
+    network = Transformer(tokenizer.vocabulary_size, shape).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            # Biases and norms too, so that one left out shows.
+            parameter.copy_(parameter * 2.0 if parameter.dim() == 2 else parameter + 0.3 * torch.randn_like(parameter))
+    return network
+
+
+def make_sentences(count: int, seed: int) -> list[list[int]]:
+    draws = random.Random(seed)
+    return [[draws.randrange(4, VOCABULARY_SIZE) for _ in range(draws.randint(1, 12))] + [EOS] for _ in range(count)]
+
+
+class Peer:
+    """CTranslate2 with a network of ours, over ids."""
+
+    def __init__(self, network: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
+        write_ctranslate2(network, tokenizer, folder)
+        self.translator = ctranslate2.Translator(str(folder), compute_type="float32", intra_threads=1)
+        self.pieces = tokenizer.pieces()
+
+    def spelt(self, rows: list[list[int]]) -> list[list[str]]:
+        return [[self.pieces[i] for i in row] for row in rows]
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_probabilities_are_the_same(tokenizer: Tokenizer, tmp_path: Path, variant: str) -> None:
+    network = make_network(tokenizer, **VARIANTS[variant])
+    peer = Peer(network, tokenizer, tmp_path / "model")
+    sources, answers = make_sentences(30, 1), make_sentences(30, 2)
+    # CTranslate2 adds an answer's end symbol itself.
+    scored = peer.translator.score_batch(peer.spelt(sources), peer.spelt([answer[:-1] for answer in answers]))
+    for source, answer, one in zip(sources, answers, scored, strict=True):
+        expected = forced_log_probability(network, torch.tensor(source), answer)
+        assert sum(one.log_probs) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["", "learned"])
+def test_greedy_answers_are_the_same(tokenizer: Tokenizer, tmp_path: Path, variant: str) -> None:
+    network = trained_network(variant)
+    peer = Peer(network, tokenizer, tmp_path / "model")
+    search = Search(network, BOS, EOS, PAD).eval()
+    ties, lengths = 0, set()
+    for source in make_sentences(60, 3):
+        found = search.greedy(torch.tensor([source]), None, 10)
+        ours = found.tokens[0, : found.lengths[0] - 1].tolist()
+        answer = peer.translator.translate_batch(
+            peer.spelt([source]),
+            beam_size=1,
+            min_decoding_length=0,
+            max_decoding_length=len(source) + 9,
+            suppress_sequences=peer.spelt([[PAD], [BOS]]),
+        )
+        theirs = [peer.pieces.index(piece) for piece in answer[0].hypotheses[0]]
+        lengths.add(len(ours))
+        if theirs != ours:
+            same = next(
+                i for i, pair in enumerate(zip([*ours, EOS], [*theirs, EOS], strict=False)) if len(set(pair)) > 1
+            )
+            branches = [[*one, EOS][: same + 1] for one in (ours, theirs)]
+            one, other = (forced_log_probability(network, torch.tensor(source), branch) for branch in branches)
+            assert one == pytest.approx(other, abs=1e-5)
+            ties += 1
+    assert ties <= 1
+    assert len(lengths) >= 6
+
+
+def test_a_network_that_ctranslate2_has_not_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="d_k 6, d_v 8"):
+        write_ctranslate2(make_network(tokenizer, d_k=6), tokenizer, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_without_the_package_the_extra_is_named(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    with pytest.raises(InputError, match=r"\.\[ctranslate2\]"):
+        write_ctranslate2(make_network(tokenizer), tokenizer, tmp_path / "model")
