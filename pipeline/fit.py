@@ -168,14 +168,20 @@ def train(
     from pipeline.memory import MemoryProbe
     from pipeline.run_folder import STOPPED_EARLY
     from pipeline.together import Together, own_signals
-    from pipeline.trainer_options import cluster_environment, trainer_options
+    from pipeline.trainer_options import cluster_environment, compiles, trainer_options
     from pipeline.whole_file import whole_file
 
     path = recipe.run_folder()
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     torch.manual_seed(recipe.run.seed)
     module = TranslationModule(
-        tokenizer.vocabulary_size, special, recipe.network, recipe.training, recipe.decoding, recipe.run.seed
+        tokenizer.vocabulary_size,
+        special,
+        recipe.network,
+        recipe.training,
+        recipe.decoding,
+        recipe.run.seed,
+        compiled=compiles(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
     )
     data = TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
     if recipe.network.learned_positions and data.longest > recipe.network.max_positions:

@@ -2,6 +2,8 @@
 
 import inspect
 import os
+import shutil
+import sys
 import typing
 from datetime import timedelta
 from typing import Any
@@ -96,8 +98,35 @@ def best_precision(accelerator: Any) -> Any:
     return "bf16-mixed" if accelerator in ("auto", "cpu") and supports() else "32-true"
 
 
+def compiles(asked: bool | None, accelerator: Any) -> bool:
+    """Whether to train through torch.compile: as asked (`run.compile`), or else on a GPU where that is possible.
+
+    Raises InputError when it is asked for where no compiler is.
+    """
+    import torch
+
+    from data_module.errors import InputError
+
+    on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    if asked is False or (asked is None and not on_gpu):
+        return False
+    # On a GPU only what starts a kernel is compiled by it, but that needs it nevertheless.
+    variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
+    if os.environ.get(variable) or any(map(shutil.which, names)):
+        return True
+    missing = f"torch.compile needs one of {', '.join(names)}, or {variable} set to a compiler"
+    if asked:
+        raise InputError(f"run.compile: {missing}; install one, or set run.compile to false")
+    print(f"training is not compiled, which makes it slower: {missing}", file=sys.stderr)
+    return False
+
+
 def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
-    """DDP with gradients as views of its buckets, where there is more than one device."""
+    """DDP where there is more than one device, with nothing in it that a step does not need.
+
+    Gradients are views of the buckets they travel in. The network's only buffer is a table every rank works out alike,
+    so it is not sent around.
+    """
     import torch
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -113,5 +142,5 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
         from pipeline.together import MARGIN_SECONDS
 
         timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
-        return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)
+        return DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False, timeout=timeout)
     return asked
