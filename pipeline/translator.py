@@ -122,7 +122,16 @@ class Translator:
         for source, kept in zip(sources, cut, strict=True):
             if len(kept) < len(source):
                 kept[-1] = self.tokenizer.eos_id
-        with tqdm(total=len(sources), desc="translating", unit=" sentences", delay=2, disable=not progress) as bar:
+        # A log gets a line every half minute instead of a bar.
+        interval = 0.1 if sys.stderr.isatty() else 30.0
+        with tqdm(
+            total=len(sources),
+            desc="translating",
+            unit=" sentences",
+            delay=2,
+            mininterval=interval,
+            disable=not progress,
+        ) as bar:
             for batch in batches_by_length([len(source) for source in cut], self.batch_tokens):
                 for index, hypotheses in zip(batch, self._search([cut[i] for i in batch], n_best), strict=True):
                     found[index] = hypotheses

@@ -66,12 +66,6 @@ def test_translate_gives_a_line_for_a_line(trained_run: Path) -> None:
     assert "best.ckpt" in done.stderr.decode()
 
 
-def test_translate_takes_bad_lines(trained_run: Path) -> None:
-    done = pipeline("translate", trained_run, text="a \x85 dog\x0b\n\x00\n".encode() + b"\xff\xfe cat\r\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(b"\n") == 3
-
-
 def test_a_reader_that_leaves_is_no_error(trained_run: Path, tmp_path: Path) -> None:
     text = tmp_path / "many"
     text.write_text("a dog\n" * 3000)
@@ -166,6 +160,9 @@ def test_mistakes_of_the_command_line(trained_run: Path, tmp_path: Path) -> None
     assert "no such checkpoint" in refused("translate", tmp_path / "none.ckpt")
     assert "argument '--beems'" in refused("translate", trained_run, "--beems", 3)
     assert "--beam 0" in refused("translate", trained_run, "--beam", 0)
+    assert "--n-best 0" in refused("translate", trained_run, "--n-best", 0)
+    assert "is more than the beam, 2; raise --beam" in refused("translate", trained_run, "--n-best", 3, "--beam", 2)
+    assert "--length-penalty -1" in refused("translate", trained_run, "--length-penalty", -1)
     assert "none.txt" in refused("translate", trained_run, "--input", tmp_path / "none.txt")
     truncated = tmp_path / "cut.ckpt"
     truncated.write_bytes((trained_run / "checkpoints" / "best.ckpt").read_bytes()[:5000])
