@@ -128,7 +128,7 @@ def train(
     from data_module.errors import InputError
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
-    from pipeline.callbacks import CheckpointKeeper, Monitor, ValidationText, WholeCheckpointIO
+    from pipeline.callbacks import CheckpointKeeper, Monitor, MovingAverage, ValidationText, WholeCheckpointIO
     from pipeline.run_folder import STOPPED_EARLY
     from pipeline.whole_file import whole_file
 
@@ -154,6 +154,8 @@ def train(
     early_stopping = EarlyStopping("validation/bleu", mode="max", patience=patience or 1)
     if patience is not None:
         callbacks.append(early_stopping)
+    if recipe.training.ema_decay is not None:
+        callbacks.append(MovingAverage(decay=recipe.training.ema_decay))
     callbacks.append(CheckpointKeeper(path, recipe, tokenizer))
     options = trainer_options(recipe.trainer)
     step = step_of(checkpoint) if checkpoint else 0
