@@ -164,7 +164,7 @@ def train(
     from data_module.errors import InputError
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
-    from pipeline.callbacks import CheckpointKeeper, Monitor, ValidationText, WholeCheckpointIO
+    from pipeline.callbacks import CheckpointKeeper, Monitor, MovingAverage, ValidationText, WholeCheckpointIO
     from pipeline.memory import MemoryProbe
     from pipeline.run_folder import STOPPED_EARLY
     from pipeline.together import Together, own_signals
@@ -200,6 +200,8 @@ def train(
     early_stopping = EarlyStopping("validation/bleu", mode="max", patience=patience or 1)
     if patience is not None:
         callbacks.append(early_stopping)
+    if recipe.training.ema_decay is not None:
+        callbacks.append(MovingAverage(decay=recipe.training.ema_decay))
     keeper = CheckpointKeeper(path, recipe, tokenizer)
     callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds)]
     options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
