@@ -39,7 +39,7 @@ ReturnToService=2
 JobRequeue=1
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
-KillWait=5
+KillWait=10
 OverTimeLimit=0
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -142,9 +142,15 @@ class Cluster:
         lines = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%N %T", check=False).stdout.split("\n")[:-1]
         return len(lines) == len(self.nodes) and all(line.endswith(" idle") for line in lines)
 
+    def cancel_all(self) -> None:
+        """Leave nothing in the queue, requeued jobs included."""
+        while self.run("squeue", "-h", check=False).stdout:
+            self.run("scancel", "--user", pwd.getpwuid(os.getuid()).pw_name, check=False)
+            self.sleep(0.5)
+
     def stop(self) -> None:
         """Cancel all jobs, then end the daemons, munged last."""
-        self.run("scancel", "--user", pwd.getpwuid(os.getuid()).pw_name, check=False)
+        self.cancel_all()
         for pid in self.tasks():
             os.kill(pid, signal.SIGKILL)
         names = [*self.nodes, "slurmctld", "munged"]
