@@ -26,6 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print all findings; of several ranks, the first one does for all."""
+    from pipeline.slurm_job import tell_script_of_mistake
+
+    if code := examine(arguments):
+        tell_script_of_mistake()
+    return code
+
+
+def examine(arguments: argparse.Namespace) -> int:
+    """Look at everything; returns the exit code."""
     from pipeline.slurm_job import current_step, mistakes
 
     started_wrong = [Finding(False, mistake) for mistake in mistakes()]

@@ -79,23 +79,24 @@ class Ranks:
         key = f"value-{self._asked}"
         self.store.set(f"{key}/{self.step.rank}", json.dumps(value))
         keys = [f"{key}/{rank}" for rank in range(self.step.num_tasks)]
-        self.store.wait(keys, WAIT)
+        self.store.wait(keys, 2 * WAIT)  # one rank may have waited in vain for a collective
         return [json.loads(self.store.get(one)) for one in keys]
 
 
 def check(ranks: Ranks, recipe: Recipe | None) -> Iterator[Finding]:
     """All findings of this rank; every rank runs the same checks in the same order."""
-    here = ranks.here
     yield from _clock(ranks)
     yield from _same_versions(ranks)
-    for finding in _interfaces(ranks.first_is_local if ranks.step.num_nodes > 1 else True):
-        yield finding._replace(where=here)
+    interfaces = list(_interfaces(ranks.first_is_local if ranks.step.num_nodes > 1 else True))
+    yield from (finding._replace(where=ranks.here) for finding in interfaces)
+    unreachable = any(ranks.exchange(bool(interfaces)))
     if recipe is not None:
         if ranks.step.rank == 0:
             yield from hardware_keys(ranks.step, recipe)
         yield from _corpus(ranks, Path(recipe.corpus.folder))
         yield from _run_folder(ranks, recipe.run_folder())
-    yield from _all_reduce(ranks)
+    if not unreachable:  # it would wait in vain, and say the same again
+        yield from _all_reduce(ranks)
 
 
 def gpus(step: Step, seen: int, promised: str | None) -> Iterator[Finding]:

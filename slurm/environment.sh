@@ -53,7 +53,8 @@ train() {
     # What is wrong is said before time is spent; the same job would find it again.
     step doctor --config "$@"
     local code=$?
-    if [[ $code -ne 0 && $code -lt 128 ]]; then
+    if [[ -e $MISTAKE_FILE || ($code -ne 0 && $code -lt 128) ]]; then
+        rm -f "$MISTAKE_FILE"
         say "doctor has found what is WRONG above; not requeued"
         exit 2
     fi

@@ -55,8 +55,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 MinJobAge=600
 {nodes}
-PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 MaxTime=60 GraceTime=20 State=UP
-PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=60 PreemptMode=OFF State=UP
+PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE GraceTime=20 State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE PreemptMode=OFF State=UP
 """
 
 
@@ -123,7 +123,9 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """The node is lost at once, with all that runs on it."""
         steps = re.escape(f"[{node}]")
-        self._processes.pop(node).kill()
+        daemon = self._processes.pop(node)
+        daemon.kill()
+        daemon.wait()
         for pid, arguments in processes():
             # slurmd's steps carry its name; what they have started dies with them.
             if re.search(rf"slurmstepd: .*{steps}|slurmd .*-N {re.escape(node)} ", arguments):

@@ -132,4 +132,5 @@ def test_training_asks_doctor_first(cluster: Cluster, recipe_file: Path, tmp_pat
     assert re.search(
         r"GLOO_SOCKET_IFNAME=ib7: there is no such interface.*\[127\.0\.0\.11 rank 0; 127\.0\.0\.12", job.log
     )
+    assert job.restarts == 0
     assert not (tmp_path / "run").exists()
