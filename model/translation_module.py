@@ -102,7 +102,7 @@ class TranslationModule(LightningModule):
         batches = share.micro_batches
         for number, batch in enumerate(batches):
             # Dropout depends on nothing but where it happens: no random state to save or to disturb.
-            torch.manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
+            _generator(self.device).manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
             last = number == len(batches) - 1
             with nullcontext() if last else self._without_synchronisation():
                 losses = self.losses(batch)
@@ -194,6 +194,15 @@ class TranslationModule(LightningModule):
             eps=settings.adam_epsilon,
             fused=True,
         )
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """What dropout draws from.
+
+    Not by way of `torch.manual_seed`: on a machine without CUDA each call of that notes its caller's whole stack, for
+    the day that CUDA starts, and keeps it.
+    """
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _dropout_seed(*parts: int) -> int:
