@@ -204,6 +204,6 @@ def _table(figures: dict[str, Any], strong: "list[Prediction]", weak: "list[Pred
         lines.append(f"{both[0].gpus:<6}{''.join(cells)}")
     for name, said in (("strong", shared), ("weak", own)):
         last = figures[f"{name}_pays_up_to"]
-        where = f"more than {last} GPUs do not pay: on {2 * last} efficiency is below a half"
-        lines.append(f"{said}: {where if last < GPUS[-1] else f'{last} GPUs still pay'}")
+        beyond = f"on {2 * last} efficiency is below a half" if last < GPUS[-1] else "no more were tried"
+        lines.append(f"{said}: GPUs pay up to {last}; {beyond}")
     return "\n".join(lines)
