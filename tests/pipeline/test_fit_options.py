@@ -20,7 +20,7 @@ def test_ddp_where_there_is_more_than_one_process() -> None:
     for options in ({"devices": 2}, {"devices": 1, "num_nodes": 3}, {"devices": [0, 1], "strategy": "ddp"}):
         chosen = strategy({"accelerator": "cpu", **options})
         assert isinstance(chosen, DDPStrategy)
-        assert chosen._ddp_kwargs == {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+        assert chosen._ddp_kwargs == {"gradient_as_bucket_view": True}
 
 
 def test_keys_that_are_not_the_recipes() -> None:
