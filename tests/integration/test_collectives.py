@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.integration.collectives import FIRST, NUM_STEPS
 from tests.integration.runs import start
 

@@ -18,6 +18,7 @@ from model.transformer import Transformer
 from model.translation_module import TranslationModule
 
 PAD, VOCABULARY = 0, 50
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SETTINGS = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0)
 SHAPES = [
     (3, 7, 7),
@@ -135,19 +136,20 @@ def module(compiled: bool, dropout: float = 0.0) -> TranslationModule:
 
 
 @pytest.mark.slow
-def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing(device: str) -> None:
     """As `fit` does it: in PyTorch's own compiler, in bf16 where products are concerned."""
-    ours, theirs = module(compiled=True).train(), module(compiled=False).train()
+    ours, theirs = (module(compiled).to(device).train() for compiled in (True, False))
 
     def step(one: TranslationModule, batch: Batch) -> list[Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             sums = one.losses(batch)
         sums.smoothed.backward()
         found = [parameter.grad for parameter in one.parameters()]
         one.zero_grad()
         return [torch.cat([gradient.flatten() for gradient in found if gradient is not None]), *sums]
 
-    kinds = [batch for masked in (False, True) for batch in batches(masked)]
+    kinds = [batch for masked in (False, True) for batch in share_of(SHAPES, masked).to(device).micro_batches]
     for number, batch in enumerate([kinds[0], kinds[len(SHAPES)], *kinds]):
         if number == 2:
             torch.compiler.set_stance("fail_on_recompile")
