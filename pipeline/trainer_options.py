@@ -122,11 +122,7 @@ def compiles(asked: bool | None, accelerator: Any) -> bool:
 
 
 def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
-    """DDP where there is more than one device, with nothing in it that a step does not need.
-
-    Gradients are views of the buckets they travel in. The network's only buffer is a table every rank works out alike,
-    so it is not sent around.
-    """
+    """DDP with gradients as views of its buckets, where there is more than one device."""
     import torch
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -142,5 +138,5 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
         from pipeline.together import MARGIN_SECONDS
 
         timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
-        return DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False, timeout=timeout)
+        return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)
     return asked

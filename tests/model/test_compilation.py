@@ -1,10 +1,13 @@
 """torch.compile in training: the same results, one graph for every shape of batch, the same checkpoints."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import model.loss
 from data_module.batch import Batch, SpecialIds, StepShare
@@ -15,6 +18,7 @@ from model.transformer import Transformer
 from model.translation_module import TranslationModule
 
 PAD, VOCABULARY = 0, 50
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SETTINGS = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0)
 SHAPES = [
     (3, 7, 7),
@@ -132,19 +136,20 @@ def module(compiled: bool, dropout: float = 0.0) -> TranslationModule:
 
 
 @pytest.mark.slow
-def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing(device: str) -> None:
     """As `fit` does it: in PyTorch's own compiler, in bf16 where products are concerned."""
-    ours, theirs = module(compiled=True).train(), module(compiled=False).train()
+    ours, theirs = (module(compiled).to(device).train() for compiled in (True, False))
 
     def step(one: TranslationModule, batch: Batch) -> list[Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             sums = one.losses(batch)
         sums.smoothed.backward()
         found = [parameter.grad for parameter in one.parameters()]
         one.zero_grad()
         return [torch.cat([gradient.flatten() for gradient in found if gradient is not None]), *sums]
 
-    kinds = [batch for masked in (False, True) for batch in batches(masked)]
+    kinds = [batch for masked in (False, True) for batch in share_of(SHAPES, masked).to(device).micro_batches]
     for number, batch in enumerate([kinds[0], kinds[len(SHAPES)], *kinds]):
         if number == 2:
             torch.compiler.set_stance("fail_on_recompile")
@@ -166,6 +171,52 @@ def test_compiled_dropout_depends_on_the_seed_alone() -> None:
     torch.rand(7)
     torch.manual_seed(5)
     assert one.losses(batch).smoothed == first
+
+
+@pytest.mark.slow
+def test_compiled_gradients_travel_while_others_are_computed(tmp_path: Path) -> None:
+    """Under DDP the graph is cut where its buckets end: one graph would hand over all gradients at its own end."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        settings = NetworkSettings(num_layers=2, d_model=128, d_ff=512, num_heads=4, dropout=0.0)
+        net = Transformer(VOCABULARY, settings)
+
+        class Training(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net, self.compiled = net, CompiledForward(net, backend="aot_eager")
+
+            def forward(self, batch: Batch) -> Tensor:
+                return self.compiled(batch.source, batch.target_input, batch.source_mask)
+
+        parallel = DistributedDataParallel(Training(), gradient_as_bucket_view=True, bucket_cap_mb=1)
+        order: list[str] = []
+
+        def note_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            order.append("bucket")
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        parallel.register_comm_hook(None, note_bucket)
+        last = net.encoder[0].self_attention.output.weight  # among the last that the backward pass comes to
+        last.register_post_accumulate_grad_hook(lambda _: order.append("last gradients"))
+        kinds = [batches(masked)[0] for masked in (False, True)] + batches(False)[1:6] + batches(True)[1:6]
+        for number, batch in enumerate(kinds):
+            if number == 2:  # both kinds are compiled, and DDP has laid out its buckets
+                torch.compiler.set_stance("fail_on_recompile")
+            order.clear()
+            parallel.zero_grad()
+            parallel(batch).square().sum().backward()
+            if number >= 2:
+                assert order.index("last gradients") >= 2
+            expected = net(batch.source, batch.target_input, batch.source_mask).square().sum()
+            parameters = dict(net.named_parameters())
+            found = {name: parameter.grad for name, parameter in parameters.items()}
+            eager = dict(zip(parameters, torch.autograd.grad(expected, list(parameters.values())), strict=True))
+            torch.testing.assert_close(found, eager, rtol=1e-3, atol=1e-3)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_compiled_or_not_the_checkpoint_is_the_same() -> None:
