@@ -231,7 +231,9 @@ class Job:
 
     def fields(self) -> dict[str, str]:
         """What the controller says of it."""
-        line = self.cluster.run("scontrol", "-o", "show", "job", self.number).stdout
+        lines = self.cluster.run("scontrol", "-o", "show", "job", self.number).stdout.splitlines()
+        # Asked for a task that has the number of its whole array, it tells of all tasks.
+        [line] = [line for line in lines if line.startswith(f"JobId={self.number} ")]
         return dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
 
     @property
