@@ -68,10 +68,14 @@ def together(step: "Step", arguments: argparse.Namespace) -> int:
         findings += recipe(arguments.config, arguments.overrides)
     findings += check(ranks, None if isinstance(loaded, Finding) else loaded)
     everything = [Finding(*one) for theirs in ranks.exchange(findings) for one in theirs]
-    # All leave together: the first to end with an error ends the others.
-    code = say(everything) if step.rank == 0 else int(not all(finding.well for finding in everything))
-    ranks.store.set(f"left/{step.rank}", "")
-    ranks.wait_for("left")
+    if step.rank > 0:
+        # Whoever ends with an error ends the others: not before the first has spoken, whose store this is.
+        ranks.wait_for("said", [0])
+        ranks.store.set(f"left/{step.rank}", "")
+        return int(not all(finding.well for finding in everything))
+    code = say(everything)
+    ranks.store.set("said/0", "")
+    ranks.wait_for("left", list(range(1, step.num_tasks)))
     return code
 
 

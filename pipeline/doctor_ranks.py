@@ -57,17 +57,20 @@ class Ranks:
             self.store = dist.TCPStore(host, port, is_master=self.step.rank == 0, timeout=WAIT, wait_for_workers=False)
             self.store.set(f"here/{self.step.rank}", self.here)
         except (RuntimeError, dist.DistError):
-            hint = "see that nodes may talk to one another on any port, or export another MASTER_PORT"
-            return [Finding(False, f"does not reach {host}:{port} of rank 0; {hint}", self.here)]
-        missing = self.wait_for("here")
+            if self.step.rank == 0:
+                said = f"cannot listen on {host}:{port}, where ranks are to meet; export another MASTER_PORT"
+            else:
+                said = f"does not reach {host}:{port} of rank 0; see firewalls between nodes, or export MASTER_PORT"
+            return [Finding(False, said, self.here)]
+        missing = self.wait_for("here", list(range(self.step.num_tasks)))
         names = ", ".join(map(str, missing))
         hint = "see above why, or look at their nodes"
         return [Finding(False, f"ranks {names} did not come; {hint}", self.here)] if missing else []
 
-    def wait_for(self, what: str) -> list[int]:
-        """Wait until all ranks have set a key; returns those that have not."""
+    def wait_for(self, what: str, whom: list[int]) -> list[int]:
+        """Wait until these ranks have set a key; returns those that have not."""
         deadline = time.monotonic() + WAIT.total_seconds()
-        missing = list(range(self.step.num_tasks))
+        missing = whom
         while missing and time.monotonic() < deadline:
             missing = [rank for rank in missing if not self.store.check([f"{what}/{rank}"])]
             time.sleep(0.01)

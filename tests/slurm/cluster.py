@@ -54,6 +54,7 @@ SlurmctldParameters=preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 MinJobAge=600
+FirstJobId={first_job}
 {nodes}
 PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE GraceTime=20 State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE PreemptMode=OFF State=UP
@@ -86,6 +87,8 @@ class Cluster:
             CONF.format(
                 host=socket.gethostname().split(".")[0],
                 controller_port=ports[0],
+                # Ranks meet on a port made of the job's number: another cluster's jobs on this machine have others.
+                first_job=1 + os.getpid() * 37 % 60_000,
                 user=pwd.getpwuid(os.getuid()).pw_name,
                 munge=self._munge,
                 folder=folder,
@@ -228,7 +231,9 @@ class Job:
 
     def fields(self) -> dict[str, str]:
         """What the controller says of it."""
-        line = self.cluster.run("scontrol", "-o", "show", "job", self.number).stdout
+        lines = self.cluster.run("scontrol", "-o", "show", "job", self.number).stdout.splitlines()
+        # Asked for a task that has the number of its whole array, it tells of all tasks.
+        [line] = [line for line in lines if line.startswith(f"JobId={self.number} ")]
         return dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
 
     @property
