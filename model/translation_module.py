@@ -45,6 +45,8 @@ class TranslationModule(LightningModule):
         self.network = Transformer(vocabulary_size, network)
         self.compiled_forward = CompiledForward(self.network) if compiled else None
         self.validation_sums: dict[str, Tensor] = {}
+        self._skipped, self._skipped_in_a_row = torch.zeros(()), torch.zeros(())
+        """Steps without a finite gradient: in all, and up to now without one between. On the network's device."""
 
     def transfer_batch_to_device(self, batch: StepShare, device: torch.device, dataloader_idx: int) -> StepShare:
         """One copy, which the host does not wait for; left to itself Lightning would."""
@@ -75,7 +77,11 @@ class TranslationModule(LightningModule):
     def training_step(self, share: StepShare, batch_idx: int) -> dict[str, Any]:
         """One optimizer step over this rank's share of a global batch.
 
-        Returns this rank's sums (not means) over its target tokens, as tensors on the device, for the monitor.
+        A step whose gradient is not finite is skipped: weights and moments stay, its batch and its place in the
+        schedule are used up. Every rank has the same gradient and decides alike, and no host waits for a device.
+
+        Returns this rank's sums (not means) over its target tokens, as tensors on the device, for the monitor:
+        zero for a skipped step. Beside them `tokens`, those that count of all ranks.
         """
         settings = self.training_settings
         optimizer = self.optimizers()
@@ -96,7 +102,7 @@ class TranslationModule(LightningModule):
         batches = share.micro_batches
         for number, batch in enumerate(batches):
             # Dropout depends on nothing but where it happens: no random state to save or to disturb.
-            torch.manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
+            _generator(self.device).manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
             last = number == len(batches) - 1
             with nullcontext() if last else self._without_synchronisation():
                 losses = self.losses(batch)
@@ -108,9 +114,29 @@ class TranslationModule(LightningModule):
         norm = torch.nn.utils.get_total_norm(gradients)
         if settings.gradient_clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.network.parameters(), settings.gradient_clip_norm, norm)
+        skip = 1.0 - norm.isfinite().float()
+        # The fused kernel reads this flag on its own device; it is there for gradient scaling.
+        optimizer.optimizer.found_inf = skip  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad()
-        return {**sums, "gradient_norm": norm, "learning_rate": learning_rate}
+        self._skipped = self._skipped + skip
+        self._skipped_in_a_row = (self._skipped_in_a_row + 1.0) * skip
+        sums["tokens"] = torch.full_like(norm, share.num_target_tokens)
+        return {
+            **{name: value.where(skip == 0.0, 0.0) for name, value in sums.items()},
+            "gradient_norm": norm,
+            "skipped": self._skipped,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "learning_rate": learning_rate,
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A resumed run goes on counting."""
+        checkpoint["skipped_steps"] = [self._skipped.item(), self._skipped_in_a_row.item()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As `on_save_checkpoint` gave it; older checkpoints have none."""
+        self._skipped, self._skipped_in_a_row = torch.tensor(checkpoint.get("skipped_steps", [0.0, 0.0]))
 
     def _without_synchronisation(self) -> AbstractContextManager[None]:
         """Under DDP, a backward pass that keeps its gradients to itself."""
@@ -168,6 +194,15 @@ class TranslationModule(LightningModule):
             eps=settings.adam_epsilon,
             fused=True,
         )
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """What dropout draws from.
+
+    Not by way of `torch.manual_seed`: on a machine without CUDA each call of that notes its caller's whole stack, for
+    the day that CUDA starts, and keeps it.
+    """
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _dropout_seed(*parts: int) -> int:

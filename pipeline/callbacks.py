@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from tqdm import tqdm
 
 from data_module.batch import StepShare
+from data_module.errors import InputError
 from data_module.tokenizer import Tokenizer
 from pipeline.checkpoint import standalone_part, step_checkpoints, step_path, write_whole
 from pipeline.corpus_bleu import CorpusBleu
@@ -99,6 +101,13 @@ class CheckpointKeeper(Callback):
         self.best_bleu = state_dict["best_bleu"]
 
 
+class MovingAverage(EMAWeightAveraging):
+    """Lightning's moving average of the weights: it is what is validated and what a checkpoint gives to translate."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the weights alone: the last checkpoint has both, so that a run can go on from it."""
+
+
 def validation_is_due(trainer: Trainer) -> bool:
     """Whether Lightning validates after the step that has just been taken."""
     every = trainer.val_check_interval
@@ -153,10 +162,14 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+SKIPPED_AT_MOST = 20
+"""So many steps in a row without a finite gradient are no accident."""
+
+
 class Monitor(Callback):
     """Loss, learning rate, gradient norm and speed to TensorBoard and the progress bar, every so many steps.
 
-    Sums stay on the device; they are read, over all ranks, at the interval only.
+    Sums stay on the device; they are read, over all ranks, at the interval only, and so is how many steps were skipped.
     """
 
     def __init__(self, every_steps: int) -> None:
@@ -187,30 +200,37 @@ class Monitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepShare, batch_idx: int
     ) -> None:
         """Add up, and at the interval read and log."""
-        sums = torch.stack([outputs["smoothed"], outputs["likelihood"], outputs["correct"]])
+        sums = torch.stack([outputs[name] for name in ("smoothed", "likelihood", "correct", "tokens")])
         self._sums = sums if self._sums is None else self._sums + sums
         self._tokens += batch.num_target_tokens
         step = trainer.global_step
         if step % self._every == 0:
             total = trainer.strategy.reduce(self._sums, reduce_op="sum")
-            smoothed, likelihood, correct = (total / self._tokens).tolist()
+            # All that is read, at once: each reading waits for the device.
+            numbers = torch.stack([*total, outputs["gradient_norm"], outputs["skipped"], outputs["skipped_in_a_row"]])
+            smoothed, likelihood, correct, tokens, norm, skipped, in_a_row = numbers.tolist()
+            _end_if_diverging(trainer.global_step, int(in_a_row))
             speed = self._tokens / (time.monotonic() - self._since)
             scalars = {
-                "train/loss": smoothed,
-                "train/perplexity": math.exp(min(likelihood, 50.0)),
-                "train/accuracy": correct,
                 "train/learning_rate": outputs["learning_rate"],
-                "train/gradient_norm": float(outputs["gradient_norm"]),
+                "train/gradient_norm": norm,
+                "train/skipped_steps": skipped,
                 "train/target_tokens_per_second": speed,
                 "train/epoch": batch.epoch + (batch.index + 1) / batch.num_batches,
             }
+            self._shown |= {"lr": f"{outputs['learning_rate']:.2e}", "tokens/s": f"{speed:,.0f}"}
+            if skipped:
+                self._shown["skipped"] = f"{skipped:.0f}"
+            if tokens:  # of every rank, which are equally many
+                tokens /= trainer.world_size
+                scalars |= {
+                    "train/loss": smoothed / tokens,
+                    "train/perplexity": math.exp(min(likelihood / tokens, 50.0)),
+                    "train/accuracy": correct / tokens,
+                }
+                self._shown["loss"] = f"{smoothed / tokens:.3f}"
             if trainer.logger is not None:
                 trainer.logger.log_metrics(scalars, step=step)
-            self._shown |= {
-                "loss": f"{smoothed:.3f}",
-                "lr": f"{outputs['learning_rate']:.2e}",
-                "tokens/s": f"{speed:,.0f}",
-            }
             self._restart()
         if self._bar is not None:
             self._bar.set_postfix(self._shown, refresh=False)
@@ -254,3 +274,13 @@ class Monitor(Callback):
     @rank_zero_only
     def _say(self, message: str) -> None:
         tqdm.write(message, file=sys.stderr)
+
+
+def _end_if_diverging(step: int, skipped_in_a_row: int) -> None:
+    """Raises InputError when too many steps in a row had no finite gradient; every rank has counted the same."""
+    if skipped_in_a_row >= SKIPPED_AT_MOST:
+        raise InputError(
+            f"step {step}: the last {skipped_in_a_row} steps had no finite gradient and were skipped, the weights are "
+            f"those of step {step - skipped_in_a_row}; lower training.learning_rate_factor, set "
+            "training.gradient_clip_norm or trainer.precision 32-true, and go on from the last checkpoint"
+        )

@@ -1,10 +1,11 @@
-"""How fast, how lean, how full: `benchmark train`, `data` and `decode`. The last line is one JSON object."""
+"""How fast, how lean, how full: a file a kind of `benchmark`. The last line is one JSON object."""
 
 import argparse
 import importlib
 
 KINDS = {
     "train": "training steps, also against other programs",
+    "scaling": "1 to 512 GPUs, predicted from one",
     "data": "preparing a corpus, planning its epochs, loading its batches",
     "decode": "translating a text, beside CTranslate2 and Hugging Face",
 }

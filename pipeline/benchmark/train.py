@@ -74,10 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: must be 1 or more")
-    place = _place(recipe.trainer)
+    place = place_of(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    contest = _recipe_contest(recipe, tokenizer, list(dict.fromkeys(arguments.baseline)), arguments.steps, place)
+    contest = recipe_contest(recipe, tokenizer, list(dict.fromkeys(arguments.baseline)), arguments.steps, place)
     figures = {
         "recipe": recipe.name,
         **figures_of(contest, recipe.network, tokenizer.vocabulary_size),
@@ -102,7 +102,7 @@ class _Place(NamedTuple):
     """What matrix products run in."""
 
 
-def _place(trainer: dict[str, Any]) -> _Place:
+def place_of(trainer: dict[str, Any]) -> _Place:
     """One device, and what else of the recipe's `trainer:` has to do with its speed."""
     import torch
 
@@ -123,14 +123,14 @@ def _place(trainer: dict[str, Any]) -> _Place:
     return _Place(options, torch.device("cpu" if on_cpu else "cuda"), dtype)
 
 
-def _recipe_contest(
+def recipe_contest(
     recipe: "Recipe", tokenizer: "Tokenizer", baselines: list[str], steps: int, place: _Place
 ) -> "Contest":
     """The recipe's network against the baselines."""
     from pipeline.benchmark.baselines import baseline_network, cross_entropy
     from pipeline.benchmark.contest import Contest, PlainTraining
 
-    module, data = _training(recipe, tokenizer)
+    module, data = training(recipe, tokenizer)
     loss = cross_entropy(tokenizer.pad_id, recipe.training.label_smoothing)
     others = {}
     for name in baselines:
@@ -152,12 +152,12 @@ def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "C
     from pipeline.benchmark.contest import Contest, PlainTraining
     from pipeline.callbacks import Monitor
 
-    longest = _training(recipe, tokenizer)[1].longest
+    longest = training(recipe, tokenizer)[1].longest
     network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1, dropout=0.0)
     batches = replace(recipe.batches, batch_tokens=longest, group_tokens=None, max_tokens_per_device=None)
     # Not compiled, as the other is not: its network's time is not what is asked for.
     run = replace(recipe.run, compile=False)
-    module, data = _training(replace(recipe, network=network, batches=batches, run=run), tokenizer)
+    module, data = training(replace(recipe, network=network, batches=batches, run=run), tokenizer)
     bare = Transformer(tokenizer.vocabulary_size, network)
 
     def loss(states: "Tensor", targets: "Tensor") -> "Tensor":
@@ -172,7 +172,7 @@ def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "C
     return contest
 
 
-def _training(recipe: "Recipe", tokenizer: "Tokenizer") -> "tuple[TranslationModule, TranslationDataModule]":
+def training(recipe: "Recipe", tokenizer: "Tokenizer") -> "tuple[TranslationModule, TranslationDataModule]":
     """What `fit` trains, and on what."""
     import torch
 

@@ -1,0 +1,209 @@
+"""Step time and efficiency on 1, 2, 4 ... 512 GPUs, on paper: once for one global batch, once for a batch a GPU.
+
+One GPU's step is measured as `benchmark train` does, on the recipe's batch and, for what a step costs however small
+its batch, on a sixteenth of it; or it is given by --step-seconds, --backward-share and --fixed-seconds, and then
+neither a GPU nor the corpus is needed. The model:
+
+  own work       fixed + (step - fixed) / n on n GPUs that share a batch; the whole step where each has its own
+  all-reduce     2 (n-1)/n bytes / bandwidth + 2 (n-1) latency in a ring, 2 bytes / bandwidth + 2 log2(n) latency in
+                 a tree; the shorter one
+  overlap        buckets of 25 MiB, as DDP makes them, are complete evenly through the backward pass of the last
+                 micro-batch and go one after another. The shared embedding's gradient is complete at its very end,
+                 so the bucket that holds it is never hidden.
+  efficiency     one GPU's step / (n x this step) for a shared batch, one GPU's step / this step otherwise
+
+Left out: ranks that wait for a slower one, all-reduce taking memory and cores from the backward pass, loading.
+Bandwidth is what a ring reaches (NCCL's "bus bandwidth"), between nodes; that inside a node may be given too.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.benchmark.scaling_model import Cluster, Prediction, Step
+    from pipeline.recipe import Recipe
+
+GPUS = [2**power for power in range(10)]
+SMALLER = 16
+"""The second batch that is measured is this many times smaller."""
+GRADIENT_BYTES = 4
+"""An element; weights and gradients are float32, in mixed precision too."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; overlays may follow")
+    parser.add_argument("--bandwidth-gb-s", type=float, required=True, help="10^9 bytes a second each way")
+    parser.add_argument("--latency-us", type=float, required=True, help="from one GPU to the next, in microseconds")
+    parser.add_argument("--gpus-per-node", type=int, help="with --node-bandwidth-gb-s")
+    parser.add_argument("--node-bandwidth-gb-s", type=float, help="among the GPUs of one node (default: as between)")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps to measure (default: %(default)s)")
+    parser.add_argument("--step-seconds", type=float, help="one GPU's step, instead of measuring it")
+    parser.add_argument("--backward-share", type=float, help="of --step-seconds, in backward passes")
+    parser.add_argument("--fixed-seconds", type=float, help="of --step-seconds, what a smaller batch takes as well")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure or take the step, predict, report."""
+    from pipeline.benchmark.report import rounded
+    from pipeline.benchmark.scaling_model import ddp_buckets, pays_up_to, strong_scaling, weak_scaling
+    from pipeline.fit import quiet_lightning
+    from pipeline.recipe import load_recipe
+    from pipeline.trainer_options import trainer_signature
+
+    quiet_lightning()
+    recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
+    cluster, step = _cluster(arguments), _given_step(arguments, recipe)
+    measured, vocabulary_size = step is None, recipe.corpus.vocabulary_size
+    if step is None:
+        step, vocabulary_size = _measured_step(recipe, arguments.steps)
+    gradients = _gradient_bytes(recipe, vocabulary_size)
+    buckets = ddp_buckets(gradients)
+    strong = [strong_scaling(step, buckets, cluster, gpus) for gpus in GPUS]
+    weak = [weak_scaling(step, buckets, cluster, gpus) for gpus in GPUS]
+    figures = {
+        "recipe": recipe.name,
+        "measured": measured,
+        "step_seconds": step.seconds,
+        "backward_seconds": step.backward_seconds,
+        "fixed_seconds": step.fixed_seconds,
+        "micro_batches": step.micro_batches,
+        "batch_tokens": recipe.batches.batch_tokens,
+        "gradient_bytes": sum(gradients),
+        "bandwidth_gb_s": arguments.bandwidth_gb_s,
+        "latency_us": arguments.latency_us,
+        "gpus_per_node": arguments.gpus_per_node,
+        "node_bandwidth_gb_s": arguments.node_bandwidth_gb_s,
+        "strong_pays_up_to": pays_up_to(strong),
+        "weak_pays_up_to": pays_up_to(weak),
+        "strong": [prediction._asdict() for prediction in strong],
+        "weak": [prediction._asdict() for prediction in weak],
+    }
+    print(_table(figures, strong, weak), file=sys.stderr)
+    print(json.dumps(rounded(figures)))
+    return 0
+
+
+def _cluster(arguments: argparse.Namespace) -> "Cluster":
+    """The links from the command line."""
+    from data_module.errors import InputError
+    from pipeline.benchmark.scaling_model import Cluster, Link
+
+    per_node, inside = arguments.gpus_per_node, arguments.node_bandwidth_gb_s
+    if (per_node is None) != (inside is None):
+        raise InputError("--gpus-per-node and --node-bandwidth-gb-s belong together; give both or neither")
+    for name in ("bandwidth_gb_s", "node_bandwidth_gb_s", "gpus_per_node"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{_option(name)} {value}: must be more than 0")
+    if not 0 <= arguments.latency_us < math.inf:
+        raise InputError(f"--latency-us {arguments.latency_us}: must be 0 or more")
+    latency = arguments.latency_us / 1e6
+    between = Link(arguments.bandwidth_gb_s * 1e9, latency)
+    return Cluster(between) if inside is None else Cluster(between, Link(inside * 1e9, latency), per_node)
+
+
+def _given_step(arguments: argparse.Namespace, recipe: "Recipe") -> "Step | None":
+    """The step from the command line, or None where it is to be measured."""
+    from data_module.errors import InputError
+    from pipeline.benchmark.scaling_model import Step
+
+    given = {name: getattr(arguments, name) for name in ("step_seconds", "backward_share", "fixed_seconds")}
+    missing = [_option(name) for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        if arguments.steps < 1:
+            raise InputError(f"--steps {arguments.steps}: must be 1 or more")
+        return None
+    if missing:
+        raise InputError(f"{' and '.join(missing)}: missing; a step that is not measured is given by all three")
+    seconds, backward_share, fixed = given.values()
+    if not 0 < seconds < math.inf:
+        raise InputError(f"--step-seconds {seconds}: must be more than 0")
+    for name, most in (("backward_share", 1.0), ("fixed_seconds", seconds)):
+        if not 0 <= given[name] <= most:
+            raise InputError(f"{_option(name)} {given[name]}: must lie between 0 and {most}")
+    return Step(seconds, backward_share * seconds, fixed, _micro_batches(recipe))
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
+    """The step on the recipe's batch, from a smaller one what does not shrink with it, and the number of pieces."""
+    # PyTorch's profiler, which counts memory, reports itself on standard error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from data_module.errors import InputError
+    from data_module.tokenizer import Tokenizer
+    from pipeline.benchmark.report import figures_of
+    from pipeline.benchmark.scaling_model import Step
+    from pipeline.benchmark.train import place_of, recipe_contest, training
+    from pipeline.fit import ensure_corpus
+
+    place = place_of(recipe.trainer)
+    ensure_corpus(recipe.corpus)
+    tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
+    batch_tokens, longest = recipe.batches.batch_tokens, training(recipe, tokenizer)[1].longest
+    few = max(batch_tokens // SMALLER, longest)
+    if 2 * few > batch_tokens:
+        raise InputError(
+            f"batches.batch_tokens {batch_tokens} leaves no room for a smaller batch beside the longest sentence, "
+            f"{longest} tokens; raise it, or give --step-seconds, --backward-share and --fixed-seconds"
+        )
+    smaller = replace(recipe.batches, batch_tokens=few, group_tokens=few, max_tokens_per_device=None)
+    whole, part = (
+        recipe_contest(replace(recipe, batches=batches), tokenizer, [], steps, place)
+        for batches in (recipe.batches, smaller)
+    )
+    figures, figures_of_part = (figures_of(one, recipe.network, tokenizer.vocabulary_size) for one in (whole, part))
+    seconds, seconds_of_part = figures["step_seconds"], figures_of_part["step_seconds"]
+    tokens, tokens_of_part = (sum(turn.tokens for turn in one.turns) / len(one.turns) for one in (whole, part))
+    # The line through both, where it has no tokens; timings scatter, so it may miss what is possible.
+    fixed = seconds_of_part - tokens_of_part * (seconds - seconds_of_part) / (tokens - tokens_of_part)
+    step = Step(seconds, figures["backward_seconds"], min(max(fixed, 0.0), seconds), _micro_batches(recipe))
+    return step, tokenizer.vocabulary_size
+
+
+def _micro_batches(recipe: "Recipe") -> int:
+    """How many of them make the recipe's batch on one GPU."""
+    batches = recipe.batches
+    group = batches.group_tokens or batches.batch_tokens / 8
+    return math.ceil(batches.batch_tokens / min(group, batches.max_tokens_per_device or group))
+
+
+def _gradient_bytes(recipe: "Recipe", vocabulary_size: int) -> list[int]:
+    """Of each parameter, in the network's order."""
+    import torch
+
+    from model.transformer import Transformer
+
+    with torch.device("meta"):
+        network = Transformer(vocabulary_size, recipe.network)
+    return [GRADIENT_BYTES * parameter.numel() for parameter in network.parameters()]
+
+
+def _table(figures: dict[str, Any], strong: "list[Prediction]", weak: "list[Prediction]") -> str:
+    """Both ways side by side, milliseconds a step, and where more GPUs stop paying."""
+    tokens = figures["batch_tokens"]
+    shared, own = f"one batch of {tokens:,} tokens", f"{tokens:,} tokens a GPU"
+    columns = f"{'ms/step':>10}{'exposed':>10}{'speed-up':>10}{'efficiency':>12}"
+    lines = [f"{'':6}{shared:>42}{own:>42}", f"{'GPUs':6}{columns}{columns}"]
+    for both in zip(strong, weak, strict=True):
+        cells = (
+            f"{1000 * one.step_seconds:10.1f}{1000 * one.exposed_seconds:10.1f}"
+            f"{one.gpus * one.efficiency:10.1f}{one.efficiency:12.1%}"
+            for one in both
+        )
+        lines.append(f"{both[0].gpus:<6}{''.join(cells)}")
+    for name, said in (("strong", shared), ("weak", own)):
+        last = figures[f"{name}_pays_up_to"]
+        where = f"more than {last} GPUs do not pay: on {2 * last} efficiency is below a half"
+        lines.append(f"{said}: {where if last < GPUS[-1] else f'{last} GPUs still pay'}")
+    return "\n".join(lines)
