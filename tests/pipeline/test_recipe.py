@@ -1,5 +1,6 @@
 """Recipes: merged, overridden, and every mistake named at once with its place and the nearest right name."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,14 @@ def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
     assert "did you mean trainer.max_steps?" in said
     assert "trainer.max_epochs" in said
     assert not (tmp_path / "corpus").exists()
+
+
+@pytest.mark.parametrize("overlay", sorted((ROOT / "configs" / "hardware").glob("*.yaml")), ids=lambda path: path.stem)
+def test_overlays_touch_the_trainer_only(overlay: Path) -> None:
+    recipe = ROOT / "configs" / "multi30k_tiny.yaml"
+    plain, laid_over = load_recipe([recipe]), load_recipe([recipe, overlay])
+    assert replace(laid_over, trainer={}) == replace(plain, trainer={})
+    assert laid_over.trainer != plain.trainer
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
