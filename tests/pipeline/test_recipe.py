@@ -10,6 +10,7 @@ import yaml
 from data_module.errors import InputError
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.recipe import load_recipe, recipe_from_dict
+from pipeline.trainer_options import trainer_signature
 from tests.conftest import ROOT, pipeline
 
 MINIMAL = """\
@@ -168,3 +169,14 @@ def test_recipes_that_come_along_load(path: Path) -> None:
     recipe = load_recipe([path])
     assert recipe.name == path.stem
     assert yaml.safe_load(path.read_text())["trainer"]["max_steps"] > 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "hardware").iterdir()), ids=lambda path: path.stem)
+def test_overlays_fit_every_recipe(path: Path) -> None:
+    """They say where a recipe runs and how often it saves, and nothing of what is learned."""
+    signature = trainer_signature()
+    for recipe in (ROOT / "configs").glob("*.yaml"):
+        plain, laid_over = (load_recipe(paths, (), signature).as_dict() for paths in ([recipe], [recipe, path]))
+        different = {key for key in plain if plain[key] != laid_over[key]}
+        assert "trainer" in different
+        assert different <= {"trainer", "run"}
