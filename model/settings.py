@@ -52,8 +52,12 @@ class TrainingSettings:
     adam_epsilon: float = 1e-9
     gradient_clip_norm: float | None = None
     """Gradients are scaled down to this norm; the paper does not clip."""
+    ema_decay: float | None = None
+    """Validate and keep an exponential moving average of the weights, 0.999 say; the paper averages checkpoints."""
 
     def __post_init__(self) -> None:
+        if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
+            raise ValueError(f"training.ema_decay {self.ema_decay} is not between 0 and 1")
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"training.label_smoothing {self.label_smoothing} is not in [0, 1)")
         for name in ("adam_beta1", "adam_beta2"):

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from data_module.batch import Batch, SpecialIds, StepShare
+from model.compilation import CompiledForward
 from model.decoding import Search
 from model.loss import LossSums, label_smoothed_loss
 from model.noam_schedule import noam_learning_rate
@@ -34,12 +35,15 @@ class TranslationModule(LightningModule):
         training: TrainingSettings,
         decoding: DecodingSettings,
         seed: int,
+        compiled: bool = False,
     ) -> None:
+        """The network of the recipe's settings; `compiled` trains it through torch.compile, and validates without."""
         super().__init__()
         self.automatic_optimization = False
         self.special, self.training_settings, self.decoding, self.seed = special, training, decoding, seed
         self.network_settings = network
         self.network = Transformer(vocabulary_size, network)
+        self.compiled_forward = CompiledForward(self.network) if compiled else None
         self.validation_sums: dict[str, Tensor] = {}
         self._skipped, self._skipped_in_a_row = torch.zeros(()), torch.zeros(())
         """Steps without a finite gradient: in all, and up to now without one between. On the network's device."""
@@ -48,15 +52,26 @@ class TranslationModule(LightningModule):
         """One copy, which the host does not wait for; left to itself Lightning would."""
         return batch.to(device, non_blocking=True)
 
+    def on_fit_start(self) -> None:
+        """See that attention takes the kernels it is meant to."""
+        # On some GPUs PyTorch prefers cuDNN's to its flash kernel; they are planned anew for every shape of batch.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def states(self, batch: Batch) -> Tensor:
+        """The decoder's states [B, T, D]."""
+        # Validation is short, and has a graph of its own to compile.
+        compiled = self.compiled_forward if self.training else None
+        return (compiled or self.network)(batch.source, batch.target_input, batch.source_mask)
+
     def losses(self, batch: Batch) -> LossSums:
         """Sums of the loss over a micro-batch's target tokens."""
-        states = self.network(batch.source, batch.target_input, batch.source_mask)
         return label_smoothed_loss(
-            states,
+            self.states(batch),
             self.network.embedding.weight,
             batch.target_output,
             self.training_settings.label_smoothing,
             self.special.pad,
+            compiled=self.compiled_forward is not None and self.training,
         )
 
     def training_step(self, share: StepShare, batch_idx: int) -> dict[str, Any]:
@@ -87,7 +102,7 @@ class TranslationModule(LightningModule):
         batches = share.micro_batches
         for number, batch in enumerate(batches):
             # Dropout depends on nothing but where it happens: no random state to save or to disturb.
-            torch.manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
+            _generator(self.device).manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
             last = number == len(batches) - 1
             with nullcontext() if last else self._without_synchronisation():
                 losses = self.losses(batch)
@@ -179,6 +194,15 @@ class TranslationModule(LightningModule):
             eps=settings.adam_epsilon,
             fused=True,
         )
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """What dropout draws from.
+
+    Not by way of `torch.manual_seed`: on a machine without CUDA each call of that notes its caller's whole stack, for
+    the day that CUDA starts, and keeps it.
+    """
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _dropout_seed(*parts: int) -> int:

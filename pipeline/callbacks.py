@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -98,6 +99,13 @@ class CheckpointKeeper(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `state_dict` gave it."""
         self.best_bleu = state_dict["best_bleu"]
+
+
+class MovingAverage(EMAWeightAveraging):
+    """Lightning's moving average of the weights: it is what is validated and what a checkpoint gives to translate."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the weights alone: the last checkpoint has both, so that a run can go on from it."""
 
 
 def validation_is_due(trainer: Trainer) -> bool:

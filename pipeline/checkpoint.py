@@ -199,7 +199,8 @@ def average(paths: list[Path]) -> dict[str, Any]:
     for path in paths[:-1]:
         other = read_checkpoint(path)
         parts = first["translation"], other["translation"]
-        if parts[0]["network"] != parts[1]["network"] or not torch.equal(parts[0]["tokenizer"], parts[1]["tokenizer"]):
+        fits = _shapes(first) == _shapes(other) and parts[0]["network"] == parts[1]["network"]
+        if not fits or not torch.equal(parts[0]["tokenizer"], parts[1]["tokenizer"]):
             raise InputError(f"{path}: has another network or vocabulary than {paths[-1]}; average one run only")
         for name, tensor in other["state_dict"].items():
             sums[name] += tensor.double()
@@ -210,3 +211,7 @@ def average(paths: list[Path]) -> dict[str, Any]:
         "averaged": [path.name for path in paths],
         "pytorch-lightning_version": first.get("pytorch-lightning_version"),
     }
+
+
+def _shapes(contents: dict[str, Any]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in contents["state_dict"].items()}

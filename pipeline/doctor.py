@@ -9,14 +9,14 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
+from pipeline.finding import Finding
 
-class Finding(NamedTuple):
-    """One thing looked at."""
-
-    well: bool
-    what: str
+if TYPE_CHECKING:
+    from data_module.settings import TextSource
+    from pipeline.recipe import Recipe
+    from pipeline.slurm_job import Step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,16 +25,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print all findings."""
-    findings = list(machine())
-    if arguments.config:
-        findings += recipe(arguments.config, arguments.overrides)
+    """Print all findings; of several ranks, the first one does for all."""
+    from pipeline.slurm_job import tell_script_of_mistake
+
+    if code := examine(arguments):
+        tell_script_of_mistake()
+    return code
+
+
+def examine(arguments: argparse.Namespace) -> int:
+    """Look at everything; returns the exit code."""
+    from pipeline.slurm_job import current_step, mistakes
+
+    started_wrong = [Finding(False, mistake) for mistake in mistakes()]
+    step = current_step() if not started_wrong else None
+    if step is None or step.num_tasks == 1:
+        return say([*started_wrong, *machine(step), *recipe(arguments.config, arguments.overrides)])
+    return together(step, arguments)
+
+
+def say(findings: list[Finding]) -> int:
+    """Print findings; what several ranks have found alike, once. Returns the exit code."""
+    places: dict[tuple[bool, str], list[str]] = {}
     for finding in findings:
-        print(f"{'ok   ' if finding.well else 'WRONG'} {finding.what}")
+        places.setdefault(finding[:2], []).append(finding.where)
+    for (well, what), where in places.items():
+        at = "; ".join(dict.fromkeys(filter(None, where)))
+        print(f"{'ok   ' if well else 'WRONG'} {what}" + (f" [{at}]" if at else ""), flush=True)
     return 0 if all(finding.well for finding in findings) else 1
 
 
-def machine() -> Iterator[Finding]:
+def together(step: "Step", arguments: argparse.Namespace) -> int:
+    """All ranks of a job step."""
+    from pipeline.doctor_ranks import Ranks, check
+
+    ranks = Ranks(step)
+    if apart := ranks.meet():
+        return say(apart)
+    findings = [finding._replace(where=ranks.here) for finding in machine(step) if not finding.well or step.rank == 0]
+    loaded = load(arguments.config, arguments.overrides)
+    if step.rank == 0:
+        findings += recipe(arguments.config, arguments.overrides)
+    findings += check(ranks, None if isinstance(loaded, Finding) else loaded)
+    everything = [Finding(*one) for theirs in ranks.exchange(findings) for one in theirs]
+    if step.rank > 0:
+        # Whoever ends with an error ends the others: not before the first has spoken, whose store this is.
+        ranks.wait_for("said", [0])
+        ranks.store.set(f"left/{step.rank}", "")
+        return int(not all(finding.well for finding in everything))
+    code = say(everything)
+    ranks.store.set("said/0", "")
+    ranks.wait_for("left", list(range(1, step.num_tasks)))
+    return code
+
+
+def machine(step: "Step | None" = None) -> Iterator[Finding]:
     """Versions and hardware."""
     from importlib.metadata import version
 
@@ -57,28 +102,39 @@ def machine() -> Iterator[Finding]:
         from pipeline.trainer_options import best_precision
 
         yield Finding(True, f"no GPU; {os.cpu_count()} CPU cores, precision {best_precision('cpu')}")
+    if step is not None:
+        from pipeline.doctor_ranks import gpus
+
+        yield from gpus(step, torch.cuda.device_count(), os.environ.get("SLURM_GPUS_ON_NODE"))
 
 
-def recipe(paths: list[Path], overrides: list[str]) -> Iterator[Finding]:
-    """The recipe, its texts, and the places it writes to."""
+def load(paths: list[Path], overrides: list[str]) -> "Recipe | Finding":
+    """The recipe, or what is wrong with it."""
     from data_module.errors import InputError
     from pipeline.recipe import load_recipe
     from pipeline.trainer_options import trainer_signature
 
+    if not paths:
+        return Finding(True, "no recipe to look at; give one with --config")
     try:
-        loaded = load_recipe(paths, overrides, trainer_signature())
+        return load_recipe(paths, overrides, trainer_signature())
     except InputError as error:
-        yield Finding(False, str(error))
+        return Finding(False, str(error))
+
+
+def recipe(paths: list[Path], overrides: list[str]) -> Iterator[Finding]:
+    """The recipe, its texts, and the places it writes to."""
+    loaded = load(paths, overrides)
+    if isinstance(loaded, Finding):
+        yield loaded
         return
     yield Finding(True, f"recipe {loaded.name}")
     corpus = Path(loaded.corpus.folder)
     if (corpus / "manifest.json").exists():
         yield Finding(True, f"corpus {corpus} is prepared")
     else:
-        for text in [*loaded.corpus.train, *loaded.corpus.validation]:
-            for name in filter(None, (text.source, text.target, text.tsv)):
-                there = Path(name).is_file()
-                yield Finding(there, f"text {name}" + ("" if there else " is missing; put it there or change corpus:"))
+        for text in [*loaded.corpus.train, *loaded.corpus.validation, *loaded.corpus.test]:
+            yield from texts(text)
     run = loaded.run_folder()
     place = next(parent for parent in [run, *run.absolute().parents] if parent.exists())
     writable = os.access(place, os.W_OK)
@@ -88,6 +144,22 @@ def recipe(paths: list[Path], overrides: list[str]) -> Iterator[Finding]:
     enough = free > needed
     message = f"{free / 2**30:.1f} GiB free, its checkpoints need {needed / 2**30:.1f}"
     yield Finding(enough, message + ("" if enough else "; lower run.keep_last or give another run.folder"))
+
+
+def texts(text: "TextSource") -> Iterator[Finding]:
+    """Whether a source's files are there, or its data set can be read."""
+    from importlib.util import find_spec
+
+    for name in filter(None, (text.source, text.target, text.tsv)):
+        there = Path(name).is_file()
+        yield Finding(there, f"text {name}" + ("" if there else " is missing; put it there or change corpus:"))
+    if text.dataset:
+        known = find_spec("datasets") is not None
+        hint = "; it needs: pip install -c constraints.txt -e '.[datasets]'"
+        where = (
+            "lies here" if Path(text.dataset).is_dir() else "comes from the Hugging Face hub: prepare needs a network"
+        )
+        yield Finding(known, f"data set {text.dataset} {where}" + ("" if known else hint))
 
 
 def checkpoint_bytes(vocabulary_size: int, network: object) -> int:

@@ -5,6 +5,7 @@ Texts are plain and detokenised, one sentence a line. The last line is JSON.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +18,80 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--beam", type=int, help="open hypotheses; 1 is greedy; the recipe's unless given")
     parser.add_argument("--length-penalty", type=float, help="alpha; the recipe's unless given")
     parser.add_argument("--output", type=Path, help="write the translations here")
+    parser.add_argument(
+        "--paper", action="store_true", help="add the count that the paper reports (needs the extra paper-score)"
+    )
+    parser.add_argument(
+        "--versus", type=Path, metavar="OTHER", help="another checkpoint: say whether the difference to it is real"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Translate, score, print."""
-    from data_module.errors import InputError
-    from pipeline.translate import read_sentences
+    from pipeline.scoring import compare, complaints, paper_score, require_sacremoses, score
     from pipeline.translator import load_translator
 
-    sources, references = read_sentences(arguments.source), read_sentences(arguments.reference)
-    if len(sources) != len(references):
-        shorter = arguments.source if len(sources) < len(references) else arguments.reference
-        raise InputError(
-            f"{arguments.source} has {len(sources)} lines and {arguments.reference} {len(references)}; "
-            f"{shorter} is shorter: give texts whose lines pair up"
-        )
-    if not sources:
-        raise InputError(f"{arguments.source}: is empty; there is nothing to score")
-    if arguments.output and not arguments.output.parent.is_dir():
-        raise InputError(f"{arguments.output}: its folder is not there; make it or give another --output")
-    translator = load_translator(arguments.checkpoint, arguments.beam, arguments.length_penalty)
-    hypotheses = [translation.text for translation in translator.translate(sources, progress=True)]
+    sources, references = paired_texts(arguments.source, arguments.reference)
+    check_output(arguments.output)
+    for complaint in complaints(references):
+        print(f"{arguments.reference}: its lines {complaint}", file=sys.stderr)
+    if arguments.paper:
+        require_sacremoses()
+    checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
+    translators = [load_translator(path, arguments.beam, arguments.length_penalty) for path in checkpoints]
+    hypotheses, *others = [
+        [translation.text for translation in translator.translate(sources, progress=True)] for translator in translators
+    ]
     if arguments.output:
         arguments.output.write_text("".join(line + "\n" for line in hypotheses), encoding="utf-8")
-    scores = score(hypotheses, references)
-    for name in ("bleu", "bleu_lowercase", "chrf"):
-        low, high = scores[name + "_interval"]
-        print(f"{name:15} {scores[name]:6.2f}  [{low:.2f}, {high:.2f}]  {scores[name + '_signature']}")
-    settings = {
-        "beam_size": translator.settings.beam_size,
-        "length_penalty": translator.settings.length_penalty,
-    }
-    print(json.dumps({**scores, **settings, "sentences": len(sources), "checkpoint": translator.name}))
+    figures = score(hypotheses, references)
+    if arguments.paper:
+        figures |= paper_score(hypotheses, references, translators[0].target_language)
+    for name in ("bleu", "bleu_lowercase", "chrf", "bleu_paper"):
+        if name in figures:
+            low, high = figures[name + "_interval"]
+            print(f"{name:15} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[name + '_signature']}")
+    if others:
+        figures["versus"] = {"checkpoint": translators[1].name, **compare(hypotheses, others[0], references)}
+        show_comparison(figures["versus"])
+    settings = translators[0].settings
+    figures |= {"beam_size": settings.beam_size, "length_penalty": settings.length_penalty}
+    print(json.dumps({**figures, "sentences": len(sources), "checkpoint": translators[0].name}))
     return 0
 
 
-def score(hypotheses: list[str], references: list[str]) -> dict[str, Any]:
-    """Corpus scores with signatures and the bounds of their 95 % bootstrap intervals."""
-    from sacrebleu.metrics import BLEU, CHRF
+def paired_texts(source: Path, reference: Path) -> tuple[list[str], list[str]]:
+    """The lines of both; raises InputError where they cannot be read, do not pair up or are none."""
+    from data_module.errors import InputError
+    from pipeline.translate import read_sentences
 
-    scores: dict[str, Any] = {}
-    for name, metric in (("bleu", BLEU()), ("bleu_lowercase", BLEU(lowercase=True)), ("chrf", CHRF())):
-        result: Any = metric.corpus_score(hypotheses, [references], n_bootstrap=1000)
-        # sacreBLEU gives the bootstrap's mean and half the width of its 95 % interval.
-        scores[name] = round(result.score, 4)
-        scores[name + "_interval"] = [round(float(result._mean + sign * result._ci), 4) for sign in (-1, 1)]
-        scores[name + "_signature"] = str(metric.get_signature())
-    return scores
+    sources, references = read_sentences(source), read_sentences(reference)
+    if len(sources) != len(references):
+        shorter = source if len(sources) < len(references) else reference
+        raise InputError(
+            f"{source} has {len(sources)} lines and {reference} {len(references)}; "
+            f"{shorter} is shorter: give texts whose lines pair up"
+        )
+    if not sources:
+        raise InputError(f"{source}: is empty; there is nothing to score")
+    return sources, references
+
+
+def check_output(output: Path | None) -> None:
+    """Raises InputError where the translations could not be written, before they are made."""
+    from data_module.errors import InputError
+
+    if output and not output.parent.is_dir():
+        raise InputError(f"{output}: its folder is not there; make it or give another --output")
+    if output and output.is_dir():
+        raise InputError(f"{output}: is a folder; give a file as --output")
+
+
+def show_comparison(versus: dict[str, Any]) -> None:
+    """A line a metric."""
+    for name in ("bleu", "chrf"):
+        said = "is real" if versus[f"{name}_difference_is_real"] else "may be chance"
+        print(
+            f"{name:15} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {versus['checkpoint']}: "
+            f"{said} (paired bootstrap, p = {versus[f'{name}_p_value']:.3f})"
+        )

@@ -164,17 +164,24 @@ def train(
     from data_module.errors import InputError
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
-    from pipeline.callbacks import CheckpointKeeper, Monitor, ValidationText, WholeCheckpointIO
+    from pipeline.callbacks import CheckpointKeeper, Monitor, MovingAverage, ValidationText, WholeCheckpointIO
+    from pipeline.memory import MemoryProbe
     from pipeline.run_folder import STOPPED_EARLY
     from pipeline.together import Together, own_signals
-    from pipeline.trainer_options import cluster_environment, trainer_options
+    from pipeline.trainer_options import cluster_environment, compiles, trainer_options
     from pipeline.whole_file import whole_file
 
     path = recipe.run_folder()
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     torch.manual_seed(recipe.run.seed)
     module = TranslationModule(
-        tokenizer.vocabulary_size, special, recipe.network, recipe.training, recipe.decoding, recipe.run.seed
+        tokenizer.vocabulary_size,
+        special,
+        recipe.network,
+        recipe.training,
+        recipe.decoding,
+        recipe.run.seed,
+        compiled=compiles(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
     )
     data = TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
     if recipe.network.learned_positions and data.longest > recipe.network.max_positions:
@@ -185,6 +192,7 @@ def train(
     sources, references = data.validation_text()
     # The keeper stands behind them, so that what it saves has seen what the others did.
     callbacks: list[Callback] = [
+        MemoryProbe(data.micro_batch_tokens, data.longest),
         ValidationText(sources, references, tokenizer),
         Monitor(recipe.run.log_every_steps),
     ]
@@ -192,6 +200,8 @@ def train(
     early_stopping = EarlyStopping("validation/bleu", mode="max", patience=patience or 1)
     if patience is not None:
         callbacks.append(early_stopping)
+    if recipe.training.ema_decay is not None:
+        callbacks.append(MovingAverage(decay=recipe.training.ema_decay))
     keeper = CheckpointKeeper(path, recipe, tokenizer)
     callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds)]
     options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
@@ -242,5 +252,6 @@ def quiet_lightning() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
+    warnings.filterwarnings("ignore", ".*`srun` command is available.*")
     # Scores are summed over ranks before they are logged.
     warnings.filterwarnings("ignore", ".*recommended to use .*sync_dist=True.*")

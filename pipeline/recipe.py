@@ -28,6 +28,8 @@ class RunSettings:
     patience: int | None = None
     """Stop after this many validations without a better BLEU."""
     log_every_steps: int = 50
+    compile: bool | None = None
+    """Train through torch.compile; if null, on a GPU only. The first steps then take a few minutes."""
     timeout_seconds: int = 600
     """How long a rank waits for another before it gives up, names it, and ends."""
 

@@ -21,8 +21,8 @@ MAY_CHANGE = ("name", "decoding", "run", "trainer")
 """Sections that another config may change on resume; the others would make it another run."""
 MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
 
-MAX_STARTS = 4
-"""How often a job starts from one and the same checkpoint: the first time, and three times after a failure."""
+MAX_STARTS = 3
+"""How often a job starts from one and the same checkpoint: the first time, and twice after a failure."""
 
 _OWN_FILES = ("config.yaml", "tokenizer.model", "versions.json")
 STOPPED_EARLY = "stopped-early.json"

@@ -27,6 +27,8 @@ class Step:
 
     job: str
     rank: int
+    local_rank: int
+    """Its place among its node's tasks."""
     num_tasks: int
     num_nodes: int
     tasks_per_node: int
@@ -65,6 +67,7 @@ def current_step(environment: Mapping[str, str] = os.environ) -> Step | None:
     return Step(
         job=environment["SLURM_JOB_ID"],
         rank=int(environment["SLURM_PROCID"]),
+        local_rank=int(environment["SLURM_LOCALID"]),
         num_tasks=sum(counts),
         num_nodes=len(counts),
         tasks_per_node=counts[0],

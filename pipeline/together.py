@@ -19,7 +19,7 @@ from pipeline.callbacks import CheckpointKeeper, validation_is_due
 from pipeline.slurm_job import node_name
 from pipeline.stop_request import Stopped
 
-ROLL_CALL_SECONDS = 5.0
+ROLL_CALL_SECONDS = 3.0
 """How long the others have to say that they have failed too."""
 MARGIN_SECONDS = 30
 """How much later than this group the gradients' group gives up, so that an error comes up where it can be told."""

@@ -2,6 +2,8 @@
 
 import inspect
 import os
+import shutil
+import sys
 import typing
 from datetime import timedelta
 from typing import Any
@@ -94,6 +96,29 @@ def best_precision(accelerator: Any) -> Any:
         return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
     supports = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     return "bf16-mixed" if accelerator in ("auto", "cpu") and supports() else "32-true"
+
+
+def compiles(asked: bool | None, accelerator: Any) -> bool:
+    """Whether to train through torch.compile: as asked (`run.compile`), or else on a GPU where that is possible.
+
+    Raises InputError when it is asked for where no compiler is.
+    """
+    import torch
+
+    from data_module.errors import InputError
+
+    on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    if asked is False or (asked is None and not on_gpu):
+        return False
+    # On a GPU only what starts a kernel is compiled by it, but that needs it nevertheless.
+    variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
+    if os.environ.get(variable) or any(map(shutil.which, names)):
+        return True
+    missing = f"torch.compile needs one of {', '.join(names)}, or {variable} set to a compiler"
+    if asked:
+        raise InputError(f"run.compile: {missing}; install one, or set run.compile to false")
+    print(f"training is not compiled, which makes it slower: {missing}", file=sys.stderr)
+    return False
 
 
 def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:

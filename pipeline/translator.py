@@ -69,6 +69,7 @@ class Translator:
         max_source_tokens: int | None = None,
         device: torch.device | str | None = None,
         name: str = "",
+        target_language: str = "en",
     ) -> None:
         """Put the network into evaluation mode and, where a device is given, on it.
 
@@ -81,6 +82,7 @@ class Translator:
                 the network has positions for.
             device: where to search; None for where the network is.
             name: what to call it in reports.
+            target_language: what it translates to, as its recipe names it.
 
         Raises ValueError where the network's and the tokenizer's vocabularies differ in size.
         """
@@ -97,7 +99,7 @@ class Translator:
             search = search.to(device)
         self.search = search.eval()
         self.device = next(search.parameters()).device
-        self.name = name
+        self.name, self.target_language = name, target_language
         self.tokenizer, self.settings, self.batch_tokens = tokenizer, settings, batch_tokens
         limits = [limit for limit in (self.search.max_positions, max_source_tokens) if limit]
         self.max_source_tokens: int | None = min(limits, default=None)
@@ -122,7 +124,16 @@ class Translator:
         for source, kept in zip(sources, cut, strict=True):
             if len(kept) < len(source):
                 kept[-1] = self.tokenizer.eos_id
-        with tqdm(total=len(sources), desc="translating", unit=" sentences", delay=2, disable=not progress) as bar:
+        # A log gets a line every half minute instead of a bar.
+        interval = 0.1 if sys.stderr.isatty() else 30.0
+        with tqdm(
+            total=len(sources),
+            desc="translating",
+            unit=" sentences",
+            delay=2,
+            mininterval=interval,
+            disable=not progress,
+        ) as bar:
             for batch in batches_by_length([len(source) for source in cut], self.batch_tokens):
                 for index, hypotheses in zip(batch, self._search([cut[i] for i in batch], n_best), strict=True):
                     found[index] = hypotheses
@@ -178,7 +189,13 @@ def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: flo
     if device == "cpu" and can_pack(model.network):
         pack_linears(model.network)
     return Translator(
-        model.network, model.tokenizer, settings, max_source_tokens=LONGEST, device=device, name=str(path)
+        model.network,
+        model.tokenizer,
+        settings,
+        max_source_tokens=LONGEST,
+        device=device,
+        name=str(path),
+        target_language=model.recipe["corpus"]["target_language"],
     )
 
 

@@ -26,12 +26,12 @@ export PYTHONUNBUFFERED=1
 # Lines of this script in the log, told from those of the ranks.
 say() { echo "$(date '+%F %T') ${SLURM_JOB_NAME:-} ${SLURM_JOB_ID:-}: $*" >&2; }
 
-# Run a step on all tasks, or with `one` on one, and wait for it, past signals: what they ask for is up to the step.
-# The first task that ends badly ends the step.
+# Run a command on all tasks and wait for it, past signals: what they ask for is up to the command.
+# The first task that ends badly ends them all.
 step() {
-    local only=()
-    if [[ $1 == one ]]; then only=(--nodes=1 --ntasks=1 --gpus-per-node="${SLURM_GPUS_ON_NODE:-0}"); shift; fi
-    srun --kill-on-bad-exit=1 "${only[@]}" "${python[@]}" -m pipeline "$@" &
+    # Counted anew: a job may come back from the queue with fewer nodes.
+    local tasks=$((${SLURM_NNODES:-1} * ${SLURM_NTASKS_PER_NODE:-1}))
+    srun --ntasks="$tasks" --kill-on-bad-exit=1 "${python[@]}" -m pipeline "$@" &
     local pid=$! code
     while true; do
         wait "$pid"
@@ -40,21 +40,44 @@ step() {
     done
 }
 
-# Called with what a step of this script has ended with: 0 goes on, a user's mistake ends the job, and anything else
-# (75 is a run that was asked to stop, has saved, and can go on) puts it back into the queue, to start from the top.
-go_on_or_hand_back() {
-    local code=$1
-    [[ $code -ne 0 ]] || return 0
+# Train a recipe, from the top or from where it stands; ends the script.
+train() {
+    if [[ $# -eq 0 ]]; then
+        say "give a recipe: sbatch $0 configs/wmt14_en_de_base.yaml"
+        exit 2
+    fi
+    # When a collective hangs, NCCL ends the rank and leaves what it was doing (torch's flight recorder) for each rank.
+    export TORCH_NCCL_ASYNC_ERROR_HANDLING=1 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_BUFFER_SIZE=2000
+    export TORCH_FR_DUMP_TEMP_FILE=$PWD/nccl-$SLURM_JOB_ID-rank-
+
+    # What is wrong is said before time is spent; the same job would find it again.
+    step doctor --config "$@"
+    local code=$?
+    if [[ -e $MISTAKE_FILE || ($code -ne 0 && $code -lt 128) ]]; then
+        rm -f "$MISTAKE_FILE"
+        say "doctor has found what is WRONG above; not requeued"
+        exit 2
+    fi
+    [[ $code -eq 0 ]] || hand_back "$code"
+
+    step fit --config "$@"
+    code=$?
+    [[ $code -ne 0 ]] || exit 0
     if [[ $code -eq 2 || -e $MISTAKE_FILE ]]; then
         rm -f "$MISTAKE_FILE"
         say "ended by the mistake above; not requeued"
         exit 2
     fi
+    hand_back "$code"
+}
+
+# Back into the queue, to start from the top: after exit code 75, of a run that was asked to stop, has saved and can go
+# on, and after any failure. `fit` counts failures, and ends with a mistake when they repeat.
+hand_back() {
+    local code=$1 job=$SLURM_JOB_ID state
     # An array's last task has the array's own number: that would requeue all of them.
-    local job=$SLURM_JOB_ID
     [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     # A job that its owner cancels ends too, and is to stay so.
-    local state
     state=$(squeue --noheader --jobs="$job" --format='%T %r')
     if [[ $state == CANCELLED* || $state == "COMPLETING None" ]]; then
         say "cancelled (exit code $code)"
@@ -68,5 +91,5 @@ go_on_or_hand_back() {
 # Bash ends no script before the step it waits for has saved.
 trap : TERM USR1
 # srun's exit code may be that of tasks it has killed; a mistake is told by this file.
-export MISTAKE_FILE=$PWD/.mistake-$SLURM_JOB_ID
+export MISTAKE_FILE=$PWD/.mistake-${SLURM_JOB_ID:-}
 rm -f "$MISTAKE_FILE"

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data_module.batch import StepShare
+from data_module.batch import Batch, StepShare
 from model.noam_schedule import noam_learning_rate
 from model.settings import TrainingSettings
+from model.translation_module import TranslationModule
 from pipeline.benchmark.machine import MatrixProduct
 from pipeline.benchmark.stopwatch import PeakMemory, Stopwatch, kept_bytes
 
@@ -131,11 +132,17 @@ class Contest(Callback):
         return _LoaderProfiler(self._watch)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look for where the network begins and ends."""
-        network = pl_module.network
-        assert isinstance(network, nn.Module)
-        network.register_forward_pre_hook(lambda *_: self._watch.begin("forward"))
-        network.register_forward_hook(lambda *_: self._watch.begin("loss"))
+        """Look for where the network begins and ends; a hook of its own would be compiled with it."""
+        assert isinstance(pl_module, TranslationModule)
+        states = pl_module.states
+
+        def timed_states(batch: Batch) -> Tensor:
+            self._watch.begin("forward")
+            result = states(batch)
+            self._watch.begin("loss")
+            return result
+
+        pl_module.states = timed_states  # type: ignore[method-assign]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: StepShare, batch_idx: int

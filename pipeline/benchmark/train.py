@@ -155,7 +155,9 @@ def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "C
     longest = training(recipe, tokenizer)[1].longest
     network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1, dropout=0.0)
     batches = replace(recipe.batches, batch_tokens=longest, group_tokens=None, max_tokens_per_device=None)
-    module, data = training(replace(recipe, network=network, batches=batches), tokenizer)
+    # Not compiled, as the other is not: its network's time is not what is asked for.
+    run = replace(recipe.run, compile=False)
+    module, data = training(replace(recipe, network=network, batches=batches, run=run), tokenizer)
     bare = Transformer(tokenizer.vocabulary_size, network)
 
     def loss(states: "Tensor", targets: "Tensor") -> "Tensor":
@@ -177,11 +179,18 @@ def training(recipe: "Recipe", tokenizer: "Tokenizer") -> "tuple[TranslationModu
     from data_module.batch import SpecialIds
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
+    from pipeline.trainer_options import compiles
 
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     torch.manual_seed(recipe.run.seed)
     module = TranslationModule(
-        tokenizer.vocabulary_size, special, recipe.network, recipe.training, recipe.decoding, recipe.run.seed
+        tokenizer.vocabulary_size,
+        special,
+        recipe.network,
+        recipe.training,
+        recipe.decoding,
+        recipe.run.seed,
+        compiled=compiles(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
     )
     return module, TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
 

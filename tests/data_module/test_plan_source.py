@@ -65,7 +65,7 @@ def test_a_killed_owner_leaves_nothing_locked_or_half_written(tmp_path: Path) ->
     said = tmp_path / "said"
     owner = FORK.Process(target=make_slowly, args=(tmp_path, said))
     owner.start()
-    while not said.exists():
+    while not (said.exists() and said.read_text()):
         time.sleep(0.01)
     os.kill(owner.pid or 0, signal.SIGKILL)
     owner.join()

@@ -66,12 +66,6 @@ def test_translate_gives_a_line_for_a_line(trained_run: Path) -> None:
     assert "best.ckpt" in done.stderr.decode()
 
 
-def test_translate_takes_bad_lines(trained_run: Path) -> None:
-    done = pipeline("translate", trained_run, text="a \x85 dog\x0b\n\x00\n".encode() + b"\xff\xfe cat\r\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(b"\n") == 3
-
-
 def test_a_reader_that_leaves_is_no_error(trained_run: Path, tmp_path: Path) -> None:
     text = tmp_path / "many"
     text.write_text("a dog\n" * 3000)
@@ -123,6 +117,29 @@ def test_evaluate_scores_with_signatures(trained_run: Path, tiny_corpus: Path, t
     assert json.loads(greedy.stdout.decode().splitlines()[-1])["beam_size"] == 1
 
 
+@pytest.mark.slow
+def test_evaluate_compares_and_counts_as_the_paper(trained_run: Path, tiny_corpus: Path, tmp_path: Path) -> None:
+    source, reference = (tiny_corpus.parent / f"validation.{side}" for side in ("source", "target"))
+    other = trained_run / "checkpoints" / "step=00000080.ckpt"
+    command = ["evaluate", trained_run, "--source", source, "--reference", reference, "--beam", 1]
+    done = pipeline(*command, "--paper", "--versus", other)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.decode().splitlines()
+    figures = json.loads(lines[-1])
+    assert figures["versus"]["checkpoint"] == str(other)
+    # It compares with the other one's own score, and says so in a line that people read.
+    alone = pipeline("evaluate", other, "--source", source, "--reference", reference, "--beam", 1)
+    theirs = json.loads(alone.stdout.decode().splitlines()[-1])
+    assert figures["versus"]["bleu"] == theirs["bleu"]
+    assert figures["versus"]["bleu_difference"] == pytest.approx(figures["bleu"] - theirs["bleu"], abs=1e-3)
+    assert any(str(other) in line and "paired bootstrap" in line for line in lines)
+    # Beside sacreBLEU, under a name of its own.
+    assert figures["bleu_paper_signature"] != figures["bleu_signature"]
+    assert [line.split()[0] for line in lines[:4]] == ["bleu", "bleu_lowercase", "chrf", "bleu_paper"]
+    assert "bleu_paper" not in theirs
+    assert f"{reference}: its lines look lower-cased" in done.stderr.decode()
+
+
 def test_export_translates_without_this_code(trained_run: Path, tmp_path: Path) -> None:
     done = pipeline("export", trained_run, tmp_path / "bundle")
     assert done.returncode == 0, done.stderr
@@ -166,6 +183,9 @@ def test_mistakes_of_the_command_line(trained_run: Path, tmp_path: Path) -> None
     assert "no such checkpoint" in refused("translate", tmp_path / "none.ckpt")
     assert "argument '--beems'" in refused("translate", trained_run, "--beems", 3)
     assert "--beam 0" in refused("translate", trained_run, "--beam", 0)
+    assert "--n-best 0" in refused("translate", trained_run, "--n-best", 0)
+    assert "is more than the beam, 2; raise --beam" in refused("translate", trained_run, "--n-best", 3, "--beam", 2)
+    assert "--length-penalty -1" in refused("translate", trained_run, "--length-penalty", -1)
     assert "none.txt" in refused("translate", trained_run, "--input", tmp_path / "none.txt")
     truncated = tmp_path / "cut.ckpt"
     truncated.write_bytes((trained_run / "checkpoints" / "best.ckpt").read_bytes()[:5000])
@@ -178,6 +198,9 @@ def test_mistakes_of_the_command_line(trained_run: Path, tmp_path: Path) -> None
     said = refused("evaluate", trained_run, "--source", three, "--reference", two)
     assert "3 lines" in said
     assert f"{two} is shorter" in said
+    texts = ["--source", three, "--reference", three]
+    assert "its folder is not there" in refused("evaluate", trained_run, *texts, "--output", tmp_path / "no" / "file")
+    assert "no such checkpoint" in refused("evaluate", trained_run, *texts, "--versus", tmp_path / "none.ckpt")
 
 
 def test_a_run_folder_that_holds_something_else(recipe_file: Path, tmp_path: Path) -> None:

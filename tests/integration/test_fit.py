@@ -53,6 +53,17 @@ def test_ranks_and_micro_batches_change_nothing(recipe_file: Path, tmp_path: Pat
             assert scalars(other, tag) == [(step, pytest.approx(value, abs=1e-4)) for step, value in scalars(one, tag)]
 
 
+@pytest.mark.slow
+def test_compiled_or_not_it_is_one_run(recipe_file: Path, tmp_path: Path) -> None:
+    """Two ranks train compiled and one goes on without: the run that never was compiled, to rounding."""
+    options = ["--training.adam_epsilon", 1e-3, "--batches.max_tokens_per_device", 100]
+    eager = fit(recipe_file, tmp_path / "eager", *options)
+    run = tmp_path / "compiled"
+    fit(recipe_file, run, *options, "--run.compile", "true", "--trainer.devices", 2, "--trainer.max_steps", 6)
+    fit(recipe_file, run, *options)
+    assert_equal(eager, run, tolerance=2e-6)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Path, workers: int) -> None:
     """Bit for bit, with dropout, whatever moment the kill hits; steps since the last save are done again."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.decoding import Search
+from model.decoding import Search, penalty
 from model.transformer import Transformer
 from tests.model.search_truth import (
     BOS,
@@ -58,6 +58,14 @@ def test_a_wide_beam_finds_what_enumeration_finds(alpha: float) -> None:
     assert False in greedy_is_best
     assert True in penalty_matters
     assert len(lengths) >= 3
+
+
+def test_the_length_penalty_by_hand() -> None:
+    # ((5 + 7) / 6) ** 0.6 = 2 ** 0.6 = 1.515717; ((5 + 1) / 6) ** 0.6 = 1; ((5 + 13) / 6) ** 1 = 3.
+    assert penalty(torch.tensor([7, 1]), 0.6).tolist() == pytest.approx([1.515717, 1.0], abs=1e-6)
+    assert penalty(torch.tensor([13]), 1.0).tolist() == [3.0]
+    # An answer of 7 at -3.0 beats one of 1 at -2.0: -1.979 against -2.
+    assert penalized(-3.0, 7, 0.6) == pytest.approx(-1.979261, abs=1e-6)
 
 
 def test_answers_that_do_not_exist_are_empty() -> None:

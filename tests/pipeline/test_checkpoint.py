@@ -36,16 +36,40 @@ def test_average_is_the_mean(trained_run: Path, tmp_path: Path) -> None:
     assert load_model(tmp_path / "mean.ckpt").step == 240
 
 
-def test_average_refuses_what_does_not_fit(trained_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["network", "shape", "name", "vocabulary"])
+def test_average_refuses_what_does_not_fit(trained_run: Path, tmp_path: Path, other: str) -> None:
     paths = step_checkpoints(trained_run)[:2]
     contents = torch.load(paths[0], weights_only=True)
-    contents["translation"]["network"]["d_ff"] = 99
+    part, weights = contents["translation"], contents["state_dict"]
+    if other == "network":
+        part["network"]["d_ff"] = 99
+    elif other == "shape":
+        # One row would be broadcast over all.
+        weights["network.embedding.weight"] = weights["network.embedding.weight"][:1]
+    elif other == "name":
+        del weights["network.embedding.weight"]
+    else:
+        part["tokenizer"] = part["tokenizer"].flip(0)
     write_whole(contents, tmp_path / "other.ckpt")
     with pytest.raises(InputError, match="another network or vocabulary"):
         average([tmp_path / "other.ckpt", paths[1]])
+
+
+def test_average_of_more_than_there_are_is_refused(trained_run: Path) -> None:
     done = pipeline("average", trained_run, "--last", 9)
     assert done.returncode == 2
     assert b"has 3 whole checkpoints" in done.stderr
+
+
+def test_average_is_summed_in_float64(trained_run: Path, tmp_path: Path) -> None:
+    contents = torch.load(step_checkpoints(trained_run)[0], weights_only=True)
+    paths = []
+    # In float32 the large ones swallow the small one between them.
+    for number, value in enumerate((1e8, 1.0, -1e8)):
+        contents["state_dict"] = {"network.x": torch.tensor([value])}
+        write_whole(contents, tmp_path / f"{number}.ckpt")
+        paths.append(tmp_path / f"{number}.ckpt")
+    assert average(paths)["state_dict"]["network.x"].item() == pytest.approx(1 / 3)
 
 
 def test_which_checkpoint_a_run_folder_means(trained_run: Path, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from pipeline.trainer_options import OWNED, best_precision, strategy, trainer_signature
+from data_module.errors import InputError
+from pipeline.trainer_options import OWNED, best_precision, compiles, strategy, trainer_signature
 
 
 def test_bf16_wherever_the_processor_has_it() -> None:
@@ -27,3 +29,22 @@ def test_keys_that_are_not_the_recipes() -> None:
     signature = trainer_signature()
     assert {"max_steps", "val_check_interval", "precision", "devices", "num_nodes", "max_time"} <= signature.keys()
     assert not signature.keys() & OWNED.keys()
+
+
+def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not compiles(None, "auto")
+    assert compiles(True, "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert compiles(None, "auto")
+    assert not compiles(False, "auto")
+    assert not compiles(None, "cpu")
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert not compiles(None, "gpu")
+    assert "gcc" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"run\.compile: .*g\+\+"):
+        compiles(True, "cpu")
+    monkeypatch.setenv("CC", "/opt/bin/cc")
+    assert compiles(None, "gpu")

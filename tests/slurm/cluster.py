@@ -39,7 +39,7 @@ ReturnToService=2
 JobRequeue=1
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
-KillWait=5
+KillWait=10
 OverTimeLimit=0
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -54,9 +54,10 @@ SlurmctldParameters=preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 MinJobAge=600
+FirstJobId={first_job}
 {nodes}
-PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 MaxTime=60 GraceTime=20 State=UP
-PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=60 PreemptMode=OFF State=UP
+PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE GraceTime=20 State=UP
+PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE PreemptMode=OFF State=UP
 """
 
 
@@ -86,6 +87,8 @@ class Cluster:
             CONF.format(
                 host=socket.gethostname().split(".")[0],
                 controller_port=ports[0],
+                # Ranks meet on a port made of the job's number: another cluster's jobs on this machine have others.
+                first_job=1 + os.getpid() * 37 % 60_000,
                 user=pwd.getpwuid(os.getuid()).pw_name,
                 munge=self._munge,
                 folder=folder,
@@ -123,7 +126,9 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """The node is lost at once, with all that runs on it."""
         steps = re.escape(f"[{node}]")
-        self._processes.pop(node).kill()
+        daemon = self._processes.pop(node)
+        daemon.kill()
+        daemon.wait()
         for pid, arguments in processes():
             # slurmd's steps carry its name; what they have started dies with them.
             if re.search(rf"slurmstepd: .*{steps}|slurmd .*-N {re.escape(node)} ", arguments):
@@ -142,9 +147,15 @@ class Cluster:
         lines = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%N %T", check=False).stdout.split("\n")[:-1]
         return len(lines) == len(self.nodes) and all(line.endswith(" idle") for line in lines)
 
+    def cancel_all(self) -> None:
+        """Leave nothing in the queue, requeued jobs included."""
+        while self.run("squeue", "-h", check=False).stdout:
+            self.run("scancel", "--user", pwd.getpwuid(os.getuid()).pw_name, check=False)
+            self.sleep(0.5)
+
     def stop(self) -> None:
         """Cancel all jobs, then end the daemons, munged last."""
-        self.run("scancel", "--user", pwd.getpwuid(os.getuid()).pw_name, check=False)
+        self.cancel_all()
         for pid in self.tasks():
             os.kill(pid, signal.SIGKILL)
         names = [*self.nodes, "slurmctld", "munged"]
@@ -220,7 +231,9 @@ class Job:
 
     def fields(self) -> dict[str, str]:
         """What the controller says of it."""
-        line = self.cluster.run("scontrol", "-o", "show", "job", self.number).stdout
+        lines = self.cluster.run("scontrol", "-o", "show", "job", self.number).stdout.splitlines()
+        # Asked for a task that has the number of its whole array, it tells of all tasks.
+        [line] = [line for line in lines if line.startswith(f"JobId={self.number} ")]
         return dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
 
     @property

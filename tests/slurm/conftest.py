@@ -30,5 +30,4 @@ def cluster(whole_cluster: Cluster) -> Iterator[Cluster]:
     """The cluster, idle before and after a test."""
     whole_cluster.wait_until(whole_cluster.is_idle, 60)
     yield whole_cluster
-    whole_cluster.run("scancel", "--state=RUNNING", check=False)
-    whole_cluster.run("scancel", "--state=PENDING", check=False)
+    whole_cluster.cancel_all()

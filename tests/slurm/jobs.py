@@ -1,19 +1,21 @@
 """Training jobs to submit, and what their runs have left."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tests.integration.runs import checkpoints
+from tests.integration.runs import checkpoints, step_of
 from tests.slurm.cluster import Cluster, Job
 
 NO_GPUS = ["--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=30"]
 """What a user gives sbatch on a cluster like this one."""
 
 
-HERE = Path(__file__).resolve().parent
+SLOWLY = {"PYTHON": f"{sys.executable} {Path(__file__).resolve().parent / 'slow_ranks.py'}"}
+"""Ranks out of step, and a log that says where they are."""
 
 
 def train(
@@ -28,6 +30,28 @@ def train(
     """`sbatch slurm/train.sbatch RECIPE ...`."""
     command = [f"--nodes={nodes}", *NO_GPUS, *sbatch, "slurm/train.sbatch", recipe, "--run.folder", run, *options]
     return cluster.submit(*command, **(environment or {}))
+
+
+def resumed_from(job: Job) -> list[int]:
+    """The steps that its starts have gone on from."""
+    return [step_of(Path(line.split()[-1])) for line in job.log.splitlines() if line.startswith("resuming from")]
+
+
+def saved_after(job: Job) -> list[int]:
+    """The steps that it was stopped after."""
+    return [
+        int(line.split("saved after step ")[1].split(";")[0])
+        for line in job.log.splitlines()
+        if "saved after step" in line
+    ]
+
+
+def wait_until_saved(job: Job, run: Path, step: int) -> None:
+    """Wait until a run has a checkpoint of that step or a later one."""
+    try:
+        job.cluster.wait_until(lambda: any(step_of(path) >= step for path in checkpoints(run)), 90)
+    except AssertionError:
+        raise AssertionError(f"job {job.number} ({job.state}) has not saved step {step}:\n{job.log}") from None
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:

@@ -1,13 +1,16 @@
 """A Python that runs `-m pipeline` with ranks out of step, and says in the log where it is.
 
 Real training but for SLOW_RANK's sleep after each step and validation batch, which stands for a busy node: it comes
-after the step's collectives, so that others are by then up to a whole step ahead. Saving takes longer than it would.
+after the step's collectives, so that others are by then up to a whole step ahead. Saving takes longer
+than it would, and the step after CRASH_AFTER fails on that rank.
 """
 
 import sys
 
 if sys.argv[1:3] == ["-m", "pipeline"]:
     del sys.argv[1:3]  # as Python does
+if sys.argv[1:2] == ["doctor"]:
+    sys.exit()  # has tests of its own, and jobs here start often
 
 from pipeline.__main__ import main  # isort: skip - it notes signals from here on
 
@@ -16,18 +19,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SECONDS = float(os.environ.get("SLEEP_SECONDS", "0.1"))
+SECONDS = 0.1
+CRASH_AFTER = int(os.environ.get("CRASH_AFTER", "-1"))
 
 
-def then_sleep(method: Callable[..., Any], *, only: str | None = None, moment: str | None = None) -> Any:
+def then_sleep(method: Callable[..., Any], moment: str) -> Any:
     """The method, and before it a line in the log, after it a sleep."""
 
     def replacement(*arguments: Any, **named: Any) -> Any:
-        rank = os.environ.get("SLURM_PROCID", "0")
-        if moment is not None and rank == "0":
+        rank, slow = os.environ.get("SLURM_PROCID", "0"), os.environ.get("SLOW_RANK", "1")
+        if rank == "0":
             print(f"MOMENT {moment}", file=sys.stderr, flush=True)
+        if moment == "training" and rank == slow and arguments[0].global_step == CRASH_AFTER:
+            raise ArithmeticError("a bug of this step")
         result = method(*arguments, **named)
-        if only is None or rank == only:
+        if moment == "save" or rank == slow:
             time.sleep(SECONDS)
         return result
 
@@ -40,13 +46,10 @@ if __name__ == "__main__":
         from model.translation_module import TranslationModule
         from pipeline.callbacks import WholeCheckpointIO
 
-        slow = os.environ.get("SLOW_RANK", "1")
         for owner, name, moment in (
             (TranslationModule, "training_step", "training"),
             (TranslationModule, "validation_step", "validation"),
+            (WholeCheckpointIO, "save_checkpoint", "save"),
         ):
-            setattr(owner, name, then_sleep(getattr(owner, name), only=slow, moment=moment))
-        WholeCheckpointIO.save_checkpoint = then_sleep(  # type: ignore[method-assign]
-            WholeCheckpointIO.save_checkpoint, moment="save"
-        )
+            setattr(owner, name, then_sleep(getattr(owner, name), moment))
     sys.exit(main())

@@ -2,35 +2,19 @@
 
 import os
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import assert_same_state, checkpoints, scalars, step_of
+from tests.integration.runs import assert_same_state, checkpoints, scalars
 from tests.slurm.cluster import Cluster, Job
-from tests.slurm.jobs import HERE, train
+from tests.slurm.jobs import SLOWLY, resumed_from, saved_after, train
 
 pytestmark = pytest.mark.slow
 
-SLOWLY = {"PYTHON": f"{sys.executable} {HERE / 'slow_ranks.py'}"}
 MOMENTS = ["start", "validation", "save", "training"]
-RANDOM_MOMENTS = int(os.environ.get("RANDOM_MOMENTS", "1"))
+RANDOM_MOMENTS = int(os.environ.get("RANDOM_MOMENTS", "0"))
 """More of them take half a minute each."""
-
-
-def resumed_from(job: Job) -> list[int]:
-    """The steps that its starts have gone on from."""
-    return [step_of(Path(line.split()[-1])) for line in job.log.splitlines() if line.startswith("resuming from")]
-
-
-def saved_after(job: Job) -> list[int]:
-    """The steps that it was stopped after."""
-    return [
-        int(line.split("saved after step ")[1].split(";")[0])
-        for line in job.log.splitlines()
-        if "saved after step" in line
-    ]
 
 
 def signal_at(job: Job, moment: str, start: int, pause: float) -> None:

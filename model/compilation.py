@@ -1,0 +1,41 @@
+"""The network's forward pass through torch.compile, once for all shapes.
+
+Sentences vary in length and batches in size, so sizes have to be symbols from the first call on. There are two graphs,
+for batches with a source mask and without; what runs here after both have been met compiles nothing.
+"""
+
+import torch
+from torch import Tensor
+
+from model.transformer import Transformer
+
+
+class CompiledForward:
+    """Computes what `network(source, target, source_mask)` does.
+
+    No module but a function beside one: the network keeps its parameters' names and scripts as it is. Its forward
+    hooks do not run.
+    """
+
+    def __init__(self, network: Transformer, backend: str = "inductor") -> None:
+        """Compiles at the first calls, each of which takes a minute or so with PyTorch's own `backend`."""
+        self._network = network
+        self._compiled = torch.compile(network.forward, fullgraph=True, backend=backend)
+
+    def __call__(self, source: Tensor, target: Tensor, source_mask: Tensor | None) -> Tensor:
+        """Ids [B, S] and [B, T], bool [B, S] or None -> decoder states [B, T, D]."""
+        if 1 in (*source.shape, *target.shape):
+            # The compiler takes a size of one for a constant: each place for it would be another graph.
+            return self._network(source, target, source_mask)
+        # The table of positions grows here and not in a graph, of which its size is a constant.
+        self._network.positions(0, max(source.size(1), target.size(1)))
+        vary_in(source, 0, 1)
+        vary_in(target, 0, 1)
+        if source_mask is not None:
+            vary_in(source_mask, 0, 1)
+        return self._compiled(source, target, source_mask)
+
+
+def vary_in(tensor: Tensor, *dimensions: int) -> None:
+    """Tell the compiler that these sizes vary, also where two of them happen to be equal at first."""
+    torch._dynamo.maybe_mark_dynamic(tensor, list(dimensions))

@@ -1,0 +1,106 @@
+"""Translations against references: sacreBLEU and chrF, the paper's own count, and whether a difference is real."""
+
+import re
+from typing import Any
+
+from data_module.errors import InputError
+
+_COMPOUND = re.compile(r"(\S)-(\S)")
+_TOKENISED = re.compile(r"\s[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
+_PUNCTUATED = re.compile(r"[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
+SIGNIFICANT = 0.05
+
+
+def score(hypotheses: list[str], references: list[str]) -> dict[str, Any]:
+    """Corpus scores with signatures and the bounds of their 95 % bootstrap intervals."""
+    from sacrebleu.metrics import BLEU, CHRF
+
+    metrics = {"bleu": BLEU(), "bleu_lowercase": BLEU(lowercase=True), "chrf": CHRF()}
+    scores: dict[str, Any] = {}
+    for name, metric in metrics.items():
+        scores |= _with_interval(name, metric, hypotheses, references)
+    return scores
+
+
+def paper_score(hypotheses: list[str], references: list[str], language: str) -> dict[str, Any]:
+    """What the paper reports: BLEU on Moses tokens, compounds split at hyphens, case-sensitive, without smoothing.
+
+    Texts are given detokenised. It compares with figures of that kind only, never with sacreBLEU's.
+
+    Args:
+        hypotheses: translations.
+        references: what they should be.
+        language: of both; Moses tokenizes by language, with English's abbreviations for those it does not know.
+
+    Raises InputError where sacremoses is not installed.
+    """
+    from sacrebleu.metrics import BLEU
+
+    sacremoses = require_sacremoses()
+    tokenizer = sacremoses.MosesTokenizer(language)
+    punctuation = sacremoses.MosesPunctNormalizer(language)
+
+    def prepared(lines: list[str]) -> list[str]:
+        plain = (punctuation.replace_unicode_punct(line) for line in lines)
+        return [_COMPOUND.sub(r"\1 ##AT##-##AT## \2", tokenizer.tokenize(line, return_str=True)) for line in plain]
+
+    metric = BLEU(tokenize="none", smooth_method="none", force=True)
+    scores = _with_interval("bleu_paper", metric, prepared(hypotheses), prepared(references))
+    scores["bleu_paper_signature"] += f"|moses:{language}|compounds:split|sacremoses:{sacremoses.__version__}"
+    return scores
+
+
+def require_sacremoses() -> Any:
+    """The package; raises InputError where it is not installed."""
+    try:
+        import sacremoses
+    except ImportError:
+        raise InputError(
+            "--paper: sacremoses is not installed; run: pip install -c constraints.txt -e '.[paper-score]'"
+        ) from None
+    return sacremoses
+
+
+def _with_interval(name: str, metric: Any, hypotheses: list[str], references: list[str]) -> dict[str, Any]:
+    result = metric.corpus_score(hypotheses, [references], n_bootstrap=1000)
+    # sacreBLEU gives the bootstrap's mean and half the width of its 95 % interval.
+    return {
+        name: round(result.score, 4),
+        f"{name}_interval": [round(float(result._mean + sign * result._ci), 4) for sign in (-1, 1)],
+        f"{name}_signature": str(metric.get_signature()),
+    }
+
+
+def compare(hypotheses: list[str], others: list[str], references: list[str]) -> dict[str, Any]:
+    """Differences in BLEU and chrF to other translations of the same text, by paired bootstrap.
+
+    A difference counts as real where chance alone would give one as large in fewer than 1 of 20 test sets.
+    """
+    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu.significance import PairedTest
+
+    metrics = {"bleu": BLEU(), "chrf": CHRF()}
+    test = PairedTest([("other", others), ("this", hypotheses)], metrics, [references], test_type="bs")
+    figures: dict[str, Any] = {}
+    for name, (other, this) in zip(metrics, list(test()[1].values())[1:], strict=True):
+        assert not isinstance(other, str)
+        assert not isinstance(this, str)
+        figures[name] = round(other.score, 4)
+        figures[f"{name}_difference"] = round(this.score - other.score, 4)
+        figures[f"{name}_p_value"] = round(float(this.p_value or 0.0), 4)
+        figures[f"{name}_difference_is_real"] = bool(figures[f"{name}_p_value"] < SIGNIFICANT)
+    return figures
+
+
+def complaints(references: list[str]) -> list[str]:
+    """What makes references look as if they were not text as people write it."""
+    found = []
+    punctuated = sum(bool(_PUNCTUATED.search(line)) for line in references)
+    tokenised = sum(bool(_TOKENISED.search(line)) for line in references)
+    if 2 * tokenised > punctuated:
+        found.append("look tokenised: scores on them do not compare; give them detokenised")
+    cased = sum(line.upper() != line.lower() for line in references)
+    upper = sum(line != line.lower() for line in references)
+    if cased and upper < 0.02 * cased:
+        found.append("look lower-cased: bleu counts case; give them as they were written, or read bleu_lowercase")
+    return found

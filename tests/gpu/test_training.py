@@ -1,0 +1,175 @@
+"""What training promises on a GPU. Each test runs on the CPU too, as far as it goes there."""
+
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from data_module.batch import SpecialIds
+from data_module.settings import BatchSettings
+from data_module.tokenizer import Tokenizer
+from data_module.translation_data_module import TranslationDataModule
+from model.loss import label_smoothed_loss
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.translation_module import TranslationModule
+from pipeline.benchmark.stopwatch import PeakMemory
+from pipeline.callbacks import Monitor
+from tests.model.test_compilation import DEVICES, PAD, VOCABULARY, share_of
+
+SPECIAL = SpecialIds(pad=PAD, bos=1, eos=2)
+SHAPES = [(5, 9, 7), (3, 20, 24), (1, 6, 6)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_as_before() -> Iterator[None]:
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
+def module(device: str, compiled: bool = False, pieces: int = VOCABULARY, special: SpecialIds = SPECIAL) -> Any:
+    """A network with heads of a size that every kernel takes, as `fit` begins with it."""
+    torch.manual_seed(3)
+    settings = NetworkSettings(num_layers=1, d_model=128, d_ff=64, num_heads=2, dropout=0.0)
+    training = TrainingSettings(gradient_clip_norm=1.0)
+    made = TranslationModule(pieces, special, settings, training, DecodingSettings(), seed=1, compiled=compiled)
+    made.on_fit_start()
+    return made.to(device).train()
+
+
+class _NoWaiting(Callback):
+    """Once all kinds of batches have been met, a host that waits for its GPU is an error."""
+
+    steps = 0
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 10 and trainer.strategy.root_device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.steps += 1
+        if trainer.global_step == trainer.max_steps and trainer.strategy.root_device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+def test_no_step_waits_for_the_device(device: str, compiled: bool, tiny_corpus: Path) -> None:
+    """Loader, copy, micro-batches with and without mask, loss, clipping, Adam, Lightning's loop and the Monitor."""
+    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
+    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+    data = TranslationDataModule(tiny_corpus, BatchSettings(batch_tokens=400, group_tokens=100), special, seed=1)
+    watch = _NoWaiting()
+    trainer = Trainer(
+        accelerator=device,
+        devices=1,
+        precision="bf16-mixed",
+        max_steps=16,
+        max_epochs=-1,
+        limit_val_batches=0,
+        logger=False,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Monitor(every_steps=100), watch],
+    )
+    try:
+        trainer.fit(module("cpu", compiled, tokenizer.vocabulary_size, special), datamodule=data)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert watch.steps == 16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_batches_are_in_memory_that_a_gpu_copies_by_itself(device: str, tiny_corpus: Path) -> None:
+    data = TranslationDataModule(tiny_corpus, BatchSettings(batch_tokens=400, workers=1), SPECIAL, seed=1)
+    for share in islice(data.train_dataloader(), 3):
+        assert share.ids.is_pinned() == torch.cuda.is_available()
+        assert share.to(device, non_blocking=True).ids.device.type == device
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batches_without_a_mask_take_the_flash_kernel(device: str) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    made = module(device)
+    head = torch.zeros(3, 2, 7, 64, dtype=dtype, device=device, requires_grad=True)
+    for causal in (False, True):
+        assert torch._fused_sdp_choice(head, head, head, is_causal=causal) == SDPBackend.FLASH_ATTENTION.value
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast(device, dtype, enabled=device == "cuda"):
+        for batch in share_of(SHAPES, masked=False).to(device).micro_batches:
+            made.losses(batch).smoothed.backward()
+        if device == "cuda":  # so the kernel was really the only one
+            masked = share_of(SHAPES, masked=True).to(device).micro_batches[0]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of each kernel, why it is not the one
+                with pytest.raises(RuntimeError, match="No available kernel"):
+                    made.losses(masked)
+
+
+def loss_and_gradient(made: TranslationModule, device: str, masked: bool, autocast: bool) -> tuple[Tensor, Tensor]:
+    made.zero_grad()
+    total = torch.zeros((), device=device)
+    for batch in share_of(SHAPES, masked).to(device).micro_batches:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            sums = made.losses(batch)
+        sums.smoothed.backward()
+        total += sums.smoothed.detach()
+    gradients = [parameter.grad.flatten() for parameter in made.parameters() if parameter.grad is not None]
+    return total.cpu(), torch.cat(gradients).cpu()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_bf16_stays_near_float32(device: str, masked: bool) -> None:
+    exact, exact_gradient = loss_and_gradient(module("cpu"), "cpu", masked, autocast=False)
+    low, low_gradient = loss_and_gradient(module(device), device, masked, autocast=True)
+    torch.testing.assert_close(low, exact, rtol=0.005, atol=0)
+    assert (low_gradient - exact_gradient).norm() < 0.03 * exact_gradient.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float32_is_the_cpus_with_masks_and_without(device: str) -> None:
+    for masked in (False, True):
+        exact, exact_gradient = loss_and_gradient(module("cpu").double(), "cpu", masked, autocast=False)
+        found, gradient = loss_and_gradient(module(device), device, masked, autocast=False)
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=0, check_dtype=False)
+        assert (gradient - exact_gradient).norm() < 1e-4 * exact_gradient.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_loss_takes_less_than_a_gigabyte(device: str, compiled: bool) -> None:
+    """At the paper's size on a GPU; a small one shows on the CPU that the measuring is right."""
+    tokens, d_model, pieces = (25_000, 512, 37_000) if device == "cuda" else (4_000, 16, 9_000)
+    weight = torch.randn(pieces, d_model, device=device, requires_grad=True)
+    targets = torch.randint(0, pieces, (tokens,), device=device, dtype=torch.int32)
+
+    def step() -> Tensor:
+        states = torch.randn(tokens, d_model, device=device, requires_grad=True)
+        memory = PeakMemory(torch.device(device)) if measured else None
+        with torch.autocast(device, torch.bfloat16):
+            smoothed = label_smoothed_loss(states, weight, targets, 0.1, PAD, compiled).smoothed
+        smoothed.backward()
+        peaks.append(memory.read() if memory is not None else 0)
+        weight.grad = None
+        return smoothed.detach()
+
+    peaks: list[int] = []
+    measured = False
+    step()  # compiling takes memory of its own
+    measured = True
+    assert step().isfinite()
+    # Half of all logits in float32 would be far more, on either device.
+    assert 2 * pieces * d_model < peaks[-1] < (1_000_000_000 if device == "cuda" else tokens * pieces * 2)

@@ -1,0 +1,36 @@
+"""`training.ema_decay`: what it averages, and that a resumed run averages on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.checkpoint import load_model
+from tests.conftest import pipeline
+from tests.integration.runs import checkpoints
+
+DECAY = 0.5
+
+
+@pytest.mark.slow
+def test_a_moving_average_is_kept_and_resumed(recipe_file: Path, tmp_path: Path) -> None:
+    options = ["--run.checkpoint_every_steps", 1, "--run.keep_last", 10, "--trainer.val_check_interval", 2]
+    command = ["fit", "--config", recipe_file, "--training.ema_decay", DECAY, *options]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for run, steps in ((whole, 4), (resumed, 2), (resumed, 4)):
+        done = pipeline(*command, "--run.folder", run, "--trainer.max_steps", steps)
+        assert done.returncode == 0, done.stderr
+    contents = [torch.load(path, weights_only=True) for path in checkpoints(whole)]
+    name = "network.embedding.weight"
+    average = contents[0]["current_model_state"][name]
+    for one in contents:
+        weight = one["current_model_state"][name]
+        average = DECAY * average + (1 - DECAY) * weight
+        torch.testing.assert_close(one["state_dict"][name], average, rtol=1e-6, atol=1e-8)
+        assert one is contents[0] or not torch.equal(average, weight)
+    # What translates is the average.
+    torch.testing.assert_close(load_model(checkpoints(whole)[-1]).network.embedding.weight, average)
+    again = torch.load(checkpoints(resumed)[-1], weights_only=True)
+    for state in ("state_dict", "current_model_state"):
+        for key, weight in contents[-1][state].items():
+            assert torch.equal(again[state][key], weight), (state, key)

@@ -1,0 +1,41 @@
+"""Ctrl-C and SIGTERM outside SLURM: the run saves after the step, stops, and goes on exactly there."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import pipeline
+from tests.integration.runs import assert_same_state, checkpoints, descendants, start, step_of, still_there
+
+
+@pytest.mark.parametrize(
+    ("devices", "signum", "code"),
+    [(1, signal.SIGINT, 130), pytest.param(2, signal.SIGTERM, 75, marks=pytest.mark.slow)],
+)
+def test_stopped_and_run_again(recipe_file: Path, tmp_path: Path, devices: int, signum: int, code: int) -> None:
+    run, said = tmp_path / "run", tmp_path / "said"
+    command = ["fit", "--config", recipe_file, "--network.dropout", 0.3, "--trainer.devices", devices]
+    command += ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 1000]
+    with said.open("w") as stderr:
+        process = start(*command, "--run.folder", run, "--trainer.max_steps", 100_000, stderr=stderr)
+    while "training:" not in said.read_text() and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(1)
+    children = descendants(process)
+    process.send_signal(signum)
+    assert process.wait(30) == code, said.read_text()
+    [saved] = checkpoints(run)
+    assert said.read_text().count(f"asked to stop: saved after step {step_of(saved)}; ") == 1
+    assert "Traceback" not in said.read_text()
+    deadline = time.monotonic() + 20
+    while still_there(children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not still_there(children)
+    end = ["--trainer.max_steps", step_of(saved) + 5]
+    again = pipeline(*command, "--run.folder", run, *end)
+    assert again.returncode == 0
+    assert again.stderr.decode().count(f"resuming from {saved}") == 1
+    assert pipeline(*command, "--run.folder", tmp_path / "whole", *end).returncode == 0
+    assert_same_state(checkpoints(run)[-1], checkpoints(tmp_path / "whole")[-1])

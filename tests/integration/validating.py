@@ -1,0 +1,63 @@
+"""Validate a checkpoint on some ranks: `python -m tests.integration.validating CHECKPOINT CORPUS RANKS NOTES`.
+
+Each rank writes its score, and the pairs it decoded with their translations, to the folder of notes.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from data_module.batch import SpecialIds
+from data_module.settings import BatchSettings
+from data_module.translation_data_module import TranslationDataModule
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.translation_module import TranslationModule
+from pipeline.callbacks import ValidationText
+from pipeline.checkpoint import load_model, read_checkpoint
+from pipeline.fit import strategy
+
+
+class Notes(ValidationText):
+    """Also keeps what this rank decoded."""
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *others: Any) -> None:
+        super().on_validation_batch_end(trainer, pl_module, outputs, *others)
+        PAIRS.extend(outputs[0].tolist())
+
+
+PAIRS: list[int] = []
+
+if __name__ == "__main__":
+    checkpoint, corpus, ranks, notes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    tokenizer = load_model(checkpoint).tokenizer
+    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+    contents = read_checkpoint(checkpoint)
+    network = NetworkSettings(**contents["translation"]["network"])
+    module = TranslationModule(tokenizer.vocabulary_size, special, network, TrainingSettings(), DecodingSettings(), 1)
+    module.load_state_dict(contents["state_dict"])
+    data = TranslationDataModule(corpus, BatchSettings(batch_tokens=200, group_tokens=50, workers=0), special, 1)
+    sources, references = data.validation_text()
+    callback = Notes(sources, references, tokenizer, samples=len(sources))
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": ranks}
+    trainer = Trainer(
+        **options,
+        strategy=strategy(options),
+        logger=False,
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        callbacks=[callback],
+    )
+    [metrics] = trainer.validate(module, datamodule=data, verbose=False)
+    note = {
+        "bleu": metrics["validation/bleu"],
+        "loss": metrics["validation/loss"],
+        "pairs": PAIRS,
+        "translations": {str(pair): text for pair, text in callback._translations.items()},
+    }
+    (notes / f"{ranks}-{trainer.global_rank}").write_text(json.dumps(note))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

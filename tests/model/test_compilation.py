@@ -1,0 +1,231 @@
+"""torch.compile in training: the same results, one graph for every shape of batch, the same checkpoints."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import model.loss
+from data_module.batch import Batch, SpecialIds, StepShare
+from model.compilation import CompiledForward
+from model.loss import label_smoothed_loss
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.transformer import Transformer
+from model.translation_module import TranslationModule
+
+PAD, VOCABULARY = 0, 50
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SETTINGS = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0)
+SHAPES = [
+    (3, 7, 7),
+    (5, 9, 7),
+    (7, 7, 7),
+    (2, 3, 2),
+    (4, 2, 30),
+    (30, 4, 4),
+    (1, 9, 5),
+    (4, 1, 6),
+    (6, 5, 1),
+    (1, 1, 1),
+]
+"""(B, S, T), sizes that are equal and sizes of one among them."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Every test begins with nothing compiled."""
+    torch.compiler.reset()
+    model.loss._compiled_over_classes.cache_clear()
+    yield
+    torch.compiler.set_stance("default")
+    torch.compiler.reset()
+
+
+def share_of(shapes: list[tuple[int, int, int]], masked: bool) -> StepShare:
+    """Random pairs; where `masked`, the last source of each micro-batch is one token short, if it can be."""
+    generator = torch.Generator().manual_seed(len(shapes))
+    parts = []
+    for pairs, source_length, target_length in shapes:
+        source = torch.randint(3, VOCABULARY, (pairs, source_length), generator=generator)
+        target = torch.randint(3, VOCABULARY, (pairs, target_length + 1), generator=generator)
+        if masked and source_length > 1:
+            source[-1, -1] = PAD
+        if target_length > 1:
+            target[-1, -1] = PAD
+        parts += [torch.arange(pairs), source.flatten(), target.flatten()]
+    return StepShare(
+        ids=torch.cat(parts).int(),
+        shapes=shapes,
+        pad=PAD,
+        weightless=False,
+        num_target_tokens=100,
+        epoch=0,
+        index=0,
+        num_batches=1,
+        one_length=[not masked] * len(shapes),
+    )
+
+
+def batches(masked: bool) -> list[Batch]:
+    return share_of(SHAPES, masked).micro_batches
+
+
+def network() -> Transformer:
+    torch.manual_seed(3)
+    return Transformer(VOCABULARY, SETTINGS).train()
+
+
+def gradients(net: Transformer, states: Tensor, batch: Batch) -> list[Tensor]:
+    sums = label_smoothed_loss(states, net.embedding.weight, batch.target_output, 0.1, PAD)
+    return list(torch.autograd.grad(sums.smoothed, list(net.parameters()), materialize_grads=True))
+
+
+@pytest.mark.slow
+def test_no_shape_compiles_anew_and_all_give_eager_gradients() -> None:
+    net = network()
+    forward = CompiledForward(net, backend="aot_eager")
+    for masked in (False, True):
+        first = batches(masked)[0]
+        gradients(net, forward(first.source, first.target_input, first.source_mask), first)
+    torch.compiler.set_stance("fail_on_recompile")
+    for masked in (True, False):
+        for batch in batches(masked):
+            states = forward(batch.source, batch.target_input, batch.source_mask)
+            eager = net(batch.source, batch.target_input, batch.source_mask)
+            torch.testing.assert_close(states, eager)
+            ours, theirs = gradients(net, states, batch), gradients(net, eager, batch)
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_compiled_loss_equals_the_plain_one_in_chunks_of_any_size(
+    autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(model.loss._CHUNK_LOGITS, "cpu", VOCABULARY * 16)
+    torch.manual_seed(0)
+    weight = torch.randn(VOCABULARY, 16).requires_grad_()
+
+    def sums_and_gradients(states: Tensor, targets: Tensor, compiled: bool) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            sums = label_smoothed_loss(states, weight, targets, 0.1, PAD, compiled)
+        return [*sums, *torch.autograd.grad(sums.smoothed, [states, weight])]
+
+    tolerance = 1e-2 if autocast else 1e-5
+    # 16 rows a chunk and 5 left over; only a rest; a rest of one row, which is not compiled; a chunk exactly.
+    for number, rows in enumerate((37, 7, 33, 16, 1)):
+        if number == 1:
+            torch.compiler.set_stance("fail_on_recompile")
+        states = torch.randn(rows, 16).requires_grad_()
+        targets = torch.randint(0, VOCABULARY, (rows,))  # padding among them
+        ours, theirs = (sums_and_gradients(states, targets, compiled) for compiled in (True, False))
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def module(compiled: bool, dropout: float = 0.0) -> TranslationModule:
+    torch.manual_seed(3)
+    settings = NetworkSettings(**{**vars(SETTINGS), "dropout": dropout})
+    special = SpecialIds(pad=PAD, bos=1, eos=2)
+    return TranslationModule(
+        VOCABULARY, special, settings, TrainingSettings(), DecodingSettings(), seed=1, compiled=compiled
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing(device: str) -> None:
+    """As `fit` does it: in PyTorch's own compiler, in bf16 where products are concerned."""
+    ours, theirs = (module(compiled).to(device).train() for compiled in (True, False))
+
+    def step(one: TranslationModule, batch: Batch) -> list[Tensor]:
+        with torch.autocast(device, torch.bfloat16):
+            sums = one.losses(batch)
+        sums.smoothed.backward()
+        found = [parameter.grad for parameter in one.parameters()]
+        one.zero_grad()
+        return [torch.cat([gradient.flatten() for gradient in found if gradient is not None]), *sums]
+
+    kinds = [batch for masked in (False, True) for batch in share_of(SHAPES, masked).to(device).micro_batches]
+    for number, batch in enumerate([kinds[0], kinds[len(SHAPES)], *kinds]):
+        if number == 2:
+            torch.compiler.set_stance("fail_on_recompile")
+        (gradient, *sums), (expected, *expected_sums) = step(ours, batch), step(theirs, batch)
+        assert (gradient - expected).norm() < 0.02 * expected.norm()
+        torch.testing.assert_close(sums[:2], expected_sums[:2], rtol=0.01, atol=0.01)
+    ours.eval(), theirs.eval()
+    with torch.inference_mode():
+        assert torch.equal(ours.losses(kinds[0]).smoothed, theirs.losses(kinds[0]).smoothed)
+
+
+@pytest.mark.slow
+def test_compiled_dropout_depends_on_the_seed_alone() -> None:
+    one = module(compiled=True, dropout=0.3).train()
+    batch = batches(masked=False)[0]
+    torch.manual_seed(5)
+    first = one.losses(batch).smoothed
+    assert one.losses(batch).smoothed != first
+    torch.rand(7)
+    torch.manual_seed(5)
+    assert one.losses(batch).smoothed == first
+
+
+@pytest.mark.slow
+def test_compiled_gradients_travel_while_others_are_computed(tmp_path: Path) -> None:
+    """Under DDP the graph is cut where its buckets end: one graph would hand over all gradients at its own end."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        settings = NetworkSettings(num_layers=2, d_model=128, d_ff=512, num_heads=4, dropout=0.0)
+        net = Transformer(VOCABULARY, settings)
+
+        class Training(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net, self.compiled = net, CompiledForward(net, backend="aot_eager")
+
+            def forward(self, batch: Batch) -> Tensor:
+                return self.compiled(batch.source, batch.target_input, batch.source_mask)
+
+        parallel = DistributedDataParallel(Training(), gradient_as_bucket_view=True, bucket_cap_mb=1)
+        order: list[str] = []
+
+        def note_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            order.append("bucket")
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        parallel.register_comm_hook(None, note_bucket)
+        last = net.encoder[0].self_attention.output.weight  # among the last that the backward pass comes to
+        last.register_post_accumulate_grad_hook(lambda _: order.append("last gradients"))
+        kinds = [batches(masked)[0] for masked in (False, True)] + batches(False)[1:6] + batches(True)[1:6]
+        for number, batch in enumerate(kinds):
+            if number == 2:  # both kinds are compiled, and DDP has laid out its buckets
+                torch.compiler.set_stance("fail_on_recompile")
+            order.clear()
+            parallel.zero_grad()
+            parallel(batch).square().sum().backward()
+            if number >= 2:
+                assert order.index("last gradients") >= 2
+            expected = net(batch.source, batch.target_input, batch.source_mask).square().sum()
+            parameters = dict(net.named_parameters())
+            found = {name: parameter.grad for name, parameter in parameters.items()}
+            eager = dict(zip(parameters, torch.autograd.grad(expected, list(parameters.values())), strict=True))
+            torch.testing.assert_close(found, eager, rtol=1e-3, atol=1e-3)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_compiled_or_not_the_checkpoint_is_the_same() -> None:
+    """Names, TorchScript, and a round trip in both directions."""
+    ours, theirs = module(compiled=True), module(compiled=False)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    batch = batches(masked=True)[0]
+    arguments = batch.source.long(), batch.target_input.long(), batch.source_mask
+    scripted = torch.jit.script(ours.network.eval())
+    torch.testing.assert_close(scripted(*arguments), theirs.network.eval()(*arguments))

@@ -1,0 +1,55 @@
+"""`benchmark decode` on a tiny run: every figure there, and those that can be known are right."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.translator import load_translator
+from tests.conftest import pipeline
+
+COMMAND = ["benchmark", "decode", "--beam", 1]
+
+
+@pytest.mark.slow
+def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    lines = (tiny_corpus.parent / "validation.source").read_text().split("\n")[:20]
+    text.write_text("\n".join([*lines, "", ""]))
+    answer = pipeline(*COMMAND, "--checkpoint", trained_run, "--source", text, "--baseline", "ctranslate2")
+    assert answer.returncode == 0, answer.stderr
+    figures = json.loads(answer.stdout.splitlines()[-1])
+    assert len(answer.stdout.splitlines()) == 1
+    assert figures["sentences"] == 20  # empty lines are not translated
+    assert (figures["beam_size"], figures["length_penalty"], figures["threads"]) == (1, 0.6, 1)
+    found = load_translator(trained_run, 1, None).translate(lines)
+    num_tokens = sum(translation.hypotheses[0].num_tokens for translation in found)
+    assert figures["target_tokens_per_second"] * figures["seconds"] == pytest.approx(num_tokens, rel=1e-3)
+    assert figures["sentence_steps"] >= num_tokens
+    for one in (figures, figures["ctranslate2"]):
+        assert one["sentences_per_second"] == pytest.approx(20 / one["seconds"], rel=1e-3)
+        assert 0 < one["latency_median_seconds"] <= one["latency_p95_seconds"]
+        assert one["peak_memory_bytes"] > 1e7
+        assert one["sentence_steps"] * one["seconds_per_sentence_step"] == pytest.approx(one["seconds"], rel=1e-3)
+    # Greedily nothing differs, but for ties and CTranslate2's ban on empty answers.
+    assert figures["same_as_ctranslate2"] >= 0.9
+    assert figures["ctranslate2"]["sentence_steps"] == pytest.approx(num_tokens, rel=0.1)
+    ratio = figures["ctranslate2"]["seconds"] / figures["seconds"]
+    assert figures["ratio_to_ctranslate2"] == pytest.approx(ratio, rel=1e-3)
+    assert b"ctranslate2" in answer.stderr
+
+
+def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("\n\n")
+    for arguments, words in (
+        (["--checkpoint", trained_run, "--source", empty], f"{empty}: has no sentences"),
+        (["--checkpoint", trained_run, "--source", tmp_path / "none"], "none: cannot be read"),
+        (["--checkpoint", tmp_path / "none.ckpt", "--source", __file__], "no such checkpoint"),
+        (["--checkpoint", trained_run, "--source", __file__, "--beam", 0], "--beam 0: must be 1 or more"),
+    ):
+        done = pipeline("benchmark", "decode", *arguments)
+        assert done.returncode == 2, done.stderr
+        assert done.stdout == b""
+        [line] = [line for line in done.stderr.decode().splitlines() if line.startswith("error: ")]
+        assert words in line

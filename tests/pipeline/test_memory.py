@@ -1,0 +1,101 @@
+"""The largest micro-batches are tried before the first step, and nothing is left of the trial."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from data_module.batch import SpecialIds
+from data_module.settings import BatchSettings
+from data_module.tokenizer import Tokenizer
+from data_module.translation_data_module import TranslationDataModule
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.translation_module import TranslationModule
+from pipeline.fit import quiet_lightning
+from pipeline.memory import MemoryProbe, cpu_room
+from tests.conftest import pipeline
+
+
+class Look(Callback):
+    """What a training step could depend on, each time training starts."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen.append(
+            {
+                "weights": {name: weight.clone() for name, weight in pl_module.state_dict().items()},
+                "gradients": [parameter.grad for parameter in pl_module.parameters()],
+                "optimizer": len(trainer.optimizers[0].state),
+                "random": torch.get_rng_state(),
+                "data": trainer.train_dataloader.state_dict(),
+            }
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
+def test_nothing_is_left_of_the_trial(tiny_corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet_lightning()
+    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
+    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+    network = NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2)
+    module = TranslationModule(
+        tokenizer.vocabulary_size, special, network, TrainingSettings(), DecodingSettings(), seed=1
+    )
+    data = TranslationDataModule(tiny_corpus, BatchSettings(batch_tokens=400, workers=0), special, seed=1)
+    before, after = Look(), Look()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[before, MemoryProbe(400, data.longest), after],
+    )
+    trainer.fit(module, datamodule=data)
+    [first], [second] = before.seen, after.seen
+    assert first["weights"].keys() == second["weights"].keys()
+    for name, weight in first["weights"].items():
+        assert torch.equal(weight, second["weights"][name]), name
+    assert first["gradients"] == second["gradients"] == [None] * len(first["gradients"])
+    assert first["optimizer"] == second["optimizer"] == 0
+    assert torch.equal(first["random"], second["random"])
+    assert first["data"] == second["data"]
+    assert "with micro-batches of 400 tokens a side" in capsys.readouterr().err
+
+
+def test_what_cannot_fit_is_refused_before_the_first_step(recipe_file: Path, tmp_path: Path) -> None:
+    """A job's limit that the process alone exceeds, and one that 100,000 tokens do."""
+    run = tmp_path / "run"
+    options = ["--config", recipe_file, "--run.folder", run]
+    none = pipeline("fit", *options, environment={"SLURM_MEM_PER_NODE": "100"})
+    assert none.returncode == 2
+    assert b"ask for more memory" in none.stderr.splitlines()[-1]
+    large = ["--batches.max_tokens_per_device", 100_000, "--batches.group_tokens", 100_000]
+    few = pipeline(
+        *("fit", *options, *large, "--batches.batch_tokens", 100_000, "--network.d_ff", 4096),
+        environment={"SLURM_MEM_PER_CPU": "250", "SLURM_CPUS_ON_NODE": "2"},
+    )
+    assert few.returncode == 2
+    [*_, said] = few.stderr.decode().splitlines()
+    assert "micro-batches of 100000 tokens a side need about" in said
+    assert "this job has 0.5; set it to " in said
+    assert b"Traceback" not in few.stderr
+    assert not list(run.glob("checkpoints/*.ckpt"))
+
+
+def test_the_lowest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = cpu_room(1)
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", str(1 << 30))  # more than there is
+    assert cpu_room(1) == machine
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all of the node
+    assert cpu_room(1) == machine
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "64")
+    assert cpu_room(1) == (64 << 20, "this job")
+    assert cpu_room(4) == (16 << 20, "each of the 4 processes on this job")

@@ -1,0 +1,92 @@
+"""Scores by hand-worked numbers and against sacreBLEU's own; what references look like."""
+
+import math
+import random
+import sys
+
+import pytest
+import sacrebleu
+
+from data_module.errors import InputError
+from pipeline.scoring import compare, complaints, paper_score, score
+
+REFERENCES = [
+    "Der Vater-Sohn-Tag ist heute.",
+    "Zwei Hunde laufen durch den Schnee.",
+    "Ein Mann, der liest, sitzt auf einer Bank.",
+    "Die Frau sagt nichts.",
+]
+
+
+def test_the_papers_count_by_hand() -> None:
+    # Tokens: Der Vater ##AT##-##AT## Sohn ##AT##-##AT## Tag ist heute . (9), and one of them wrong.
+    reference, hypothesis = "Der Vater-Sohn-Tag ist heute.", "Der Vater-Sohn-Tag war heute."
+    # n-grams of 9 tokens: 8 of 9, 6 of 8, 4 of 7, 3 of 6 are right.
+    expected = 100 * math.exp(sum(map(math.log, (8 / 9, 6 / 8, 4 / 7, 3 / 6))) / 4)
+    figures = paper_score([hypothesis], [reference], "de")
+    assert figures["bleu_paper"] == pytest.approx(expected, abs=1e-3)
+    # Unsplit, four right n-grams are not to be had.
+    assert figures["bleu_paper"] > sacrebleu.corpus_bleu([hypothesis], [[reference]]).score
+    assert "case:mixed" in figures["bleu_paper_signature"]
+    assert "smooth:none" in figures["bleu_paper_signature"]
+    assert "compounds:split" in figures["bleu_paper_signature"]
+
+
+def test_the_papers_count_knows_case_and_equal_quotation_marks() -> None:
+    assert paper_score(["„Ja“, sagt er heute."], ["“Ja„, sagt er heute."], "de")["bleu_paper"] < 100
+    assert paper_score(["Er sagt ”Ja“ heute."], ['Er sagt "Ja" heute.'], "de")["bleu_paper"] == pytest.approx(100)
+    assert paper_score([REFERENCES[1].lower()], [REFERENCES[1]], "de")["bleu_paper"] < 90
+
+
+def test_without_sacremoses_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sacremoses", None)
+    with pytest.raises(InputError, match=r"\.\[paper-score\]"):
+        paper_score(REFERENCES, REFERENCES, "de")
+
+
+def test_intervals_hold_the_score() -> None:
+    hypotheses = [*REFERENCES[:2], "Ein Mann sitzt auf der Bank.", "Die Frau sagte etwas."] * 10
+    figures = score(hypotheses, REFERENCES * 10)
+    assert figures["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [REFERENCES * 10]).score, abs=1e-3)
+    for name in ("bleu", "bleu_lowercase", "chrf"):
+        low, high = figures[f"{name}_interval"]
+        assert low < figures[name] < high
+        assert "bs:1000|seed:12345" in figures[f"{name}_signature"]
+
+
+def test_a_real_difference_and_one_by_chance() -> None:
+    draws = random.Random(1)
+    references = [" ".join(draws.choices(["ein", "Hund", "und", "Katze", "läuft", "schnell"], k=12)) for _ in range(60)]
+
+    def spoilt(share: float, seed: int) -> list[str]:
+        draws = random.Random(seed)
+        return [" ".join("falsch" if draws.random() < share else w for w in line.split()) for line in references]
+
+    good, as_good, bad = spoilt(0.1, 1), spoilt(0.1, 2), spoilt(0.3, 3)
+    better = compare(good, bad, references)
+    assert better["bleu"] == pytest.approx(sacrebleu.corpus_bleu(bad, [references]).score, abs=1e-3)
+    assert better["bleu_difference"] > 10
+    assert better["bleu_difference_is_real"] is better["chrf_difference_is_real"] is True
+    assert compare(bad, good, references)["bleu_difference"] == -better["bleu_difference"]
+    same = compare(good, as_good, references)
+    assert same["bleu_difference_is_real"] is same["chrf_difference_is_real"] is False
+    assert same["bleu_p_value"] > 0.05
+
+
+@pytest.mark.parametrize(
+    ("references", "words"),
+    [
+        (REFERENCES, []),
+        (["Zwei Hunde laufen , und dann nicht mehr .", "Ein Mann liest ."], ["tokenised"]),
+        (["Er sagt &quot; Ja &quot;", "Vater @-@ Sohn"], ["tokenised"]),
+        ([line.lower() for line in REFERENCES], ["lower-cased"]),
+        (["zwei hunde laufen .", "ein mann liest ."], ["tokenised", "lower-cased"]),
+        (["Ça va ?", "Oui : 3,5 % !"], []),
+        (["犬が走る。", "猫 3.5"], []),
+        ([""], []),
+    ],
+)
+def test_what_references_look_like(references: list[str], words: list[str]) -> None:
+    said = complaints(references)
+    assert len(said) == len(words)
+    assert all(word in line for word, line in zip(words, said, strict=True))

@@ -1,0 +1,95 @@
+"""`translate` on every kind of line: one line out for one line in, in order, and a word about what was lost."""
+
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.translate import CHUNK, sentences, translated
+from tests.conftest import pipeline
+
+PLAIN = b"the dog sees a cat"
+BAD_LINES = {
+    "empty": b"",
+    "white space": b" \t ",
+    "no line of its own inside": "a dog\u2028a cat\x85a house\x0b\x0c\x1ca tree".encode(),
+    "carriage return": b"a dog\r a cat\r",
+    "control characters": b"a \x00 dog \x01\x02\x07\x1b[31m \x7f cat",
+    "invalid UTF-8": b"a \xff\xfe dog \xc3",
+    "lone surrogate": b"a \xed\xa0\x80 dog",
+    "unknown characters": "犬 a dog 🐕 ☃".encode(),
+    "long": b"the dog " * 700,
+    "one long word": b"housetree" * 400,
+}
+
+
+@pytest.fixture(scope="module")
+def answer(trained_run: Path) -> Any:
+    text = b"\n".join([PLAIN, *BAD_LINES.values(), PLAIN])  # without a last line feed
+    return pipeline("translate", trained_run, "--beam", 1, text=text)
+
+
+def test_a_line_for_every_line(answer: Any) -> None:
+    assert answer.returncode == 0, answer.stderr
+    lines = answer.stdout.decode().split("\n")
+    assert len(lines) == len(BAD_LINES) + 2 + 1
+    assert lines[-1] == ""
+    assert lines[0] == lines[len(BAD_LINES) + 1] != ""
+    assert lines[1:3] == ["", ""]
+    assert len(answer.stdout.decode().splitlines()) == len(lines) - 1
+
+
+def test_what_is_lost_is_said_with_the_line_number(answer: Any) -> None:
+    said = [line for line in answer.stderr.decode().splitlines() if line.startswith("line ")]
+    numbers = {name: 2 + place for place, name in enumerate(BAD_LINES)}
+    expected = {f"line {numbers[name]}: is not valid UTF-8" for name in ("invalid UTF-8", "lone surrogate")}
+    expected |= {f"line {numbers[name]}: its" for name in ("long", "one long word")}
+    assert len(said) == len(expected)
+    assert {line for line in said if any(line.startswith(start) for start in expected)} == set(said)
+    assert any("are more than the 1024" in line for line in said)
+
+
+def test_n_best_with_scores(trained_run: Path) -> None:
+    text = PLAIN + b"\n\na red house\n"
+    done = pipeline("translate", trained_run, "--beam", 3, "--n-best", 3, "--scores", text=text)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("\t") for line in done.stdout.decode().splitlines()]
+    assert [row[0] for row in rows] == ["1"] * 3 + ["2"] + ["3"] * 3
+    assert rows[3] == ["2", "0.0000", ""]
+    for first in (0, 4):
+        scores = [float(row[1]) for row in rows[first : first + 3]]
+        assert scores == sorted(scores, reverse=True)
+        assert len({row[2] for row in rows[first : first + 3]}) == 3
+    best = pipeline("translate", trained_run, "--beam", 3, "--scores", text=text).stdout.decode().splitlines()
+    assert best == ["\t".join(rows[place][1:]) for place in (0, 3, 4)]
+    other = pipeline("translate", trained_run, "--beam", 3, "--scores", "--length-penalty", 0, text=text)
+    assert float(other.stdout.split(b"\t")[0]) < float(best[0].split("\t")[0])
+
+
+class Echo:
+    """Says how many lines it was given and not yet asked for."""
+
+    def translate(self, lines: list[str], n_best: int) -> list[str]:
+        return lines
+
+
+def test_no_more_than_a_chunk_is_read_ahead() -> None:
+    read = 0
+
+    def lines() -> Iterator[bytes]:
+        nonlocal read
+        for read in range(1, 5 * CHUNK + 8):
+            yield b"%d\n" % read
+
+    written = 0
+    for line in translated(Echo(), sentences(lines()), CHUNK):  # type: ignore[arg-type]
+        written += 1
+        assert str(line) == str(written)
+        assert read - written < CHUNK
+    assert written == 5 * CHUNK + 7
+
+
+def test_a_byte_order_mark_is_not_text() -> None:
+    assert list(sentences(BytesIO(b"\xef\xbb\xbfa\r\nb\n\n"))) == ["a", "b", ""]

@@ -1,0 +1,89 @@
+"""Ranks and nodes that die, hang or are lost: the log names them, and the job goes on from its last checkpoint."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import assert_same_state, checkpoints, step_of
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import SLOWLY, resumed_from, train, wait_until_saved
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ["--network.dropout", 0.3, "--run.checkpoint_every_steps", 2, "--run.keep_last", 1000]
+    options += ["--trainer.max_steps", 100, "--run.timeout_seconds", 6]
+    job = train(cluster, recipe_file, run, *options, environment=SLOWLY)
+
+    wait_until_saved(job, run, step=4)
+    [rank] = cluster.tasks(job.number, rank=1)
+    os.kill(rank, signal.SIGKILL)
+    job.wait_for("; requeued", times=1)
+    killed_at = step_of(checkpoints(run)[-1])
+    assert "rank 1 on 127.0.0.12 has died or hangs; rank 0 on 127.0.0.11 waited for it" in job.log
+    assert "127.0.0.12: task 1: Killed" in job.log
+
+    wait_until_saved(job, run, step=killed_at + 4)
+    [rank] = cluster.tasks(job.number, rank=1)
+    os.kill(rank, signal.SIGSTOP)
+    job.wait_for("; requeued", times=2)
+    hung_at = step_of(checkpoints(run)[-1])
+    assert job.log.count("rank 1 on 127.0.0.12 has died or hangs; rank 0 on 127.0.0.11 waited for it") == 2
+
+    assert job.wait(180) == "COMPLETED", job.log
+    assert resumed_from(job) == [killed_at, hung_at]
+    assert job.restarts == 2
+    assert not list(run.glob(".starts-*"))
+    whole = train(cluster, recipe_file, tmp_path / "whole", *options)
+    assert whole.wait() == "COMPLETED", whole.log
+    assert_same_state(checkpoints(run)[-1], checkpoints(tmp_path / "whole")[-1])
+
+
+def test_a_lost_node(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    """Two of three nodes are left, and go on with what three had begun."""
+    run = tmp_path / "run"
+    options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000, "--trainer.max_steps", 60]
+    job = train(cluster, recipe_file, run, *options, nodes=3, environment=SLOWLY)
+    wait_until_saved(job, run, step=4)
+    try:
+        cluster.kill_node("127.0.0.13")
+        cluster.wait_until(lambda: job.state == "PENDING", 90)
+        cluster.run("scontrol", "update", f"JobId={job.number}", "NumNodes=2", "NumTasks=2")
+        assert job.wait(180) == "COMPLETED", job.log
+        assert job.fields()["NumNodes"] == "2"
+        assert len(resumed_from(job)) == 1
+        assert step_of(checkpoints(run)[-1]) == 60
+        assert "rank 2 on 127.0.0.13 has died or hangs" in job.log
+    finally:
+        cluster.start_node("127.0.0.13")
+        cluster.wait_until(cluster.is_idle, 60)
+
+
+def test_a_crash_that_repeats_ends_the_job(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = train(cluster, recipe_file, run, environment={**SLOWLY, "CRASH_AFTER": "6"})
+    assert job.wait(180) == "FAILED", job.log
+    # Once from the beginning, then from the checkpoint that it had left.
+    assert job.restarts == 4
+    assert job.log.count("[rank1]: step 6: rank 1 on 127.0.0.12 failed\n") == 4
+    assert f"error: {run}: the job has failed 3 times from step=00000004.ckpt; " in job.log
+    assert "not requeued" in job.log.splitlines()[-1]
+    # Mended and submitted again, it goes on.
+    mended = train(cluster, recipe_file, run)
+    assert mended.wait() == "COMPLETED", mended.log
+    assert resumed_from(mended) == [4]
+
+
+def test_a_mistake_is_not_repeated(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    """Found by rank 0 alone, while others wait for it."""
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_text("meow")
+    job = train(cluster, recipe_file, tmp_path / "photos")
+    assert job.wait() == "FAILED"
+    assert job.fields()["ExitCode"] == "2:0"
+    assert job.restarts == 0
+    assert "holds something else than a run" in job.log

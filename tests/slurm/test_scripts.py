@@ -1,0 +1,127 @@
+"""The other scripts of slurm/: the chain of submit.sh, sweeps, TensorBoard, and what shellcheck says of all."""
+
+import json
+import shutil
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT, tiny_recipe, write_text
+from tests.integration.runs import checkpoints, step_of
+from tests.slurm.cluster import Cluster, Job
+from tests.slurm.jobs import NO_GPUS, SLOWLY, saved_after
+
+SCRIPTS = sorted((ROOT / "slurm").iterdir())
+ANY_NODE = "--cpus-per-task=1 --mem=0 --oversubscribe"
+
+
+def test_scripts_are_clean() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck here: apt-get install shellcheck")
+    done = subprocess.run(
+        ["shellcheck", "--external-sources", *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def chain(cluster: Cluster, recipe: Path, *options: object) -> dict[str, Job]:
+    """The jobs that submit.sh says it has submitted."""
+    asked = {
+        "JOB_OPTIONS": f"--output={cluster.folder}/logs/job-%j.log {ANY_NODE}",
+        "TRAIN_OPTIONS": f"--nodes=2 {' '.join(NO_GPUS)}",
+    }
+    done = cluster.run("slurm/submit.sh", recipe, *options, check=False, **asked)
+    assert done.returncode == 0, done.stderr
+    return {name: Job(cluster, number) for name, number in map(str.split, done.stdout.splitlines())}
+
+
+@pytest.mark.slow
+def test_the_chain_from_text_to_bundle(cluster: Cluster, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
+    # Exports lie beside the runs, in the project's folder: a name that nobody else has.
+    run = tmp_path / f"chained-{tmp_path.name}-{time.time_ns()}"
+    bundle = ROOT / "exports" / run.name
+    try:
+        jobs = chain(cluster, recipe, "--run.folder", run)
+        assert list(jobs) == ["prepare", "train", "evaluate", "export"]
+        for job in jobs.values():
+            assert job.wait(200) == "COMPLETED", job.log
+        scores = json.loads(jobs["evaluate"].log.splitlines()[-1])
+        assert scores["sentences"] == 40
+        assert scores["checkpoint"].endswith("average-last-3.ckpt")
+        assert (bundle / "model.ts").exists()
+    finally:
+        shutil.rmtree(bundle, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_a_failed_link_cancels_the_rest(cluster: Cluster, tmp_path: Path) -> None:
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(tmp_path)))  # its texts are not there
+    jobs = chain(cluster, recipe, "--run.folder", tmp_path / "run")
+    assert jobs["prepare"].wait() == "FAILED"
+    assert [jobs[name].wait() for name in ("train", "evaluate", "export")] == ["CANCELLED"] * 3
+    assert str(tmp_path / "train.source") in jobs["prepare"].log
+
+
+@pytest.mark.slow
+def test_one_task_of_a_sweep_is_preempted(cluster: Cluster, tiny_corpus: Path, tmp_path: Path) -> None:
+    """The last task of an array, which has the array's own number: the others are left alone."""
+    recipes = []
+    for name in ("a", "b"):
+        values = tiny_recipe(tiny_corpus.parent)
+        values["run"]["folder"] = str(tmp_path / name)
+        values["trainer"]["max_steps"] = 60
+        recipes.append(tmp_path / f"{name}.yaml")
+        recipes[-1].write_text(yaml.safe_dump(values))
+    array = cluster.submit(
+        "--array=0-1", "--nodes=1", *NO_GPUS, "slurm/sweep.sbatch", *recipes, **SLOWLY, SLOW_RANK="0"
+    )
+    listed = cluster.run("squeue", "--array", "-h", "-o", "%i").stdout.split()
+    assert sorted(listed) == [f"{array.number}_0", f"{array.number}_1"]
+    cluster.wait_until(lambda: len(numbers(cluster, array)) == 2, 60)
+    [own] = [job for job in numbers(cluster, array) if job == array.number]
+    log = Job(cluster, own)
+    log.wait_for("MOMENT training", times=3)
+    cluster.run("scancel", "--signal=USR1", f"{array.number}_1")
+    jobs = {number: Job(cluster, number) for number in numbers(cluster, array)}
+    assert [job.wait(150) for job in jobs.values()] == ["COMPLETED", "COMPLETED"]
+    assert {number: job.restarts for number, job in jobs.items()} == {
+        number: int(number == array.number) for number in jobs
+    }
+    assert len(saved_after(log)) == 1
+    assert [step_of(checkpoints(tmp_path / name)[-1]) for name in ("a", "b")] == [60, 60]
+
+
+def numbers(cluster: Cluster, array: Job) -> list[str]:
+    """The job numbers of an array's tasks that have started."""
+    lines = cluster.run("scontrol", "-o", "show", "job", array.number).stdout.splitlines()
+    fields = [dict(pair.split("=", 1) for pair in line.split() if "=" in pair) for line in lines]
+    return [one["JobId"] for one in fields if one["ArrayTaskId"].isdigit()]
+
+
+@pytest.mark.slow
+def test_tensorboard_says_where_it_is(cluster: Cluster, trained_run: Path) -> None:
+    job = cluster.submit(*ANY_NODE.split(), "slurm/tensorboard.sbatch", trained_run)
+    job.wait_for("ssh -N -L ")
+    tunnel = job.log.split("ssh -N -L ")[1].split()[0]
+    local, node, port = tunnel.split(":")
+    assert local == port
+    answers = []
+
+    def answered() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{node}:{port}/data/runs", timeout=5) as page:
+                answers.append(json.load(page))
+        except OSError:
+            return False
+        return bool(answers[-1])
+
+    cluster.wait_until(answered, 60)
+    assert answers[-1] == ["tensorboard"]
