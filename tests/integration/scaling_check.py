@@ -1,10 +1,13 @@
 """The model behind `benchmark scaling` against two real gloo processes: `python -m tests.integration.scaling_check C`.
 
 The recipe C is trained on the CPU, a thread a process, by DDP: by one process alone, by two that share a batch, and by
-two with a batch each, with and without all-reducing. All take turns of the same few steps, and what gloo's all-reduce
-takes is measured in every turn, so that drift hits all alike. The last line is one JSON object of seconds and of the
-efficiencies that were predicted and measured. Every time is the shortest of all turns, since whatever else the machine
-does only makes them longer; give it a quiet one.
+two with a batch each, with and without all-reducing. All take turns of the same step, and what gloo's all-reduce takes
+is measured in every turn, so that drift hits all alike. Two processes also share a machine's memory and cores, of which
+the model knows nothing; so under `asleep` stand backward passes of DDP on the same gradients that sleep instead of
+working, as if a GPU did the work: there only the overlap counts.
+
+The last line is one JSON object of seconds and of the efficiencies that were predicted and measured. Every time is the
+shortest of all turns, since whatever else the machine does only makes them longer; give it a quiet one.
 """
 
 import json
@@ -30,7 +33,15 @@ from data_module.translation_data_module import TranslationDataModule, with_end_
 from model.loss import label_smoothed_loss
 from model.transformer import Transformer
 from pipeline.benchmark.report import rounded
-from pipeline.benchmark.scaling_model import Cluster, Link, Step, ddp_buckets, strong_scaling, weak_scaling
+from pipeline.benchmark.scaling_model import (
+    Cluster,
+    Link,
+    Step,
+    ddp_buckets,
+    exposed_seconds,
+    strong_scaling,
+    weak_scaling,
+)
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.trainer_options import best_precision
 
@@ -50,6 +61,65 @@ class Losses(nn.Module):
         states = self.network(batch.source, batch.target_input, batch.source_mask)
         weight = self.network.embedding.weight
         return label_smoothed_loss(states, weight, batch.target_output, self.smoothing, self.pad).smoothed
+
+
+class Slept(torch.autograd.Function):
+    """The identity, whose backward pass takes its time and gives the weight a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.gradient, ctx.seconds = torch.zeros(()).expand_as(weight), seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        time.sleep(ctx.seconds)
+        return gradients[0], ctx.gradient, None
+
+
+class Sleeper(nn.Module):
+    """The network's gradients, complete one after another: seconds of sleep for each as its bytes are."""
+
+    def __init__(self, parameter_bytes: list[int]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(size // 4) for size in parameter_bytes])
+
+    def forward(self, seconds: float) -> Tensor:
+        evenly = sum(weight.numel() for weight in list(self.weights)[1:])
+        x = torch.zeros(1, requires_grad=True)
+        for number, weight in enumerate(self.weights):
+            x = Slept.apply(x, weight, seconds * weight.numel() / evenly if number else 0.0)
+        return x.sum()
+
+
+def asleep(parameter_bytes: list[int]) -> dict[str, Any]:
+    """Seconds exposed beside backward passes of no time, of half an all-reduce, of one and of two."""
+    ddp = DistributedDataParallel(Sleeper(parameter_bytes), gradient_as_bucket_view=True, broadcast_buffers=False)
+    buckets = ddp_buckets(parameter_bytes)
+    once = all_reduce_seconds(sum(parameter_bytes))
+    figures: dict[str, list[float]] = {"backward": [], "exposed_predicted": [], "exposed_measured": []}
+    for times in (0.0, 0.5, 1.0, 2.0):
+        backward: dict[bool, list[float]] = {False: [], True: []}
+        all_reduces = []
+        for turn in range(20):
+            for synchronise in (False, True):
+                with nullcontext() if synchronise else ddp.no_sync():
+                    loss = ddp(times * once)
+                    dist.barrier()
+                    began = time.perf_counter()
+                    loss.backward()
+                    # DDP makes its final buckets after the first one that synchronises.
+                    if turn > 1:
+                        backward[synchronise].append(time.perf_counter() - began)
+                ddp.zero_grad()
+            all_reduces.append(all_reduce_seconds(BUCKET_BYTES))
+        alone = min(backward[False])
+        small = all_reduce_seconds(LATENCY_BYTES)
+        link = Link(BUCKET_BYTES / (min(all_reduces) - small), small / 2)
+        figures["backward"].append(alone)
+        figures["exposed_predicted"].append(exposed_seconds(buckets, alone, 2, link))
+        figures["exposed_measured"].append(min(backward[True]) - alone)
+    return figures
 
 
 class Trainee:
@@ -139,8 +209,10 @@ def train(rank: int, port: int, recipe: Recipe, answer: Path) -> None:
         if turn >= WARM_UP_TURNS:
             for name, value in measured.items():
                 seconds[name].append(value)
+    overlap = asleep(one.parameter_bytes)
     if rank == 0:
-        answer.write_text(json.dumps(compared(seconds, one.parameter_bytes, len(wholes.shapes))))
+        figures = compared(seconds, one.parameter_bytes, len(wholes.shapes))
+        answer.write_text(json.dumps({**figures, "asleep": overlap}))
     # Whoever leaves first would keep the other waiting for ever.
     dist.barrier()
     dist.destroy_process_group()
