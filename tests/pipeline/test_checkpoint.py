@@ -64,8 +64,8 @@ def test_average_of_more_than_there_are_is_refused(trained_run: Path) -> None:
 def test_average_is_summed_in_float64(trained_run: Path, tmp_path: Path) -> None:
     contents = torch.load(step_checkpoints(trained_run)[0], weights_only=True)
     paths = []
-    # In float32 the large ones swallow the small one between them.
-    for number, value in enumerate((1e8, 1.0, -1e8)):
+    # The newest is taken first; in float32 it swallows the small one.
+    for number, value in enumerate((1.0, 1e8, -1e8)):
         contents["state_dict"] = {"network.x": torch.tensor([value])}
         write_whole(contents, tmp_path / f"{number}.ckpt")
         paths.append(tmp_path / f"{number}.ckpt")
