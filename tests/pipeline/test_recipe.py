@@ -1,5 +1,6 @@
 """Recipes: merged, overridden, and every mistake named at once with its place and the nearest right name."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import yaml
 from data_module.errors import InputError
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.recipe import load_recipe, recipe_from_dict
+from pipeline.trainer_options import trainer_signature
 from tests.conftest import ROOT, pipeline
 
 MINIMAL = """\
@@ -154,8 +156,27 @@ def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "corpus").exists()
 
 
+@pytest.mark.parametrize("overlay", sorted((ROOT / "configs" / "hardware").glob("*.yaml")), ids=lambda path: path.stem)
+def test_overlays_touch_the_trainer_only(overlay: Path) -> None:
+    recipe = ROOT / "configs" / "multi30k_tiny.yaml"
+    plain, laid_over = load_recipe([recipe]), load_recipe([recipe, overlay])
+    assert replace(laid_over, trainer={}) == replace(plain, trainer={})
+    assert laid_over.trainer != plain.trainer
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_that_come_along_load(path: Path) -> None:
     recipe = load_recipe([path])
     assert recipe.name == path.stem
     assert yaml.safe_load(path.read_text())["trainer"]["max_steps"] > 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "hardware").iterdir()), ids=lambda path: path.stem)
+def test_overlays_fit_every_recipe(path: Path) -> None:
+    """They say where a recipe runs and how often it saves, and nothing of what is learned."""
+    signature = trainer_signature()
+    for recipe in (ROOT / "configs").glob("*.yaml"):
+        plain, laid_over = (load_recipe(paths, (), signature).as_dict() for paths in ([recipe], [recipe, path]))
+        different = {key for key in plain if plain[key] != laid_over[key]}
+        assert "trainer" in different
+        assert different <= {"trainer", "run"}
