@@ -11,22 +11,25 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from data_module.batch import SpecialIds
+from data_module.batch import SpecialIds, StepShare
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.callbacks import ValidationText
 from pipeline.checkpoint import load_model, read_checkpoint
-from pipeline.fit import strategy
+from pipeline.trainer_options import strategy
 
 
 class Notes(ValidationText):
     """Also keeps what this rank decoded."""
 
-    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *others: Any) -> None:
-        super().on_validation_batch_end(trainer, pl_module, outputs, *others)
-        PAIRS.extend(outputs[0].tolist())
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: StepShare, *others: Any
+    ) -> None:
+        super().on_validation_batch_end(trainer, pl_module, outputs, batch, *others)
+        if not batch.weightless:
+            PAIRS.extend(outputs[0].tolist())
 
 
 PAIRS: list[int] = []
@@ -45,7 +48,7 @@ if __name__ == "__main__":
     options: dict[str, Any] = {"accelerator": "cpu", "devices": ranks}
     trainer = Trainer(
         **options,
-        strategy=strategy(options),
+        strategy=strategy(options, timeout_seconds=60),
         logger=False,
         use_distributed_sampler=False,
         enable_progress_bar=False,
