@@ -43,7 +43,7 @@ FAULTS = {
         rf"the clock is \+(59|6\d)\.\d s from rank 0's; .* {SECOND}", 'set -- faketime -f +60s "$@"'
     ),
     "another environment": Fault(
-        rf"numpy 0\.1, and \d.* on rank 0; give all nodes one environment.* {SECOND}", "export PYTHONPATH=OTHER"
+        rf"lightning 0\.1, and \d.* on rank 0; give all nodes one environment.* {SECOND}", "export PYTHONPATH=OTHER"
     ),
     "folders that nodes do not share": Fault(
         rf"corpus corpus is not there .*; give one that all nodes share.* {SECOND}", "cd ELSEWHERE"
@@ -89,8 +89,8 @@ def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.Tem
     with (folder / "copy" / "corpus" / "train.source.tokens.npy").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\xff")
-    (folder / "other" / "numpy-0.1.dist-info").mkdir(parents=True)
-    (folder / "other" / "numpy-0.1.dist-info" / "METADATA").write_text("Name: numpy\nVersion: 0.1\n")
+    (folder / "other" / "lightning-0.1.dist-info").mkdir(parents=True)
+    (folder / "other" / "lightning-0.1.dist-info" / "METADATA").write_text("Name: lightning\nVersion: 0.1\n")
     places = {"ELSEWHERE": "elsewhere", "COPY": "copy", "OTHER": "other"}
     lines = ["#!/bin/bash", f"cd {folder}"]
     for number, (name, fault) in enumerate({"nothing": Fault(""), **FAULTS}.items()):
