@@ -1,7 +1,7 @@
 """The Batch type and its collation: padded id arrays of a micro-batch, and a rank's share of an optimizer step."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -82,6 +82,11 @@ class StepShare:
             start += sum(sizes)
         return batches
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process as bytes: for a tensor's file that one would have to knock at this one's door."""
+        fields = {**vars(self), "ids": self.ids.numpy()}
+        return _share_of_bytes, (fields,)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "StepShare":
         """The share on another device."""
         return replace(self, ids=self.ids.to(device, non_blocking=non_blocking))
@@ -89,6 +94,10 @@ class StepShare:
     def pin_memory(self) -> "StepShare":
         """The share in page-locked memory, for asynchronous copies."""
         return replace(self, ids=self.ids.pin_memory())
+
+
+def _share_of_bytes(fields: dict[str, Any]) -> StepShare:
+    return StepShare(**{**fields, "ids": torch.from_numpy(fields["ids"])})
 
 
 def collate(

@@ -90,8 +90,8 @@ class TranslationModule(LightningModule):
         learning_rate = noam_learning_rate(
             step, self.network_settings.d_model, settings.warmup_steps, settings.learning_rate_factor
         )
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = learning_rate
+        [group] = optimizer.param_groups
+        group["lr"] = learning_rate
         # DDP averages gradients over ranks; the loss is their sum over all target tokens.
         scale = self.trainer.world_size / share.num_target_tokens
         sums = {
@@ -105,15 +105,16 @@ class TranslationModule(LightningModule):
             _generator(self.device).manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
             last = number == len(batches) - 1
             with nullcontext() if last else self._without_synchronisation():
-                losses = self.losses(batch)
+                with _weights_cast_once(self.device.type):
+                    losses = self.losses(batch)
                 self.manual_backward(losses.smoothed * scale)
             sums["smoothed"] += losses.smoothed.detach()
             sums["likelihood"] += losses.negative_log_likelihood
             sums["correct"] += losses.num_correct
-        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        # The optimizer's list: walking through the network's modules for it takes longer than the norm.
+        norm = torch.nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None])
         if settings.gradient_clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.network.parameters(), settings.gradient_clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(group["params"], settings.gradient_clip_norm, norm)
         skip = 1.0 - norm.isfinite().float()
         # The fused kernel reads this flag on its own device; it is there for gradient scaling.
         optimizer.optimizer.found_inf = skip  # type: ignore[attr-defined]
@@ -203,6 +204,15 @@ def _generator(device: torch.device) -> torch.Generator:
     the day that CUDA starts, and keeps it.
     """
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
+def _weights_cast_once(device: str) -> torch.autocast:
+    """Mixed precision that keeps the weights it has cast, for all of a step's micro-batches.
+
+    Lightning's own, around the step, casts them anew each time; it also forgets them when the step ends.
+    """
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    return torch.autocast(device, dtype, enabled=enabled, cache_enabled=True)
 
 
 def _dropout_seed(*parts: int) -> int:

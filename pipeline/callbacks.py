@@ -231,9 +231,10 @@ class Monitor(Callback):
                 self._shown["loss"] = f"{smoothed / tokens:.3f}"
             if trainer.logger is not None:
                 trainer.logger.log_metrics(scalars, step=step)
+            if self._bar is not None:
+                self._bar.set_postfix(self._shown, refresh=False)
             self._restart()
         if self._bar is not None:
-            self._bar.set_postfix(self._shown, refresh=False)
             self._bar.update(1)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
