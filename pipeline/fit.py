@@ -190,6 +190,8 @@ def train(
             f"{data.longest} tokens; raise it, or lower corpus.max_tokens"
         )
     sources, references = data.validation_text()
+    if tokenizer.lowercase:  # what it writes can be compared with lower-cased text only
+        references = [reference.lower() for reference in references]
     # The keeper stands behind them, so that what it saves has seen what the others did.
     callbacks: list[Callback] = [
         MemoryProbe(data.micro_batch_tokens, data.longest),

@@ -1,4 +1,4 @@
-"""A recipe: one YAML file, overlays and dotted overrides, checked against typed signatures, all mistakes at once."""
+"""A recipe: YAML files and dotted overrides, checked against typed signatures, all mistakes at once."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -71,6 +71,8 @@ def load_recipe(
 ) -> Recipe:
     """Read, merge and check a recipe.
 
+    A recipe may begin from another: `extends: FILE`, relative to its own folder, and then says only what it changes.
+
     Args:
         paths: a recipe and its overlays; later ones win, mappings are merged and lists replaced.
         overrides: `--section.key`, `value` or `--section.key=value`, as on the command line.
@@ -82,7 +84,7 @@ def load_recipe(
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     for path in paths:
-        _merge(values, _read(path, places), path)
+        _merge(values, _read_extended(path, places))
     mistakes = _override(values, places, list(overrides))
     values.setdefault("name", paths[0].stem)
     check = Checker(places)
@@ -105,6 +107,27 @@ def recipe_from_dict(values: dict[str, Any]) -> Recipe:
         raise InputError("; ".join(check.mistakes))
     assert isinstance(recipe, Recipe)
     return recipe
+
+
+def _read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """What a file says, merged into what the file says that it extends."""
+    own_places: dict[str, str] = {}
+    own = _read(path, own_places)
+    base = own.pop("extends", None)
+    if base is None:
+        places |= own_places
+        return own
+    place = own_places.pop("extends", str(path))
+    if not isinstance(base, str):
+        raise InputError(f"{place}: extends has to name one recipe, relative to this one's folder")
+    if not (path.parent / base).exists():
+        raise InputError(f"{place}: extends {base}, which is not there; name a recipe relative to {path.parent}")
+    if path.resolve() in seen:
+        raise InputError(f"{place}: extends {base}, which extends this one in turn; take one of them away")
+    values = _read_extended(path.parent / base, places, (*seen, path.resolve()))
+    places |= own_places
+    _merge(values, own)
+    return values
 
 
 def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
@@ -137,10 +160,10 @@ def _note_places(node: Any, path: Path, prefix: str, places: dict[str, str]) -> 
             _note_places(value, path, dotted + ".", places)
 
 
-def _merge(into: dict[str, Any], values: dict[str, Any], path: Path) -> None:
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value, path)
+            _merge(into[key], value)
         else:
             into[key] = value
 

@@ -1,17 +1,13 @@
 """Recipes: merged, overridden, and every mistake named at once with its place and the nearest right name."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from data_module.errors import InputError
-from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.recipe import load_recipe, recipe_from_dict
-from pipeline.trainer_options import trainer_signature
-from tests.conftest import ROOT, pipeline
+from tests.conftest import pipeline
 
 MINIMAL = """\
 corpus:
@@ -94,14 +90,6 @@ def test_text_sources(tmp_path: Path) -> None:
     assert recipe_from_dict(recipe.as_dict()) == recipe
 
 
-def test_the_papers_models_on_wmt14() -> None:
-    base, big = (load_recipe([ROOT / f"configs/wmt14_en_de_{size}.yaml"]) for size in ("base", "big"))
-    assert base.corpus == big.corpus
-    assert (base.network, base.training, base.decoding) == (NetworkSettings(), TrainingSettings(), DecodingSettings())
-    assert big.network == NetworkSettings(d_model=1024, d_ff=4096, num_heads=16, dropout=0.3)
-    assert (base.trainer["max_steps"], big.trainer["max_steps"]) == (100_000, 300_000)
-
-
 @pytest.mark.parametrize(
     "setting",
     ["run.log_every_steps=0", "run.seed=-1", "batches.workers=-1", "batches.batch_tokens=0", "decoding.beam_size=0",
@@ -156,27 +144,27 @@ def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "corpus").exists()
 
 
-@pytest.mark.parametrize("overlay", sorted((ROOT / "configs" / "hardware").glob("*.yaml")), ids=lambda path: path.stem)
-def test_overlays_touch_the_trainer_only(overlay: Path) -> None:
-    recipe = ROOT / "configs" / "multi30k_tiny.yaml"
-    plain, laid_over = load_recipe([recipe]), load_recipe([recipe, overlay])
-    assert replace(laid_over, trainer={}) == replace(plain, trainer={})
-    assert laid_over.trainer != plain.trainer
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_recipes_that_come_along_load(path: Path) -> None:
+def test_a_recipe_extends_another(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    write(tmp_path, MINIMAL + "network: {d_model: 32, d_ff: 48}\n", "base.yaml")
+    write(tmp_path, "extends: base.yaml\nnetwork: {d_ff: 64}\nrun: {checkpoint_every_steps: 5}\n", "middle.yaml")
+    path = write(
+        tmp_path / "deep", "extends: ../middle.yaml\ncorpus: {train: {target: a.fr}}\nrun: {seed: 3}\n", "own.yaml"
+    )
     recipe = load_recipe([path])
-    assert recipe.name == path.stem
-    assert yaml.safe_load(path.read_text())["trainer"]["max_steps"] > 0
+    assert recipe.name == "own"
+    assert (recipe.network.d_model, recipe.network.d_ff) == (32, 64)
+    assert (recipe.corpus.train[0].source, recipe.corpus.train[0].target) == ("a.en", "a.fr")
+    assert (recipe.run.checkpoint_every_steps, recipe.run.seed) == (5, 3)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "hardware").iterdir()), ids=lambda path: path.stem)
-def test_overlays_fit_every_recipe(path: Path) -> None:
-    """They say where a recipe runs and how often it saves, and nothing of what is learned."""
-    signature = trainer_signature()
-    for recipe in (ROOT / "configs").glob("*.yaml"):
-        plain, laid_over = (load_recipe(paths, (), signature).as_dict() for paths in ([recipe], [recipe, path]))
-        different = {key for key in plain if plain[key] != laid_over[key]}
-        assert "trainer" in different
-        assert different <= {"trainer", "run"}
+def test_what_cannot_be_extended(tmp_path: Path) -> None:
+    path = write(tmp_path, "\nextends: none.yaml\n")
+    assert mistakes(path).startswith(f"{path}:2: extends none.yaml, which is not there")
+    write(tmp_path, "extends: recipe.yaml\n", "other.yaml")
+    assert "which extends this one in turn" in mistakes(write(tmp_path, "extends: other.yaml\n"))
+    assert f"{path}:1: extends has to name one recipe" in mistakes(write(tmp_path, "extends: [a, b]\n"))
+    write(tmp_path, MINIMAL + "network: {d_modle: 5}\n", "base.yaml")
+    said = mistakes(write(tmp_path, "extends: base.yaml\nnetwork: {d_fff: 5}\n"))
+    assert f"{tmp_path / 'base.yaml'}:5: network.d_modle" in said
+    assert f"{path}:2: network.d_fff" in said

@@ -1,0 +1,162 @@
+"""The recipes that come along: each loads, has the paper's shape and size, and takes a step."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.loss import label_smoothed_loss
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.transformer import Transformer
+from pipeline.recipe import Recipe, load_recipe
+from pipeline.trainer_options import trainer_signature
+from tests.conftest import ROOT
+
+CONFIGS = ROOT / "configs"
+RECIPES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "hardware")
+OVERLAYS = sorted((CONFIGS / "hardware").glob("*.yaml"))
+
+PARAMETERS = {
+    "table3/a_heads_1": (63_082_496, None),
+    "table3/a_heads_4": (63_082_496, None),
+    "table3/a_heads_16": (63_082_496, None),
+    "table3/a_heads_32": (63_082_496, None),
+    "table3/b_keys_16": (55_990_784, 58),
+    "table3/b_keys_32": (58_354_688, 60),
+    "table3/c_layers_2": (33_656_832, 36),
+    "table3/c_layers_4": (48_369_664, 50),
+    "table3/c_layers_8": (77_795_328, 80),
+    "table3/c_model_256": (26_834_944, 28),
+    "table3/c_model_1024": (163_889_152, 168),
+    "table3/c_inner_1024": (50_487_296, 53),
+    "table3/c_inner_4096": (88_272_896, 90),
+    "table3/d_dropout_0.0": (63_082_496, None),
+    "table3/d_dropout_0.2": (63_082_496, None),
+    "table3/d_smoothing_0.0": (63_082_496, None),
+    "table3/d_smoothing_0.2": (63_082_496, None),
+    "table3/e_learned_positions": (63_344_640, None),
+    "table3/big": (214_245_376, 213),
+    "wmt14_en_de_base": (63_082_496, 65),
+    "wmt14_en_de_big": (214_245_376, 213),
+    "wmt14_en_fr_base": (60_522_496, None),
+    "wmt14_en_fr_big": (209_125_376, None),
+    "wmt14_en_de_many_gpus": (214_245_376, None),
+    "wmt14_en_de_record": (214_249_472, None),
+}
+"""Worked by hand, and the paper's count in millions where Table 3 has one. For base, with V = 37,000 and D = 512:
+embeddings 37,000 x 512; an attention 4 x (512 x 512 + 512); a feed-forward layer 2 x 512 x 2048 + 2048 + 512; a layer
+norm 2 x 512; six encoder layers of one attention, one feed-forward layer and two norms, six decoder layers of two, one
+and three. Learned positions add 512 x 512, pre-norm the two norms at the ends."""
+
+
+def name_of(path: Path) -> str:
+    """As in PARAMETERS."""
+    return str(path.relative_to(CONFIGS).with_suffix(""))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_loads(path: Path) -> None:
+    recipe = load_recipe([path], (), trainer_signature())
+    assert recipe.name == path.stem
+    assert recipe.trainer["max_steps"] > 0
+    if path.stem not in ("demo", "your_text"):
+        own = path.relative_to(ROOT)
+        assert any(f"{command} {own}" in path.read_text() for command in ("fit --config", "slurm/train.sbatch"))
+
+
+def test_every_paper_recipe_is_counted() -> None:
+    assert {name_of(path) for path in RECIPES if "wmt14" in path.stem or path.parent.name == "table3"} == set(
+        PARAMETERS
+    )
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_number_of_parameters(name: str) -> None:
+    counted, papers = PARAMETERS[name]
+    recipe = load_recipe([CONFIGS / f"{name}.yaml"])
+    with torch.device("meta"):
+        network = Transformer(recipe.corpus.vocabulary_size, recipe.network)
+    assert sum(p.numel() for p in network.parameters()) == counted
+    if papers is not None:
+        assert abs(counted / 1e6 - papers) <= 0.07 * papers
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_takes_a_step_in_miniature(name: str) -> None:
+    """The recipe's shape, with all widths a sixteenth."""
+    torch.manual_seed(0)
+    recipe = load_recipe([CONFIGS / f"{name}.yaml"])
+    own = recipe.network
+    sizes = {"d_model": own.d_model // 16, "d_ff": own.d_ff // 16}
+    if own.d_model // 16 % own.num_heads or own.d_k or own.d_v:
+        d_k, d_v = own.d_k or own.d_model // own.num_heads, own.d_v or own.d_model // own.num_heads
+        sizes |= {"d_k": max(1, d_k // 16), "d_v": max(1, d_v // 16)}
+    network = Transformer(40, replace(own, **sizes, dropout=min(own.dropout, 0.1))).train()
+    source, target = torch.randint(4, 40, (8, 9)), torch.randint(4, 40, (8, 8))
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(4):
+        states = network(source, target[:, :-1], None)
+        smoothing = recipe.training.label_smoothing
+        loss = label_smoothed_loss(states, network.embedding.weight, target[:, 1:], smoothing, 0).smoothed
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_the_papers_models() -> None:
+    """Section 5 and 6.1 in numbers."""
+    base, big = (load_recipe([CONFIGS / f"wmt14_en_de_{size}.yaml"]) for size in ("base", "big"))
+    french, french_big = (load_recipe([CONFIGS / f"wmt14_en_fr_{size}.yaml"]) for size in ("base", "big"))
+    assert (base.network, base.training, base.decoding) == (NetworkSettings(), TrainingSettings(), DecodingSettings())
+    large = NetworkSettings(d_model=1024, d_ff=4096, num_heads=16, dropout=0.3)
+    assert (big.network, french_big.network) == (large, replace(large, dropout=0.1))
+    assert [r.trainer["max_steps"] for r in (base, big, french, french_big)] == [100_000, 300_000, 100_000, 300_000]
+    assert [r.run.keep_last for r in (base, big, french, french_big)] == [5, 20, 5, 20]
+    assert {r.run.checkpoint_every_minutes for r in (base, big, french, french_big)} == {10}
+    assert {r.batches.batch_tokens for r in (base, big, french, french_big)} == {25_000}
+    assert (base.corpus, french.corpus) == (big.corpus, french_big.corpus)
+    assert (base.corpus.vocabulary_size, french.corpus.vocabulary_size) == (37_000, 32_000)
+    assert (french.corpus.train[0].subset, french.corpus.target_language) == ("fr-en", "fr")
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "table3").iterdir()), ids=lambda path: path.stem)
+def test_a_row_changes_what_it_says(path: Path) -> None:
+    """And nothing else, beside its name."""
+    other = "big" if path.stem == "big" else "base"
+    row, plain = load_recipe([path]), load_recipe([CONFIGS / f"wmt14_en_de_{other}.yaml"])
+    changed = {section for section in vars(row) if getattr(row, section) != getattr(plain, section)}
+    assert changed == {"name"} | {"big": set(), "d_smoothing_0.0": {"training"}, "d_smoothing_0.2": {"training"}}.get(
+        path.stem, {"network"}
+    )
+
+
+def peak_learning_rate(recipe: Recipe) -> float:
+    """Of section 5.3's schedule, at the end of its warm-up."""
+    settings = recipe.training
+    return float(settings.learning_rate_factor * (recipe.network.d_model * settings.warmup_steps) ** -0.5)
+
+
+def test_modern_recipes_peak_where_their_sources_do() -> None:
+    many, record, tiny = (
+        load_recipe([CONFIGS / f"{name}.yaml"])
+        for name in ("wmt14_en_de_many_gpus", "wmt14_en_de_record", "multi30k_tiny")
+    )
+    assert peak_learning_rate(many) == pytest.approx(1e-3, rel=1e-3)
+    assert peak_learning_rate(record) == pytest.approx(1.9e-3, rel=1e-3)
+    assert peak_learning_rate(tiny) == pytest.approx(5e-3, rel=1e-3)
+    assert (many.batches.batch_tokens, record.batches.batch_tokens) == (400_000, 101_000)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
+def test_overlays_fit_every_recipe(overlay: Path) -> None:
+    """They say where a recipe runs and how often it saves, and nothing of what is learned."""
+    signature = trainer_signature()
+    for path in RECIPES:
+        plain, laid_over = (load_recipe(paths, (), signature).as_dict() for paths in ([path], [path, overlay]))
+        different = {key for key in plain if plain[key] != laid_over[key]}
+        assert "trainer" in different
+        assert different <= {"trainer", "run"}
