@@ -22,13 +22,17 @@ from data_module.errors import InputError
 from data_module.manifest import differences, is_corpus, read_manifest
 from data_module.settings import CorpusSettings
 from data_module.text_sources import count_pairs, files_of, fingerprint
+from data_module.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 
-def prepare(settings: CorpusSettings, *, force: bool = False, progress: bool = True) -> dict[str, Any]:
+def prepare(
+    settings: CorpusSettings, tokenizer: Tokenizer | None = None, *, force: bool = False, progress: bool = True
+) -> dict[str, Any]:
     """Make the corpus folder unless it is there and up to date, and return its manifest.
 
+    A given `tokenizer` takes the place of one learned from the text, and of the settings' `vocabulary_size`.
     `force` makes it anew. Of two processes that prepare one folder the second waits, and finds it done.
     `progress` shows bars on standard error for what takes more than two seconds.
 
@@ -54,8 +58,8 @@ def prepare(settings: CorpusSettings, *, force: bool = False, progress: bool = T
                     count_pairs(text, settings)
                 with _replacing(folder) as temporary, without_garbage_collection():
                     made_of = wanted | {"hub_revisions": _hub_revisions(settings)}
-                    tokenizer = learn_tokenizer(settings, train_pairs, progress)
-                    manifest = write_corpus(settings, tokenizer, made_of, train_pairs, temporary, progress)
+                    own = tokenizer or learn_tokenizer(settings, train_pairs, progress)
+                    manifest = write_corpus(settings, own, made_of, train_pairs, temporary, progress)
     return manifest
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from data_module.tokenizer import Tokenizer
     from pipeline.recipe import Recipe
     from pipeline.run_folder import RunFolder
+    from pipeline.starting_point import StartingPoint
 
 LOCK_PATIENCE_SECONDS = 120
 """How long a job waits for another writer of its run folder to end."""
@@ -30,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; overlays may follow")
     parser.add_argument("--fresh", action="store_true", help="start over: remove the run that is there")
+    parser.add_argument(
+        "--init-from", type=Path, metavar="CHECKPOINT", help="begin a new run from another's weights and tokenizer"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,6 +54,7 @@ def fit(arguments: argparse.Namespace) -> int:
     from pipeline.checkpoint import newest_whole
     from pipeline.recipe import load_recipe
     from pipeline.run_folder import RunFolder, note_start, starts_noted
+    from pipeline.starting_point import starting_point
     from pipeline.trainer_options import trainer_signature
 
     step = current_step()
@@ -59,8 +64,10 @@ def fit(arguments: argparse.Namespace) -> int:
     path = recipe.run_folder()
     if step is not None and step.rank == 0:
         note_start(path, step.job, step.restarts, newest_whole(path)[0])
+    begins = arguments.fresh or newest_whole(path)[0] is None
+    start = starting_point(arguments.init_from, recipe) if arguments.init_from and begins else None
     with stop_request.at_once():
-        ensure_corpus(recipe.corpus)
+        ensure_corpus(recipe.corpus, start.tokenizer if start else None)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     # A job that was just requeued may find the owner it was before; that one ends, or its lock does.
     folder = RunFolder(path, patience_seconds=LOCK_PATIENCE_SECONDS if step else 0) if process_rank() == 0 else None
@@ -83,9 +90,11 @@ def fit(arguments: argparse.Namespace) -> int:
             return 0
         if folder is not None:
             print(f"resuming from {checkpoint}", file=sys.stderr)
+    elif start is not None and folder is not None:
+        print(f"beginning from the weights and the tokenizer of {start.path}", file=sys.stderr)
     stop_if_asked("during start-up")
     try:
-        train(recipe, folder, tokenizer, checkpoint, arguments.fresh, step)
+        train(recipe, folder, tokenizer, checkpoint or start, arguments.fresh, step)
     except Stopped:
         if folder is not None and step is not None:
             starts_noted(path, step.job).unlink(missing_ok=True)
@@ -117,8 +126,10 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.stem.removeprefix("step="))
 
 
-def ensure_corpus(settings: "CorpusSettings") -> None:
+def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = None) -> None:
     """Prepare the corpus, or see that the one that is there is of these texts and settings.
+
+    A given tokenizer takes the place of one learned from the text.
 
     Of several ranks one prepares it and the others wait; only the first looks at texts again, where they are at hand.
 
@@ -131,7 +142,7 @@ def ensure_corpus(settings: "CorpusSettings") -> None:
 
     folder = Path(settings.folder)
     if not is_corpus(folder):
-        manifest = prepare(settings)
+        manifest = prepare(settings, tokenizer)
         if process_rank() == 0:
             print(summary(manifest), file=sys.stderr)
     elif process_rank() == 0 and all(map(is_at_hand, settings.texts())):
@@ -146,11 +157,13 @@ def train(
     recipe: "Recipe",
     folder: "RunFolder | None",
     tokenizer: "Tokenizer",
-    checkpoint: Path | None,
+    begin: "Path | StartingPoint | None",
     fresh: bool,
     step: Step | None,
 ) -> None:
     """Wire and run Lightning's Trainer. The folder is None on all ranks but the first, which alone writes.
+
+    `begin` is the run's own checkpoint to go on from, or another's.
 
     Nothing is removed or written before everything that can be wrong with a recipe has been looked at.
     """
@@ -172,6 +185,7 @@ def train(
     from pipeline.whole_file import whole_file
 
     path = recipe.run_folder()
+    checkpoint = begin if isinstance(begin, Path) else None
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     torch.manual_seed(recipe.run.seed)
     module = TranslationModule(
@@ -183,6 +197,8 @@ def train(
         recipe.run.seed,
         compiled=compiles(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
     )
+    if begin is not None and not isinstance(begin, Path):
+        module.network.load_state_dict(begin.weights)
     data = TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
     if recipe.network.learned_positions and data.longest > recipe.network.max_positions:
         raise InputError(

@@ -14,6 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; overlays may follow")
     parser.add_argument("--force", action="store_true", help="make the corpus anew where texts or settings differ")
+    parser.add_argument(
+        "--init-from", type=Path, metavar="CHECKPOINT", help="take its tokenizer: for a run that begins from it"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -21,9 +24,11 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.manifest import summary
     from data_module.preparation import prepare
     from pipeline.recipe import load_recipe
+    from pipeline.starting_point import starting_point
 
     recipe = load_recipe(arguments.config, arguments.overrides)
-    manifest = prepare(recipe.corpus, force=arguments.force)
+    tokenizer = starting_point(arguments.init_from, recipe).tokenizer if arguments.init_from else None
+    manifest = prepare(recipe.corpus, tokenizer, force=arguments.force)
     print(summary(manifest), file=sys.stderr, flush=True)
     print(json.dumps(manifest))
     return 0
