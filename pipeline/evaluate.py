@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         if name in figures:
             low, high = figures[name + "_interval"]
             print(f"{name:15} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[name + '_signature']}")
+    print(f"{'exact_match':15} {figures['exact_match']:6.2f}")
     if others:
         figures["versus"] = {"checkpoint": translators[1].name, **compare(hypotheses, others[0], references)}
         show_comparison(figures["versus"])

@@ -12,14 +12,18 @@ SIGNIFICANT = 0.05
 
 
 def score(hypotheses: list[str], references: list[str]) -> dict[str, Any]:
-    """Corpus scores with signatures and the bounds of their 95 % bootstrap intervals."""
+    """Corpus scores with signatures and the bounds of their 95 % bootstrap intervals, and `exact_match` in per cent.
+
+    An exact match is a line that is its reference but for white space: what counts where there is one right answer.
+    """
     from sacrebleu.metrics import BLEU, CHRF
 
     metrics = {"bleu": BLEU(), "bleu_lowercase": BLEU(lowercase=True), "chrf": CHRF()}
     scores: dict[str, Any] = {}
     for name, metric in metrics.items():
         scores |= _with_interval(name, metric, hypotheses, references)
-    return scores
+    matches = sum(ours.split() == theirs.split() for ours, theirs in zip(hypotheses, references, strict=True))
+    return scores | {"exact_match": 100.0 * matches / len(references)}
 
 
 def paper_score(hypotheses: list[str], references: list[str], language: str) -> dict[str, Any]:
