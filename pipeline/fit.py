@@ -270,6 +270,7 @@ def quiet_lightning() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
+    warnings.filterwarnings("ignore", ".*overridden `transfer_batch_to_device`.*")  # which is meant
     warnings.filterwarnings("ignore", ".*`srun` command is available.*")
     # Scores are summed over ranks before they are logged.
     warnings.filterwarnings("ignore", ".*recommended to use .*sync_dist=True.*")

@@ -158,6 +158,9 @@ def _note_places(node: Any, path: Path, prefix: str, places: dict[str, str]) -> 
             dotted = f"{prefix}{key.value}"
             places[dotted] = f"{path}:{key.start_mark.line + 1}"
             _note_places(value, path, dotted + ".", places)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:  # without a number: a mistake is seldom made in two of them
+            _note_places(item, path, prefix, places)
 
 
 def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:

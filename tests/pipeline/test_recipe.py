@@ -79,7 +79,7 @@ def test_text_sources(tmp_path: Path) -> None:
     assert f"{path}:3: corpus.train.datset is not a key; did you mean corpus.train.dataset?" in mistakes(path)
     listed = "train: [{tsv: a}, {dataset: a, splits: train}]"
     path = write(tmp_path, MINIMAL.replace("train: {source: a.en, target: a.de}", listed))
-    assert "corpus.train.splits is not a key; did you mean corpus.train.split?" in mistakes(path)
+    assert f"{path}:3: corpus.train.splits is not a key; did you mean corpus.train.split?" in mistakes(path)
     path = write(tmp_path, MINIMAL)
     said = mistakes(path, "--corpus.train", "{dataset: a/b, split: train, tsv: c}")
     assert said.startswith("command line: a text source is `source` and `target`, or `tsv`, or `dataset` and `split`;")
