@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,6 +18,8 @@ _PLAIN_ATTENTION_LENGTH = 256
 """Up to here attention on a CPU holds its weights: the longest sentences are not its worst."""
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 _RESIDENT_PEAK_RESET = Path("/proc/self/clear_refs")
+_SLACK = 1.25
+"""So much more than the largest micro-batches took is kept between steps, on a CPU."""
 _GB = 1e9
 
 
@@ -33,6 +35,13 @@ def keep_freed_memory() -> None:
         mallopt(_MMAP_MAX, 0)
 
 
+def give_back_freed_memory() -> None:
+    """Undo what `keep_freed_memory` has led to so far: blocks of ever other sizes leave more and more gaps."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 class Room(NamedTuple):
     """Memory that a process may use, in bytes, and whose it is."""
 
@@ -44,13 +53,14 @@ class MemoryProbe(Callback):
     """Runs the largest micro-batches forward and backward before the first step, and ends the run if they don't fit.
 
     Gradients and Adam's moments are there meanwhile. Weights, moments, random numbers, the place in the data and
-    whatever is compiled stay as they were.
+    whatever is compiled stay as they were. On a CPU the process stays at what was reported from then on.
     """
 
     def __init__(self, tokens: int, longest: int) -> None:
         """Try micro-batches of `tokens` padded cells a side, of sentences of up to `longest` tokens."""
         self._tokens = max(tokens, longest)
         self._lengths = sorted({min(longest, _PLAIN_ATTENTION_LENGTH), longest})
+        self._kept_at_most: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raises InputError that says what to change."""
@@ -64,10 +74,28 @@ class MemoryProbe(Callback):
             peak, room = self._on_gpu(trainer, pl_module) if devices else self._on_cpu(trainer, pl_module)
         del moments
         optimizer.zero_grad()
+        if not devices:
+            peak = int(min(_SLACK * peak, max(peak, 0.95 * room.size)))
+            self._kept_at_most = peak
         _say(
             f"memory: at most {peak / _GB:.1f} of {room.size / _GB:.1f} GB with micro-batches of "
             f"{self._tokens:,} tokens a side"
         )
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Stay within what was reported."""
+        self._give_back()
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        """Stay within what was reported."""
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._kept_at_most is None or own_memory() <= self._kept_at_most:
+            return
+        give_back_freed_memory()
+        # What is still there is in use: to ask again at every step would help nobody.
+        self._kept_at_most = max(self._kept_at_most, _SLACK * own_memory())
 
     def _on_cpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, Room]:
         """Parts of the micro-batch come first, since whoever exceeds the limit is killed without a word."""
@@ -146,6 +174,12 @@ def cpu_room(processes: int) -> Room:
     if processes == 1:
         return room
     return Room(room.size // processes, f"each of the {processes} processes on {room.owner}")
+
+
+def own_memory() -> int:
+    """Bytes in memory that are this process's own, and no file's."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _reset_resident_peak() -> None:

@@ -1,5 +1,7 @@
 """The largest micro-batches are tried before the first step, and nothing is left of the trial."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.fit import quiet_lightning
 from pipeline.memory import MemoryProbe, cpu_room
-from tests.conftest import pipeline
+from tests.conftest import ROOT, pipeline
 
 
 class Look(Callback):
@@ -99,3 +101,23 @@ def test_the_lowest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "64")
     assert cpu_room(1) == (64 << 20, "this job")
     assert cpu_room(4) == (16 << 20, "each of the 4 processes on this job")
+
+
+def test_memory_that_was_kept_is_given_back() -> None:
+    """In a process of its own: blocks that are freed one by one leave gaps, which only the second call returns."""
+    code = """
+import torch
+from pipeline.memory import give_back_freed_memory, keep_freed_memory, own_memory
+keep_freed_memory()
+before = own_memory()
+blocks = [torch.ones(size) for _ in range(100) for size in (1 << 20, 1 << 14)]
+kept = blocks[1::2]
+del blocks
+freed = own_memory() - before
+give_back_freed_memory()
+print(freed, own_memory() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True)
+    freed, left = map(int, done.stdout.split())
+    assert freed > 400e6
+    assert left < 100e6
