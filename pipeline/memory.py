@@ -18,7 +18,7 @@ _PLAIN_ATTENTION_LENGTH = 256
 """Up to here attention on a CPU holds its weights: the longest sentences are not its worst."""
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 _RESIDENT_PEAK_RESET = Path("/proc/self/clear_refs")
-_SLACK = 1.25
+_SLACK = 1.5
 """So much more than the largest micro-batches took is kept between steps, on a CPU."""
 _GB = 1e9
 
