@@ -46,25 +46,35 @@ def fit(arguments: argparse.Namespace) -> int:
     """As `run`; raises Stopped when it was asked to stop by a signal."""
     quiet_lightning()
     from data_module.errors import InputError
-    from data_module.tokenizer import Tokenizer
     from pipeline.checkpoint import newest_whole
     from pipeline.recipe import load_recipe
-    from pipeline.run_folder import RunFolder, note_start, starts_noted
+    from pipeline.run_folder import counted_start
     from pipeline.trainer_options import trainer_signature
 
     step = current_step()
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if not recipe.trainer.get("max_steps"):
         raise InputError("trainer.max_steps is missing; give the number of optimizer steps")
-    path = recipe.run_folder()
-    if step is not None and step.rank == 0:
-        note_start(path, step.job, step.restarts, newest_whole(path)[0])
     with stop_request.at_once():
         ensure_corpus(recipe.corpus)
+    if step is None or step.rank > 0:
+        return go_on(recipe, arguments.fresh, step)
+    with counted_start(recipe.run_folder(), step, newest_whole(recipe.run_folder())[0]):
+        return go_on(recipe, arguments.fresh, step)
+
+
+def go_on(recipe: "Recipe", fresh: bool, step: Step | None) -> int:
+    """Train from where the run stands, if anything is left to train."""
+    from data_module.errors import InputError
+    from data_module.tokenizer import Tokenizer
+    from pipeline.checkpoint import newest_whole
+    from pipeline.run_folder import RunFolder
+
+    path = recipe.run_folder()
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     # A job that was just requeued may find the owner it was before; that one ends, or its lock does.
     folder = RunFolder(path, patience_seconds=LOCK_PATIENCE_SECONDS if step else 0) if process_rank() == 0 else None
-    checkpoint, skipped = (None, []) if arguments.fresh else newest_whole(path)
+    checkpoint, skipped = (None, []) if fresh else newest_whole(path)
     for broken in skipped if folder is not None else ():
         print(f"{broken}: is not whole; skipped", file=sys.stderr)
     if folder is not None and checkpoint is not None:
@@ -84,15 +94,8 @@ def fit(arguments: argparse.Namespace) -> int:
         if folder is not None:
             print(f"resuming from {checkpoint}", file=sys.stderr)
     stop_if_asked("during start-up")
-    try:
-        train(recipe, folder, tokenizer, checkpoint, arguments.fresh, step)
-    except Stopped:
-        if folder is not None and step is not None:
-            starts_noted(path, step.job).unlink(missing_ok=True)
-        raise
+    train(recipe, folder, tokenizer, checkpoint, fresh, step)
     if folder is not None:
-        if step is not None:
-            starts_noted(path, step.job).unlink(missing_ok=True)
         print(f"the run lies in {path}; look at it with: tensorboard --logdir {path}", file=sys.stderr)
         folder.close()
     return 0
@@ -168,7 +171,7 @@ def train(
     from pipeline.memory import MemoryProbe
     from pipeline.run_folder import STOPPED_EARLY
     from pipeline.together import Together, own_signals
-    from pipeline.trainer_options import cluster_environment, compiles, trainer_options
+    from pipeline.trainer_options import cluster_environment, compiles, seconds_allowed, trainer_options
     from pipeline.whole_file import whole_file
 
     path = recipe.run_folder()
@@ -203,8 +206,8 @@ def train(
     if recipe.training.ema_decay is not None:
         callbacks.append(MovingAverage(decay=recipe.training.ema_decay))
     keeper = CheckpointKeeper(path, recipe, tokenizer)
-    callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds)]
     options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
+    callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds, seconds_allowed(options.pop("max_time", None)))]
     environment = cluster_environment(step)
     first_step = 1 + (step_of(checkpoint) if checkpoint else 0)
     try:

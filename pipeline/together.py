@@ -44,13 +44,14 @@ class Agreement:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._posted: tuple[torch.Tensor, dist.Work] | None = None
 
-    def asked(self) -> bool:
-        """What all ranks had posted at the last call; all must call it equally often."""
+    def asked(self, time_is_up: bool = False) -> bool:
+        """What all ranks had posted at the last call, a signal or that; all must call it equally often."""
+        wanted = time_is_up or stop_request.asked_by() is not None
         if self._group is None:
-            return stop_request.asked_by() is not None
+            return wanted
         answer = self._read()
         if not answer:
-            flag = torch.tensor([stop_request.asked_by() is not None], dtype=torch.uint8)
+            flag = torch.tensor([wanted], dtype=torch.uint8)
             work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             assert work is not None
             self._posted = flag, work
@@ -72,9 +73,12 @@ class Agreement:
 class Together(Callback):
     """Saves and raises Stopped on all ranks after the same step. Stands last, behind the keeper."""
 
-    def __init__(self, keeper: CheckpointKeeper, timeout_seconds: int) -> None:
+    def __init__(self, keeper: CheckpointKeeper, timeout_seconds: int, max_seconds: float | None = None) -> None:
+        """Ranks wait `timeout_seconds` for one another; stop after `max_seconds` of training, as if asked to."""
         self._keeper = keeper
         self._timeout_seconds = timeout_seconds
+        self._max_seconds = max_seconds
+        self._began = 0.0
         self._agreement: Agreement | None = None
         self._roll: Roll | None = None
         self._validation_pending = False
@@ -97,11 +101,15 @@ class Together(Callback):
             loop.run()
             trainer.training = True
             self._validation_pending = False
+        self._began = time.monotonic()
+
+    def _time_is_up(self) -> bool:
+        return self._max_seconds is not None and time.monotonic() - self._began >= self._max_seconds
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Between two steps."""
         assert self._agreement is not None
-        if self._agreement.asked():
+        if self._agreement.asked(self._time_is_up()):
             self._stop(trainer, validation_pending=validation_is_due(trainer))
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -116,7 +124,9 @@ class Together(Callback):
         self._validation_pending = validation_pending
         if validation_pending or self._keeper.saved_step < trainer.global_step:
             self._keeper.save(trainer)
-        raise Stopped(f"asked to stop: saved after step {trainer.global_step}; the same command goes on from there")
+        only_time = self._time_is_up() and stop_request.asked_by() is None
+        why = "trainer.max_time is over" if only_time else "asked to stop"
+        raise Stopped(f"{why}: saved after step {trainer.global_step}; the same command goes on from there")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Say at the end of the error where it came from."""

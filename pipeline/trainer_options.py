@@ -39,6 +39,26 @@ def trainer_options(
     return options
 
 
+def seconds_allowed(max_time: Any) -> float | None:
+    """A recipe's `trainer.max_time` in seconds.
+
+    Lightning would end the run as if it had finished, and make all ranks wait for one another at each step.
+
+    Raises InputError for what is no duration.
+    """
+    from lightning.pytorch.callbacks import Timer
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from data_module.errors import InputError
+
+    try:
+        return Timer(max_time).time_remaining()
+    except (MisconfigurationException, TypeError):
+        raise InputError(
+            f"trainer.max_time {max_time} is no duration; give days:hours:minutes:seconds, as in 00:00:45:00"
+        ) from None
+
+
 def cluster_environment(step: Step | None) -> Any:
     """Where ranks, and the address they meet at, come from; the first node's name and the job's number under SLURM."""
     from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from data_module.errors import InputError
-from pipeline.trainer_options import OWNED, best_precision, compiles, strategy, trainer_signature
+from pipeline.trainer_options import OWNED, best_precision, compiles, seconds_allowed, strategy, trainer_signature
 
 
 def test_bf16_wherever_the_processor_has_it() -> None:
@@ -48,3 +48,12 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         compiles(True, "cpu")
     monkeypatch.setenv("CC", "/opt/bin/cc")
     assert compiles(None, "gpu")
+
+
+def test_how_long_a_start_may_train() -> None:
+    assert seconds_allowed(None) is None
+    assert seconds_allowed("01:00:02:03") == 86_523
+    assert seconds_allowed({"minutes": 2}) == 120
+    for wrong in ("45", "45 minutes", {"minute": 2}):
+        with pytest.raises(InputError, match=r"trainer\.max_time .*00:00:45:00"):
+            seconds_allowed(wrong)
