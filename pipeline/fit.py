@@ -171,11 +171,19 @@ def train(
     from pipeline.memory import MemoryProbe
     from pipeline.run_folder import STOPPED_EARLY
     from pipeline.together import Together, own_signals
-    from pipeline.trainer_options import cluster_environment, compiles, seconds_allowed, trainer_options
+    from pipeline.trainer_options import (
+        cluster_environment,
+        compiles,
+        precision_plugin,
+        seconds_allowed,
+        trainer_options,
+    )
     from pipeline.whole_file import whole_file
 
     path = recipe.run_folder()
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+    options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
+    plugins = [WholeCheckpointIO(), cluster_environment(step), float16 := precision_plugin(options)]
     torch.manual_seed(recipe.run.seed)
     module = TranslationModule(
         tokenizer.vocabulary_size,
@@ -185,6 +193,7 @@ def train(
         recipe.decoding,
         recipe.run.seed,
         compiled=compiles(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
+        scaled=float16 is not None,
     )
     data = TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
     if recipe.network.learned_positions and data.longest > recipe.network.max_positions:
@@ -206,9 +215,7 @@ def train(
     if recipe.training.ema_decay is not None:
         callbacks.append(MovingAverage(decay=recipe.training.ema_decay))
     keeper = CheckpointKeeper(path, recipe, tokenizer)
-    options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
     callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds, seconds_allowed(options.pop("max_time", None)))]
-    environment = cluster_environment(step)
     first_step = 1 + (step_of(checkpoint) if checkpoint else 0)
     try:
         trainer = Trainer(
@@ -222,7 +229,7 @@ def train(
             enable_checkpointing=False,
             logger=TensorBoardLogger(path, name="", version="tensorboard", purge_step=first_step),
             callbacks=callbacks,
-            plugins=[WholeCheckpointIO(), *([environment] if environment else [])],
+            plugins=[plugin for plugin in plugins if plugin is not None],
         )
     except (MisconfigurationException, ValueError, ImportError) as error:
         # What the machine does not have, or keys that exclude one another.

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and trainer.max_time outside SLURM: the run saves after the step, stops, and goes on exactly there."""
+"""Ctrl-C, SIGTERM, trainer.max_time outside SLURM: the run saves after the step, stops, and goes on exactly there."""
 
 import signal
 import time

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.integration.runs import assert_same_state, checkpoints, step_of
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SLOWLY, resumed_from, train, wait_until_saved
@@ -76,6 +77,14 @@ def test_a_crash_that_repeats_ends_the_job(cluster: Cluster, recipe_file: Path, 
     mended = train(cluster, recipe_file, run)
     assert mended.wait() == "COMPLETED", mended.log
     assert resumed_from(mended) == [4]
+
+
+def test_a_crash_before_training_repeats(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    job = train(cluster, recipe_file, tmp_path / "run", environment={**SLOWLY, "DIES": "yes"})
+    assert job.wait(120) == "FAILED", job.log
+    assert job.restarts == 2
+    assert "3 times before training began; see above why" in job.log.splitlines()[-1]
+    assert not list(ROOT.glob(f".failures-{job.number}"))
 
 
 def test_a_mistake_is_not_repeated(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
