@@ -6,7 +6,10 @@ for it, no device is synchronised, and since all ranks read the same one they st
 apart the signal found them.
 """
 
+import os
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -132,6 +135,11 @@ class Together(Callback):
         """Say at the end of the error where it came from."""
         if self._roll is not None and not isinstance(exception, Stopped | KeyboardInterrupt):
             exception.add_note(f"step {trainer.global_step}: {self._roll.call(exception)}")
+        if self._roll is not None:
+            # Whatever waits without limit for a rank that is silent: this one ends, so that the job can.
+            end = threading.Timer(MARGIN_SECONDS, os._exit, [1])
+            end.daemon = True
+            end.start()
 
     def state_dict(self) -> dict[str, Any]:
         """Carried over a resume."""
@@ -160,9 +168,8 @@ class Roll:
             self._tell(f"failed|{type(error).__name__}: {said[0] if said else ''}")
             return f"{here} failed"
         self._tell("waiting|")
-        try:
-            heard = self._listen()
-        except (RuntimeError, dist.DistError):  # the store lives in rank 0
+        heard = self._listen()
+        if heard is None:
             return f"{self._names[0]} has died or hangs; {here} waited for it"
         for rank, word in heard.items():
             kind, _, what = word.partition("|")
@@ -178,7 +185,21 @@ class Roll:
         except (RuntimeError, dist.DistError):
             return
 
-    def _listen(self) -> dict[int, str]:
+    def _listen(self) -> dict[int, str] | None:
+        """Every rank's word so far; None if the store does not answer, which lives in rank 0."""
+        answers: list[dict[int, str]] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError, dist.DistError):
+                answers.append(self._words())
+
+        # A store that hangs, or that a link was cut to, gives no answer ever.
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(2 * ROLL_CALL_SECONDS)
+        return answers[0] if answers else None
+
+    def _words(self) -> dict[int, str]:
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         while True:
             there = [rank for rank in range(len(self._names)) if self._store.check([str(rank)])]

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.slurm.links import Links
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 SBIN = "/usr/sbin:/sbin"
 
 CONF = """\
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({controller})
 SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
@@ -69,9 +70,9 @@ def missing() -> list[str]:
 class Cluster:
     """Its controller and nodes, and a way to submit, ask and wait."""
 
-    def __init__(self, folder: Path, num_nodes: int) -> None:
-        self.folder = folder
-        self.nodes = [f"127.0.0.{11 + number}" for number in range(num_nodes)]
+    def __init__(self, folder: Path, num_nodes: int, links: Links | None = None) -> None:
+        self.folder, self._links = folder, links
+        self.nodes = links.nodes if links else [f"127.0.0.{11 + number}" for number in range(num_nodes)]
         self._munge = folder / "munge"
         for name in ("state", "munge", "logs"):
             (folder / name).mkdir(parents=True)
@@ -86,6 +87,7 @@ class Cluster:
         conf.write_text(
             CONF.format(
                 host=socket.gethostname().split(".")[0],
+                controller=links.controller if links else "127.0.0.1",
                 controller_port=ports[0],
                 # Ranks meet on a port made of the job's number: another cluster's jobs on this machine have others.
                 first_job=1 + os.getpid() * 37 % 60_000,
@@ -121,7 +123,8 @@ class Cluster:
 
     def start_node(self, node: str) -> None:
         """A node's daemon."""
-        self._run_forever(node, "slurmd", "-D", "-N", node, "-f", self.environment["SLURM_CONF"])
+        inside = self._links.inside(node) if self._links else []
+        self._run_forever(node, *inside, "slurmd", "-D", "-N", node, "-f", self.environment["SLURM_CONF"])
 
     def kill_node(self, node: str) -> None:
         """The node is lost at once, with all that runs on it."""
@@ -240,6 +243,10 @@ class Job:
     def state(self) -> str:
         """As SLURM names it."""
         return self.fields()["JobState"]
+
+    def hosts(self) -> list[str]:
+        """The nodes it has, or had last."""
+        return self.cluster.run("scontrol", "show", "hostnames", self.fields()["NodeList"]).stdout.split()
 
     @property
     def restarts(self) -> int:

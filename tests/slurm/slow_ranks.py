@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline import fit
+from pipeline import fit, together
 
 SECONDS = 0.1
 SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", "0.1"))
@@ -50,6 +50,7 @@ if __name__ == "__main__":
         print("MOMENT start", file=sys.stderr, flush=True)
         if os.environ.get("DIES") == "yes":
             os.kill(os.getpid(), signal.SIGSEGV)
+        together.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
         fit.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", fit.LOCK_PATIENCE_SECONDS))
         from model.translation_module import TranslationModule
         from pipeline.callbacks import WholeCheckpointIO
