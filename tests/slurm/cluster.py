@@ -55,6 +55,7 @@ SlurmctldParameters=preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 MinJobAge=600
+GresTypes=gpu
 FirstJobId={first_job}
 {nodes}
 PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE GraceTime=20 State=UP
@@ -80,7 +81,7 @@ class Cluster:
         ports = free_ports(num_nodes + 1)
         node_lines = "\n".join(
             f"NodeName={node} NodeAddr={node} NodeHostname={socket.gethostname().split('.')[0]} Port={port} "
-            "CPUs=8 RealMemory=4000 State=UNKNOWN"
+            "CPUs=8 RealMemory=4000 Gres=gpu:8 State=UNKNOWN"
             for node, port in zip(self.nodes, ports[1:], strict=True)
         )
         conf = folder / "slurm.conf"
@@ -97,6 +98,8 @@ class Cluster:
                 nodes=node_lines,
             )
         )
+        # That many are given out; none is there.
+        (folder / "gres.conf").write_text("Name=gpu Count=8 Flags=CountOnly\n")
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
