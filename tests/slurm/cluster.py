@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.slurm.links import Links
+from tests.slurm.links import Links, free_ports
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 SBIN = "/usr/sbin:/sbin"
@@ -98,8 +98,10 @@ class Cluster:
                 nodes=node_lines,
             )
         )
-        # That many are given out; none is there.
-        (folder / "gres.conf").write_text("Name=gpu Count=8 Flags=CountOnly\n")
+        # GPUs that SLURM gives out, and nobody sees.
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+        for number in range(8):
+            (folder / f"gpu{number}").touch()
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
@@ -287,14 +289,3 @@ def processes() -> list[tuple[int, str]]:
     """Process ids and command lines."""
     listed = subprocess.run(["ps", "-eo", "pid=,args=", "-ww"], capture_output=True, text=True, check=True).stdout
     return [(int(pid), arguments) for pid, arguments in (line.split(None, 1) for line in listed.splitlines())]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

@@ -61,3 +61,14 @@ class Links:
 
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
