@@ -68,9 +68,10 @@ def go_on(recipe: "Recipe", fresh: bool, step: Step | None) -> int:
     from data_module.errors import InputError
     from data_module.tokenizer import Tokenizer
     from pipeline.checkpoint import newest_whole
-    from pipeline.run_folder import RunFolder
+    from pipeline.run_folder import RunFolder, begun_afresh
 
     path = recipe.run_folder()
+    fresh = fresh and not (step is not None and begun_afresh(path, step).exists())
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     # A job that was just requeued may find the owner it was before; that one ends, or its lock does.
     folder = RunFolder(path, patience_seconds=LOCK_PATIENCE_SECONDS if step else 0) if process_rank() == 0 else None
@@ -236,7 +237,7 @@ def train(
         raise InputError(f"trainer: {' '.join(str(error).split())}") from None
     if folder is not None:
         if fresh:
-            folder.remove_run()
+            folder.remove_run(step)
         folder.write_config(recipe, tokenizer.model)
     own_signals(trainer)
     with stop_request.keyboard_too():

@@ -104,19 +104,31 @@ class RunFolder:
                 (allowed if may else forbidden).append(f"{key} {had.get(key)} -> {wanted.get(key)}")
         return forbidden, allowed
 
-    def remove_run(self) -> None:
-        """Remove the run that is here, and nothing else; `write_config` replaces what makes the folder a run's."""
+    def remove_run(self, step: Step | None) -> None:
+        """Remove the run that is here, and nothing else; `write_config` replaces what makes the folder a run's.
+
+        A job notes that it has: when it comes back from the queue, it is to go on.
+        """
         for name in ("checkpoints", "tensorboard"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         (self.path / STOPPED_EARLY).unlink(missing_ok=True)
         for average in self.path.glob("average-last-*.ckpt"):
             average.unlink()
+        for note in self.path.glob(".fresh-*"):
+            note.unlink()
+        if step is not None:
+            begun_afresh(self.path, step).touch()
 
     def write_config(self, recipe: Recipe, tokenizer: bytes) -> None:
         """Recipe, tokenizer, and the versions of everything that had a part in it."""
         _replace(self.path / "config.yaml", yaml.safe_dump(recipe.as_dict(), sort_keys=False).encode())
         _replace(self.path / "tokenizer.model", tokenizer)
         _replace(self.path / "versions.json", json.dumps(versions(), indent=2).encode())
+
+
+def begun_afresh(path: Path, step: Step) -> Path:
+    """What is there once a job has removed the run that it had found."""
+    return path / f".fresh-{step.job}"
 
 
 @contextmanager
@@ -164,7 +176,7 @@ def versions() -> dict[str, Any]:
 
 def _is_foreign(entry: Path) -> bool:
     """Whether an entry is none that a fit leaves which was killed before it had written its recipe."""
-    ours = entry.name == ".lock" or entry.name.startswith(".starts-")
+    ours = entry.name == ".lock" or entry.name.startswith((".starts-", ".fresh-"))
     return not ours and not any(is_leftover(entry, name) for name in ("config.yaml", ".starts-"))
 
 

@@ -40,6 +40,13 @@ step() {
     done
 }
 
+# Copy a folder to the same place on each node's own disk.
+stage() {
+    local each=(srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1)
+    "${each[@]}" mkdir -p "$2" || hand_back $?
+    "${each[@]}" rsync --archive "$1/" "$2/" || hand_back $?
+}
+
 # Train a recipe, from the top or from where it stands; ends the script.
 train() {
     if [[ $# -eq 0 ]]; then

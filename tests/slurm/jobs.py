@@ -26,9 +26,10 @@ def train(
     nodes: int | str = 2,
     sbatch: Sequence[str] = (),
     environment: dict[str, str] | None = None,
+    script: Path | str = "slurm/train.sbatch",
 ) -> Job:
     """`sbatch slurm/train.sbatch RECIPE ...`."""
-    command = [f"--nodes={nodes}", *NO_GPUS, *sbatch, "slurm/train.sbatch", recipe, "--run.folder", run, *options]
+    command = [f"--nodes={nodes}", *NO_GPUS, *sbatch, script, recipe, "--run.folder", run, *options]
     return cluster.submit(*command, **(environment or {}))
 
 

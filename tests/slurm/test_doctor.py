@@ -82,7 +82,7 @@ FAULTS = {
     ),
     "a data set in place of files, and no library for it": Fault(
         r"data set none/such .*; it needs: pip install -c constraints\.txt -e '\.\[datasets\]'",
-        options="--corpus.folder new --corpus.train '{dataset: none/such}' --corpus.source_language en "
+        options="--corpus.folder new --corpus.train '{dataset: none/such, split: train}' --corpus.source_language en "
         "--corpus.target_language de",
         whole_step={"PYTHONPATH": "WITHOUT_DATASETS"},
     ),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import pipeline
 from tests.integration.runs import assert_same_state, checkpoints, scalars, step_of
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.jobs import SLOWLY, resumed_from, saved_after, train
@@ -107,8 +108,20 @@ def test_cancelled_by_its_owner(cluster: Cluster, recipe_file: Path, tmp_path: P
 
 
 def test_each_start_has_its_own_time(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """A run that trainer.max_time has stopped is not finished: its job goes back to the queue until it is."""
-    options = ["--trainer.max_steps", 60, "--trainer.max_time", "00:00:00:03", "--run.checkpoint_every_steps", 1000]
+    """A run that trainer.max_time has stopped is not finished: its job goes back to the queue until it is.
+
+    It starts over, but only once.
+    """
+    assert pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run").returncode == 0
+    options = [
+        "--fresh",
+        "--trainer.max_steps",
+        60,
+        "--trainer.max_time",
+        "00:00:00:03",
+        "--run.checkpoint_every_steps",
+        1000,
+    ]
     job = train(cluster, recipe_file, tmp_path / "run", *options, nodes=1, environment={**SLOWLY, "SLOW_RANK": "0"})
     assert job.wait(180) == "COMPLETED", job.log
     stops = saved_after(job)
