@@ -90,8 +90,8 @@ hand_back() {
         say "cancelled (exit code $code)"
         exit "$code"
     fi
-    # Those that came before are counted here; no failure is what ends by the signals that ask to stop.
-    if [[ $code -ne 75 && $code -ne 138 && $code -ne 143 ]]; then
+    # Those that came before are counted here. 138: doctor, or preparing the corpus, ended by SIGUSR1.
+    if [[ $code -ne 75 && $code -ne 138 ]]; then
         failures=$(($(cat "$FAILURES_FILE" 2>/dev/null || echo 0) + 1))
         if [[ $failures -ge 3 ]]; then
             rm -f "$FAILURES_FILE"
