@@ -137,7 +137,8 @@ class Together(Callback):
             exception.add_note(f"step {trainer.global_step}: {self._roll.call(exception)}")
         if self._roll is not None:
             # Whatever waits without limit for a rank that is silent: this one ends, so that the job can.
-            end = threading.Timer(MARGIN_SECONDS, os._exit, [1])
+            code = exception.exit_code if isinstance(exception, Stopped) else 1
+            end = threading.Timer(MARGIN_SECONDS, os._exit, [code])
             end.daemon = True
             end.start()
 
