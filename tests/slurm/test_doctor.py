@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,11 @@ class Fault:
     options: str = ""
     srun: str = "srun --kill-on-bad-exit=1"
 
+    @property
+    def made(self) -> str:
+        """Faults that are made alike are made at once."""
+        return f"{self.on_second_node} {self.whole_step} {self.options} {self.srun}"
+
 
 HANGS = """\
 import os, signal, sys, threading, time
@@ -42,6 +48,15 @@ def wait():
 threading.Thread(target=wait, daemon=True).start()
 """
 """Python's own start-up file of a rank that hangs once all have met, and of one that has less patience."""
+BROKEN_NODE = 'export GLOO_SOCKET_IFNAME=ib7 PYTHONPATH=OTHER; cd COPY; set -- faketime -f +60s "$@"'
+"""Four faults of a node at once."""
+BROKEN_RECIPE: dict[str, Any] = {
+    "options": "--corpus.folder new --corpus.source_language en --corpus.target_language de "
+    "--corpus.train '[{source: none.en, target: none.de}, {dataset: none/such, split: train}]' "
+    "--run.keep_last 1000000000 --trainer.accelerator gpu",
+    "whole_step": {"PYTHONPATH": "WITHOUT_DATASETS"},
+}
+"""Four of a recipe."""
 SECOND = r"\[127\.0\.0\.12 rank 1\]"
 FAULTS = {
     "a name that does not resolve": Fault(
@@ -53,13 +68,11 @@ FAULTS = {
     ),
     "an interface that is not there": Fault(
         rf"GLOO_SOCKET_IFNAME=ib7: there is no such interface; there are .*lo.* {SECOND}",
-        "export GLOO_SOCKET_IFNAME=ib7",
+        BROKEN_NODE,
     ),
-    "a clock that is wrong": Fault(
-        rf"the clock is \+(59|6\d)\.\d s from rank 0's; .* {SECOND}", 'set -- faketime -f +60s "$@"'
-    ),
+    "a clock that is wrong": Fault(rf"the clock is \+(59|6\d)\.\d s from rank 0's; .* {SECOND}", BROKEN_NODE),
     "another environment": Fault(
-        rf"lightning 0\.1, and \d.* on rank 0; give all nodes one environment.* {SECOND}", "export PYTHONPATH=OTHER"
+        rf"lightning 0\.1, and \d.* on rank 0; give all nodes one environment.* {SECOND}", BROKEN_NODE
     ),
     "folders that nodes do not share": Fault(
         rf"corpus corpus is not there .*; give one that all nodes share.* {SECOND}", "cd ELSEWHERE"
@@ -69,7 +82,7 @@ FAULTS = {
         r"\[127\.0\.0\.11 rank 0(; 127\.0\.0\.12 rank 1)?\]",
         "cd ELSEWHERE",
     ),
-    "a corpus with other bytes": Fault(rf"corpus corpus differs .* {SECOND}", "cd COPY"),
+    "a corpus with other bytes": Fault(rf"corpus corpus differs .* {SECOND}", BROKEN_NODE),
     "locks that stay on a node": Fault(
         r"run folder run: .* does not keep one node's locks from another, so two jobs could write at once; .*"
         r"\[127\.0\.0\.11 rank 0\]",
@@ -82,9 +95,7 @@ FAULTS = {
     ),
     "a data set in place of files, and no library for it": Fault(
         r"data set none/such .*; it needs: pip install -c constraints\.txt -e '\.\[datasets\]'",
-        options="--corpus.folder new --corpus.train '{dataset: none/such, split: train}' --corpus.source_language en "
-        "--corpus.target_language de",
-        whole_step={"PYTHONPATH": "WITHOUT_DATASETS"},
+        **BROKEN_RECIPE,
     ),
     "a rank that hangs": Fault(
         r"ranks 1 have stopped answering: they hang, or their link is cut; look at their nodes "
@@ -95,16 +106,14 @@ FAULTS = {
     "a job named bash": Fault(
         r"the job is named 'bash', .* give it another --job-name", whole_step={"SLURM_JOB_NAME": "bash"}
     ),
-    "no text": Fault(
-        r"text none\.en is missing; put it there", options="--corpus.folder new --corpus.train.source none.en"
-    ),
+    "no text": Fault(r"text none\.en is missing; put it there", **BROKEN_RECIPE),
     "a disk that is too small": Fault(
         r"GiB free, its checkpoints need [\d,.]+; lower run\.keep_last",
-        options="--run.keep_last 1000000000",
+        **BROKEN_RECIPE,
     ),
     "a recipe for GPUs where none are": Fault(
         r"trainer\.accelerator gpu, and torch sees no GPU; .* or set it to cpu",
-        options="--trainer.accelerator gpu",
+        **BROKEN_RECIPE,
     ),
 }
 
@@ -145,25 +154,32 @@ def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.Tem
 
     lines = ["#!/bin/bash", f"cd {folder}"]
     nothing = Fault("", options="--trainer.devices 3 --trainer.num_nodes 5")
-    for number, (name, fault) in enumerate({"nothing": nothing, **FAULTS}.items()):
-        made = placed(fault.on_second_node)
+    steps = {fault.made: fault for fault in FAULTS.values()}  # what is made alike is made once
+    names = {made: f"step {number}" for number, made in enumerate([*steps, nothing.made])}
+    for number, fault in enumerate([*steps.values(), nothing]):
+        on_node = placed(fault.on_second_node)
         node = folder / f"node-{number}.sh"
-        node.write_text(f'#!/bin/bash\nif [ "$SLURM_PROCID" = 1 ]; then {made}; fi\nexec "$@"\n')
+        node.write_text(f'#!/bin/bash\nif [ "$SLURM_PROCID" = 1 ]; then {on_node}; fi\nexec "$@"\n')
         settings = " ".join(f"{key}={placed(value)}" for key, value in fault.whole_step.items())
         command = f"{sys.executable} -m pipeline doctor --config {recipe} {fault.options}"
         # Given by name, a variable of the job reaches the tasks past srun, which would set its own.
-        lines.append(f"echo; echo '=== {name}'; {fault.srun} env {settings} bash {node} {command}; echo \"=> $?\"")
+        lines.append(
+            f"echo; echo '=== step {number}'; {fault.srun} env {settings} bash {node} {command}; echo \"=> $?\""
+        )
     script = folder / "job.sh"
     script.write_text("\n".join(lines) + "\n")
     # The same files, but locks are known on one side only.
     subprocess.run(["bindfs", folder, mounted], check=True)
     try:
         job = whole_cluster.submit("--nodes=2", *NO_GPUS, script)
-        assert job.wait(400) == "COMPLETED", job.log
+        assert job.wait(500) == "COMPLETED", job.log
     finally:
         subprocess.run(["umount", mounted], check=True)
     parts = re.split(r"\n=== (.*)\n", job.log)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+    by_step = dict(zip(parts[1::2], parts[2::2], strict=True))
+    return {"nothing": by_step[names[nothing.made]]} | {
+        name: by_step[names[fault.made]] for name, fault in FAULTS.items()
+    }
 
 
 def test_nothing_is_wrong(said: dict[str, str]) -> None:
