@@ -264,7 +264,7 @@ class Job:
         path = self.cluster.folder / "logs" / f"job-{self.number}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait(self, seconds: float = 120) -> str:
+    def wait(self, seconds: float = 300) -> str:
         """Wait for its end; returns its last state."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
         try:
@@ -273,7 +273,7 @@ class Job:
             raise AssertionError(f"job {self.number} is {self.fields()}:\n{self.log}") from None
         return self.state
 
-    def wait_for(self, text: str, seconds: float = 90, times: int = 1) -> None:
+    def wait_for(self, text: str, seconds: float = 200, times: int = 1) -> None:
         """Wait until the log says something so many times."""
         try:
             self.cluster.wait_until(lambda: self.log.count(text) >= times, seconds)
