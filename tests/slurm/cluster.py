@@ -124,7 +124,7 @@ class Cluster:
         self._run_forever("slurmctld", "slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
         for node in self.nodes:
             self.start_node(node)
-        self.wait_until(self.is_idle, 30)
+        self.wait_until(self.is_idle, 100)
 
     def start_node(self, node: str) -> None:
         """A node's daemon."""

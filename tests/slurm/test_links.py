@@ -39,12 +39,12 @@ def test_a_cut_link(cluster_apart: Cluster, links: Links, recipe_file: Path, tmp
     links.cut(lost)
     try:
         job.wait_for(f"rank 1 on {lost} has died or hangs; rank 0 on {first} waited for it")
-        job.wait_for("resuming from", 120)
-        assert job.wait(120) == "COMPLETED", job.log
+        job.wait_for("resuming from")
+        assert job.wait() == "COMPLETED", job.log
         assert lost not in job.hosts()
         assert len(resumed_from(job)) == 1
         assert step_of(checkpoints(run)[-1]) == 60
         # Nobody is left on the other side, waiting.
-        cluster_apart.wait_until(lambda: not cluster_apart.tasks(job.number), 60)
+        cluster_apart.wait_until(lambda: not cluster_apart.tasks(job.number), 200)
     finally:
         links.mend(lost)
