@@ -17,6 +17,7 @@ from data_module.batch import Batch, SpecialIds, StepShare
 from model.compilation import CompiledForward
 from model.decoding import Search
 from model.loss import LossSums, label_smoothed_loss
+from model.loss_scale import LossScale
 from model.noam_schedule import noam_learning_rate
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
@@ -36,14 +37,19 @@ class TranslationModule(LightningModule):
         decoding: DecodingSettings,
         seed: int,
         compiled: bool = False,
+        scaled: bool = False,
     ) -> None:
-        """The network of the recipe's settings; `compiled` trains it through torch.compile, and validates without."""
+        """The network of the recipe's settings.
+
+        `compiled` trains it through torch.compile, and validates without; `scaled` scales the loss, for float16.
+        """
         super().__init__()
         self.automatic_optimization = False
         self.special, self.training_settings, self.decoding, self.seed = special, training, decoding, seed
         self.network_settings = network
         self.network = Transformer(vocabulary_size, network)
         self.compiled_forward = CompiledForward(self.network) if compiled else None
+        self.loss_scale = LossScale() if scaled else None
         self.validation_sums: dict[str, Tensor] = {}
         self._skipped, self._skipped_in_a_row = torch.zeros(()), torch.zeros(())
         """Steps without a finite gradient: in all, and up to now without one between. On the network's device."""
@@ -93,7 +99,9 @@ class TranslationModule(LightningModule):
         [group] = optimizer.param_groups
         group["lr"] = learning_rate
         # DDP averages gradients over ranks; the loss is their sum over all target tokens.
-        scale = self.trainer.world_size / share.num_target_tokens
+        scale: float | Tensor = self.trainer.world_size / share.num_target_tokens
+        if self.loss_scale is not None:
+            scale = scale * self.loss_scale.factor
         sums = {
             "smoothed": torch.zeros((), device=self.device),
             "likelihood": torch.zeros((), device=self.device),
@@ -113,13 +121,18 @@ class TranslationModule(LightningModule):
             sums["correct"] += losses.num_correct
         # The optimizer's list: walking through the network's modules for it takes longer than the norm.
         norm = torch.nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None])
+        if self.loss_scale is not None:
+            norm = norm / self.loss_scale.factor
+            optimizer.optimizer.grad_scale = self.loss_scale.factor  # type: ignore[attr-defined]
         if settings.gradient_clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(group["params"], settings.gradient_clip_norm, norm)
         skip = 1.0 - norm.isfinite().float()
-        # The fused kernel reads this flag on its own device; it is there for gradient scaling.
+        # The fused kernel reads this flag on its own device, and divides by the scale above.
         optimizer.optimizer.found_inf = skip  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad()
+        if self.loss_scale is not None:
+            self.loss_scale.update(skip)
         self._skipped = self._skipped + skip
         self._skipped_in_a_row = (self._skipped_in_a_row + 1.0) * skip
         sums["tokens"] = torch.full_like(norm, share.num_target_tokens)
@@ -134,10 +147,14 @@ class TranslationModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A resumed run goes on counting."""
         checkpoint["skipped_steps"] = [self._skipped.item(), self._skipped_in_a_row.item()]
+        if self.loss_scale is not None:
+            checkpoint["loss_scale"] = self.loss_scale.state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """As `on_save_checkpoint` gave it; older checkpoints have none."""
         self._skipped, self._skipped_in_a_row = torch.tensor(checkpoint.get("skipped_steps", [0.0, 0.0]))
+        if self.loss_scale is not None and "loss_scale" in checkpoint:
+            self.loss_scale.load_state(checkpoint["loss_scale"])
 
     def _without_synchronisation(self) -> AbstractContextManager[None]:
         """Under DDP, a backward pass that keeps its gradients to itself."""

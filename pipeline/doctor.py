@@ -7,6 +7,7 @@ import argparse
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from pipeline.finding import Finding
 
 if TYPE_CHECKING:
     from data_module.settings import TextSource
+    from pipeline.doctor_ranks import Ranks
     from pipeline.recipe import Recipe
     from pipeline.slurm_job import Step
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("--config", type=Path, action="append", default=[], help="a recipe; overlays may follow")
+    parser.add_argument("--fresh", action="store_true", help="nothing; what fit takes is taken here as well")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,11 +60,23 @@ def say(findings: list[Finding]) -> int:
 
 def together(step: "Step", arguments: argparse.Namespace) -> int:
     """All ranks of a job step."""
-    from pipeline.doctor_ranks import Ranks, check
+    from pipeline.doctor_ranks import WAIT, Ranks, SilentError
 
     ranks = Ranks(step)
+    ranks.give_up_after(3 * WAIT)
     if apart := ranks.meet():
         return say(apart)
+    try:
+        return exchange(ranks, arguments)
+    except SilentError as silent:
+        return say([Finding(False, str(silent), ranks.here)])
+
+
+def exchange(ranks: "Ranks", arguments: argparse.Namespace) -> int:
+    """What all find, said by the first rank."""
+    from pipeline.doctor_ranks import check
+
+    step = ranks.step
     findings = [finding._replace(where=ranks.here) for finding in machine(step) if not finding.well or step.rank == 0]
     loaded = load(arguments.config, arguments.overrides)
     if step.rank == 0:
@@ -129,6 +144,7 @@ def recipe(paths: list[Path], overrides: list[str]) -> Iterator[Finding]:
         yield loaded
         return
     yield Finding(True, f"recipe {loaded.name}")
+    yield from accelerator(loaded.trainer.get("accelerator", "auto"))
     corpus = Path(loaded.corpus.folder)
     if (corpus / "manifest.json").exists():
         yield Finding(True, f"corpus {corpus} is prepared")
@@ -137,13 +153,32 @@ def recipe(paths: list[Path], overrides: list[str]) -> Iterator[Finding]:
             yield from texts(text)
     run = loaded.run_folder()
     place = next(parent for parent in [run, *run.absolute().parents] if parent.exists())
-    writable = os.access(place, os.W_OK)
-    yield Finding(writable, f"run folder {run}" + ("" if writable else f": {place} is not writable"))
+    problem = unwritable(place)
+    hint = f": {place} is not writable ({problem}); give another run.folder"
+    yield Finding(problem is None, f"run folder {run}" + ("" if problem is None else hint))
     free = shutil.disk_usage(place).free
     needed = checkpoint_bytes(loaded.corpus.vocabulary_size, loaded.network) * (loaded.run.keep_last + 2)
     enough = free > needed
     message = f"{free / 2**30:.1f} GiB free, its checkpoints need {needed / 2**30:.1f}"
     yield Finding(enough, message + ("" if enough else "; lower run.keep_last or give another run.folder"))
+
+
+def accelerator(asked: str) -> Iterator[Finding]:
+    """Whether what the recipe asks for is here."""
+    import torch
+
+    if asked in ("gpu", "cuda") and not torch.cuda.is_available():
+        hint = "see nvidia-smi and torch's CUDA build, or set it to cpu"
+        yield Finding(False, f"trainer.accelerator {asked}, and torch sees no GPU; {hint}")
+
+
+def unwritable(place: Path) -> str | None:
+    """Why no file can be made there; root may do all that it is asked about, so it is tried."""
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return None
+    except OSError as error:
+        return error.strerror
 
 
 def texts(text: "TextSource") -> Iterator[Finding]:

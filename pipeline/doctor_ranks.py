@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -20,13 +21,21 @@ import torch.distributed as dist
 
 from pipeline.finding import Finding
 from pipeline.recipe import Recipe
-from pipeline.slurm_job import Step, node_name
+from pipeline.slurm_job import Step, node_name, tell_script_of_mistake
 
 WAIT = timedelta(seconds=20)
 CLOCK_SECONDS = 2.0
 """Clocks that differ by more make times in logs and curves misleading."""
 REDUCED_BYTES = 1 << 24
 _SAMPLE = 1 << 20
+
+
+class SilentError(Exception):
+    """Ranks that were there do not answer any more."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        names = ", ".join(map(str, ranks))
+        super().__init__(f"ranks {names} have stopped answering: they hang, or their link is cut; look at their nodes")
 
 
 class Ranks:
@@ -37,6 +46,18 @@ class Ranks:
         self.here = f"{node_name()} rank {step.rank}"
         self.first_on_node = step.local_rank == 0
         self._asked = 0
+
+    def give_up_after(self, limit: timedelta) -> None:
+        """End this rank then, whatever it waits for: if rank 0 hangs, or its link is cut, no answer comes ever."""
+
+        def end() -> None:
+            print(f"WRONG {SilentError([0])} [{self.here}]", flush=True)
+            tell_script_of_mistake()
+            os._exit(1)
+
+        timer = threading.Timer(limit.total_seconds(), end)
+        timer.daemon = True
+        timer.start()
 
     def meet(self) -> list[Finding]:
         """Find the first node, and wait for all ranks; findings only where that fails."""
@@ -77,12 +98,15 @@ class Ranks:
         return missing
 
     def exchange(self, value: object) -> list:
-        """Every rank's value, by rank."""
+        """Every rank's value, by rank. Raises SilentError when one does not come."""
         self._asked += 1
         key = f"value-{self._asked}"
         self.store.set(f"{key}/{self.step.rank}", json.dumps(value))
         keys = [f"{key}/{rank}" for rank in range(self.step.num_tasks)]
-        self.store.wait(keys, 2 * WAIT)  # one rank may have waited in vain for a collective
+        try:
+            self.store.wait(keys, 2 * WAIT)  # one rank may have waited in vain for a collective
+        except (RuntimeError, dist.DistError):
+            raise SilentError([rank for rank, one in enumerate(keys) if not self.store.check([one])]) from None
         return [json.loads(self.store.get(one)) for one in keys]
 
 

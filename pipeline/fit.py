@@ -50,10 +50,9 @@ def fit(arguments: argparse.Namespace) -> int:
     """As `run`; raises Stopped when it was asked to stop by a signal."""
     quiet_lightning()
     from data_module.errors import InputError
-    from data_module.tokenizer import Tokenizer
     from pipeline.checkpoint import newest_whole
     from pipeline.recipe import load_recipe
-    from pipeline.run_folder import RunFolder, note_start, starts_noted
+    from pipeline.run_folder import counted_start
     from pipeline.starting_point import starting_point
     from pipeline.trainer_options import trainer_signature
 
@@ -62,16 +61,29 @@ def fit(arguments: argparse.Namespace) -> int:
     if not recipe.trainer.get("max_steps"):
         raise InputError("trainer.max_steps is missing; give the number of optimizer steps")
     path = recipe.run_folder()
-    if step is not None and step.rank == 0:
-        note_start(path, step.job, step.restarts, newest_whole(path)[0])
     begins = arguments.fresh or newest_whole(path)[0] is None
     start = starting_point(arguments.init_from, recipe) if arguments.init_from and begins else None
     with stop_request.at_once():
         ensure_corpus(recipe.corpus, start.tokenizer if start else None)
+    if step is None or step.rank > 0:
+        return go_on(recipe, start, arguments.fresh, step)
+    with counted_start(path, step, newest_whole(path)[0]):
+        return go_on(recipe, start, arguments.fresh, step)
+
+
+def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: Step | None) -> int:
+    """Train from where the run stands, or from `start`, if anything is left to train."""
+    from data_module.errors import InputError
+    from data_module.tokenizer import Tokenizer
+    from pipeline.checkpoint import newest_whole
+    from pipeline.run_folder import RunFolder, begun_afresh
+
+    path = recipe.run_folder()
+    fresh = fresh and not (step is not None and begun_afresh(path, step).exists())
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     # A job that was just requeued may find the owner it was before; that one ends, or its lock does.
     folder = RunFolder(path, patience_seconds=LOCK_PATIENCE_SECONDS if step else 0) if process_rank() == 0 else None
-    checkpoint, skipped = (None, []) if arguments.fresh else newest_whole(path)
+    checkpoint, skipped = (None, []) if fresh else newest_whole(path)
     for broken in skipped if folder is not None else ():
         print(f"{broken}: is not whole; skipped", file=sys.stderr)
     if folder is not None and checkpoint is not None:
@@ -93,15 +105,8 @@ def fit(arguments: argparse.Namespace) -> int:
     elif start is not None and folder is not None:
         print(f"beginning from the weights and the tokenizer of {start.path}", file=sys.stderr)
     stop_if_asked("during start-up")
-    try:
-        train(recipe, folder, tokenizer, checkpoint or start, arguments.fresh, step)
-    except Stopped:
-        if folder is not None and step is not None:
-            starts_noted(path, step.job).unlink(missing_ok=True)
-        raise
+    train(recipe, folder, tokenizer, checkpoint or start, fresh, step)
     if folder is not None:
-        if step is not None:
-            starts_noted(path, step.job).unlink(missing_ok=True)
         print(f"the run lies in {path}; look at it with: tensorboard --logdir {path}", file=sys.stderr)
         folder.close()
     return 0
@@ -181,12 +186,20 @@ def train(
     from pipeline.memory import MemoryProbe
     from pipeline.run_folder import STOPPED_EARLY
     from pipeline.together import Together, own_signals
-    from pipeline.trainer_options import cluster_environment, compiles, trainer_options
+    from pipeline.trainer_options import (
+        cluster_environment,
+        compiles,
+        precision_plugin,
+        seconds_allowed,
+        trainer_options,
+    )
     from pipeline.whole_file import whole_file
 
     path = recipe.run_folder()
     checkpoint = begin if isinstance(begin, Path) else None
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+    options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
+    plugins = [WholeCheckpointIO(), cluster_environment(step), float16 := precision_plugin(options)]
     torch.manual_seed(recipe.run.seed)
     module = TranslationModule(
         tokenizer.vocabulary_size,
@@ -196,6 +209,7 @@ def train(
         recipe.decoding,
         recipe.run.seed,
         compiled=compiles(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
+        scaled=float16 is not None,
     )
     if begin is not None and not isinstance(begin, Path):
         module.network.load_state_dict(begin.weights)
@@ -221,9 +235,7 @@ def train(
     if recipe.training.ema_decay is not None:
         callbacks.append(MovingAverage(decay=recipe.training.ema_decay))
     keeper = CheckpointKeeper(path, recipe, tokenizer)
-    callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds)]
-    options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
-    environment = cluster_environment(step)
+    callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds, seconds_allowed(options.pop("max_time", None)))]
     first_step = 1 + (step_of(checkpoint) if checkpoint else 0)
     try:
         trainer = Trainer(
@@ -237,14 +249,14 @@ def train(
             enable_checkpointing=False,
             logger=TensorBoardLogger(path, name="", version="tensorboard", purge_step=first_step),
             callbacks=callbacks,
-            plugins=[WholeCheckpointIO(), *([environment] if environment else [])],
+            plugins=[plugin for plugin in plugins if plugin is not None],
         )
     except (MisconfigurationException, ValueError, ImportError) as error:
         # What the machine does not have, or keys that exclude one another.
         raise InputError(f"trainer: {' '.join(str(error).split())}") from None
     if folder is not None:
         if fresh:
-            folder.remove_run()
+            folder.remove_run(step)
         folder.write_config(recipe, tokenizer.model)
     own_signals(trainer)
     with stop_request.keyboard_too():

@@ -5,7 +5,10 @@ import json
 import platform
 import shutil
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -14,7 +17,8 @@ import yaml
 
 from data_module.errors import InputError
 from pipeline.recipe import Recipe
-from pipeline.stop_request import stop_if_asked
+from pipeline.slurm_job import Step, forget_failures
+from pipeline.stop_request import Stopped, stop_if_asked
 from pipeline.whole_file import is_leftover, remove_leftovers, whole_file
 
 MAY_CHANGE = ("name", "decoding", "run", "trainer")
@@ -54,12 +58,16 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         self._lock: IO[str] = (path / ".lock").open("a")
         deadline = time.monotonic() + patience_seconds
+        said = False
         try:
             while not self._take():
                 if time.monotonic() >= deadline:
                     raise InputError(
                         f"{path}: another fit is writing there; wait for it to end or give another run.folder"
                     )
+                if not said:
+                    said = True
+                    print(f"{path}: another fit is writing there; waiting {patience_seconds:.0f} s", file=sys.stderr)
                 stop_if_asked("while another fit was writing")
                 time.sleep(0.5)
         except OSError as error:
@@ -96,13 +104,20 @@ class RunFolder:
                 (allowed if may else forbidden).append(f"{key} {had.get(key)} -> {wanted.get(key)}")
         return forbidden, allowed
 
-    def remove_run(self) -> None:
-        """Remove the run that is here, and nothing else; `write_config` replaces what makes the folder a run's."""
+    def remove_run(self, step: Step | None) -> None:
+        """Remove the run that is here, and nothing else; `write_config` replaces what makes the folder a run's.
+
+        A job notes that it has: when it comes back from the queue, it is to go on.
+        """
         for name in ("checkpoints", "tensorboard"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         (self.path / STOPPED_EARLY).unlink(missing_ok=True)
         for average in self.path.glob("average-last-*.ckpt"):
             average.unlink()
+        for note in self.path.glob(".fresh-*"):
+            note.unlink()
+        if step is not None:
+            begun_afresh(self.path, step).touch()
 
     def write_config(self, recipe: Recipe, tokenizer: bytes) -> None:
         """Recipe, tokenizer, and the versions of everything that had a part in it."""
@@ -111,21 +126,22 @@ class RunFolder:
         _replace(self.path / "versions.json", json.dumps(versions(), indent=2).encode())
 
 
-def starts_noted(path: Path, job: str) -> Path:
-    """Where a job notes that it has started from the run's newest checkpoint."""
-    return path / f".starts-{job}.json"
+def begun_afresh(path: Path, step: Step) -> Path:
+    """What is there once a job has removed the run that it had found."""
+    return path / f".fresh-{step.job}"
 
 
-def note_start(path: Path, job: str, restarts: int, checkpoint: Path | None) -> None:
+@contextmanager
+def counted_start(path: Path, step: Step, checkpoint: Path | None) -> Iterator[None]:
     """Count a job's starts from one checkpoint that came to no end of their own.
 
-    Whoever stops or finishes in order removes the note; a crash, a hang or a lost node leaves it.
+    Whoever stops, finishes or ends by a mistake removes the note; a crash, a hang or a lost node leaves it.
 
     Raises InputError when there were MAX_STARTS already: what repeats is no accident.
     """
     name = checkpoint.name if checkpoint else "the beginning"
-    note = starts_noted(path, job)
-    noted = json.loads(note.read_text()) if note.exists() and restarts else {}
+    note = path / f".starts-{step.job}.json"
+    noted = json.loads(note.read_text()) if note.exists() and step.restarts else {}
     starts = 1 + (noted["starts"] if noted.get("checkpoint") == name else 0)
     if starts > MAX_STARTS:
         raise InputError(
@@ -133,6 +149,13 @@ def note_start(path: Path, job: str, restarts: int, checkpoint: Path | None) -> 
             "then submit it again"
         )
     _replace(note, json.dumps({"checkpoint": name, "starts": starts}).encode())
+    forget_failures()
+    try:
+        yield
+    except (Stopped, InputError):
+        note.unlink(missing_ok=True)
+        raise
+    note.unlink(missing_ok=True)
 
 
 def versions() -> dict[str, Any]:
@@ -153,7 +176,7 @@ def versions() -> dict[str, Any]:
 
 def _is_foreign(entry: Path) -> bool:
     """Whether an entry is none that a fit leaves which was killed before it had written its recipe."""
-    ours = entry.name == ".lock" or entry.name.startswith(".starts-")
+    ours = entry.name == ".lock" or entry.name.startswith((".starts-", ".fresh-"))
     return not ours and not any(is_leftover(entry, name) for name in ("config.yaml", ".starts-"))
 
 

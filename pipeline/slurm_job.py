@@ -20,6 +20,9 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 MISTAKE_FILE = "MISTAKE_FILE"
 """Names a file that tells the job's script of a user's mistake: srun's own exit code is that of the ranks it killed."""
 
+FAILURES_FILE = "FAILURES_FILE"
+"""Names a file in which the job's script counts failures, as long as no training has begun."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -84,6 +87,12 @@ def tell_script_of_mistake(environment: Mapping[str, str] = os.environ) -> None:
     """Leave the file that keeps the job's script from starting the same again."""
     if name := environment.get(MISTAKE_FILE):
         Path(name).touch()
+
+
+def forget_failures(environment: Mapping[str, str] = os.environ) -> None:
+    """Training begins, and counts by itself from now on."""
+    if name := environment.get(FAILURES_FILE):
+        Path(name).unlink(missing_ok=True)
 
 
 def _in_job(environment: Mapping[str, str]) -> bool:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPPED = 75
-"""Exit code of a run that was asked to stop and can go on: EX_TEMPFAIL, "try again later"."""
+"""Exit code of a run that has stopped before its last step and can go on: EX_TEMPFAIL, "try again later"."""
 INTERRUPTED = 130
 """The same, by Ctrl-C."""
 

@@ -6,7 +6,10 @@ for it, no device is synchronised, and since all ranks read the same one they st
 apart the signal found them.
 """
 
+import os
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -44,13 +47,14 @@ class Agreement:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._posted: tuple[torch.Tensor, dist.Work] | None = None
 
-    def asked(self) -> bool:
-        """What all ranks had posted at the last call; all must call it equally often."""
+    def asked(self, time_is_up: bool = False) -> bool:
+        """What all ranks had posted at the last call, a signal or that; all must call it equally often."""
+        wanted = time_is_up or stop_request.asked_by() is not None
         if self._group is None:
-            return stop_request.asked_by() is not None
+            return wanted
         answer = self._read()
         if not answer:
-            flag = torch.tensor([stop_request.asked_by() is not None], dtype=torch.uint8)
+            flag = torch.tensor([wanted], dtype=torch.uint8)
             work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             assert work is not None
             self._posted = flag, work
@@ -72,9 +76,12 @@ class Agreement:
 class Together(Callback):
     """Saves and raises Stopped on all ranks after the same step. Stands last, behind the keeper."""
 
-    def __init__(self, keeper: CheckpointKeeper, timeout_seconds: int) -> None:
+    def __init__(self, keeper: CheckpointKeeper, timeout_seconds: int, max_seconds: float | None = None) -> None:
+        """Ranks wait `timeout_seconds` for one another; stop after `max_seconds` of training, as if asked to."""
         self._keeper = keeper
         self._timeout_seconds = timeout_seconds
+        self._max_seconds = max_seconds
+        self._began = 0.0
         self._agreement: Agreement | None = None
         self._roll: Roll | None = None
         self._validation_pending = False
@@ -97,11 +104,15 @@ class Together(Callback):
             loop.run()
             trainer.training = True
             self._validation_pending = False
+        self._began = time.monotonic()
+
+    def _time_is_up(self) -> bool:
+        return self._max_seconds is not None and time.monotonic() - self._began >= self._max_seconds
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Between two steps."""
         assert self._agreement is not None
-        if self._agreement.asked():
+        if self._agreement.asked(self._time_is_up()):
             self._stop(trainer, validation_pending=validation_is_due(trainer))
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -116,12 +127,20 @@ class Together(Callback):
         self._validation_pending = validation_pending
         if validation_pending or self._keeper.saved_step < trainer.global_step:
             self._keeper.save(trainer)
-        raise Stopped(f"asked to stop: saved after step {trainer.global_step}; the same command goes on from there")
+        only_time = self._time_is_up() and stop_request.asked_by() is None
+        why = "trainer.max_time is over" if only_time else "asked to stop"
+        raise Stopped(f"{why}: saved after step {trainer.global_step}; the same command goes on from there")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Say at the end of the error where it came from."""
         if self._roll is not None and not isinstance(exception, Stopped | KeyboardInterrupt):
             exception.add_note(f"step {trainer.global_step}: {self._roll.call(exception)}")
+        if self._roll is not None:
+            # Whatever waits without limit for a rank that is silent: this one ends, so that the job can.
+            code = exception.exit_code if isinstance(exception, Stopped) else 1
+            end = threading.Timer(MARGIN_SECONDS, os._exit, [code])
+            end.daemon = True
+            end.start()
 
     def state_dict(self) -> dict[str, Any]:
         """Carried over a resume."""
@@ -150,9 +169,8 @@ class Roll:
             self._tell(f"failed|{type(error).__name__}: {said[0] if said else ''}")
             return f"{here} failed"
         self._tell("waiting|")
-        try:
-            heard = self._listen()
-        except (RuntimeError, dist.DistError):  # the store lives in rank 0
+        heard = self._listen()
+        if heard is None:
             return f"{self._names[0]} has died or hangs; {here} waited for it"
         for rank, word in heard.items():
             kind, _, what = word.partition("|")
@@ -168,7 +186,21 @@ class Roll:
         except (RuntimeError, dist.DistError):
             return
 
-    def _listen(self) -> dict[int, str]:
+    def _listen(self) -> dict[int, str] | None:
+        """Every rank's word so far; None if the store does not answer, which lives in rank 0."""
+        answers: list[dict[int, str]] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError, dist.DistError):
+                answers.append(self._words())
+
+        # A store that hangs, or that a link was cut to, gives no answer ever.
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(2 * ROLL_CALL_SECONDS)
+        return answers[0] if answers else None
+
+    def _words(self) -> dict[int, str]:
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         while True:
             there = [rank for rank in range(len(self._names)) if self._store.check([str(rank)])]

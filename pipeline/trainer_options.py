@@ -31,12 +31,65 @@ def trainer_options(
     if options["accelerator"] == "auto" and not torch.cuda.is_available():
         options["accelerator"] = "cpu"
     options["precision"] = options.get("precision") or best_precision(options["accelerator"])
-    if str(options["precision"]).startswith("16"):
-        raise InputError("trainer.precision 16 needs loss scaling, which is not there yet; use bf16-mixed or 32-true")
+    if str(options["precision"]) in ("16-true", "16"):
+        raise InputError(f"trainer.precision {options['precision']} cannot hold Adam's steps; use 16-mixed, bf16-mixed")
+    if str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda"):
+        allow_tf32()
     if step is not None:
         options |= {"num_nodes": step.num_nodes, "devices": step.tasks_per_node}
     options["strategy"] = strategy(options, timeout_seconds)
     return options
+
+
+def allow_tf32() -> None:
+    """Let GPUs that have it multiply float32 matrices in TF32, several times as fast; says so."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
+        torch.set_float32_matmul_precision("high")
+        if os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+            _say("float32: matrix products in TF32; NVIDIA_TF32_OVERRIDE=0 in the environment keeps them exact")
+
+
+def _say(message: str) -> None:
+    from lightning.pytorch.utilities import rank_zero_only
+
+    rank_zero_only(print)(message, file=sys.stderr)
+
+
+def precision_plugin(options: dict[str, Any]) -> Any:
+    """Float16 with the module's own loss scale: Lightning's refuses to clip. None for any other precision.
+
+    Takes the precision out of the options, since Lightning wants it from one place.
+    """
+    if options["precision"] != "16-mixed":
+        return None
+    from lightning.pytorch.plugins import MixedPrecision
+
+    del options["precision"]
+    plugin = MixedPrecision("16-mixed", "cpu" if options["accelerator"] == "cpu" else "cuda")
+    plugin.scaler = None
+    return plugin
+
+
+def seconds_allowed(max_time: Any) -> float | None:
+    """A recipe's `trainer.max_time` in seconds.
+
+    Lightning would end the run as if it had finished, and make all ranks wait for one another at each step.
+
+    Raises InputError for what is no duration.
+    """
+    from lightning.pytorch.callbacks import Timer
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from data_module.errors import InputError
+
+    try:
+        return Timer(max_time).time_remaining()
+    except (MisconfigurationException, TypeError):
+        raise InputError(
+            f"trainer.max_time {max_time} is no duration; give days:hours:minutes:seconds, as in 00:00:45:00"
+        ) from None
 
 
 def cluster_environment(step: Step | None) -> Any:

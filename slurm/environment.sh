@@ -40,6 +40,13 @@ step() {
     done
 }
 
+# Copy a folder to the same place on each node's own disk.
+stage() {
+    local each=(srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1)
+    "${each[@]}" mkdir -p "$2" || hand_back $?
+    "${each[@]}" rsync --archive "$1/" "$2/" || hand_back $?
+}
+
 # Train a recipe, from the top or from where it stands; ends the script.
 train() {
     if [[ $# -eq 0 ]]; then
@@ -54,7 +61,7 @@ train() {
     step doctor --config "$@"
     local code=$?
     if [[ -e $MISTAKE_FILE || ($code -ne 0 && $code -lt 128) ]]; then
-        rm -f "$MISTAKE_FILE"
+        rm -f "$MISTAKE_FILE" "$FAILURES_FILE"
         say "doctor has found what is WRONG above; not requeued"
         exit 2
     fi
@@ -64,7 +71,7 @@ train() {
     code=$?
     [[ $code -ne 0 ]] || exit 0
     if [[ $code -eq 2 || -e $MISTAKE_FILE ]]; then
-        rm -f "$MISTAKE_FILE"
+        rm -f "$MISTAKE_FILE" "$FAILURES_FILE"
         say "ended by the mistake above; not requeued"
         exit 2
     fi
@@ -72,9 +79,9 @@ train() {
 }
 
 # Back into the queue, to start from the top: after exit code 75, of a run that was asked to stop, has saved and can go
-# on, and after any failure. `fit` counts failures, and ends with a mistake when they repeat.
+# on, and after any failure. Once training has begun `fit` counts them, and ends with a mistake when they repeat.
 hand_back() {
-    local code=$1 job=$SLURM_JOB_ID state
+    local code=$1 job=$SLURM_JOB_ID state failures
     # An array's last task has the array's own number: that would requeue all of them.
     [[ -z ${SLURM_ARRAY_TASK_ID:-} ]] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     # A job that its owner cancels ends too, and is to stay so.
@@ -82,6 +89,16 @@ hand_back() {
     if [[ $state == CANCELLED* || $state == "COMPLETING None" ]]; then
         say "cancelled (exit code $code)"
         exit "$code"
+    fi
+    # Those that came before are counted here. 138: doctor, or preparing the corpus, ended by SIGUSR1.
+    if [[ $code -ne 75 && $code -ne 138 ]]; then
+        failures=$(($(cat "$FAILURES_FILE" 2>/dev/null || echo 0) + 1))
+        if [[ $failures -ge 3 ]]; then
+            rm -f "$FAILURES_FILE"
+            say "exit code $code, $failures times before training began; see above why, then submit it again"
+            exit "$code"
+        fi
+        echo "$failures" >"$FAILURES_FILE"
     fi
     say "exit code $code; requeued"
     scontrol requeue "$job" || say "could not be requeued; submit it again, it goes on where it was"
@@ -92,4 +109,7 @@ hand_back() {
 trap : TERM USR1
 # srun's exit code may be that of tasks it has killed; a mistake is told by this file.
 export MISTAKE_FILE=$PWD/.mistake-${SLURM_JOB_ID:-}
+# Counts failures from one start to the next.
+export FAILURES_FILE=$PWD/.failures-${SLURM_JOB_ID:-}
 rm -f "$MISTAKE_FILE"
+[[ ${SLURM_RESTART_COUNT:-0} -gt 0 ]] || rm -f "$FAILURES_FILE"

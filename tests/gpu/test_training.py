@@ -21,6 +21,7 @@ from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.benchmark.stopwatch import PeakMemory
 from pipeline.callbacks import Monitor
+from pipeline.trainer_options import precision_plugin
 from tests.model.test_compilation import DEVICES, PAD, VOCABULARY, share_of
 
 SPECIAL = SpecialIds(pad=PAD, bos=1, eos=2)
@@ -34,12 +35,18 @@ def _kernels_as_before() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
-def module(device: str, compiled: bool = False, pieces: int = VOCABULARY, special: SpecialIds = SPECIAL) -> Any:
+def module(
+    device: str,
+    compiled: bool = False,
+    pieces: int = VOCABULARY,
+    special: SpecialIds = SPECIAL,
+    scaled: bool = False,
+) -> Any:
     """A network with heads of a size that every kernel takes, as `fit` begins with it."""
     torch.manual_seed(3)
     settings = NetworkSettings(num_layers=1, d_model=128, d_ff=64, num_heads=2, dropout=0.0)
     training = TrainingSettings(gradient_clip_norm=1.0)
-    made = TranslationModule(pieces, special, settings, training, DecodingSettings(), seed=1, compiled=compiled)
+    made = TranslationModule(pieces, special, settings, training, DecodingSettings(), 1, compiled, scaled)
     made.on_fit_start()
     return made.to(device).train()
 
@@ -60,20 +67,25 @@ class _NoWaiting(Callback):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("compiled", "precision"),
+    [(False, "bf16-mixed"), (False, "16-mixed"), pytest.param(True, "bf16-mixed", marks=pytest.mark.slow)],
+)
 @pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
-def test_no_step_waits_for_the_device(device: str, compiled: bool, tiny_corpus: Path) -> None:
+def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: str, tiny_corpus: Path) -> None:
     """Loader, copy, micro-batches with and without mask, loss, clipping, Adam, Lightning's loop and the Monitor."""
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     data = TranslationDataModule(tiny_corpus, BatchSettings(batch_tokens=400, group_tokens=100), special, seed=1)
     watch = _NoWaiting()
+    float16 = precision_plugin({"precision": precision, "accelerator": device})
     trainer = Trainer(
         accelerator=device,
         devices=1,
-        precision="bf16-mixed",
+        precision=None if float16 else precision,
+        plugins=float16,
         max_steps=16,
         max_epochs=-1,
         limit_val_batches=0,
@@ -85,7 +97,8 @@ def test_no_step_waits_for_the_device(device: str, compiled: bool, tiny_corpus: 
         callbacks=[Monitor(every_steps=100), watch],
     )
     try:
-        trainer.fit(module("cpu", compiled, tokenizer.vocabulary_size, special), datamodule=data)
+        made = module("cpu", compiled, tokenizer.vocabulary_size, special, scaled=float16 is not None)
+        trainer.fit(made, datamodule=data)
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
@@ -118,11 +131,13 @@ def test_batches_without_a_mask_take_the_flash_kernel(device: str) -> None:
                     made.losses(masked)
 
 
-def loss_and_gradient(made: TranslationModule, device: str, masked: bool, autocast: bool) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(
+    made: TranslationModule, device: str, masked: bool, low: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     made.zero_grad()
     total = torch.zeros((), device=device)
     for batch in share_of(SHAPES, masked).to(device).micro_batches:
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        with torch.autocast(device, low, enabled=low is not None):
             sums = made.losses(batch)
         sums.smoothed.backward()
         total += sums.smoothed.detach()
@@ -132,9 +147,10 @@ def loss_and_gradient(made: TranslationModule, device: str, masked: bool, autoca
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("masked", [False, True])
-def test_bf16_stays_near_float32(device: str, masked: bool) -> None:
-    exact, exact_gradient = loss_and_gradient(module("cpu"), "cpu", masked, autocast=False)
-    low, low_gradient = loss_and_gradient(module(device), device, masked, autocast=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_stay_near_float32(device: str, masked: bool, dtype: torch.dtype) -> None:
+    exact, exact_gradient = loss_and_gradient(module("cpu"), "cpu", masked)
+    low, low_gradient = loss_and_gradient(module(device), device, masked, dtype)
     torch.testing.assert_close(low, exact, rtol=0.005, atol=0)
     assert (low_gradient - exact_gradient).norm() < 0.03 * exact_gradient.norm()
 
@@ -142,8 +158,8 @@ def test_bf16_stays_near_float32(device: str, masked: bool) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_float32_is_the_cpus_with_masks_and_without(device: str) -> None:
     for masked in (False, True):
-        exact, exact_gradient = loss_and_gradient(module("cpu").double(), "cpu", masked, autocast=False)
-        found, gradient = loss_and_gradient(module(device), device, masked, autocast=False)
+        exact, exact_gradient = loss_and_gradient(module("cpu").double(), "cpu", masked)
+        found, gradient = loss_and_gradient(module(device), device, masked)
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=0, check_dtype=False)
         assert (gradient - exact_gradient).norm() < 1e-4 * exact_gradient.norm()
 

@@ -170,7 +170,7 @@ def test_export_translates_without_this_code(trained_run: Path, tmp_path: Path) 
 
 
 def test_doctor_finds_what_is_wrong(recipe_file: Path) -> None:
-    well = pipeline("doctor", "--config", recipe_file)
+    well = pipeline("doctor", "--config", recipe_file, "--fresh")
     assert well.returncode == 0, well.stdout
     assert b"WRONG" not in well.stdout
     ill = pipeline("doctor", "--config", recipe_file, "--corpus.folder", "nowhere", "--corpus.train.source", "none.en")

@@ -22,11 +22,14 @@ def broken_fit(recipe: Path, run: Path, first: int, last: int, *arguments: objec
     return process.returncode, said.decode()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_skipped_step_changes_nothing_but_the_count(recipe_file: Path, tmp_path: Path, devices: int) -> None:
+@pytest.mark.parametrize(("devices", "precision"), [(1, "32-true"), (2, "32-true"), (2, "16-mixed")])
+def test_a_skipped_step_changes_nothing_but_the_count(
+    recipe_file: Path, tmp_path: Path, devices: int, precision: str
+) -> None:
     run = tmp_path / "run"
     options = ["--run.checkpoint_every_steps", 1, "--run.keep_last", 12, "--run.log_every_steps", 1]
-    code, said = broken_fit(recipe_file, run, 5, 6, "--trainer.devices", devices, *options)
+    options += ["--trainer.devices", devices, "--trainer.precision", precision, "--training.gradient_clip_norm", 0.5]
+    code, said = broken_fit(recipe_file, run, 5, 6, *options)
     assert code == 0, said
     states = [torch.load(path, weights_only=True) for path in checkpoints(run)]
     fourth, fifth, sixth, seventh = states[3:7]
@@ -38,6 +41,8 @@ def test_a_skipped_step_changes_nothing_but_the_count(recipe_file: Path, tmp_pat
     assert sum(moved) > len(moved) / 2
     assert all(weight.isfinite().all() for weight in states[-1]["state_dict"].values())
     assert [state["skipped_steps"] for state in states[3:7]] == [[0, 0], [1, 1], [2, 2], [2, 0]]
+    if precision == "16-mixed":  # and the scale of the loss
+        assert [state["loss_scale"] for state in states[3:7]] == [[65536, 4], [32768, 0], [16384, 0], [16384, 1]]
     # Each step has a batch and a learning rate of its own all the same, and the curve has no hole that is drawn.
     assert [step for step, _ in scalars(run, "train/learning_rate")] == list(range(1, 13))
     assert [step for step, _ in scalars(run, "train/loss")] == [1, 2, 3, 4, *range(7, 13)]

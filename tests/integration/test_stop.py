@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM outside SLURM: the run saves after the step, stops, and goes on exactly there."""
+"""Ctrl-C, SIGTERM, trainer.max_time outside SLURM: the run saves after the step, stops, and goes on exactly there."""
 
 import signal
 import time
@@ -39,3 +39,19 @@ def test_stopped_and_run_again(recipe_file: Path, tmp_path: Path, devices: int, 
     assert again.stderr.decode().count(f"resuming from {saved}") == 1
     assert pipeline(*command, "--run.folder", tmp_path / "whole", *end).returncode == 0
     assert_same_state(checkpoints(run)[-1], checkpoints(tmp_path / "whole")[-1])
+
+
+def test_time_is_over(recipe_file: Path, tmp_path: Path) -> None:
+    """Not finished, so not exit code 0; each start has all of the time."""
+    run = tmp_path / "run"
+    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_time", "00:00:00:01"]
+    command += ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 1000]
+    steps = []
+    for _ in range(2):
+        done = pipeline(*command, "--trainer.max_steps", 100_000)
+        assert done.returncode == 75
+        steps.append(step_of(checkpoints(run)[-1]))
+        last = done.stderr.decode().splitlines()[-1]
+        assert last == f"trainer.max_time is over: saved after step {steps[-1]}; the same command goes on from there"
+    assert steps[1] > steps[0] + 5
+    assert pipeline(*command, "--trainer.max_steps", steps[1] + 5).returncode == 0

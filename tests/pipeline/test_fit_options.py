@@ -7,7 +7,16 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from data_module.errors import InputError
-from pipeline.trainer_options import OWNED, best_precision, compiles, strategy, trainer_signature
+from pipeline.trainer_options import (
+    OWNED,
+    best_precision,
+    compiles,
+    precision_plugin,
+    seconds_allowed,
+    strategy,
+    trainer_options,
+    trainer_signature,
+)
 
 
 def test_bf16_wherever_the_processor_has_it() -> None:
@@ -48,3 +57,37 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         compiles(True, "cpu")
     monkeypatch.setenv("CC", "/opt/bin/cc")
     assert compiles(None, "gpu")
+
+
+def test_how_long_a_start_may_train() -> None:
+    assert seconds_allowed(None) is None
+    assert seconds_allowed("01:00:02:03") == 86_523
+    assert seconds_allowed({"minutes": 2}) == 120
+    for wrong in ("45", "45 minutes", {"minute": 2}):
+        with pytest.raises(InputError, match=r"trainer\.max_time .*00:00:45:00"):
+            seconds_allowed(wrong)
+
+
+def test_float32_on_gpus_multiplies_in_tf32(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    told = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", told.append)
+    for capability, precision in (((7, 0), "32-true"), ((8, 0), "16-mixed"), ((8, 0), "32-true")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        trainer_options({"accelerator": "gpu", "precision": precision, "devices": 1})
+    assert told == ["high"]
+    assert capsys.readouterr().err.count("matrix products in TF32; NVIDIA_TF32_OVERRIDE=0") == 1
+
+
+def test_float16_scales_by_the_modules_own_factor() -> None:
+    options = trainer_options({"accelerator": "cpu", "precision": "16-mixed"})
+    plugin = precision_plugin(options)
+    assert plugin.precision == "16-mixed"
+    assert plugin.scaler is None
+    assert "precision" not in options
+    assert precision_plugin({"precision": "bf16-mixed", "accelerator": "cpu"}) is None
+    for precision in ("16-true", 16):
+        with pytest.raises(InputError, match="use 16-mixed"):
+            trainer_options({"accelerator": "cpu", "precision": precision})

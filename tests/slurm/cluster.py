@@ -16,13 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.slurm.links import Links, free_ports
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 SBIN = "/usr/sbin:/sbin"
 
 CONF = """\
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({controller})
 SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
@@ -54,6 +55,7 @@ SlurmctldParameters=preempt_send_user_signal
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 MinJobAge=600
+GresTypes=gpu
 FirstJobId={first_job}
 {nodes}
 PartitionName=normal Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE GraceTime=20 State=UP
@@ -69,9 +71,9 @@ def missing() -> list[str]:
 class Cluster:
     """Its controller and nodes, and a way to submit, ask and wait."""
 
-    def __init__(self, folder: Path, num_nodes: int) -> None:
-        self.folder = folder
-        self.nodes = [f"127.0.0.{11 + number}" for number in range(num_nodes)]
+    def __init__(self, folder: Path, num_nodes: int, links: Links | None = None) -> None:
+        self.folder, self._links = folder, links
+        self.nodes = links.nodes if links else [f"127.0.0.{11 + number}" for number in range(num_nodes)]
         self._munge = folder / "munge"
         for name in ("state", "munge", "logs"):
             (folder / name).mkdir(parents=True)
@@ -79,13 +81,14 @@ class Cluster:
         ports = free_ports(num_nodes + 1)
         node_lines = "\n".join(
             f"NodeName={node} NodeAddr={node} NodeHostname={socket.gethostname().split('.')[0]} Port={port} "
-            "CPUs=8 RealMemory=4000 State=UNKNOWN"
+            "CPUs=8 RealMemory=4000 Gres=gpu:8 State=UNKNOWN"
             for node, port in zip(self.nodes, ports[1:], strict=True)
         )
         conf = folder / "slurm.conf"
         conf.write_text(
             CONF.format(
                 host=socket.gethostname().split(".")[0],
+                controller=links.controller if links else "127.0.0.1",
                 controller_port=ports[0],
                 # Ranks meet on a port made of the job's number: another cluster's jobs on this machine have others.
                 first_job=1 + os.getpid() * 37 % 60_000,
@@ -95,6 +98,10 @@ class Cluster:
                 nodes=node_lines,
             )
         )
+        # GPUs that SLURM gives out, and nobody sees.
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+        for number in range(8):
+            (folder / f"gpu{number}").touch()
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
@@ -117,11 +124,12 @@ class Cluster:
         self._run_forever("slurmctld", "slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
         for node in self.nodes:
             self.start_node(node)
-        self.wait_until(self.is_idle, 30)
+        self.wait_until(self.is_idle, 100)
 
     def start_node(self, node: str) -> None:
         """A node's daemon."""
-        self._run_forever(node, "slurmd", "-D", "-N", node, "-f", self.environment["SLURM_CONF"])
+        inside = self._links.inside(node) if self._links else []
+        self._run_forever(node, *inside, "slurmd", "-D", "-N", node, "-f", self.environment["SLURM_CONF"])
 
     def kill_node(self, node: str) -> None:
         """The node is lost at once, with all that runs on it."""
@@ -241,6 +249,10 @@ class Job:
         """As SLURM names it."""
         return self.fields()["JobState"]
 
+    def hosts(self) -> list[str]:
+        """The nodes it has, or had last."""
+        return self.cluster.run("scontrol", "show", "hostnames", self.fields()["NodeList"]).stdout.split()
+
     @property
     def restarts(self) -> int:
         """How often it was requeued."""
@@ -252,7 +264,7 @@ class Job:
         path = self.cluster.folder / "logs" / f"job-{self.number}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait(self, seconds: float = 120) -> str:
+    def wait(self, seconds: float = 300) -> str:
         """Wait for its end; returns its last state."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
         try:
@@ -261,7 +273,7 @@ class Job:
             raise AssertionError(f"job {self.number} is {self.fields()}:\n{self.log}") from None
         return self.state
 
-    def wait_for(self, text: str, seconds: float = 90, times: int = 1) -> None:
+    def wait_for(self, text: str, seconds: float = 200, times: int = 1) -> None:
         """Wait until the log says something so many times."""
         try:
             self.cluster.wait_until(lambda: self.log.count(text) >= times, seconds)
@@ -277,14 +289,3 @@ def processes() -> list[tuple[int, str]]:
     """Process ids and command lines."""
     listed = subprocess.run(["ps", "-eo", "pid=,args=", "-ww"], capture_output=True, text=True, check=True).stdout
     return [(int(pid), arguments) for pid, arguments in (line.split(None, 1) for line in listed.splitlines())]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

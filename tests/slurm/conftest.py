@@ -1,5 +1,6 @@
 """The test cluster, once a session; without SLURM its tests are skipped in one line."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -8,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster, missing
+from tests.slurm.links import Links
 
 
-@pytest.fixture(scope="session")
-def whole_cluster() -> Iterator[Cluster]:
+def started(num_nodes: int, links: Links | None = None) -> Iterator[Cluster]:
     if lacking := missing():
         pytest.skip(f"no SLURM here ({', '.join(lacking)}): apt-get install slurm-wlm munge")
     # Not pytest's own folder, whose path is too long for a socket and closed to others.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    cluster = Cluster(folder, num_nodes=3)
+    cluster = Cluster(folder, num_nodes, links)
     try:
         cluster.start()
         yield cluster
@@ -25,9 +26,33 @@ def whole_cluster() -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def whole_cluster() -> Iterator[Cluster]:
+    yield from started(3)
+
+
+@pytest.fixture(scope="module")
+def links() -> Iterator[Links]:
+    """Three nodes' cables."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("no links to cut here: as root, apt-get install iproute2")
+    made = Links(num_nodes=3)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster_apart(links: Links) -> Iterator[Cluster]:
+    """A cluster of nodes that reach one another by these links only."""
+    yield from started(3, links)
+
+
 @pytest.fixture
 def cluster(whole_cluster: Cluster) -> Iterator[Cluster]:
     """The cluster, idle before and after a test."""
-    whole_cluster.wait_until(whole_cluster.is_idle, 60)
+    whole_cluster.wait_until(whole_cluster.is_idle, 200)
     yield whole_cluster
     whole_cluster.cancel_all()

@@ -26,9 +26,10 @@ def train(
     nodes: int | str = 2,
     sbatch: Sequence[str] = (),
     environment: dict[str, str] | None = None,
+    script: Path | str = "slurm/train.sbatch",
 ) -> Job:
     """`sbatch slurm/train.sbatch RECIPE ...`."""
-    command = [f"--nodes={nodes}", *NO_GPUS, *sbatch, "slurm/train.sbatch", recipe, "--run.folder", run, *options]
+    command = [f"--nodes={nodes}", *NO_GPUS, *sbatch, script, recipe, "--run.folder", run, *options]
     return cluster.submit(*command, **(environment or {}))
 
 
@@ -49,7 +50,7 @@ def saved_after(job: Job) -> list[int]:
 def wait_until_saved(job: Job, run: Path, step: int) -> None:
     """Wait until a run has a checkpoint of that step or a later one."""
     try:
-        job.cluster.wait_until(lambda: any(step_of(path) >= step for path in checkpoints(run)), 90)
+        job.cluster.wait_until(lambda: any(step_of(path) >= step for path in checkpoints(run)), 200)
     except AssertionError:
         raise AssertionError(f"job {job.number} ({job.state}) has not saved step {step}:\n{job.log}") from None
 

@@ -2,7 +2,8 @@
 
 Real training but for SLOW_RANK's sleep after each step and validation batch, which stands for a busy node: it comes
 after the step's collectives, so that others are by then up to a whole step ahead. Saving takes longer
-than it would, and the step after CRASH_AFTER fails on that rank.
+than it would (SAVE_SECONDS), and the step after CRASH_AFTER fails on that rank. With DIES a rank is gone before it has
+begun; LOCK_PATIENCE is how long it waits for another writer.
 """
 
 import sys
@@ -15,11 +16,15 @@ if sys.argv[1:2] == ["doctor"]:
 from pipeline.__main__ import main  # isort: skip - it notes signals from here on
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
+from pipeline import fit, together
+
 SECONDS = 0.1
+SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", "0.1"))
 CRASH_AFTER = int(os.environ.get("CRASH_AFTER", "-1"))
 
 
@@ -34,7 +39,7 @@ def then_sleep(method: Callable[..., Any], moment: str) -> Any:
             raise ArithmeticError("a bug of this step")
         result = method(*arguments, **named)
         if moment == "save" or rank == slow:
-            time.sleep(SECONDS)
+            time.sleep(SAVE_SECONDS if moment == "save" else SECONDS)
         return result
 
     return replacement
@@ -43,6 +48,10 @@ def then_sleep(method: Callable[..., Any], moment: str) -> Any:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["fit"]:
         print("MOMENT start", file=sys.stderr, flush=True)
+        if os.environ.get("DIES") == "yes":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        together.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
+        fit.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", fit.LOCK_PATIENCE_SECONDS))
         from model.translation_module import TranslationModule
         from pipeline.callbacks import WholeCheckpointIO
 

@@ -3,9 +3,11 @@
 import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,36 @@ class Fault:
     options: str = ""
     srun: str = "srun --kill-on-bad-exit=1"
 
+    @property
+    def made(self) -> str:
+        """Faults that are made alike are made at once."""
+        return f"{self.on_second_node} {self.whole_step} {self.options} {self.srun}"
 
+
+HANGS = """\
+import os, signal, sys, threading, time
+from datetime import timedelta
+def exchange(ranks, value):
+    os.kill(os.getpid(), signal.SIGSTOP)
+def wait():
+    while not hasattr(sys.modules.get("pipeline.doctor_ranks"), "check"):
+        time.sleep(0.001)
+    module = sys.modules["pipeline.doctor_ranks"]
+    module.WAIT = timedelta(seconds=4)
+    if os.environ["SLURM_PROCID"] == "1":
+        module.Ranks.exchange = exchange
+threading.Thread(target=wait, daemon=True).start()
+"""
+"""Python's own start-up file of a rank that hangs once all have met, and of one that has less patience."""
+BROKEN_NODE = 'export GLOO_SOCKET_IFNAME=ib7 PYTHONPATH=OTHER; cd COPY; set -- faketime -f +60s "$@"'
+"""Four faults of a node at once."""
+BROKEN_RECIPE: dict[str, Any] = {
+    "options": "--corpus.folder new --corpus.source_language en --corpus.target_language de "
+    "--corpus.train '[{source: none.en, target: none.de}, {dataset: none/such, split: train}]' "
+    "--run.keep_last 1000000000 --trainer.accelerator gpu",
+    "whole_step": {"PYTHONPATH": "WITHOUT_DATASETS"},
+}
+"""Four of a recipe."""
 SECOND = r"\[127\.0\.0\.12 rank 1\]"
 FAULTS = {
     "a name that does not resolve": Fault(
@@ -37,13 +68,11 @@ FAULTS = {
     ),
     "an interface that is not there": Fault(
         rf"GLOO_SOCKET_IFNAME=ib7: there is no such interface; there are .*lo.* {SECOND}",
-        "export GLOO_SOCKET_IFNAME=ib7",
+        BROKEN_NODE,
     ),
-    "a clock that is wrong": Fault(
-        rf"the clock is \+(59|6\d)\.\d s from rank 0's; .* {SECOND}", 'set -- faketime -f +60s "$@"'
-    ),
+    "a clock that is wrong": Fault(rf"the clock is \+(59|6\d)\.\d s from rank 0's; .* {SECOND}", BROKEN_NODE),
     "another environment": Fault(
-        rf"lightning 0\.1, and \d.* on rank 0; give all nodes one environment.* {SECOND}", "export PYTHONPATH=OTHER"
+        rf"lightning 0\.1, and \d.* on rank 0; give all nodes one environment.* {SECOND}", BROKEN_NODE
     ),
     "folders that nodes do not share": Fault(
         rf"corpus corpus is not there .*; give one that all nodes share.* {SECOND}", "cd ELSEWHERE"
@@ -53,20 +82,38 @@ FAULTS = {
         r"\[127\.0\.0\.11 rank 0(; 127\.0\.0\.12 rank 1)?\]",
         "cd ELSEWHERE",
     ),
-    "a corpus with other bytes": Fault(rf"corpus corpus differs .* {SECOND}", "cd COPY"),
-    "no GPUs where SLURM gave some": Fault(
-        r"SLURM gave this node 8 GPUs and torch sees 0; .* " + SECOND, "export SLURM_GPUS_ON_NODE=8"
+    "a corpus with other bytes": Fault(rf"corpus corpus differs .* {SECOND}", BROKEN_NODE),
+    "locks that stay on a node": Fault(
+        r"run folder run: .* does not keep one node's locks from another, so two jobs could write at once; .*"
+        r"\[127\.0\.0\.11 rank 0\]",
+        "cd MOUNTED",
+    ),
+    "a run folder that nobody may write": Fault(
+        r"run folder /sys/run: /sys is not writable \(.+\); give another run\.folder \[127\.0\.0\.11 rank 0; "
+        r"127\.0\.0\.12 rank 1\]",
+        options="--run.folder /sys/run",
+    ),
+    "a data set in place of files, and no library for it": Fault(
+        r"data set none/such .*; it needs: pip install -c constraints\.txt -e '\.\[datasets\]'",
+        **BROKEN_RECIPE,
+    ),
+    "a rank that hangs": Fault(
+        r"ranks 1 have stopped answering: they hang, or their link is cut; look at their nodes "
+        r"\[127\.0\.0\.11 rank 0\]",
+        whole_step={"PYTHONPATH": "HANGS"},
     ),
     "no srun": Fault(r"the job has 2 tasks and this process was not started by srun; start it with srun", srun=""),
     "a job named bash": Fault(
         r"the job is named 'bash', .* give it another --job-name", whole_step={"SLURM_JOB_NAME": "bash"}
     ),
-    "no text": Fault(
-        r"text none\.en is missing; put it there", options="--corpus.folder new --corpus.train.source none.en"
-    ),
+    "no text": Fault(r"text none\.en is missing; put it there", **BROKEN_RECIPE),
     "a disk that is too small": Fault(
         r"GiB free, its checkpoints need [\d,.]+; lower run\.keep_last",
-        options="--run.keep_last 1000000000",
+        **BROKEN_RECIPE,
+    ),
+    "a recipe for GPUs where none are": Fault(
+        r"trainer\.accelerator gpu, and torch sees no GPU; .* or set it to cpu",
+        **BROKEN_RECIPE,
     ),
 }
 
@@ -76,7 +123,9 @@ def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.Tem
     """What doctor says of each fault, and of none: a job with a step for each."""
     from tests.conftest import tiny_recipe
 
-    folder = tmp_path_factory.mktemp("doctor")
+    if shutil.which("bindfs") is None:
+        pytest.skip("no bindfs here: apt-get install bindfs")
+    folder, mounted = tmp_path_factory.mktemp("doctor"), tmp_path_factory.mktemp("mounted")
     recipe = folder / "tiny.yaml"
     import yaml
 
@@ -91,30 +140,55 @@ def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.Tem
         file.write(b"\xff")
     (folder / "other" / "lightning-0.1.dist-info").mkdir(parents=True)
     (folder / "other" / "lightning-0.1.dist-info" / "METADATA").write_text("Name: lightning\nVersion: 0.1\n")
-    places = {"ELSEWHERE": "elsewhere", "COPY": "copy", "OTHER": "other"}
-    lines = ["#!/bin/bash", f"cd {folder}"]
-    for number, (name, fault) in enumerate({"nothing": Fault(""), **FAULTS}.items()):
-        made = fault.on_second_node
+    (folder / "without").mkdir()
+    (folder / "without" / "sitecustomize.py").write_text("import sys\nsys.modules['datasets'] = None\n")
+    (folder / "hangs").mkdir()
+    (folder / "hangs" / "sitecustomize.py").write_text(HANGS)
+    places = {"ELSEWHERE": "elsewhere", "COPY": "copy", "OTHER": "other", "MOUNTED": str(mounted)}
+    places |= {"WITHOUT_DATASETS": "without", "HANGS": "hangs"}
+
+    def placed(text: str) -> str:
         for place, path in places.items():
-            made = made.replace(place, str(folder / path))
+            text = text.replace(place, str(folder / path))
+        return text
+
+    lines = ["#!/bin/bash", f"cd {folder}"]
+    nothing = Fault("", options="--trainer.devices 3 --trainer.num_nodes 5")
+    steps = {fault.made: fault for fault in FAULTS.values()}  # what is made alike is made once
+    names = {made: f"step {number}" for number, made in enumerate([*steps, nothing.made])}
+    for number, fault in enumerate([*steps.values(), nothing]):
+        on_node = placed(fault.on_second_node)
         node = folder / f"node-{number}.sh"
-        node.write_text(f'#!/bin/bash\nif [ "$SLURM_PROCID" = 1 ]; then {made}; fi\nexec "$@"\n')
-        settings = " ".join(f"{key}={value}" for key, value in fault.whole_step.items())
+        node.write_text(f'#!/bin/bash\nif [ "$SLURM_PROCID" = 1 ]; then {on_node}; fi\nexec "$@"\n')
+        settings = " ".join(f"{key}={placed(value)}" for key, value in fault.whole_step.items())
         command = f"{sys.executable} -m pipeline doctor --config {recipe} {fault.options}"
         # Given by name, a variable of the job reaches the tasks past srun, which would set its own.
-        lines.append(f"echo; echo '=== {name}'; {fault.srun} env {settings} bash {node} {command}; echo \"=> $?\"")
+        lines.append(
+            f"echo; echo '=== step {number}'; {fault.srun} env {settings} bash {node} {command}; echo \"=> $?\""
+        )
     script = folder / "job.sh"
     script.write_text("\n".join(lines) + "\n")
-    job = whole_cluster.submit("--nodes=2", *NO_GPUS, script)
-    assert job.wait(300) == "COMPLETED", job.log
+    # The same files, but locks are known on one side only.
+    subprocess.run(["bindfs", folder, mounted], check=True)
+    try:
+        job = whole_cluster.submit("--nodes=2", *NO_GPUS, script)
+        assert job.wait(500) == "COMPLETED", job.log
+    finally:
+        subprocess.run(["umount", mounted], check=True)
     parts = re.split(r"\n=== (.*)\n", job.log)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+    by_step = dict(zip(parts[1::2], parts[2::2], strict=True))
+    return {"nothing": by_step[names[nothing.made]]} | {
+        name: by_step[names[fault.made]] for name, fault in FAULTS.items()
+    }
 
 
 def test_nothing_is_wrong(said: dict[str, str]) -> None:
     assert "=> 0" in said["nothing"]
     assert "WRONG" not in said["nothing"]
     assert re.search(r"ok    all-reduce over gloo, 2 ranks: [\d,]+ MB/s", said["nothing"])
+    # The job says how many; what a recipe says besides is told.
+    assert "ok    trainer.devices 3 of the recipe does not count: the job gives 1" in said["nothing"]
+    assert "ok    trainer.num_nodes 5 of the recipe does not count: the job gives 2" in said["nothing"]
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -126,11 +200,13 @@ def test_a_fault_is_found(said: dict[str, str], name: str) -> None:
 
 
 def test_training_asks_doctor_first(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    job = train(cluster, recipe_file, tmp_path / "run", environment={"GLOO_SOCKET_IFNAME": "ib7"})
+    gpus = ["--gpus-per-node=2"]
+    job = train(cluster, recipe_file, tmp_path / "run", sbatch=gpus, environment={"GLOO_SOCKET_IFNAME": "ib7"})
     assert job.wait() == "FAILED"
     assert job.fields()["ExitCode"] == "2:0"
     assert re.search(
         r"GLOO_SOCKET_IFNAME=ib7: there is no such interface.*\[127\.0\.0\.11 rank 0; 127\.0\.0\.12", job.log
     )
+    assert re.search(r"SLURM gave this node 2 GPUs and torch sees 0; .*\[127\.0\.0\.11 rank 0; 127\.0\.0\.12", job.log)
     assert job.restarts == 0
     assert not (tmp_path / "run").exists()

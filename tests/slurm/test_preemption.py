@@ -6,24 +6,31 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import pipeline
 from tests.integration.runs import assert_same_state, checkpoints, scalars
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.jobs import SLOWLY, resumed_from, saved_after, train
 
 pytestmark = pytest.mark.slow
 
-MOMENTS = ["start", "validation", "save", "training"]
+MOMENTS = [
+    ("start", ["USR1"]),
+    ("validation", ["USR1"]),
+    ("save", ["TERM"]),
+    ("training", ["USR1", "TERM", "USR1"]),  # the last two while it is stopping
+]
 RANDOM_MOMENTS = int(os.environ.get("RANDOM_MOMENTS", "0"))
 """More of them take half a minute each."""
 
 
-def signal_at(job: Job, moment: str, start: int, pause: float) -> None:
-    """SIGUSR1 to all ranks so long after a moment of its start of that number is first seen."""
-    job.cluster.wait_until(lambda: job.log.count("MOMENT start") >= 2 * start, 60)
+def signal_at(job: Job, moment: str, start: int, pause: float, names: list[str]) -> None:
+    """Signals to all ranks so long after a moment of its start of that number is first seen."""
+    job.cluster.wait_until(lambda: job.log.count("MOMENT start") >= 2 * start, 200)
     begin = [index for index in range(len(job.log)) if job.log.startswith("MOMENT start", index)][2 * start - 2]
-    job.cluster.wait_until(lambda: f"MOMENT {moment}" in job.log[begin:], 60)
+    job.cluster.wait_until(lambda: f"MOMENT {moment}" in job.log[begin:], 200)
     job.cluster.sleep(pause)
-    job.signal("USR1")
+    for name in names:
+        job.signal(name)
 
 
 def test_signals_at_any_moment(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
@@ -32,20 +39,20 @@ def test_signals_at_any_moment(cluster: Cluster, recipe_file: Path, tmp_path: Pa
     options += ["--run.checkpoint_every_steps", 7, "--run.log_every_steps", 1, "--batches.workers", 1]
     options += ["--trainer.max_steps", 40 + 25 * RANDOM_MOMENTS]
     chance = random.Random(os.getpid())
-    moments = MOMENTS + ["training"] * RANDOM_MOMENTS
+    moments = MOMENTS + [("training", ["USR1"])] * RANDOM_MOMENTS
     job = train(cluster, recipe_file, tmp_path / "run", *options, environment=SLOWLY)
-    for start, moment in enumerate(moments, 1):
+    for start, (moment, names) in enumerate(moments, 1):
         pause = chance.uniform(0, 1.5) if moment == "training" else chance.uniform(0, 0.1)
-        signal_at(job, moment, start, pause)
+        signal_at(job, moment, start, pause, names)
         job.wait_for("; requeued", times=start)
-    assert job.wait(180) == "COMPLETED", job.log
+    assert job.wait() == "COMPLETED", job.log
     assert job.restarts == len(moments)
     # It goes on exactly where it was stopped; stopped during start-up, from where that start would have.
     assert resumed_from(job) == saved_after(job)
     assert job.log.count("asked to stop") == len(moments)
 
     whole = train(cluster, recipe_file, tmp_path / "whole", *options)
-    assert whole.wait(180) == "COMPLETED", whole.log
+    assert whole.wait() == "COMPLETED", whole.log
     assert_same_state(checkpoints(tmp_path / "run")[-1], checkpoints(tmp_path / "whole")[-1])
     for tag in ("train/loss", "validation/loss", "validation/bleu"):
         assert scalars(tmp_path / "run", tag) == scalars(tmp_path / "whole", tag), tag
@@ -68,7 +75,7 @@ def test_time_is_up(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None
     options = ["--trainer.max_steps", 2000, "--run.checkpoint_every_steps", 5000]
     limit = ["--time=1", "--signal=USR1@0"]
     job = train(cluster, recipe_file, tmp_path / "run", *options, sbatch=limit, environment=SLOWLY)
-    job.wait_for("; requeued", 200)
+    job.wait_for("; requeued")
     [step] = saved_after(job)
     assert step > 0
     job.wait_for("resuming from")
@@ -76,13 +83,20 @@ def test_time_is_up(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None
 
 
 def test_cancelled_by_its_owner(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """It saves, and is not put back into the queue; submitted again it goes on, and once finished it says so."""
+    """It saves, and is not put back into the queue; submitted again it goes on, and once finished it says so.
+
+    Cancelled again while it saves, by someone without patience.
+    """
     options = ["--trainer.max_steps", 40, "--run.checkpoint_every_steps", 1000]
-    job = train(cluster, recipe_file, tmp_path / "run", *options, environment=SLOWLY)
+    environment = {**SLOWLY, "SAVE_SECONDS": "4"}
+    job = train(cluster, recipe_file, tmp_path / "run", *options, environment=environment)
     job.wait_for("MOMENT training", times=3)
     cluster.run("scancel", job.number)
+    job.wait_for("MOMENT save")
+    cluster.sleep(2)
+    cluster.run("scancel", job.number)
     assert job.wait() == "CANCELLED"
-    cluster.wait_until(cluster.is_idle, 30)
+    cluster.wait_until(cluster.is_idle, 200)
     [step] = saved_after(job)
     again = train(cluster, recipe_file, tmp_path / "run", *options)
     assert again.wait() == "COMPLETED", again.log
@@ -91,3 +105,42 @@ def test_cancelled_by_its_owner(cluster: Cluster, recipe_file: Path, tmp_path: P
     assert finished.wait() == "COMPLETED"
     assert finished.log.count("finished at step 40; raise trainer.max_steps to go on") == 1
     assert job.state == "CANCELLED"
+
+
+def test_each_start_has_its_own_time(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    """A run that trainer.max_time has stopped is not finished: its job goes back to the queue. It starts over once."""
+    run = tmp_path / "run"
+    assert pipeline("fit", "--config", recipe_file, "--run.folder", run).returncode == 0
+    options = ["--fresh", "--trainer.max_time", "00:00:00:02"]
+    options += ["--trainer.max_steps", 2000, "--run.checkpoint_every_steps", 1000]
+    job = train(cluster, recipe_file, run, *options, nodes=1, environment={**SLOWLY, "SLOW_RANK": "0"})
+    job.wait_for("resuming from", times=2)
+    stops = saved_after(job)[:2]
+    assert resumed_from(job) == stops
+    assert stops[1] > stops[0]
+    assert job.log.count("trainer.max_time is over") >= 2
+    assert job.restarts == 2
+
+
+def test_two_jobs_on_one_run(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    """One writes and notices nothing. Another is refused once it has waited long enough, a third goes on after it."""
+    run = tmp_path / "run"
+    options = ["--trainer.max_steps", 5000, "--run.log_every_steps", 1, "--run.checkpoint_every_steps", 1000]
+    slowly = {**SLOWLY, "SLOW_RANK": "0"}
+    writer = train(cluster, recipe_file, run, *options, nodes=1, environment=slowly)
+    writer.wait_for("MOMENT training")
+    refused = train(cluster, recipe_file, run, *options, nodes=2, environment={**slowly, "LOCK_PATIENCE": "1"})
+    waiting = train(cluster, recipe_file, run, *options, nodes=1, environment={**slowly, "LOCK_PATIENCE": "400"})
+    assert refused.wait() == "FAILED"
+    assert refused.fields()["ExitCode"] == "2:0"
+    assert refused.restarts == 0
+    assert refused.log.count(f"error: {run}: another fit is writing there; wait for it to end") == 1
+    assert "Traceback" not in refused.log
+    waiting.wait_for(f"{run}: another fit is writing there; waiting 400 s")
+    cluster.run("scancel", writer.number)
+    assert writer.wait() == "CANCELLED"
+    waiting.wait_for("resuming from")
+    [step] = saved_after(writer)
+    assert resumed_from(waiting) == [step]
+    assert writer.log.count("MOMENT start") == 1
+    assert [step for step, _ in scalars(run, "train/learning_rate")][:step] == list(range(1, step + 1))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import pipeline
+from tests.conftest import ROOT, pipeline
 from tests.integration.runs import checkpoints
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import train, weights_of
@@ -13,14 +13,28 @@ from tests.slurm.jobs import train, weights_of
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_nodes_are_equal_to_one_process(cluster: Cluster, recipe_file: Path, tmp_path: Path, nodes: int) -> None:
+@pytest.mark.parametrize(("nodes", "tasks"), [(2, 2), (3, 1)])
+def test_nodes_are_equal_to_one_process(
+    cluster: Cluster, tiny_corpus: Path, recipe_file: Path, tmp_path: Path, nodes: int, tasks: int
+) -> None:
+    """With several tasks a node, from a corpus that is copied to the nodes first."""
     # Adam would blow up the rounding of gradients that are zero, with the paper's epsilon.
     exact = ["--training.adam_epsilon", 1e-3]
     alone, together = tmp_path / "alone", tmp_path / "together"
     assert pipeline("fit", "--config", recipe_file, "--run.folder", alone, *exact).returncode == 0
-    job = train(cluster, recipe_file, together, *exact, nodes=nodes)
+    script, local = "slurm/train.sbatch", tmp_path / "node" / "corpus"
+    if tasks > 1:
+        place = "# stage data/wmt14/en-de /local/corpus\n"
+        text = (ROOT / script).read_text()
+        assert place in text
+        (tmp_path / "train.sbatch").write_text(text.replace(place, f"stage {tiny_corpus} {local}\n"))
+        script = tmp_path / "train.sbatch"
+        exact += ["--corpus.folder", local]
+    tasks_a_node = [f"--ntasks-per-node={tasks}"]
+    job = train(cluster, recipe_file, together, *exact, nodes=nodes, sbatch=tasks_a_node, script=script)
     assert job.wait() == "COMPLETED", job.log
+    assert "Warning" not in job.log  # srun's, of numbers that exclude one another
+    assert local.exists() == (tasks > 1)
     assert [path.name for path in checkpoints(together)] == [path.name for path in checkpoints(alone)]
     ours, theirs = weights_of(together), weights_of(alone)
     for name, weight in theirs.items():

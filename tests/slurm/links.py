@@ -1,0 +1,74 @@
+"""Nodes that are really apart: each in a network of its own, with a link to a switch that can be cut. Needs root."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+
+class Links:
+    """A switch (a bridge) with this machine on it, and a network namespace with its own cable for each node."""
+
+    def __init__(self, num_nodes: int) -> None:
+        number = os.getpid()
+        self._switch = f"sw{number}"
+        prefix = f"10.{180 + number % 60}.{number // 60 % 250}"
+        self.controller = f"{prefix}.1"
+        self.nodes = [f"{prefix}.{11 + node}" for node in range(num_nodes)]
+        self._names = {address: f"sw{number}n{node}" for node, address in enumerate(self.nodes)}
+
+    def start(self) -> None:
+        """Connect all. A node's own name leads to itself there, as on many clusters."""
+        ip("link", "add", self._switch, "type", "bridge")
+        ip("addr", "add", f"{self.controller}/24", "dev", self._switch)
+        ip("link", "set", self._switch, "up")
+        for address, name in self._names.items():
+            ip("netns", "add", name)
+            ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", name, "master", self._switch, "up")
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                ip("-n", name, "link", "set", device, "up")
+            # What lies there stands in for /etc inside.
+            inside = Path("/etc/netns") / name
+            inside.mkdir(parents=True)
+            (inside / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")
+
+    def stop(self) -> None:
+        """Leave nothing; a step whose controller is out of reach would stay, and its network with it."""
+        for name in self._names.values():
+            listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
+            for pid in map(int, listed.split()):
+                os.kill(pid, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+        subprocess.run(["ip", "link", "delete", self._switch], stderr=subprocess.DEVNULL, check=False)
+
+    def inside(self, node: str) -> list[str]:
+        """What a command begins with that is to run on a node."""
+        return ["ip", "netns", "exec", self._names[node]]
+
+    def cut(self, node: str) -> None:
+        """From now on packets to and from it are lost without a word."""
+        ip("link", "set", self._names[node], "down")
+
+    def mend(self, node: str) -> None:
+        """As before."""
+        ip("link", "set", self._names[node], "up")
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

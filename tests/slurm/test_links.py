@@ -1,0 +1,50 @@
+"""Nodes that are really apart, and a link between them that is cut."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import checkpoints, step_of
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import SLOWLY, resumed_from, train, wait_until_saved
+from tests.slurm.links import Links
+
+pytestmark = pytest.mark.slow
+
+
+def test_names_that_lead_to_themselves(cluster_apart: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    """Found by doctor before anything waits for anyone; with the interface named, all is well."""
+    job = train(cluster_apart, recipe_file, tmp_path / "run")
+    assert job.wait() == "FAILED", job.log
+    first, second, _ = cluster_apart.nodes
+    assert (
+        f"this node's own name {socket.gethostname()} leads to itself, so gloo would wait there for the others; "
+        "export GLOO_SOCKET_IFNAME=the interface between nodes (lo, eth0) "
+        f"[{first} rank 0; {second} rank 1]"
+    ) in job.log
+    mended = train(cluster_apart, recipe_file, tmp_path / "run", environment={"GLOO_SOCKET_IFNAME": "eth0"})
+    assert mended.wait() == "COMPLETED", mended.log
+    assert "all-reduce over gloo, 2 ranks" in mended.log
+
+
+def test_a_cut_link(cluster_apart: Cluster, links: Links, recipe_file: Path, tmp_path: Path) -> None:
+    """Nobody hangs up, so all wait as long as they may; then the job goes on, on a node that can be reached."""
+    run = tmp_path / "run"
+    options = ["--run.checkpoint_every_steps", 2, "--trainer.max_steps", 60, "--run.timeout_seconds", 6]
+    environment = {**SLOWLY, "GLOO_SOCKET_IFNAME": "eth0"}
+    job = train(cluster_apart, recipe_file, run, *options, environment=environment)
+    wait_until_saved(job, run, step=4)
+    first, lost, _ = cluster_apart.nodes
+    links.cut(lost)
+    try:
+        job.wait_for(f"rank 1 on {lost} has died or hangs; rank 0 on {first} waited for it")
+        job.wait_for("resuming from")
+        assert job.wait() == "COMPLETED", job.log
+        assert lost not in job.hosts()
+        assert len(resumed_from(job)) == 1
+        assert step_of(checkpoints(run)[-1]) == 60
+        # Nobody is left on the other side, waiting.
+        cluster_apart.wait_until(lambda: not cluster_apart.tasks(job.number), 200)
+    finally:
+        links.mend(lost)
