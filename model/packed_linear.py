@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from model.transformer import Transformer
 
-
 _SMALL_PRODUCT = 1 << 19
 """Multiplications up to which MKL is faster."""
 

@@ -51,6 +51,8 @@ class Translation(NamedTuple):
         return self.hypotheses[0].score
 
 
+SHORTEST = 16
+"""A sentence counts as this many tokens at least: what a search holds grows with its answers too."""
 LONGEST = 1024
 """The commands cut a sentence to this many tokens: attention's memory grows with the square of its length."""
 NOTHING = Hypothesis("", 0.0, 0.0, 0)
@@ -77,7 +79,8 @@ class Translator:
             network: a Transformer, or an exported `Search`.
             tokenizer: the one that the network was trained with.
             settings: how to search.
-            batch_tokens: at most this many padded source tokens are searched at once; a longer sentence alone.
+            batch_tokens: at most this many padded source tokens are searched at once, and a sixteenth as many
+                sentences; a longer sentence alone.
             max_source_tokens: a sentence is cut to this many tokens, with its end symbol; None for as many as
                 the network has positions for.
             device: where to search; None for where the network is.
@@ -221,14 +224,15 @@ def batches_by_length(lengths: list[int], batch_tokens: int) -> Iterator[list[in
     """Indices of sentences to search together, the longest sentences first, for they take the most memory.
 
     A batch ends where one more would exceed `batch_tokens` padded cells, and where the length changes once it
-    is half full: sentences of one length need no mask. Sentences of one token, the end symbol, are left out.
+    is half full: sentences of one length need no mask. Short sentences count as `SHORTEST` tokens, so no batch has
+    more than batch_tokens / SHORTEST. Sentences of one token, the end symbol, are left out.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
         if lengths[index] <= 1:
             break
         if batch:
-            longest = lengths[batch[0]]
+            longest = max(lengths[batch[0]], SHORTEST)
             is_full = longest * (len(batch) + 1) > batch_tokens
             is_half_full = longest * len(batch) * 2 >= batch_tokens
             if is_full or (is_half_full and lengths[index] < lengths[batch[-1]]):
