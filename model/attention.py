@@ -83,6 +83,31 @@ def attend_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -
     return scores.softmax(-1) @ value
 
 
+def with_room(
+    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], paths: Tensor, used_slots: int, num_new: int
+) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], Tensor]:
+    """A larger cache of those slots that are on some path, and the paths through it.
+
+    Of the slots on the paths, bool [B, N, slots], the last `num_new` are still to be written.
+    """
+    needed = paths[:, :, :used_slots].any(1)
+    num_needed = int(needed.sum(1).max())
+    # Sentences that need fewer keep some that are on no path.
+    places = needed.byte().topk(num_needed).indices.unsqueeze(1)
+    sentences = torch.arange(paths.size(0), device=paths.device)[:, None, None]
+    heads = torch.arange(cache[0][0].size(1), device=paths.device)[:, None]
+    larger: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for keys, values, memory_keys, memory_values in cache:
+        batch_size, num_heads, num_slots = keys.size(0), keys.size(1), num_needed + 8 * num_new
+        new_keys = keys.new_empty([batch_size, num_heads, num_slots, keys.size(3)])
+        new_values = values.new_empty([batch_size, num_heads, num_slots, values.size(3)])
+        new_keys[:, :, :num_needed] = keys[sentences, heads, places]
+        new_values[:, :, :num_needed] = values[sentences, heads, places]
+        larger.append((new_keys, new_values, memory_keys, memory_values))
+    kept = paths.gather(2, places.expand(-1, paths.size(1), -1))
+    return larger, torch.cat([kept, paths[:, :, used_slots:]], 2)
+
+
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """[B, T, H * K] -> [B, H, T, K], a view."""
     return x.view(x.size(0), x.size(1), num_heads, x.size(2) // num_heads).transpose(1, 2)

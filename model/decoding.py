@@ -17,8 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from model.attention import with_room
 from model.positions import LearnedPositions
 from model.transformer import Transformer
+
+SHORTEST = 16
+"""A sentence counts as this many tokens at least: what a search holds grows with its answers too."""
 
 
 class Greedy(NamedTuple):
@@ -175,7 +179,7 @@ class Search(nn.Module):
         on_cpu = device.type == "cpu"
         steps_between_checks = 1 if on_cpu else 8
 
-        cache = self.network.init_cache(self.network.encode(source, source_mask), min(longest_limit, 16) * beam_size)
+        cache = self.network.init_cache(self.network.encode(source, source_mask), min(longest_limit, 8) * beam_size)
         used_slots = 0
         # The open hypotheses, best first: at first there is one. Their paths are bool [B, N, slots].
         last = torch.full([batch_size, 1], self.bos_id, device=device)
@@ -197,7 +201,7 @@ class Search(nn.Module):
             if used_slots + num_open > cache[0][0].size(2):
                 if beam_size == 1:
                     paths = paths.new_ones([rows.size(0), 1, used_slots + 1])
-                cache, paths = self._with_room(cache, paths, used_slots, num_open)
+                cache, paths = with_room(cache, paths, used_slots, num_open)
                 used_slots = paths.size(2) - num_open
             states = self.network.decode_step(
                 last, position, used_slots, cache, source_mask, paths if beam_size > 1 else None
@@ -254,30 +258,6 @@ class Search(nn.Module):
             cache = [(k[:left], v[:left], ck[:left], cv[:left]) for k, v, ck, cv in cache]
 
         return self._spell(found[0], found[1], found[2], history)
-
-    def _with_room(
-        self, cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], paths: Tensor, used_slots: int, num_new: int
-    ) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], Tensor]:
-        """A larger cache of those slots that are on some path, and the paths through it.
-
-        Of the slots on the paths, bool [B, N, slots], the last `num_new` are still to be written.
-        """
-        needed = paths[:, :, :used_slots].any(1)
-        num_needed = int(needed.sum(1).max())
-        # Sentences that need fewer keep some that are on no path.
-        places = needed.byte().topk(num_needed).indices.unsqueeze(1)
-        sentences = torch.arange(paths.size(0), device=paths.device)[:, None, None]
-        heads = torch.arange(cache[0][0].size(1), device=paths.device)[:, None]
-        larger: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        for keys, values, memory_keys, memory_values in cache:
-            batch_size, num_heads, num_slots = keys.size(0), keys.size(1), 2 * (num_needed + num_new)
-            new_keys = keys.new_empty([batch_size, num_heads, num_slots, keys.size(3)])
-            new_values = values.new_empty([batch_size, num_heads, num_slots, values.size(3)])
-            new_keys[:, :, :num_needed] = keys[sentences, heads, places]
-            new_values[:, :, :num_needed] = values[sentences, heads, places]
-            larger.append((new_keys, new_values, memory_keys, memory_values))
-        kept = paths.gather(2, places.expand(-1, paths.size(1), -1))
-        return larger, torch.cat([kept, paths[:, :, used_slots:]], 2)
 
     def _continuations(
         self, states: Tensor, totals: Tensor, must_end: Tensor | None, beam_size: int

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from data_module.errors import InputError
 from data_module.tokenizer import Tokenizer
-from model.decoding import Search
+from model.decoding import SHORTEST, Search
 from model.packed_linear import can_pack, pack_linears
 from model.settings import DecodingSettings
 from model.transformer import Transformer
@@ -51,8 +51,6 @@ class Translation(NamedTuple):
         return self.hypotheses[0].score
 
 
-SHORTEST = 16
-"""A sentence counts as this many tokens at least: what a search holds grows with its answers too."""
 LONGEST = 1024
 """The commands cut a sentence to this many tokens: attention's memory grows with the square of its length."""
 NOTHING = Hypothesis("", 0.0, 0.0, 0)

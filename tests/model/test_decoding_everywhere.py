@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.decoding import Answers, Search
+from data_module.batch import SpecialIds
+from model.decoding import SHORTEST, Answers, Search
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.translation_module import TranslationModule
 from tests.model.search_truth import (
     BOS,
     EOS,
@@ -21,6 +24,7 @@ from tests.model.search_truth import (
     make_sources,
     trained_network,
 )
+from tests.model.test_compilation import VOCABULARY, share_of
 from tests.model.test_decoding import observed
 
 SOURCE = torch.tensor([[4, 5, EOS]])
@@ -79,6 +83,25 @@ def test_scripted_equals_eager_also_where_the_project_is_not(tmp_path: Path, var
     found = torch.load(tmp_path / "found.pt")
     for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
         assert torch.equal(one, other)
+
+
+def test_validation_searches_the_shortest_sentences_in_parts() -> None:
+    special = SpecialIds(pad=0, bos=1, eos=2)
+    settings = NetworkSettings(num_layers=1, d_model=16, d_ff=16, num_heads=2)
+    torch.manual_seed(1)
+    module = TranslationModule(VOCABULARY, special, settings, TrainingSettings(), DecodingSettings(), seed=1).eval()
+    share = share_of([(40, 2, 3)], masked=True)
+    [batch] = share.micro_batches
+    whole = Search(module.network, special.bos, special.eos, special.pad).eval()
+    expected = whole.greedy(batch.source.long(), batch.source_mask, DecodingSettings().max_extra_tokens)
+    network = module.network = observed(module.network)
+    module.on_validation_epoch_start()
+    with torch.no_grad():
+        pairs, tokens, lengths = module.validation_step(share, 0)
+    assert max(network.batch_sizes) == 40 * 2 // SHORTEST
+    assert pairs.tolist() == list(range(40))
+    assert torch.equal(tokens, expected.tokens)
+    assert torch.equal(lengths, expected.lengths)
 
 
 @pytest.mark.gpu
