@@ -21,9 +21,6 @@ from model.attention import with_room
 from model.positions import LearnedPositions
 from model.transformer import Transformer
 
-SHORTEST = 16
-"""A sentence counts as this many tokens at least: what a search holds grows with its answers too."""
-
 
 class Greedy(NamedTuple):
     """What `Search.greedy` returns."""

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from data_module.batch import Batch, SpecialIds, StepShare
 from model.compilation import CompiledForward
-from model.decoding import SHORTEST, Search
+from model.decoding import Search
 from model.loss import LossSums, label_smoothed_loss
 from model.noam_schedule import noam_learning_rate
-from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 
 _SEED_RANGE = 1 << 63

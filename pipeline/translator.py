@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from data_module.errors import InputError
 from data_module.tokenizer import Tokenizer
-from model.decoding import SHORTEST, Search
+from model.decoding import Search
 from model.packed_linear import can_pack, pack_linears
-from model.settings import DecodingSettings
+from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from data_module.batch import SpecialIds
-from model.decoding import SHORTEST, Answers, Search
-from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.decoding import Answers, Search
+from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from tests.model.search_truth import (
     BOS,
