@@ -98,7 +98,7 @@ def with_room(
     heads = torch.arange(cache[0][0].size(1), device=paths.device)[:, None]
     larger: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for keys, values, memory_keys, memory_values in cache:
-        batch_size, num_heads, num_slots = keys.size(0), keys.size(1), num_needed + 8 * num_new
+        batch_size, num_heads, num_slots = keys.size(0), keys.size(1), num_needed + max(8 * num_new, num_needed)
         new_keys = keys.new_empty([batch_size, num_heads, num_slots, keys.size(3)])
         new_values = values.new_empty([batch_size, num_heads, num_slots, values.size(3)])
         new_keys[:, :, :num_needed] = keys[sentences, heads, places]

@@ -232,18 +232,18 @@ class Search(nn.Module):
                 continue
             is_open = scores[:, -1] < totals[:, 0] / limit_penalties
             open_places = is_open.nonzero().squeeze(1)
-            num_sentences = open_places.size(0)
-            if num_sentences == rows.size(0) and length < longest_limit:
+            num_left = open_places.size(0)
+            if num_left == rows.size(0) and length < longest_limit:
                 continue
             found[0].index_copy_(0, rows, scores)
             found[1].index_copy_(0, rows, answers[0])
             found[2].index_copy_(0, rows, answers[1])
-            if num_sentences == 0 or length == longest_limit:
+            if num_left == 0 or length == longest_limit:
                 break
             # The last open sentences move to the places of those that have left.
-            gaps = (~is_open[:num_sentences]).nonzero().squeeze(1)
-            movers = open_places[num_sentences - gaps.size(0) :]
-            order = torch.arange(num_sentences, device=device).index_copy_(0, gaps, movers)
+            gaps = (~is_open[:num_left]).nonzero().squeeze(1)
+            movers = open_places[num_left - gaps.size(0) :]
+            order = torch.arange(num_left, device=device).index_copy_(0, gaps, movers)
             rows, limits, limit_penalties, totals = rows[order], limits[order], limit_penalties[order], totals[order]
             paths, last, scores = paths[order], last[order], scores[order]
             answers = answers[0][order], answers[1][order]
@@ -251,8 +251,7 @@ class Search(nn.Module):
             for keys, values, memory_keys, memory_values in cache:
                 for entries in (keys[:, :, :used_slots], values[:, :, :used_slots], memory_keys, memory_values):
                     entries.index_copy_(0, gaps, entries[movers])
-            left = num_sentences
-            cache = [(k[:left], v[:left], ck[:left], cv[:left]) for k, v, ck, cv in cache]
+            cache = [(k[:num_left], v[:num_left], ck[:num_left], cv[:num_left]) for k, v, ck, cv in cache]
 
         return self._spell(found[0], found[1], found[2], history)
 
