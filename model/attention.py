@@ -35,15 +35,6 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal
     return scores.softmax(-1)
 
 
-def with_room(cache: Tensor, slots: int) -> Tensor:
-    """[B, H, n, d] with at least `slots` slots: itself, or a copy of twice the size, so that copies are rare."""
-    if cache.size(2) >= slots:
-        return cache
-    longer = cache.new_empty([cache.size(0), cache.size(1), 2 * slots, cache.size(3)])
-    longer[:, :, : cache.size(2)] = cache
-    return longer
-
-
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     """softmax(Q K^T / sqrt(d_k)) V (equation 1). Give a mask or is_causal, never both.
 
@@ -71,17 +62,55 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
     return scores.softmax(-1) @ value
 
 
-def attend_few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def attend_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
     """As `attend` without a gradient, for the few queries of a decoding step.
 
-    On a CPU plain products take a quarter of the fused kernel's time for four queries and 24 keys (torch 2.13).
+    For many sentences on a CPU plain products are faster than the fused kernel: at one query twice (torch 2.13).
+
+    Args:
+        query: [B, H, N, K].
+        key: [B, H, S, K].
+        value: [B, H, S, V].
+        bias: added to the scores: 0 where attention is allowed and -inf elsewhere, in query's type; or None.
+
+    Returns: [B, H, N, V].
     """
-    if query.device.type != "cpu":
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    if query.device.type != "cpu" or query.size(0) <= 8:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     scores = (query * (1.0 / math.sqrt(query.size(-1)))) @ key.transpose(-2, -1)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+    if bias is not None:
+        scores += bias
     return scores.softmax(-1) @ value
+
+
+def with_room(
+    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], paths: Tensor, used_slots: int, num_new: int
+) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], Tensor]:
+    """A larger cache of those slots that are on some path, and the paths through it.
+
+    Of the slots on the paths, bool [B, N, slots], the last `num_new` are still to be written.
+    """
+    needed = paths[:, :, :used_slots].any(1)
+    num_needed = int(needed.sum(1).max())
+    # Sentences that need fewer keep some that are on no path.
+    places = needed.byte().topk(num_needed).indices.unsqueeze(1)
+    sentences = torch.arange(paths.size(0), device=paths.device)[:, None, None]
+    heads = torch.arange(cache[0][0].size(1), device=paths.device)[:, None]
+    larger: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for keys, values, memory_keys, memory_values in cache:
+        batch_size, num_heads, num_slots = keys.size(0), keys.size(1), num_needed + max(8 * num_new, num_needed)
+        new_keys = keys.new_empty([batch_size, num_heads, num_slots, keys.size(3)])
+        new_values = values.new_empty([batch_size, num_heads, num_slots, values.size(3)])
+        new_keys[:, :, :num_needed] = keys[sentences, heads, places]
+        new_values[:, :, :num_needed] = values[sentences, heads, places]
+        larger.append((new_keys, new_values, memory_keys, memory_values))
+    kept = paths.gather(2, places.expand(-1, paths.size(1), -1))
+    return larger, torch.cat([kept, paths[:, :, used_slots:]], 2)
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[B, T, H * K] -> [B, H, T, K], a view."""
+    return x.view(x.size(0), x.size(1), num_heads, x.size(2) // num_heads).transpose(1, 2)
 
 
 class SelfAttention(nn.Module):
@@ -103,11 +132,8 @@ class SelfAttention(nn.Module):
         """[B, T, D] -> queries and keys [B, H, T, K], values [B, H, T, V]."""
         keys_size = self.num_heads * self.d_k
         query, key, value = self.query_key_value(x).split([keys_size, keys_size, self.num_heads * self.d_v], -1)
-        return (
-            query.unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2),
-            key.unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2),
-            value.unflatten(-1, (self.num_heads, self.d_v)).transpose(1, 2),
-        )
+        heads = self.num_heads
+        return split_heads(query, heads), split_heads(key, heads), split_heads(value, heads)
 
     def forward(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """[B, T, D] -> [B, T, D]. Give a mask or is_causal, never both."""
@@ -115,27 +141,25 @@ class SelfAttention(nn.Module):
         heads = attend(query, key, value, mask, is_causal)
         return self.output(heads.transpose(1, 2).flatten(2))
 
-    def step(
-        self, x: Tensor, keys: Tensor, values: Tensor, position: int, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, x: Tensor, keys: Tensor, values: Tensor, start: int, bias: Tensor | None) -> Tensor:
         """One more position of N hypotheses a sentence, which are the queries.
 
         Args:
             x: [B, N, D].
-            keys: the cache [B, H, slots, K], written in place; slot t * N + n holds position t of hypothesis n.
+            keys: the cache [B, H, slots, K], written in place at slots start .. start + N - 1.
             values: [B, H, slots, V], likewise.
-            position: where x stands, from 0.
-            mask: [B, 1, N, (position + 1) * N], the slots each hypothesis descends from; None if N is 1.
+            start: how many slots are in use.
+            bias: [B, 1, N, start + N], 0 at the slots each hypothesis descends from and -inf elsewhere; or None.
 
-        Returns: output [B, N, D], and the cache, which is a longer one where it was full.
+        Returns: [B, N, D].
         """
         query, key, value = self.project(x)
-        start, end = position * x.size(1), (position + 1) * x.size(1)
-        keys, values = with_room(keys, end), with_room(values, end)
-        keys[:, :, start:end] = key
-        values[:, :, start:end] = value
-        heads = attend_few(query, keys[:, :, :end], values[:, :, :end], mask)
-        return self.output(heads.transpose(1, 2).flatten(2)), keys, values
+        num_hypotheses = x.size(1)
+        keys.narrow(2, start, num_hypotheses).copy_(key)
+        values.narrow(2, start, num_hypotheses).copy_(value)
+        end = start + num_hypotheses
+        heads = attend_few(query, keys.narrow(2, 0, end), values.narrow(2, 0, end), bias)
+        return self.output(heads.transpose(1, 2).flatten(2))
 
     @torch.jit.unused
     def weights(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -163,21 +187,18 @@ class CrossAttention(nn.Module):
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """[B, S, D] -> keys [B, H, S, K], values [B, H, S, V]; decoding computes them once a sentence."""
         key, value = self.key_value(memory).split([self.num_heads * self.d_k, self.num_heads * self.d_v], -1)
-        return (
-            key.unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2),
-            value.unflatten(-1, (self.num_heads, self.d_v)).transpose(1, 2),
-        )
+        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     def attend(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """[B, T, D] over given keys and values -> [B, T, D]."""
-        query = self.query(x).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
+        query = split_heads(self.query(x), self.num_heads)
         heads = attend(query, keys, values, mask, False)
         return self.output(heads.transpose(1, 2).flatten(2))
 
-    def step(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """As `attend`, for the N hypotheses of a decoding step: [B, N, D] -> [B, N, D]."""
-        query = self.query(x).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
-        heads = attend_few(query, keys, values, mask)
+    def step(self, x: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+        """As `attend`, for the N hypotheses of a decoding step: [B, N, D] -> [B, N, D]; bias [B, 1, 1, S]."""
+        query = split_heads(self.query(x), self.num_heads)
+        heads = attend_few(query, keys, values, bias)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
@@ -188,5 +209,5 @@ class CrossAttention(nn.Module):
     @torch.jit.unused
     def weights(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
         """What `forward` attends to on the same inputs: [B, H, T, S]."""
-        query = self.query(x).unflatten(-1, (self.num_heads, self.d_k)).transpose(1, 2)
+        query = split_heads(self.query(x), self.num_heads)
         return attention_weights(query, self.keys_values(memory)[0], mask, False)

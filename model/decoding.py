@@ -5,9 +5,9 @@ length and every limit here include the end symbol. At its limit a hypothesis ca
 probability that the network gives to it, so each score is what teacher forcing gives the answer. The begin and
 the padding symbol are never chosen; their probability is not spread over the others.
 
-The search keeps a lattice: a position has a slot for each of a sentence's N open hypotheses, written once.
-A hypothesis is a path through it. Choosing the survivors of a step rewrites the paths, a few integers, and
-not the cached keys and values: a hypothesis attends to the slots on its own path.
+The search keeps a lattice: each open hypothesis of each step has a slot, written once, and a hypothesis attends
+to the slots on its own path. Choosing the survivors of a step rewrites the paths, and not the cached keys and
+values; only when the cache is full, slots that no path needs any more are left out of a larger one.
 
 Shapes: B sentences, S source length, N hypotheses a sentence, M answers a sentence, L answer length.
 """
@@ -15,9 +15,9 @@ Shapes: B sentences, S source length, N hypotheses a sentence, M answers a sente
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.attention import with_room
 from model.positions import LearnedPositions
 from model.transformer import Transformer
 
@@ -173,100 +173,128 @@ class Search(nn.Module):
         limits = self._limits(source, source_mask, max_extra_tokens)
         shortest_limit, longest_limit = int(limits.min()), int(limits.max())
         # A GPU must not wait for the host at each step.
-        steps_between_checks = 1 if device.type == "cpu" else 8
+        on_cpu = device.type == "cpu"
+        steps_between_checks = 1 if on_cpu else 8
 
-        cache = self.network.init_cache(self.network.encode(source, source_mask))
-        slots = torch.arange(beam_size, device=device)
-        # The lattice's tokens [B, positions, N]; the slots on each open hypothesis's path [B, N, positions].
-        pieces = torch.full([batch_size, 1, beam_size], self.bos_id, device=device)
-        paths = slots[None, :, None].repeat(batch_size, 1, 1)
-        # At first there is one hypothesis; the others are impossible.
-        totals = torch.full([batch_size, beam_size], float("-inf"), device=device)
-        totals[:, 0] = 0.0
-        # The best answers so far, [B, M].
+        cache = self.network.init_cache(self.network.encode(source, source_mask), min(longest_limit, 8) * beam_size)
+        used_slots = 0
+        # The open hypotheses, best first: at first there is one. Their paths are bool [B, N, slots].
+        last = torch.full([batch_size, 1], self.bos_id, device=device)
+        totals = torch.zeros([batch_size, 1], device=device)
+        paths = torch.ones([batch_size, 1, 1], dtype=torch.bool, device=device)
+        slots = torch.eye(beam_size, dtype=torch.bool, device=device)
+        # For each step and hypothesis the token it added and the hypothesis it continues: parent * V + token.
+        history = torch.zeros([longest_limit, batch_size, beam_size], dtype=torch.int64, device=device)
+        # The best answers so far [B, M]; where they end is step * N + the hypothesis that ended in it.
         scores = torch.full([batch_size, n_best], float("-inf"), device=device)
-        ended_totals, ended_lengths = scores.clone(), torch.zeros_like(scores, dtype=torch.int64)
-        ended_paths = torch.zeros([batch_size, n_best, 1], dtype=torch.int64, device=device)
+        answers = torch.full_like(scores, float("-inf")), torch.full_like(scores, -1, dtype=torch.int64)
         # What is returned, by the sentences' first places; `rows` are the places of those still in the batch.
         rows = torch.arange(batch_size, device=device)
-        tokens = torch.full([batch_size, n_best, longest_limit], self.pad_id, device=device)
-        all_scores, all_totals, all_lengths = scores.clone(), ended_totals.clone(), ended_lengths.clone()
+        found = scores.clone(), scores.clone(), torch.full_like(scores, -1, dtype=torch.int64)
+        limit_penalties = penalty(limits, length_penalty)
 
         for position in range(longest_limit):
-            length = position + 1
-            path_mask = paths.unsqueeze(-1) == slots if beam_size > 1 else None
-            states, cache = self.network.decode_step(pieces[:, -1], position, cache, source_mask, path_mask)
-            values, parents, ids = self._continuations(
-                states, totals, limits <= length if length >= shortest_limit else None
+            length, num_open = position + 1, totals.size(1)
+            if used_slots + num_open > cache[0][0].size(2):
+                if beam_size == 1:
+                    paths = paths.new_ones([rows.size(0), 1, used_slots + 1])
+                cache, paths = with_room(cache, paths, used_slots, num_open)
+                used_slots = paths.size(2) - num_open
+            states = self.network.decode_step(
+                last, position, used_slots, cache, source_mask, paths if beam_size > 1 else None
+            )
+            used_slots += num_open
+            values, parents, last = self._continuations(
+                states, totals, limits <= length if length >= shortest_limit else None, beam_size
             )
 
             # Answers: the best of those known and those that end here.
-            ends = ids == self.eos_id
-            ended = values.masked_fill(~ends, float("-inf"))
-            scores, best = torch.cat([scores, ended / ((5.0 + length) / 6.0) ** length_penalty], 1).topk(n_best)
-            ended_totals = torch.cat([ended_totals, ended], 1).gather(1, best)
-            ended_lengths = torch.cat([ended_lengths, torch.full_like(ids, length)], 1).gather(1, best)
-            path_of = torch.cat([slots[:n_best].expand(rows.size(0), n_best), parents + n_best], 1).gather(1, best)
-            known_paths = torch.cat([ended_paths, paths], 1)
-            ended_paths = known_paths.gather(1, path_of.unsqueeze(-1).expand(-1, -1, length))
-
-            # Hypotheses: the best of those that do not end here.
-            totals, best = values.masked_fill(ends, float("-inf")).topk(beam_size)
-            parents = parents.gather(1, best).unsqueeze(-1).expand(-1, -1, length)
-            paths = torch.cat([paths.gather(1, parents), slots[None, :, None].expand(rows.size(0), -1, -1)], 2)
-            pieces = torch.cat([pieces, ids.gather(1, best).unsqueeze(1)], 1)
-            ended_paths = F.pad(ended_paths, [0, 1])
+            ends = last == self.eos_id
+            if not on_cpu or bool(ends.any()):
+                ended = values.masked_fill(~ends, float("-inf"))
+                scores, best = torch.cat([scores, ended / ((5.0 + length) / 6.0) ** length_penalty], 1).topk(n_best)
+                answers = (
+                    torch.cat([answers[0], ended], 1).gather(1, best),
+                    torch.cat([answers[1], parents + position * beam_size], 1).gather(1, best),
+                )
+                # Hypotheses: the best of those that do not end here, still in order.
+                values, best = values.masked_fill(ends, float("-inf")).topk(min(beam_size, values.size(1)))
+                parents, last = parents.gather(1, best), last.gather(1, best)
+            totals, parents, last = values[:, :beam_size], parents[:, :beam_size], last[:, :beam_size]
+            num_open = totals.size(1)
+            history[position, :, :num_open].index_copy_(0, rows, parents * self.vocabulary_size + last)
+            if beam_size > 1:
+                own_slots = slots[:num_open, :num_open].expand(rows.size(0), -1, -1)
+                paths = paths.gather(1, parents.unsqueeze(2).expand(-1, -1, used_slots))
+                paths = torch.cat([paths, own_slots], 2)
 
             if length % steps_between_checks and length < longest_limit:
                 continue
-            bound = totals[:, 0] / penalty(limits, length_penalty)
-            is_open = (scores[:, -1] <= bound) & (totals[:, 0] > float("-inf"))
-            keep = is_open.nonzero().squeeze(1)
-            if length == longest_limit or keep.size(0) <= 0.75 * rows.size(0):
-                ended_lengths = ended_lengths.masked_fill(scores == float("-inf"), 0)
-                tokens[:, :, :length].index_copy_(0, rows, self._spell(pieces, ended_paths, ended_lengths))
-                all_scores[rows], all_totals[rows], all_lengths[rows] = scores, ended_totals, ended_lengths
-                if keep.size(0) == 0:
-                    break
-                rows, limits, totals, scores = rows[keep], limits[keep], totals[keep], scores[keep]
-                paths, pieces = paths[keep], pieces[keep]
-                ended_paths, ended_totals, ended_lengths = (
-                    ended_paths[keep],
-                    ended_totals[keep],
-                    ended_lengths[keep],
-                )
-                source_mask = source_mask[keep] if source_mask is not None else None
-                cache = [(k[keep], v[keep], ck[keep], cv[keep]) for k, v, ck, cv in cache]
+            is_open = scores[:, -1] < totals[:, 0] / limit_penalties
+            open_places = is_open.nonzero().squeeze(1)
+            num_left = open_places.size(0)
+            if num_left == rows.size(0) and length < longest_limit:
+                continue
+            found[0].index_copy_(0, rows, scores)
+            found[1].index_copy_(0, rows, answers[0])
+            found[2].index_copy_(0, rows, answers[1])
+            if num_left == 0 or length == longest_limit:
+                break
+            # The last open sentences move to the places of those that have left.
+            gaps = (~is_open[:num_left]).nonzero().squeeze(1)
+            movers = open_places[num_left - gaps.size(0) :]
+            order = torch.arange(num_left, device=device).index_copy_(0, gaps, movers)
+            rows, limits, limit_penalties, totals = rows[order], limits[order], limit_penalties[order], totals[order]
+            paths, last, scores = paths[order], last[order], scores[order]
+            answers = answers[0][order], answers[1][order]
+            source_mask = source_mask[order] if source_mask is not None else None
+            for keys, values, memory_keys, memory_values in cache:
+                for entries in (keys[:, :, :used_slots], values[:, :, :used_slots], memory_keys, memory_values):
+                    entries.index_copy_(0, gaps, entries[movers])
+            cache = [(k[:num_left], v[:num_left], ck[:num_left], cv[:num_left]) for k, v, ck, cv in cache]
 
-        return Answers(tokens[:, :, : int(all_lengths.max())], all_lengths, all_scores, all_totals)
+        return self._spell(found[0], found[1], found[2], history)
 
-    def _continuations(self, states: Tensor, totals: Tensor, must_end: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _continuations(
+        self, states: Tensor, totals: Tensor, must_end: Tensor | None, beam_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The likeliest continuations of each sentence's hypotheses, best first.
 
         Args:
             states: the decoder's [B, N, D].
             totals: log-probabilities of the hypotheses [B, N].
             must_end: bool [B], the sentences whose hypotheses can only end; None where there are none.
+            beam_size: of this search; N may be smaller in its first steps.
 
-        Returns: log-probabilities, the hypotheses they continue and the tokens they add, each [B, 2 N];
-        [B, 1] where N is 1, since the first end symbol is then final.
+        Returns: log-probabilities, the hypotheses they continue and the tokens they add, each [B, 2 * beam_size], or
+        fewer where there are no more; [B, 1] where beam_size is 1, since the first end symbol is then final.
         """
-        num_hypotheses = totals.size(1)
         steps = self.network.logits(states).float().log_softmax(-1)
         steps[:, :, self.pad_id] = float("-inf")
         steps[:, :, self.bos_id] = float("-inf")
-        count = 2 * num_hypotheses if num_hypotheses > 1 else 1
+        count = 2 * beam_size if beam_size > 1 else 1
         values, ids = steps.topk(min(count, steps.size(-1)))
         if must_end is not None:
             only_end = torch.full_like(values, float("-inf"))
             only_end[:, :, 0] = steps[:, :, self.eos_id]
             values = torch.where(must_end[:, None, None], only_end, values)
             ids = ids.masked_fill(must_end[:, None, None], self.eos_id)
-        values, best = (values + totals.unsqueeze(-1)).flatten(1).topk(count)
+        values, best = (values + totals.unsqueeze(-1)).flatten(1).topk(min(count, values.size(1) * values.size(2)))
         return values, best.div(ids.size(2), rounding_mode="floor"), ids.flatten(1).gather(1, best)
 
-    def _spell(self, pieces: Tensor, paths: Tensor, lengths: Tensor) -> Tensor:
-        """The tokens [B, M, L] on the given paths [B, M, L + 1] through the lattice [B, L + 1, N]."""
-        tokens = pieces.gather(2, paths.transpose(1, 2)).transpose(1, 2)[:, :, 1:]
-        after = torch.arange(tokens.size(2), device=tokens.device) - (lengths.unsqueeze(-1) - 1)
-        return tokens.masked_fill(after == 0, self.eos_id).masked_fill(after > 0, self.pad_id)
+    def _spell(self, scores: Tensor, totals: Tensor, ends: Tensor, history: Tensor) -> Answers:
+        """Answers [B, M], from their scores, log-probabilities, ends and the steps' history [L, B, N]."""
+        beam_size = history.size(2)
+        lengths = (ends.div(beam_size, rounding_mode="floor") + 1).masked_fill(scores == float("-inf"), 0)
+        longest = int(lengths.max())
+        # Backwards: the hypotheses [L, B, M] on each answer's path.
+        parents = history.div(self.vocabulary_size, rounding_mode="floor")
+        here = ends.remainder(beam_size)
+        path = here.new_zeros([longest, here.size(0), here.size(1)])
+        for step in range(longest - 2, -1, -1):
+            path[step] = here
+            here = torch.where(step < lengths - 1, parents[step].gather(1, here), here)
+        tokens = history[:longest].remainder(self.vocabulary_size).gather(2, path).permute(1, 2, 0)
+        after = torch.arange(longest, device=ends.device) - (lengths.unsqueeze(-1) - 1)
+        tokens = tokens.masked_fill(after == 0, self.eos_id).masked_fill(after > 0, self.pad_id)
+        return Answers(tokens, lengths, scores, totals)

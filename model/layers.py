@@ -94,17 +94,15 @@ class DecoderLayer(nn.Module):
     def step(
         self,
         x: Tensor,
-        position: int,
+        start: int,
         cache: tuple[Tensor, Tensor, Tensor, Tensor],
-        memory_mask: Tensor | None,
-        path_mask: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """One more position of N hypotheses a sentence, [B, N, D]; see `Transformer.decode_step`."""
+        memory_bias: Tensor | None,
+        path_bias: Tensor | None,
+    ) -> Tensor:
+        """One more position of N hypotheses a sentence, [B, N, D] -> [B, N, D]; see `Transformer.decode_step`."""
         residual = self.self_attention_residual
-        attended, keys, values = self.self_attention.step(residual.before(x), cache[0], cache[1], position, path_mask)
-        x = residual(x, attended)
+        x = residual(x, self.self_attention.step(residual.before(x), cache[0], cache[1], start, path_bias))
         residual = self.cross_attention_residual
-        x = residual(x, self.cross_attention.step(residual.before(x), cache[2], cache[3], memory_mask))
+        x = residual(x, self.cross_attention.step(residual.before(x), cache[2], cache[3], memory_bias))
         residual = self.feed_forward_residual
-        x = residual(x, self.feed_forward(residual.before(x)))
-        return x, (keys, values, cache[2], cache[3])
+        return residual(x, self.feed_forward(residual.before(x)))

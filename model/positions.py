@@ -6,38 +6,38 @@ import torch
 from torch import Tensor, nn
 
 
-def sinusoidal_table(num_positions: int, d_model: int) -> Tensor:
+def sinusoidal_table(num_positions: int, d_model: int, start: int = 0, device: torch.device | None = None) -> Tensor:
     """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)) and PE(pos, 2i+1) = cos of the same angle (section 3.5).
 
     Worked out in float64 and rounded once, since float32 angles are off by 1e-4 at position 1,000.
 
-    Returns: float32 [num_positions, d_model].
+    Returns: float32 [num_positions, d_model], of the positions from `start` on.
     """
-    position = torch.arange(num_positions, dtype=torch.float64).unsqueeze(1)
-    even = torch.arange(0, d_model, 2, dtype=torch.float64)
+    position = torch.arange(start, start + num_positions, dtype=torch.float64, device=device).unsqueeze(1)
+    even = torch.arange(0, d_model, 2, dtype=torch.float64, device=device)
     angle = position * torch.exp(even * (-math.log(10000.0) / d_model))
-    table = torch.zeros(num_positions, d_model, dtype=torch.float64)
+    table = torch.zeros(num_positions, d_model, dtype=torch.float64, device=device)
     table[:, 0::2] = torch.sin(angle)
     table[:, 1::2] = torch.cos(angle)[:, : d_model // 2]
     return table.to(torch.float32)
 
 
 class SinusoidalPositions(nn.Module):
-    """The fixed table; it grows by itself, so there is no longest sentence."""
+    """The fixed formula, so there is no longest sentence; a table has the usual ones."""
 
     table: Tensor
 
-    def __init__(self, d_model: int, initial_positions: int = 512) -> None:
+    def __init__(self, d_model: int, num_positions: int = 1024) -> None:
         super().__init__()
         self.d_model = d_model
-        # Not persistent: a formula needs no place in a checkpoint.
-        self.register_buffer("table", sinusoidal_table(initial_positions, d_model), persistent=False)
+        # Not persistent: a formula needs no place in a checkpoint. It keeps its size, since a moving average of the
+        # weights goes through the buffers too and would meet two tables of different sizes.
+        self.register_buffer("table", sinusoidal_table(num_positions, d_model), persistent=False)
 
     def forward(self, start: int, length: int) -> Tensor:
         """Rows start .. start + length - 1: [length, D]."""
         if start + length > self.table.size(0):
-            grown = sinusoidal_table(2 * (start + length), self.d_model)
-            self.table = grown.to(device=self.table.device, dtype=self.table.dtype)
+            return sinusoidal_table(length, self.d_model, start, self.table.device).to(self.table.dtype)
         return self.table[start : start + length]
 
 

@@ -5,6 +5,9 @@ These typed signatures are the recipe's schema; the defaults are the paper's bas
 
 from dataclasses import dataclass
 
+SHORTEST = 16
+"""A sentence counts as this many tokens at least: what a search holds grows with its answers too."""
+
 
 @dataclass(frozen=True)
 class NetworkSettings:

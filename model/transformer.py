@@ -99,13 +99,25 @@ class Transformer(nn.Module):
         return self.projection(states, self.embedding.weight)
 
     @torch.jit.export
-    def init_cache(self, memory: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """An empty cache for `decode_step`, with the cross-attention's keys and values worked out."""
+    def init_cache(self, memory: Tensor, num_slots: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """A cache for `decode_step`: keys and values of each decoder layer's self-attention and cross-attention.
+
+        Those of the self-attention have room for `num_slots` entries, [B, H, num_slots, K and V], none written yet;
+        those of the cross-attention are worked out, [B, H, S, K and V].
+        """
         cache: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for layer in self.decoder:
             # TorchScript takes a list of error codes here for a type.
             keys, values = layer.cross_attention.keys_values(memory)  # type: ignore
-            cache.append((keys[:, :, :0], values[:, :, :0], keys.contiguous(), values.contiguous()))
+            batch_size, num_heads = keys.size(0), keys.size(1)
+            cache.append(
+                (
+                    keys.new_empty([batch_size, num_heads, num_slots, keys.size(3)]),
+                    values.new_empty([batch_size, num_heads, num_slots, values.size(3)]),
+                    keys.contiguous(),
+                    values.contiguous(),
+                )
+            )
         return cache
 
     @torch.jit.export
@@ -113,31 +125,39 @@ class Transformer(nn.Module):
         self,
         last: Tensor,
         position: int,
+        start: int,
         cache: list[tuple[Tensor, Tensor, Tensor, Tensor]],
         source_mask: Tensor | None,
-        path_mask: Tensor | None = None,
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
+        path_mask: Tensor | None,
+    ) -> Tensor:
         """One position of the decoder, for N hypotheses of each sentence.
 
         The hypotheses are the queries of both attentions, so a sentence's memory is there once. The cache is a
-        lattice that is never reordered: N slots a position, each written once, and `path_mask` says which of
-        them a hypothesis descends from.
+        lattice that is never reordered: a hypothesis's position has a slot, written once, and `path_mask` says
+        which slots a hypothesis descends from.
 
         Args:
             last: int64 ids [B, N], the newest token of each hypothesis (the begin symbol at position 0).
             position: where it stands, from 0.
-            cache: what `init_cache` or the last step returned; written in place.
+            start: how many of the cache's slots are in use; the next N are written, in place.
+            cache: what `init_cache` returned.
             source_mask: as for `encode`.
-            path_mask: bool [B, N, position + 1, N], True at the slots of a hypothesis's own past and present;
-                None if N is 1.
+            path_mask: bool [B, N, start + N], True at the slots of a hypothesis's own past and present; None where
+                that is all of them.
 
-        Returns: states [B, N, D], and the cache for the next step.
+        Returns: states [B, N, D].
         """
-        mask = source_mask[:, None, None, :] if source_mask is not None else None
-        paths = path_mask.flatten(2).unsqueeze(1) if path_mask is not None else None
         x = self.dropout(self.embedding(last) * self.embedding_scale + self.positions(position, 1))
-        longer: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        memory_bias, path_bias = _bias(source_mask, cache[0][2].dtype), _bias(path_mask, cache[0][0].dtype)
+        if memory_bias is not None:
+            memory_bias = memory_bias.unsqueeze(1)
         for index, layer in enumerate(self.decoder):
-            x, layer_cache = layer.step(x, position, cache[index], mask, paths)  # type: ignore[operator]
-            longer.append(layer_cache)
-        return self.decoder_norm(x), longer
+            x = layer.step(x, start, cache[index], memory_bias, path_bias)  # type: ignore
+        return self.decoder_norm(x)
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What a mask [B, ...] adds to attention's scores, 0 or -inf, [B, 1, ...]."""
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf")).unsqueeze(1)

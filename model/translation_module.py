@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -19,7 +20,7 @@ from model.decoding import Search
 from model.loss import LossSums, label_smoothed_loss
 from model.loss_scale import LossScale
 from model.noam_schedule import noam_learning_rate
-from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 
 _SEED_RANGE = 1 << 63
@@ -182,8 +183,19 @@ class TranslationModule(LightningModule):
         sums["tokens"] += (batch.target_output != self.special.pad).sum()
         # Made anew, since as an attribute it would double the network's weights in every checkpoint.
         search = Search(self.network, self.special.bos, self.special.eos, self.special.pad)
-        tokens, lengths, _ = search.greedy(batch.source.long(), batch.source_mask, self.decoding.max_extra_tokens)
-        return batch.pairs, tokens, lengths
+        # What a search holds grows with its answers: the shortest sentences come in parts, lest they need more memory
+        # than a training step.
+        most = max(1, batch.source.numel() // SHORTEST)
+        tokens, lengths = [], []
+        for start in range(0, batch.source.size(0), most):
+            rows = slice(start, start + most)
+            mask = batch.source_mask[rows] if batch.source_mask is not None else None
+            answers = search.greedy(batch.source[rows].long(), mask, self.decoding.max_extra_tokens)
+            tokens.append(answers.tokens)
+            lengths.append(answers.lengths)
+        longest = max(part.size(1) for part in tokens)
+        padded = [F.pad(part, [0, longest - part.size(1)], value=self.special.pad) for part in tokens]
+        return batch.pairs, torch.cat(padded), torch.cat(lengths)
 
     def on_validation_epoch_end(self) -> None:
         """Logs loss, negative log-likelihood, perplexity and accuracy over all ranks' target tokens."""

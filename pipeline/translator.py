@@ -14,7 +14,7 @@ from data_module.errors import InputError
 from data_module.tokenizer import Tokenizer
 from model.decoding import Search
 from model.packed_linear import can_pack, pack_linears
-from model.settings import DecodingSettings
+from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 
 
@@ -77,7 +77,8 @@ class Translator:
             network: a Transformer, or an exported `Search`.
             tokenizer: the one that the network was trained with.
             settings: how to search.
-            batch_tokens: at most this many padded source tokens are searched at once; a longer sentence alone.
+            batch_tokens: at most this many padded source tokens are searched at once, and a sixteenth as many
+                sentences; a longer sentence alone.
             max_source_tokens: a sentence is cut to this many tokens, with its end symbol; None for as many as
                 the network has positions for.
             device: where to search; None for where the network is.
@@ -146,9 +147,11 @@ class Translator:
     def _search(self, sources: list[list[int]], n_best: int) -> list[list[Hypothesis]]:
         source, mask = self._padded(sources)
         settings = self.settings
-        answers = self.search.beam(
-            source, mask, settings.beam_size, settings.length_penalty, settings.max_extra_tokens, n_best
-        )
+        # A little faster than without gradients alone, which is all that TorchScript knows.
+        with torch.inference_mode():
+            answers = self.search.beam(
+                source, mask, settings.beam_size, settings.length_penalty, settings.max_extra_tokens, n_best
+            )
         tokens, lengths, scores, log_probabilities = (one.flatten(0, 1).tolist() for one in answers)
         texts = self.tokenizer.decode([row[: length - 1] for row, length in zip(tokens, lengths, strict=True)])
         hypotheses = [
@@ -219,14 +222,15 @@ def batches_by_length(lengths: list[int], batch_tokens: int) -> Iterator[list[in
     """Indices of sentences to search together, the longest sentences first, for they take the most memory.
 
     A batch ends where one more would exceed `batch_tokens` padded cells, and where the length changes once it
-    is half full: sentences of one length need no mask. Sentences of one token, the end symbol, are left out.
+    is half full: sentences of one length need no mask. Short sentences count as `SHORTEST` tokens, so no batch has
+    more than batch_tokens / SHORTEST. Sentences of one token, the end symbol, are left out.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
         if lengths[index] <= 1:
             break
         if batch:
-            longest = lengths[batch[0]]
+            longest = max(lengths[batch[0]], SHORTEST)
             is_full = longest * (len(batch) + 1) > batch_tokens
             is_half_full = longest * len(batch) * 2 >= batch_tokens
             if is_full or (is_half_full and lengths[index] < lengths[batch[-1]]):

@@ -132,7 +132,7 @@ class CTranslate2:
 
 
 class HuggingFace:
-    """`generate` of Transformers in float32, over the batches that this program makes."""
+    """`generate` of Transformers in float32, with this network's weights, over the batches that this program makes."""
 
     def __init__(self, settings: Settings) -> None:
         import torch
@@ -142,13 +142,13 @@ class HuggingFace:
         folder = settings.folder / "huggingface"
         transformers = _transformers()
         config = transformers.AutoConfig.from_pretrained(folder)
-        self._model = getattr(transformers, config.architectures[0])(config).eval()
+        self.model = getattr(transformers, config.architectures[0])(config).eval()
         # Not by `from_pretrained`, which makes the position table anew, in its own layout.
         weights = torch.load(folder / "weights.pt", weights_only=True)
-        unexpected = self._model.load_state_dict(weights, strict=False).unexpected_keys
+        unexpected = self.model.load_state_dict(weights, strict=False).unexpected_keys
         assert not unexpected, unexpected
         self._sentence_steps = 0
-        self._model.model.decoder.register_forward_hook(self._count, with_kwargs=True)
+        self.model.model.decoder.register_forward_hook(self._count, with_kwargs=True)
 
     def _count(self, module: Any, arguments: Any, options: dict[str, Any], output: Any) -> None:
         # A sentence's hypotheses are rows of the batch.
@@ -169,7 +169,7 @@ class HuggingFace:
             beam: dict[str, Any] = {}
             if settings.beam_size > 1:
                 beam = {"length_penalty": settings.length_penalty, "early_stopping": True}
-            output = self._model.generate(
+            output = self.model.generate(
                 ids,
                 attention_mask=(ids != tokenizer.pad_id()).long(),
                 num_beams=settings.beam_size,

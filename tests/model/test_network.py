@@ -156,8 +156,12 @@ def test_positions_by_hand() -> None:
 
 
 def test_sinusoidal_positions_go_on() -> None:
-    positions = SinusoidalPositions(8, initial_positions=4)
-    torch.testing.assert_close(positions(3, 7), sinusoidal_table(10, 8)[3:])
+    positions = SinusoidalPositions(8, num_positions=4)
+    for start in (0, 3, 7):
+        torch.testing.assert_close(positions(start, 7), sinusoidal_table(14, 8)[start : start + 7], rtol=0, atol=0)
+    # Lightning's moving average goes through the buffers as well.
+    average = torch.optim.swa_utils.AveragedModel(SinusoidalPositions(8, num_positions=4), use_buffers=True)
+    average.update_parameters(positions)
 
 
 def test_learned_positions_end() -> None:

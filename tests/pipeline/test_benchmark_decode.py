@@ -2,11 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from data_module.tokenizer import Tokenizer, train_tokenizer
+from model.settings import DecodingSettings
+from pipeline.benchmark.decode_engines import FORMATS, HuggingFace, Settings
 from pipeline.translator import load_translator
 from tests.conftest import pipeline
+from tests.model.search_truth import LENGTHS, VOCABULARY_SIZE, make_network, make_sources
 
 COMMAND = ["benchmark", "decode", "--beam", 1]
 
@@ -53,3 +59,24 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
         assert done.stdout == b""
         [line] = [line for line in done.stderr.decode().splitlines() if line.startswith("error: ")]
         assert words in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_transformers_gets_this_networks_weights(tmp_path: Path, pre_norm: bool) -> None:
+    tokenizer = Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
+    network = make_network(1, d_model=32, d_ff=48, num_heads=4, pre_norm=pre_norm)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            # Biases and norms too, so that one left out shows.
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = SimpleNamespace(network=network, tokenizer=tokenizer, decoding=DecodingSettings())
+    FORMATS["huggingface"](model, tmp_path / "huggingface")
+    (tmp_path / "tokenizer.model").write_bytes(tokenizer.model)
+    theirs = HuggingFace(Settings(tmp_path, tmp_path, 1, 0.0, 50, 1)).model
+    source, mask = make_sources(LENGTHS)
+    target = torch.randint(4, VOCABULARY_SIZE, (len(LENGTHS), 7))
+    with torch.no_grad():
+        ours = network.logits(network(source, target, mask))
+        logits = theirs(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target).logits
+    torch.testing.assert_close(logits, ours, rtol=1e-4, atol=1e-4)
