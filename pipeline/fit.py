@@ -164,8 +164,10 @@ def train(
     from data_module.errors import InputError
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
-    from pipeline.callbacks import CheckpointKeeper, Monitor, MovingAverage, ValidationText, WholeCheckpointIO
+    from pipeline.checkpoint_keeper import CheckpointKeeper, MovingAverage, WholeCheckpointIO
     from pipeline.memory import MemoryProbe
+    from pipeline.monitoring.monitor import Monitor
+    from pipeline.monitoring.validation_text import ValidationText
     from pipeline.run_folder import STOPPED_EARLY
     from pipeline.together import Together, own_signals
     from pipeline.trainer_options import cluster_environment, compiles, trainer_options

@@ -150,7 +150,7 @@ def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "C
     from model.settings import NetworkSettings
     from model.transformer import Transformer
     from pipeline.benchmark.contest import Contest, PlainTraining
-    from pipeline.callbacks import Monitor
+    from pipeline.monitoring.monitor import Monitor
 
     longest = training(recipe, tokenizer)[1].longest
     network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1, dropout=0.0)

@@ -16,8 +16,8 @@ from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
-from pipeline.callbacks import ValidationText
 from pipeline.checkpoint import load_model, read_checkpoint
+from pipeline.monitoring.validation_text import ValidationText
 from pipeline.trainer_options import strategy
 
 

@@ -44,7 +44,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["fit"]:
         print("MOMENT start", file=sys.stderr, flush=True)
         from model.translation_module import TranslationModule
-        from pipeline.callbacks import WholeCheckpointIO
+        from pipeline.checkpoint_keeper import WholeCheckpointIO
 
         for owner, name, moment in (
             (TranslationModule, "training_step", "training"),
