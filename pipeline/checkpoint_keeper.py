@@ -10,6 +10,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from data_module.tokenizer import Tokenizer
 from pipeline.checkpoint import standalone_part, step_checkpoints, step_path, write_whole
+from pipeline.monitoring.step_clock import StepClock
 from pipeline.recipe import Recipe
 
 
@@ -24,9 +25,10 @@ class WholeCheckpointIO(TorchCheckpointIO):
 class CheckpointKeeper(Callback):
     """Saves every so many steps or minutes and at the end, keeps the newest few and the best by validation BLEU."""
 
-    def __init__(self, run: Path, recipe: Recipe, tokenizer: Tokenizer) -> None:
+    def __init__(self, run: Path, recipe: Recipe, tokenizer: Tokenizer, clock: StepClock) -> None:
         self._run = run
         self._settings = recipe.run
+        self._clock = clock
         self._part = standalone_part(recipe.as_dict(), recipe.network, tokenizer)
         self._last_saved = time.monotonic()
         self.saved_step = 0
@@ -52,7 +54,7 @@ class CheckpointKeeper(Callback):
         bleu = trainer.callback_metrics.get("validation/bleu")
         if bleu is not None and not trainer.sanity_checking and float(bleu) > self.best_bleu:
             self.best_bleu = float(bleu)
-            trainer.save_checkpoint(self._run / "checkpoints" / "best.ckpt", weights_only=False)
+            self._write(trainer, self._run / "checkpoints" / "best.ckpt")
         if self._save_after_validation:
             self._save_after_validation = False
             self.save(trainer)
@@ -64,13 +66,16 @@ class CheckpointKeeper(Callback):
 
     def save(self, trainer: Trainer) -> None:
         """Write this step's checkpoint and let go of the oldest."""
-        for logger in trainer.loggers:
-            logger.save()  # a run that goes on from here does not log again what came before
-        trainer.save_checkpoint(step_path(self._run, trainer.global_step), weights_only=False)
+        self._write(trainer, step_path(self._run, trainer.global_step))
         self._last_saved, self.saved_step = time.monotonic(), trainer.global_step
         if trainer.is_global_zero:
             for path in step_checkpoints(self._run)[: -self._settings.keep_last]:
                 path.unlink(missing_ok=True)
+
+    def _write(self, trainer: Trainer, path: Path) -> None:
+        self._clock.begin("checkpoint")
+        trainer.save_checkpoint(path, weights_only=False)
+        self._clock.begin("between")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """A checkpoint stands alone."""

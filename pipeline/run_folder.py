@@ -13,11 +13,12 @@ from typing import IO, Any
 import yaml
 
 from data_module.errors import InputError
+from pipeline.monitoring import METRICS, STARTS, SUMMARY
 from pipeline.recipe import Recipe
 from pipeline.stop_request import stop_if_asked
 from pipeline.whole_file import is_leftover, remove_leftovers, whole_file
 
-MAY_CHANGE = ("name", "decoding", "run", "trainer")
+MAY_CHANGE = ("name", "decoding", "run", "monitoring", "trainer")
 """Sections that another config may change on resume; the others would make it another run."""
 MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
 
@@ -100,7 +101,8 @@ class RunFolder:
         """Remove the run that is here, and nothing else; `write_config` replaces what makes the folder a run's."""
         for name in ("checkpoints", "tensorboard"):
             shutil.rmtree(self.path / name, ignore_errors=True)
-        (self.path / STOPPED_EARLY).unlink(missing_ok=True)
+        for name in (STOPPED_EARLY, METRICS, SUMMARY, STARTS):
+            (self.path / name).unlink(missing_ok=True)
         for average in self.path.glob("average-last-*.ckpt"):
             average.unlink()
 

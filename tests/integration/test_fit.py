@@ -117,7 +117,7 @@ def test_a_run_folder_holds_what_the_design_says(trained_run: Path) -> None:
         "train/perplexity",
         "train/learning_rate",
         "train/gradient_norm",
-        "train/target_tokens_per_second",
+        "work/target_tokens_per_second",
         "validation/loss",
         "validation/perplexity",
         "validation/bleu",

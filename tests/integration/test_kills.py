@@ -139,7 +139,7 @@ def survives(recipe: Path, folder: Path, *, positions: int, steps: int, kills: i
     assert not temporary_files(run)
     assert [path.name for path in checkpoints(run)] == [path.name for path in checkpoints(whole)]
     assert_same_state(checkpoints(run)[-1], checkpoints(whole)[-1])
-    for tag in ("train/loss", "train/gradient_norm", "train/epoch", "validation/loss", "validation/bleu"):
+    for tag in ("train/loss", "train/gradient_norm", "work/epoch", "validation/loss", "validation/bleu"):
         assert scalars(run, tag) == scalars(whole, tag), tag
     assert len(scalars(run, "train/loss")) == steps
 

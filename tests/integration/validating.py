@@ -59,7 +59,7 @@ if __name__ == "__main__":
         "bleu": metrics["validation/bleu"],
         "loss": metrics["validation/loss"],
         "pairs": PAIRS,
-        "translations": {str(pair): text for pair, text in callback._translations.items()},
+        "translations": {str(pair): callback.translation(pair).text for pair in callback.samples},
     }
     (notes / f"{ranks}-{trainer.global_rank}").write_text(json.dumps(note))
     if torch.distributed.is_initialized():
