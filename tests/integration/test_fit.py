@@ -121,6 +121,8 @@ def test_a_run_folder_holds_what_the_design_says(trained_run: Path) -> None:
         "validation/loss",
         "validation/perplexity",
         "validation/bleu",
+        "work/share_of_ceiling",
+        "work/goodput",
     } <= set(tags["scalars"])
     assert any(tag.startswith("validation/translations") for tag in tags["tensors"])
     losses = scalars(trained_run, "train/loss")
