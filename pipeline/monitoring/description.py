@@ -31,8 +31,8 @@ SCORES = (
     "work/target_tokens_per_second",
 )
 """What a sweep's runs are compared by."""
-_CHOSEN = ("network", "training", "batches", "decoding")
-"""Sections that are a run's hyper-parameters."""
+_CHOSEN = {"network": (), "training": (), "batches": ("workers", "max_tokens_per_device")}
+"""Sections that are a run's hyper-parameters, but for settings that change no result."""
 LAYOUT = {
     "Is it learning?": {
         "loss": ["Multiline", ["^train/loss$", "^validation/loss$"]],
@@ -72,10 +72,10 @@ class Description(Callback):
         assert isinstance(network, nn.Module)
         self._parameters = parameters_by_part(network)
         step = trainer.global_step + 1
-        log.add_text("run/recipe", code(yaml.safe_dump(self._recipe.as_dict(), sort_keys=False)), step)
-        log.add_text("run/data", code(yaml.safe_dump(self._manifest, sort_keys=False, allow_unicode=True)), step)
+        log.add_text("what_it_is/recipe", code(yaml.safe_dump(self._recipe.as_dict(), sort_keys=False)), step)
+        log.add_text("what_it_is/data", code(yaml.safe_dump(self._manifest, sort_keys=False, allow_unicode=True)), step)
         counts = {part: f"{count:,}" for part, count in self._parameters.items()}
-        log.add_text("run/parameters", facts(counts), step)
+        log.add_text("what_it_is/parameters", facts(counts), step)
         device = torch.cuda.get_device_name() if pl_module.device.type == "cuda" else "CPU"
         where = {
             "ranks": f"{len(hosts)} on {', '.join(sorted(set(hosts)))}",
@@ -83,10 +83,15 @@ class Description(Callback):
             "precision": trainer.precision,
             "threads": torch.get_num_threads(),
         }
-        log.add_text("run/code", facts({**versions(), **where}), step)
-        log.add_text("run/starts", _starts(self.starts), step)
+        log.add_text("what_it_is/code", facts({**versions(), **where}), step)
+        log.add_text("what_it_is/starts", _starts(self.starts), step)
         values = self._recipe.as_dict()
-        chosen = {f"{name}.{key}": value for name in _CHOSEN for key, value in values[name].items()}
+        chosen = {
+            f"{name}.{key}": value
+            for name, without in _CHOSEN.items()
+            for key, value in values[name].items()
+            if key not in without
+        }
         chosen |= {
             "corpus.vocabulary_size": values["corpus"]["vocabulary_size"],
             "run.seed": values["run"]["seed"],

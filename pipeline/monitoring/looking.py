@@ -106,8 +106,8 @@ class Pictures(Callback):
                 for head in self._heads
             ]
             across = min(_ACROSS, len(self._heads))
-            title = f"{kind} attention, validation pair {pair}: {what}"
-            log.add_picture(f"attention_{kind}/sentence_{number + 1}", heat_maps(title, panels, across), step)
+            title = f"{kind} attention, validation pair {pair}\n{what}"
+            log.add_picture(f"what_it_looks_at/{kind}_{number + 1}", heat_maps(title, panels, across), step)
 
     def _positions(self, log: RunLog, module: TranslationModule, step: int) -> None:
         positions = module.network.positions
@@ -117,7 +117,9 @@ class Pictures(Callback):
         scale = max(1, 512 // max(table.shape))
         learned = "learned" if module.network_settings.learned_positions else "sinusoidal"
         title = f"{learned} positions, {table.shape[1]} dimensions"
-        log.add_picture("positions/encoding", matrix_picture(title, table, "position", "dimension", scale), step)
+        log.add_picture(
+            "what_it_looks_at/positions", matrix_picture(title, table, "position", "dimension", scale), step
+        )
 
     def _embeddings(self, log: RunLog, module: TranslationModule) -> None:
         """The projector's files, always the newest."""

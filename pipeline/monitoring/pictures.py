@@ -33,8 +33,8 @@ def heat_maps(title: str, panels: list[Panel], across: int) -> Image.Image:
     rows, columns = panels[0].values.shape
     width, height = left + columns * CELL + _GAP, top + rows * CELL + TITLE + _GAP + 4
     lines = -(-len(panels) // across)
-    head = TITLE + 14
-    needed = max(across * width, _width(title, TITLE)) + _GAP
+    head = TITLE + 14 + (TITLE + 3) * title.count("\n")
+    needed = max(across * width, *(_width(line, TITLE) for line in title.split("\n"))) + _GAP
     picture = Image.new("RGB", (needed, head + lines * height), _WHITE)
     draw = ImageDraw.Draw(picture)
     draw.text((_GAP // 2, 4), title, _INK, _font(TITLE))

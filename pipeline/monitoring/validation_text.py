@@ -93,8 +93,8 @@ class ValidationText(Callback):
             )
             pages = {
                 "translations": [self._kept[pair] for pair in self.samples],
-                "worst": self._worst,
-                "longest": [self._kept[pair] for pair in self._longest],
+                "translations_worst": self._worst,
+                "translations_longest": [self._kept[pair] for pair in self._longest],
             }
             for name, rows in pages.items():
                 log.add_text(f"validation/{name}", said + self._table(rows), trainer.global_step)

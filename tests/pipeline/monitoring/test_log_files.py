@@ -18,7 +18,7 @@ def log_steps(run: Path, after: int, last: int, value: float) -> None:
     log = RunLog(run, after, writes=True)
     log.cut_back()
     log.add_hyperparameters({"network.d_model": 8, "free": True}, ["loss"], 0)
-    log.add_text("run/recipe", f"from step {after}", after + 1)
+    log.add_text("what_it_is/recipe", f"from step {after}", after + 1)
     for step in range(after + 1, last + 1):
         log.log_metrics({"loss": value + step, "endless": float("inf")}, step)
         if step % 2 == 0:
@@ -39,10 +39,10 @@ def test_one_run_one_curve(tmp_path: Path) -> None:
     events = accumulator(tmp_path)
     texts = {
         tag: [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors(f"{tag}/text_summary")]
-        for tag in ("said", "run/recipe")
+        for tag in ("said", "what_it_is/recipe")
     }
     assert texts["said"] == [(step, f"at {step}".encode()) for step in (2, 4, 6, 8)]
-    assert texts["run/recipe"] == [(1, b"from step 0"), (5, b"from step 4"), (6, b"from step 5")]
+    assert texts["what_it_is/recipe"] == [(1, b"from step 0"), (5, b"from step 4"), (6, b"from step 5")]
     assert [event.step for event in events.Images("seen")] == [2, 4, 6, 8]
 
 
