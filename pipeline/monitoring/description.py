@@ -36,8 +36,11 @@ _CHOSEN = {"network": (), "training": (), "batches": ("workers", "max_tokens_per
 LAYOUT = {
     "Is it learning?": {
         "loss": ["Multiline", ["^train/loss$", "^validation/loss$"]],
-        "negative log-likelihood": ["Multiline", ["negative_log_likelihood$"]],
-        "accuracy": ["Multiline", ["/accuracy$"]],
+        "negative log-likelihood": [
+            "Multiline",
+            ["^train/negative_log_likelihood$", "^validation/negative_log_likelihood$"],
+        ],
+        "accuracy": ["Multiline", ["^train/accuracy$", "^validation/accuracy$"]],
         "BLEU and chrF": ["Multiline", ["^validation/bleu$", "^validation/chrf$"]],
         "BLEU by source length": ["Multiline", ["^validation_bleu_by_length/"]],
         "length ratio and repetition": ["Multiline", ["^validation/length_ratio$", "^validation/repetition$"]],

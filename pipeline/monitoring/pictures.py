@@ -43,7 +43,8 @@ def heat_maps(title: str, panels: list[Panel], across: int) -> Image.Image:
         draw.text((x + left, y), panel.title, _INK, _font(TITLE - 2))
         y += TITLE + 4 + top
         for column, name in enumerate(panel.columns):
-            picture.paste(_standing(_short(name)), (x + left + column * CELL, y - top))
+            standing = _standing(_short(name))
+            picture.paste(standing, (x + left + column * CELL, y - standing.height - 2))
         for row, name in enumerate(panel.rows):
             text = _short(name)
             draw.text((x + left - 4 - _width(text), y + row * CELL), text, _INK, _font(TEXT))

@@ -13,6 +13,8 @@ from pipeline.monitoring.tables import table
 from pipeline.monitoring.text_scores import TextScores
 
 NUM_WORST, NUM_LONGEST = 6, 4
+_ROOM = 6 * "\u00a0"
+"""TensorBoard breaks words to make columns narrow; this keeps one from being too narrow for its numbers."""
 
 
 class Translation(NamedTuple):
@@ -89,7 +91,7 @@ class ValidationText(Callback):
         if isinstance(log, RunLog):
             said = (
                 f"BLEU {scores['validation/bleu']:.2f}, chrF {scores['validation/chrf']:.2f} "
-                f"({self._scores.signatures()}); scores in the table are chrF, of the translation beside them\n\n"
+                f"({self._scores.signatures()}); chrF in the table is the sentence's own\n\n"
             )
             pages = {
                 "translations": [self._kept[pair] for pair in self.samples],
@@ -129,4 +131,4 @@ class ValidationText(Callback):
         rows = [
             (f"{one.score:.1f}", self._sources[one.pair], self._references[one.pair], one.text) for one in translations
         ]
-        return table(["score", "source", "reference", "translation"], rows)
+        return table([f"{_ROOM}chrF{_ROOM}", "source", "reference", "translation"], rows)

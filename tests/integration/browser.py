@@ -21,7 +21,7 @@ window.__all = (root = document) => {
     }
     return found;
 };
-window.__text = () => window.__all().filter(e => !['STYLE', 'SCRIPT'].includes(e.tagName)).map(e =>
+window.__text = () => window.__all().filter(e => !['STYLE', 'SCRIPT', 'NOSCRIPT'].includes(e.tagName)).map(e =>
     [...e.childNodes].filter(n => n.nodeType === 3).map(n => n.textContent.trim()).join(' ')
 ).filter(t => t).join('\\n');
 """
@@ -107,7 +107,8 @@ class Browser:
 
     def click(self, selector: str, text: str = "") -> None:
         """The first element that a selector matches and a text stands in."""
-        found = f"window.__all().filter(e => e.matches({json.dumps(selector)}) && e.innerText.includes({json.dumps(text)}))[0]"
+        matches = f"e.matches({json.dumps(selector)}) && e.innerText.includes({json.dumps(text)})"
+        found = f"window.__all().filter(e => {matches})[0]"
         self.wait(f"!!{found}")
         self.run(f"{found}.click()")
 
