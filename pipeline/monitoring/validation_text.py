@@ -131,4 +131,4 @@ class ValidationText(Callback):
         rows = [
             (f"{one.score:.1f}", self._sources[one.pair], self._references[one.pair], one.text) for one in translations
         ]
-        return table([f"{_ROOM}chrF{_ROOM}", "source", "reference", "translation"], rows)
+        return table([f"{_ROOM} chrF {_ROOM}", "source", "reference", "translation"], rows)
