@@ -12,7 +12,9 @@ CELL, TEXT, TITLE = 15, 12, 15
 """Pixels: a matrix's cell, names, titles."""
 _GAP = 18
 _LONGEST_NAME = 14
-_WHITE, _INK, _BLUE, _RED = ((255, 255, 255), (40, 40, 40), (8, 48, 120), (160, 20, 20))
+_WHITE, _BLUE, _RED = (255, 255, 255), (8, 48, 120), (160, 20, 20)
+_INK = _BLUE
+"""One hue for all: a small palette then has every shade of it."""
 
 
 class Panel(NamedTuple):
@@ -50,7 +52,7 @@ def heat_maps(title: str, panels: list[Panel], across: int) -> Image.Image:
             draw.text((x + left - 4 - _width(text), y + row * CELL), text, _INK, _font(TEXT))
         cells = _colours(panel.values, _BLUE).resize((columns * CELL, rows * CELL), Image.Resampling.NEAREST)
         picture.paste(cells, (x + left, y))
-        draw.rectangle((x + left - 1, y - 1, x + left + columns * CELL, y + rows * CELL), outline=(190, 190, 190))
+        draw.rectangle((x + left - 1, y - 1, x + left + columns * CELL, y + rows * CELL), outline=(193, 203, 221))
     return picture.quantize(128, dither=Image.Dither.NONE)
 
 
