@@ -1,6 +1,6 @@
 """Matrices as pictures, with names along their sides."""
 
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +53,8 @@ def heat_maps(title: str, panels: list[Panel], across: int) -> Image.Image:
         cells = _colours(panel.values, _BLUE).resize((columns * CELL, rows * CELL), Image.Resampling.NEAREST)
         picture.paste(cells, (x + left, y))
         draw.rectangle((x + left - 1, y - 1, x + left + columns * CELL, y + rows * CELL), outline=(193, 203, 221))
-    return picture.quantize(128, dither=Image.Dither.NONE)
+    # Sixteen shades take half a byte a pixel.
+    return picture.quantize(16, dither=Image.Dither.NONE)
 
 
 def matrix_picture(title: str, values: NDArray[np.float32], rows: str, columns: str, scale: int) -> Image.Image:
@@ -83,6 +84,7 @@ def _colours(values: NDArray[np.float32], dark: tuple[int, int, int]) -> Image.I
     return Image.fromarray((255 + (np.array(dark) - 255) * share).astype(np.uint8))
 
 
+@lru_cache(maxsize=256)  # each stands over many matrices
 def _standing(name: str) -> Image.Image:
     """A name that reads upwards, its end at the bottom."""
     text = Image.new("RGB", (_width(name) + 2, CELL), _WHITE)

@@ -53,8 +53,8 @@ class RunLog(Logger):
         assert step is not None
         values = {name: float(value) for name, value in metrics.items()}
         self._add([Summary(value=[Summary.Value(tag=tag, simple_value=value)]) for tag, value in values.items()], step)
-        # JSON knows no infinity.
-        plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        # JSON knows no infinity, and float32 no more digits.
+        plain = {name: float(f"{value:.7g}") if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"step": step, "time": round(time.time(), 3), **plain}) + "\n"
         with self._tolerant(self.run / METRICS):
             self._lines.append(line.encode())
@@ -66,7 +66,7 @@ class RunLog(Logger):
     def add_picture(self, tag: str, picture: Image, step: int) -> None:
         """A picture of the images tab."""
         file = BytesIO()
-        picture.save(file, format="PNG", optimize=True)
+        picture.save(file, format="PNG")
         image = Summary.Image(
             height=picture.height, width=picture.width, colorspace=3, encoded_image_string=file.getvalue()
         )
