@@ -114,12 +114,12 @@ class Pictures(Callback):
         count = min(_POSITIONS, getattr(positions, "max_positions", _POSITIONS))
         with torch.no_grad():
             table = positions(0, count).float().cpu().numpy()
-        scale = max(1, 512 // max(table.shape))
-        learned = "learned" if module.network_settings.learned_positions else "sinusoidal"
-        title = f"{learned} positions, {table.shape[1]} dimensions"
-        log.add_picture(
-            "what_it_looks_at/positions", matrix_picture(title, table, "position", "dimension", scale), step
-        )
+        title, columns = f"learned positions, {table.shape[1]} dimensions", "dimension"
+        if not module.network_settings.learned_positions:
+            title = f"sinusoidal positions, {table.shape[1]} dimensions"
+            columns = "sines (dimensions 0, 2, 4 …), then cosines (1, 3, 5 …)"
+            table = np.concatenate((table[:, 0::2], table[:, 1::2]), axis=1)
+        log.add_picture("what_it_looks_at/positions", matrix_picture(title, table, "position", columns), step)
 
     def _embeddings(self, log: RunLog, module: TranslationModule) -> None:
         """The projector's files, always the newest."""

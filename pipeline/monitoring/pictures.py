@@ -57,24 +57,23 @@ def heat_maps(title: str, panels: list[Panel], across: int) -> Image.Image:
     return picture.quantize(16, dither=Image.Dither.NONE)
 
 
-def matrix_picture(title: str, values: NDArray[np.float32], rows: str, columns: str, scale: int) -> Image.Image:
-    """One large matrix [rows, columns] of values from -1 (red) over 0 (white) to 1 (blue), with numbered sides."""
+def matrix_picture(title: str, values: NDArray[np.float32], rows: str, columns: str) -> Image.Image:
+    """One large matrix [rows, columns] of values from -1 (red) over 0 (white) to 1 (blue), its rows numbered."""
     above = _colours(values.clip(0, 1), _BLUE)
     below = _colours((-values).clip(0, 1), _RED)
     cells = Image.fromarray(np.minimum(np.asarray(above), np.asarray(below)))
-    cells = cells.resize((cells.width * scale, cells.height * scale), Image.Resampling.NEAREST)
-    left, top = 60, 70
-    picture = Image.new("RGB", (max(left + cells.width, _width(title, TITLE)) + 2 * _GAP, top + cells.height + _GAP))
-    picture.paste(_WHITE, (0, 0, *picture.size))
+    scale = max(1, 640 // cells.width)
+    cells = cells.resize((cells.width * scale, cells.height * 3), Image.Resampling.NEAREST)
+    left, top = 70, 50
+    width = left + max(cells.width, _width(title, TITLE), _width(columns)) + _GAP
+    picture = Image.new("RGB", (width, top + cells.height + _GAP), _WHITE)
     picture.paste(cells, (left, top))
     draw = ImageDraw.Draw(picture)
-    draw.text((_GAP // 2, 4), title, _INK, _font(TITLE))
-    draw.text((left, 26), f"{columns} →", _INK, _font(TEXT))
-    draw.text((_GAP // 2, top - 22), f"{rows} ↓", _INK, _font(TEXT))
-    for column in range(0, values.shape[1], max(1, values.shape[1] // 8)):
-        draw.text((left + column * scale, top - 18), str(column), _INK, _font(TEXT))
+    draw.text((left, 4), title, _INK, _font(TITLE))
+    draw.text((left, top - 20), columns, _INK, _font(TEXT))
+    draw.text((4, top - 20), rows, _INK, _font(TEXT))
     for row in range(0, values.shape[0], max(1, values.shape[0] // 8)):
-        draw.text((_GAP // 2, top + row * scale - 2), str(row), _INK, _font(TEXT))
+        draw.text((left - 8 - _width(str(row)), top + 3 * row - 6), str(row), _INK, _font(TEXT))
     return picture.quantize(128, dither=Image.Dither.NONE)
 
 
