@@ -13,7 +13,7 @@ from pipeline.monitoring.tables import table
 from pipeline.monitoring.text_scores import TextScores
 
 NUM_WORST, NUM_LONGEST = 6, 4
-_ROOM = 6 * "\u00a0"
+_ROOM = 40 * "\u00a0"
 """TensorBoard breaks words to make columns narrow; this keeps one from being too narrow for its numbers."""
 
 
@@ -131,4 +131,4 @@ class ValidationText(Callback):
         rows = [
             (f"{one.score:.1f}", self._sources[one.pair], self._references[one.pair], one.text) for one in translations
         ]
-        return table([f"{_ROOM} chrF {_ROOM}", "source", "reference", "translation"], rows)
+        return table([f"chrF {_ROOM}", "source", "reference", "translation"], rows)
