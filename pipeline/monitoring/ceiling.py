@@ -23,10 +23,15 @@ def flops_per_target_token(network: NetworkSettings, vocabulary_size: int, corpu
 def best_rate(device: torch.device, precision: str) -> float:
     """FLOP/s of this process's best large matrix product, at the precision trained in; takes a fraction of a second.
 
+    0 where a GPU has no memory left for it.
+
     Other processes on the same cores take their part of it, as they do of training.
     """
     dtype = torch.bfloat16 if "bf16" in precision else torch.float32
-    product = MatrixProduct(device, dtype, size=None if device.type == "cuda" else 1024)
+    try:
+        product = MatrixProduct(device, dtype, size=None if device.type == "cuda" else 1024)
+    except torch.cuda.OutOfMemoryError:
+        return 0.0  # training needs the memory more
     best, deadline = 0.0, time.monotonic() + _SECONDS
     while not best or time.monotonic() < deadline:
         best = max(best, product.rate())

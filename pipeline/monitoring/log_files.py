@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
@@ -101,14 +102,17 @@ def _cut(path: Path, size: int) -> None:
 
 
 def _end_of_events(data: bytes, step: int) -> int:
-    """Where the last event up to a step ends; what a killed writer has left half-written counts as beyond."""
+    """Where the last event up to a step ends; what a killed writer or machine has left torn counts as beyond."""
     start = 0
     while start + _HEADER <= len(data):
         (length,) = struct.unpack_from("<Q", data, start)
         end = start + _HEADER + length + _CRC
         if end > len(data):
             break
-        event = Event.FromString(data[start + _HEADER : end - _CRC])
+        try:
+            event = Event.FromString(data[start + _HEADER : end - _CRC])
+        except DecodeError:
+            break
         if event.HasField("summary") and event.step > step:
             break
         start = end
@@ -117,7 +121,12 @@ def _end_of_events(data: bytes, step: int) -> int:
 
 def _end_of_lines(data: bytes, step: int) -> int:
     start = 0
-    while (end := data.find(b"\n", start) + 1) and json.loads(data[start:end])["step"] <= step:
+    while end := data.find(b"\n", start) + 1:
+        try:
+            if json.loads(data[start:end])["step"] > step:
+                break
+        except ValueError:
+            break
         start = end
     return start
 

@@ -56,6 +56,17 @@ def test_what_a_kill_has_torn_is_cut_off(tmp_path: Path) -> None:
     assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5]
 
 
+def test_what_a_power_cut_has_left_is_cut_off(tmp_path: Path) -> None:
+    log_steps(tmp_path, 0, 3, 0.0)
+    [events] = (tmp_path / "tensorboard").iterdir()
+    for path in (events, tmp_path / METRICS):
+        with path.open("ab") as file:
+            file.write(b"\x0c" + bytes(60) + b"\n")
+    log_steps(tmp_path, 3, 4, 0.0)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4]
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     log = RunLog(tmp_path, 0, writes=False)
     log.log_metrics({"loss": 1.0}, 1)
