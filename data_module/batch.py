@@ -60,6 +60,8 @@ class StepShare:
     """Global batches in this epoch."""
     one_length: list[bool]
     """Whether a micro-batch's sources are all of one length, and need no mask."""
+    num_tokens: int = 0
+    """Source and target tokens of this rank's share, of all its cells."""
 
     @property
     def micro_batches(self) -> list[Batch]:
@@ -114,7 +116,7 @@ def collate(
     """Groups of pairs as one array, built by whole arrays."""
     shapes = [(len(group.pairs), group.source_length, group.target_length) for group in groups]
     ids = np.empty(sum(pairs * (source + target + 2) for pairs, source, target in shapes), dtype=np.int32)
-    one_length, start = [], 0
+    one_length, start, num_tokens = [], 0, 0
     for (pairs, source_length, target_length), group in zip(shapes, groups, strict=True):
         middle, end = start + pairs * (source_length + 1), start + pairs * (source_length + target_length + 2)
         ids[start : start + pairs] = group.pairs
@@ -122,7 +124,8 @@ def collate(
         one_length.append(bool((lengths == source_length).all()))
         target = ids[middle:end].reshape(pairs, target_length + 1)
         target[:, 0] = special.bos
-        _fill(target[:, 1:], corpus.target, group.pairs, special)
+        target_lengths = _fill(target[:, 1:], corpus.target, group.pairs, special)
+        num_tokens += int(lengths.sum()) + int(target_lengths.sum())
         start = end
     return StepShare(
         ids=torch.from_numpy(ids),
@@ -134,6 +137,7 @@ def collate(
         index=index,
         num_batches=num_batches,
         one_length=one_length,
+        num_tokens=0 if weightless else num_tokens,
     )
 
 

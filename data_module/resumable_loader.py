@@ -8,7 +8,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -102,13 +102,23 @@ class ResumableLoader(DataLoader[StepShare]):
         )
         self._shares = dataset
         self._handed_out = (0, 0)
+        self.on_wait: Callable[[str], None] | None = None
+        """Told "data_wait" where waiting for a share begins, and "between" where it ends."""
 
     def __iter__(self) -> Iterator[StepShare]:  # type: ignore[override]
         self._shares.seek(*self._handed_out)
-        for share in super().__iter__():
+        shares = super().__iter__()
+        while True:
+            self._say("data_wait")
+            share = next(shares)
+            self._say("between")
             # Counted when handed out, not when a worker fetched it in advance.
             self._handed_out = (share.epoch, share.index + 1)
             yield share
+
+    def _say(self, what: str) -> None:
+        if self.on_wait is not None:
+            self.on_wait(what)
 
     def __len__(self) -> int:
         return NEVER_ENDS

@@ -175,15 +175,22 @@ def train(
     import torch
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Callback, EarlyStopping
-    from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from data_module.batch import SpecialIds
     from data_module.errors import InputError
+    from data_module.manifest import read_manifest
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
-    from pipeline.callbacks import CheckpointKeeper, Monitor, MovingAverage, ValidationText, WholeCheckpointIO
+    from pipeline.checkpoint_keeper import CheckpointKeeper, MovingAverage, WholeCheckpointIO
     from pipeline.memory import MemoryProbe
+    from pipeline.monitoring.ceiling import flops_per_target_token
+    from pipeline.monitoring.description import Description
+    from pipeline.monitoring.history import first_submission, note_start
+    from pipeline.monitoring.looking import Pictures
+    from pipeline.monitoring.monitor import Monitor
+    from pipeline.monitoring.run_log import RunLog
+    from pipeline.monitoring.validation_text import ValidationText
     from pipeline.run_folder import STOPPED_EARLY
     from pipeline.together import Together, own_signals
     from pipeline.trainer_options import (
@@ -223,10 +230,18 @@ def train(
     if tokenizer.lowercase:  # what it writes can be compared with lower-cased text only
         references = [reference.lower() for reference in references]
     # The keeper stands behind them, so that what it saves has seen what the others did.
+    monitor = Monitor(
+        recipe.run.log_every_steps,
+        flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus),
+    )
+    texts = ValidationText(sources, references, tokenizer)
+    description = Description(recipe, read_manifest(data.folder), monitor)
     callbacks: list[Callback] = [
         MemoryProbe(data.micro_batch_tokens, data.longest),
-        ValidationText(sources, references, tokenizer),
-        Monitor(recipe.run.log_every_steps),
+        texts,
+        Pictures(recipe.monitoring, texts, sources, tokenizer, data.train_corpus, recipe.network),
+        monitor,
+        description,
     ]
     patience = recipe.run.patience
     early_stopping = EarlyStopping("validation/bleu", mode="max", patience=patience or 1)
@@ -234,9 +249,9 @@ def train(
         callbacks.append(early_stopping)
     if recipe.training.ema_decay is not None:
         callbacks.append(MovingAverage(decay=recipe.training.ema_decay))
-    keeper = CheckpointKeeper(path, recipe, tokenizer)
+    keeper = CheckpointKeeper(path, recipe, tokenizer, monitor.clock)
     callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds, seconds_allowed(options.pop("max_time", None)))]
-    first_step = 1 + (step_of(checkpoint) if checkpoint else 0)
+    log = RunLog(path, step_of(checkpoint) if checkpoint else 0, writes=folder is not None)
     try:
         trainer = Trainer(
             **options,
@@ -247,7 +262,7 @@ def train(
             enable_progress_bar=False,
             enable_model_summary=False,
             enable_checkpointing=False,
-            logger=TensorBoardLogger(path, name="", version="tensorboard", purge_step=first_step),
+            logger=log,
             callbacks=callbacks,
             plugins=[plugin for plugin in plugins if plugin is not None],
         )
@@ -258,6 +273,9 @@ def train(
         if fresh:
             folder.remove_run(step)
         folder.write_config(recipe, tokenizer.model)
+        log.cut_back()
+        description.starts = note_start(log, step)
+        monitor.submitted = first_submission(description.starts)
     own_signals(trainer)
     with stop_request.keyboard_too():
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)

@@ -10,6 +10,7 @@ import yaml
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from pipeline.monitoring.settings import MonitoringSettings
 from pipeline.schema import Checker, Signature
 
 
@@ -55,6 +56,7 @@ class Recipe:
     training: TrainingSettings = field(default_factory=TrainingSettings)
     decoding: DecodingSettings = field(default_factory=DecodingSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def run_folder(self) -> Path:

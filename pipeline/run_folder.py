@@ -16,12 +16,13 @@ from typing import IO, Any
 import yaml
 
 from data_module.errors import InputError
+from pipeline.monitoring import METRICS, STARTS, SUMMARY
 from pipeline.recipe import Recipe
 from pipeline.slurm_job import Step, forget_failures
 from pipeline.stop_request import Stopped, stop_if_asked
 from pipeline.whole_file import is_leftover, remove_leftovers, whole_file
 
-MAY_CHANGE = ("name", "decoding", "run", "trainer")
+MAY_CHANGE = ("name", "decoding", "run", "monitoring", "trainer")
 """Sections that another config may change on resume; the others would make it another run."""
 MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
 
@@ -111,7 +112,8 @@ class RunFolder:
         """
         for name in ("checkpoints", "tensorboard"):
             shutil.rmtree(self.path / name, ignore_errors=True)
-        (self.path / STOPPED_EARLY).unlink(missing_ok=True)
+        for name in (STOPPED_EARLY, METRICS, SUMMARY, STARTS):
+            (self.path / name).unlink(missing_ok=True)
         for average in self.path.glob("average-last-*.ckpt"):
             average.unlink()
         for note in self.path.glob(".fresh-*"):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pipeline import stop_request
-from pipeline.callbacks import CheckpointKeeper, validation_is_due
+from pipeline.checkpoint_keeper import CheckpointKeeper, validation_is_due
 from pipeline.slurm_job import node_name
 from pipeline.stop_request import Stopped
 

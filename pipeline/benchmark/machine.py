@@ -8,11 +8,13 @@ import torch
 class MatrixProduct:
     """A square product, large enough for the machine's best rate, timed now and again beside what is measured."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, size: int | None = None) -> None:
         self._on_gpu = device.type == "cuda"
-        self._size = 8192 if self._on_gpu else 2048
+        self._size = size or (8192 if self._on_gpu else 2048)
+        # A generator of its own: beside training, the global one is not to be moved.
+        generator = torch.Generator(device).manual_seed(0)
         self._left, self._right, self._product = (
-            torch.randn(self._size, self._size, device=device).to(dtype) for _ in range(3)
+            torch.randn(self._size, self._size, device=device, generator=generator).to(dtype) for _ in range(3)
         )
         self.rate()  # the first one is slow
 

@@ -144,13 +144,12 @@ def recipe_contest(
 
 def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "Contest":
     """A tiny network on a few sentences, trained as `fit` does it and in a bare loop."""
-    from lightning.pytorch.loggers import TensorBoardLogger
-
     from model.loss import label_smoothed_loss
     from model.settings import NetworkSettings
     from model.transformer import Transformer
     from pipeline.benchmark.contest import Contest, PlainTraining
-    from pipeline.callbacks import Monitor
+    from pipeline.monitoring.monitor import Monitor
+    from pipeline.monitoring.run_log import RunLog
 
     longest = training(recipe, tokenizer)[1].longest
     network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1, dropout=0.0)
@@ -168,7 +167,7 @@ def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "C
     contest = Contest(others, LOOP_STEPS, LOOP_TURN, place.device, place.dtype)
     # The Monitor's progress bar is part of the cost, but nothing to look at here.
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
-        _fit(module, data, contest, place.options, [Monitor(LOOP_TURN)], TensorBoardLogger(folder))
+        _fit(module, data, contest, place.options, [Monitor(LOOP_TURN)], RunLog(Path(folder), 0, writes=True))
     return contest
 
 

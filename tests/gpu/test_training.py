@@ -20,7 +20,7 @@ from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.benchmark.stopwatch import PeakMemory
-from pipeline.callbacks import Monitor
+from pipeline.monitoring.monitor import Monitor
 from pipeline.trainer_options import precision_plugin
 from tests.model.test_compilation import DEVICES, PAD, VOCABULARY, share_of
 

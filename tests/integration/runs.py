@@ -28,11 +28,18 @@ def kill(process: subprocess.Popen) -> bool:
     return process.wait() == -signal.SIGKILL
 
 
+def accumulator(run: Path) -> EventAccumulator:
+    """All that TensorBoard's own reader finds in a run."""
+    events = EventAccumulator(
+        str(run / "tensorboard"), size_guidance=dict.fromkeys(("scalars", "tensors", "images"), 0)
+    )
+    events.Reload()
+    return events
+
+
 def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
     """A curve as TensorBoard shows it: (step, value)."""
-    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
+    return [(event.step, event.value) for event in accumulator(run).Scalars(tag)]
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -85,7 +85,7 @@ def test_one_two_three_one(tiny_corpus: Path, recipe_file: Path, tmp_path: Path)
 
     losses = [loss for _, loss in scalars(whole, "train/loss")]
     assert losses[-1] < 0.9 * losses[0]  # there is a curve to agree on
-    for tag in ("train/loss", "train/learning_rate", "train/epoch", "validation/loss"):
+    for tag in ("train/loss", "train/learning_rate", "work/epoch", "validation/loss"):
         assert scalars(run, tag) == [(step, pytest.approx(value, rel=2e-6)) for step, value in scalars(whole, tag)], tag
     ours, theirs = (torch.load(checkpoints(path)[-1], weights_only=True)["state_dict"] for path in (run, whole))
     for name, weight in ours.items():

@@ -117,10 +117,12 @@ def test_a_run_folder_holds_what_the_design_says(trained_run: Path) -> None:
         "train/perplexity",
         "train/learning_rate",
         "train/gradient_norm",
-        "train/target_tokens_per_second",
+        "work/target_tokens_per_second",
         "validation/loss",
         "validation/perplexity",
         "validation/bleu",
+        "work/share_of_ceiling",
+        "work/goodput",
     } <= set(tags["scalars"])
     assert any(tag.startswith("validation/translations") for tag in tags["tensors"])
     losses = scalars(trained_run, "train/loss")
@@ -183,6 +185,29 @@ def test_a_corpus_copied_without_its_texts(tiny_corpus: Path, recipe_file: Path,
     )
     assert refused.returncode == 2
     assert b"max_tokens" in refused.stderr
+
+
+def test_a_layer_to_look_at_that_is_not_there(recipe_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--monitoring.attention_layers", "[0, 1]")
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines()[-1].startswith("error: monitoring.attention_layers: there is no 1; ")
+
+
+def test_chosen_pictures(recipe_file: Path, tmp_path: Path) -> None:
+    chosen = ["--monitoring.attention_sentences", "[7]", "--monitoring.attention_heads", "[1]"]
+    run = fit(recipe_file, tmp_path / "run", *chosen, "--monitoring.embedding_pieces", 9)
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert {tag for tag in events.Tags()["images"] if tag.endswith("_1")} == {
+        f"what_it_looks_at/{kind}_1" for kind in ("encoder", "decoder", "cross")
+    }
+    assert not [tag for tag in events.Tags()["images"] if tag.endswith("_2")]
+    pieces = (run / "tensorboard" / "embeddings.tsv").read_text().splitlines()
+    assert len(pieces) == 1 + 9
+    counts = [int(line.split("\t")[1]) for line in pieces[1:]]
+    assert counts == sorted(counts, reverse=True)
+    assert (run / "tensorboard" / "embeddings.bytes").stat().st_size == 9 * 16 * 4
 
 
 def test_hardware_that_is_not_there(recipe_file: Path, tmp_path: Path) -> None:

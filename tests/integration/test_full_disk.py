@@ -1,17 +1,22 @@
-"""A disk that is full while a run saves or logs: one line, nothing torn, and the next start goes on."""
+"""A disk that is full: while a run saves, one line and nothing torn; while it logs, one warning."""
 
+import json
 import os
 import resource
 import subprocess
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from pipeline.monitoring.log_files import metrics
+from pipeline.recipe import load_recipe
 from tests.conftest import pipeline
-from tests.integration.runs import checkpoints, descendants, start, step_of, still_there, temporary_files
+from tests.integration.runs import checkpoints, descendants, scalars, start, step_of, still_there, temporary_files
 
 MEGABYTE = 1_000_000
 
@@ -27,11 +32,11 @@ class SmallDisk:
         self._filler = folder / "filler"
         self._said = folder.with_name("said")
 
-    def start(self, *command: object) -> None:
-        """Start a command that writes here, and wait for its first checkpoint in `run`."""
+    def start(self, *command: object, until: str = "checkpoints/step=*.ckpt") -> None:
+        """Start a command that writes here, and wait for a file in `run`, its first checkpoint."""
         with self._said.open("w") as stderr:
             self.process = start(*command, stderr=stderr)
-        while not checkpoints(self.folder / "run") and self.process.poll() is None:
+        while not list((self.folder / "run").glob(until)) and self.process.poll() is None:
             time.sleep(0.001)
         self.children = descendants(self.process)
 
@@ -39,7 +44,7 @@ class SmallDisk:
         """Leave so many bytes of room."""
         if not self.mounted:
             limit = max(leave, 30_000)  # so that what it says finds room, but not its curves
-            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             return
         with self._filler.open("wb") as file:
             while True:
@@ -50,8 +55,21 @@ class SmallDisk:
                 except OSError:  # the command was quicker
                     continue
 
+    def said(self) -> str:
+        """Its standard error so far."""
+        return self._said.read_text()
+
+    def wait_for(self, words: str) -> None:
+        """Until it has said this, a moment at least; it has not ended before."""
+        time.sleep(0.1)
+        while words not in self.said():
+            assert self.process.poll() is None, self.said()
+            time.sleep(0.05)
+
     def make_room(self) -> None:
         self._filler.unlink(missing_ok=True)
+        if not self.mounted and self.process.poll() is None:
+            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     def line(self) -> str:
         """The one line of the command that a full disk has ended; nobody is left of it, promptly."""
@@ -105,20 +123,42 @@ def test_no_room_for_a_checkpoint(disk: SmallDisk, recipe_file: Path, devices: i
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_room_for_the_curves(disk: SmallDisk, recipe_file: Path, devices: int) -> None:
+    """One warning; training goes on, and so do the curves when there is room again."""
     run = disk.folder / "run"
-    command = ["fit", "--config", recipe_file, "--run.folder", run, "--run.checkpoint_every_steps", 50]
+    command = ["fit", "--config", recipe_file, "--run.folder", run, "--run.checkpoint_every_steps", 1_000_000]
     command += ["--trainer.val_check_interval", 10_000, "--run.log_every_steps", 1, "--trainer.devices", devices]
-    disk.start(*command, "--trainer.max_steps", 100_000)
+    disk.start(*command, "--trainer.max_steps", 1_000_000, until="metrics.jsonl")
     disk.fill(0)
-    assert disk.line().startswith(f"error: {run / 'tensorboard'}: ")
-    newest = checkpoints(run)[-1]
-    if disk.mounted:
-        again = pipeline(*command, "--trainer.max_steps", 100_000)
-        assert again.returncode == 2
-        assert (
-            again.stderr.decode().splitlines()[-1].startswith(f"error: {run / 'config.yaml'}: No space left on device;")
-        )
+    disk.wait_for("training goes on, and logs when it can")
+    reached = last_step(run)
+    time.sleep(3)
     disk.make_room()
-    done = pipeline(*command, "--trainer.max_steps", step_of(newest) + 2)
+    while last_step(run) == reached:
+        disk.wait_for("training")
+    disk.process.terminate()
+    assert disk.process.wait(60) == 75, disk.said()
+    assert disk.said().count("warning: ") == 1
+    assert "Traceback" not in disk.said()
+    steps = [line["step"] for line in metrics(run)]
+    assert steps == sorted(steps)
+    assert max(later - earlier for earlier, later in pairwise(steps)) > 5  # it had not waited for room
+    assert {step for step, _ in scalars(run, "train/loss")} <= set(steps)  # its records are larger
+    assert step_of(checkpoints(run)[-1]) == steps[-1]
+
+
+def last_step(run: Path) -> int:
+    return max(line["step"] for line in metrics(run))
+
+
+def test_a_log_folder_that_is_read_only(tmp_path: Path, recipe_file: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    # Nothing can be written below a file, by whomever.
+    (run / "tensorboard").touch()
+    (run / "config.yaml").write_text(yaml.safe_dump(load_recipe([recipe_file]).as_dict()))
+    done = pipeline("fit", "--config", recipe_file, "--run.folder", run)
     assert done.returncode == 0, done.stderr.decode()
-    assert f"resuming from {newest}" in done.stderr.decode()
+    [warning] = [line for line in done.stderr.decode().splitlines() if line.startswith("warning: ")]
+    assert warning.startswith(f"warning: {run}/tensorboard")
+    assert [line["step"] for line in metrics(run) if "train/loss" in line] == [2, 4, 6, 8, 10, 12]
+    assert json.loads((run / "summary.json").read_text())["step"] == 12

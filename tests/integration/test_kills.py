@@ -1,5 +1,6 @@
 """SIGKILL at random moments, also while a checkpoint is being written: nothing is lost."""
 
+import json
 import random
 import time
 import zipfile
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 from pipeline.checkpoint import step_path
+from pipeline.monitoring import STARTS
+from pipeline.monitoring.log_files import metrics
 from pipeline.run_folder import RunFolder
 from tests.conftest import pipeline
 from tests.integration.runs import (
+    accumulator,
     assert_same_state,
     checkpoints,
     descendants,
@@ -43,11 +47,13 @@ class Victim:
     kills: int = 0
     torn: list[int] = field(default_factory=list)
     """Sizes of the temporary files whose writers were killed."""
+    too_early: int = 0
+    """Kills of processes that had not yet begun."""
     resumed: int = 0
     """Starts that were seen to go on from the newest checkpoint."""
 
     def start_and_kill(self, while_writing: bool) -> None:
-        newest = checkpoints(self.run)[-1:]
+        newest, begun = checkpoints(self.run)[-1:], len(starts(self.run))
         said = self.run.with_name("said")
         with said.open("w") as stderr:
             process = start(*self.command, stderr=stderr)
@@ -68,6 +74,7 @@ class Victim:
             self.sleep(self.chance.uniform(0, 2 * self.interval_seconds))
         assert kill(process), f"ended before it was killed: {said.read_text()}"
         self.kills += 1
+        self.too_early += len(starts(self.run)) == begun
         left = {path.name: path.stat().st_size for path in temporary_files(self.run)}
         self.torn += [size for name, size in left.items() if name.endswith(ours) and 0 < size < self.size]
         if "training:" in said.read_text():
@@ -102,6 +109,10 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:  # it has just got its final name
         return 0
+
+
+def starts(run: Path) -> list[str]:
+    return (run / STARTS).read_text().splitlines() if (run / STARTS).exists() else []
 
 
 def survives(recipe: Path, folder: Path, *, positions: int, steps: int, kills: int, torn: int) -> None:
@@ -139,9 +150,22 @@ def survives(recipe: Path, folder: Path, *, positions: int, steps: int, kills: i
     assert not temporary_files(run)
     assert [path.name for path in checkpoints(run)] == [path.name for path in checkpoints(whole)]
     assert_same_state(checkpoints(run)[-1], checkpoints(whole)[-1])
-    for tag in ("train/loss", "train/gradient_norm", "train/epoch", "validation/loss", "validation/bleu"):
+    for tag in ("train/loss", "train/gradient_norm", "work/epoch", "validation/loss", "validation/bleu"):
         assert scalars(run, tag) == scalars(whole, tag), tag
     assert len(scalars(run, "train/loss")) == steps
+    logged, expected = ([(line["step"], "train/loss" in line) for line in metrics(path)] for path in (run, whole))
+    assert logged == expected
+    for tag in accumulator(whole).Tags()["tensors"]:
+        if tag.startswith("validation/"):
+            found, sought = (
+                [(event.step, event.tensor_proto.string_val[0]) for event in accumulator(path).Tensors(tag)]
+                for path in (run, whole)
+            )
+            assert found == sought, tag
+    summaries = [json.loads((path / "summary.json").read_text()) for path in (run, whole)]
+    assert summaries[0]["starts"] == kills + 1 - victim.too_early
+    # What was lost, and starting again, is no part of the steps that count.
+    assert 0 < summaries[0]["goodput"] < summaries[1]["goodput"] < 1
 
 
 def test_a_few_kills(recipe_file: Path, tmp_path: Path) -> None:

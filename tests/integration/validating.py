@@ -16,8 +16,8 @@ from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
-from pipeline.callbacks import ValidationText
 from pipeline.checkpoint import load_model, read_checkpoint
+from pipeline.monitoring.validation_text import ValidationText
 from pipeline.trainer_options import strategy
 
 
@@ -59,7 +59,7 @@ if __name__ == "__main__":
         "bleu": metrics["validation/bleu"],
         "loss": metrics["validation/loss"],
         "pairs": PAIRS,
-        "translations": {str(pair): text for pair, text in callback._translations.items()},
+        "translations": {str(pair): callback.translation(pair).text for pair in callback.samples},
     }
     (notes / f"{ranks}-{trainer.global_rank}").write_text(json.dumps(note))
     if torch.distributed.is_initialized():

@@ -53,7 +53,7 @@ if __name__ == "__main__":
         together.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
         fit.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", fit.LOCK_PATIENCE_SECONDS))
         from model.translation_module import TranslationModule
-        from pipeline.callbacks import WholeCheckpointIO
+        from pipeline.checkpoint_keeper import WholeCheckpointIO
 
         for owner, name, moment in (
             (TranslationModule, "training_step", "training"),

@@ -1,11 +1,13 @@
 """Jobs that are told to give their nodes back, at any moment: not a step is lost, nor done otherwise."""
 
+import json
 import os
 import random
 from pathlib import Path
 
 import pytest
 
+from pipeline.monitoring import STARTS, SUMMARY
 from tests.conftest import pipeline
 from tests.integration.runs import assert_same_state, checkpoints, scalars
 from tests.slurm.cluster import Cluster, Job
@@ -68,6 +70,14 @@ def test_a_more_urgent_job(cluster: Cluster, recipe_file: Path, tmp_path: Path) 
     assert job.restarts == 1
     [step] = saved_after(job)
     assert resumed_from(job) == [step]
+    first, second = (json.loads(line) for line in (tmp_path / "run" / STARTS).read_text().splitlines())
+    assert [(start["step"], start["restarts"]) for start in (first, second)] == [(0, 0), (step, 1)]
+    assert first["job"] == second["job"] == str(job.number)
+    # Goodput counts from here on, the wait for nodes and the start of processes included.
+    summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
+    assert first["submitted"] < first["began"] - 1
+    assert summary["seconds_since_submission"] > second["began"] - first["submitted"]
+    assert 0 < summary["goodput"] < 1
 
 
 def test_time_is_up(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Checkpoints kept, and the moving average that they may hold."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.plugins import TorchCheckpointIO
+
+from data_module.tokenizer import Tokenizer
+from pipeline.checkpoint import standalone_part, step_checkpoints, step_path, write_whole
+from pipeline.monitoring.step_clock import StepClock
+from pipeline.recipe import Recipe
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoints, written under a temporary name and renamed."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Whole or not at all."""
+        write_whole(checkpoint, Path(path))
+
+
+class CheckpointKeeper(Callback):
+    """Saves every so many steps or minutes and at the end, keeps the newest few and the best by validation BLEU."""
+
+    def __init__(self, run: Path, recipe: Recipe, tokenizer: Tokenizer, clock: StepClock) -> None:
+        self._run = run
+        self._settings = recipe.run
+        self._clock = clock
+        self._part = standalone_part(recipe.as_dict(), recipe.network, tokenizer)
+        self._last_saved = time.monotonic()
+        self.saved_step = 0
+        """The last step whose checkpoint is there."""
+        self._save_after_validation = False
+        self.best_bleu = -1.0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Save when a step or a time interval is over."""
+        every = self._settings.checkpoint_every_steps
+        minutes = self._settings.checkpoint_every_minutes
+        due = bool(every) and trainer.global_step % (every or 1) == 0
+        if minutes is not None and not due and trainer.global_step % self._settings.log_every_steps == 0:
+            # Clocks of ranks differ; rank 0's decides. Asking makes ranks wait, so not at every step.
+            due = trainer.strategy.broadcast(time.monotonic() - self._last_saved >= 60 * minutes)
+        # Saved before a validation of the same step, a resume would leave that validation out.
+        self._save_after_validation = due and validation_is_due(trainer)
+        if due and not self._save_after_validation:
+            self.save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the best so far, and what waited for this validation."""
+        bleu = trainer.callback_metrics.get("validation/bleu")
+        if bleu is not None and not trainer.sanity_checking and float(bleu) > self.best_bleu:
+            self.best_bleu = float(bleu)
+            self._write(trainer, self._run / "checkpoints" / "best.ckpt")
+        if self._save_after_validation:
+            self._save_after_validation = False
+            self.save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The last step is always kept."""
+        if trainer.global_step > self.saved_step:
+            self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        """Write this step's checkpoint and let go of the oldest."""
+        self._write(trainer, step_path(self._run, trainer.global_step))
+        self._last_saved, self.saved_step = time.monotonic(), trainer.global_step
+        if trainer.is_global_zero:
+            for path in step_checkpoints(self._run)[: -self._settings.keep_last]:
+                path.unlink(missing_ok=True)
+
+    def _write(self, trainer: Trainer, path: Path) -> None:
+        self._clock.begin("checkpoint")
+        trainer.save_checkpoint(path, weights_only=False)
+        self._clock.begin("between")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint stands alone."""
+        checkpoint["translation"] = self._part
+
+    def state_dict(self) -> dict[str, Any]:
+        """Carried over a resume."""
+        return {"best_bleu": self.best_bleu}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What a run resumes from is saved already."""
+        self.saved_step = trainer.global_step
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `state_dict` gave it."""
+        self.best_bleu = state_dict["best_bleu"]
+
+
+class MovingAverage(EMAWeightAveraging):
+    """Lightning's moving average of the weights: it is what is validated and what a checkpoint gives to translate."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the weights alone: the last checkpoint has both, so that a run can go on from it."""
+
+
+def validation_is_due(trainer: Trainer) -> bool:
+    """Whether Lightning validates after the step that has just been taken."""
+    every = trainer.val_check_interval
+    return trainer.enable_validation and isinstance(every, int) and trainer.global_step % every == 0

@@ -1,0 +1,141 @@
+"""A run's log files: appended to whole records at a time, and cut back to a step when a run goes on from there."""
+
+import errno
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+from pipeline.monitoring import EVENTS, METRICS
+
+_HEADER, _CRC = 12, 4
+"""Bytes of a record's length with its checksum, and of the checksum of its data."""
+
+
+class AppendedFile:
+    """A file that is opened when first written to; what cannot be written whole is not written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._size = 0
+
+    def append(self, data: bytes) -> None:
+        """Raises OSError, and leaves the file as it was, when there is no room or no permission."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._size = os.fstat(self._file).st_size
+        try:
+            if os.write(self._file, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Let go of the file; it may be appended to again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class EventFile:
+    """TensorBoard's events, written by the thread that logs: a writer with a thread of its own dies with a full disk.
+
+    It reaches TensorBoard's readers record by record, and survives the process without being closed.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Readers drop what they had seen from `first_step` on, in earlier files."""
+        # Files are read in the order of their names.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendedFile(folder / name)
+        begin = SessionLog(status=SessionLog.START)
+        self._pending = [
+            Event(file_version="brain.Event:2", wall_time=time.time()),
+            Event(session_log=begin, step=first_step, wall_time=time.time()),
+        ]
+
+    def add(self, summaries: list[Any], step: int) -> None:
+        """Write Summary messages at a step; raises OSError as `AppendedFile.append` does."""
+        now = time.time()
+        events = [*self._pending, *(Event(summary=summary, step=step, wall_time=now) for summary in summaries)]
+        self._file.append(b"".join(map(_record, events)))
+        self._pending = []
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def cut_back(run: Path, step: int) -> None:
+    """Remove from a run's curves what was logged after a step: that will be logged again.
+
+    Logs are in the order of their steps, so that they are cut off in place, for which a full disk has room. Raises
+    OSError when they may not be written.
+    """
+    for path in sorted((run / EVENTS).glob("events.out.tfevents.*")):
+        _cut(path, _end_of_events(path.read_bytes(), step))
+    if (run / METRICS).exists():
+        _cut(run / METRICS, _end_of_lines((run / METRICS).read_bytes(), step))
+
+
+def metrics(run: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    with (run / METRICS).open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def _cut(path: Path, size: int) -> None:
+    if size < path.stat().st_size:
+        os.truncate(path, size)
+
+
+def _end_of_events(data: bytes, step: int) -> int:
+    """Where the last event up to a step ends; what a killed writer or machine has left torn counts as beyond."""
+    start = 0
+    while start + _HEADER <= len(data):
+        (length,) = struct.unpack_from("<Q", data, start)
+        end = start + _HEADER + length + _CRC
+        if end > len(data):
+            break
+        try:
+            event = Event.FromString(data[start + _HEADER : end - _CRC])
+        except DecodeError:
+            break
+        if event.HasField("summary") and event.step > step:
+            break
+        start = end
+    return start
+
+
+def _end_of_lines(data: bytes, step: int) -> int:
+    start = 0
+    while end := data.find(b"\n", start) + 1:
+        try:
+            if json.loads(data[start:end])["step"] > step:
+                break
+        except ValueError:
+            break
+        start = end
+    return start
+
+
+def _record(event: Event) -> bytes:
+    data = event.SerializeToString()
+    header = struct.pack("<Q", len(data))
+    return b"".join((header, _checksum(header), data, _checksum(data)))
+
+
+def _checksum(data: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(data))

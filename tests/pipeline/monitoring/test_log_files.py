@@ -1,0 +1,107 @@
+"""Log files as TensorBoard's own reader and plain JSON see them, cut back, torn and on a full disk."""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from pipeline.monitoring import METRICS
+from pipeline.monitoring.log_files import metrics
+from pipeline.monitoring.run_log import RunLog
+from pipeline.monitoring.tables import table
+from tests.integration.runs import accumulator, scalars
+
+
+def log_steps(run: Path, after: int, last: int, value: float) -> None:
+    log = RunLog(run, after, writes=True)
+    log.cut_back()
+    log.add_hyperparameters({"network.d_model": 8, "free": True}, ["loss"], 0)
+    log.add_text("what_it_is/recipe", f"from step {after}", after + 1)
+    for step in range(after + 1, last + 1):
+        log.log_metrics({"loss": value + step, "endless": float("inf")}, step)
+        if step % 2 == 0:
+            log.add_text("said", f"at {step}", step)
+            log.add_picture("seen", Image.new("RGB", (3, 2)), step)
+    log.finalize("killed")
+
+
+def test_one_run_one_curve(tmp_path: Path) -> None:
+    log_steps(tmp_path, 0, 7, 0.25)
+    log_steps(tmp_path, 4, 6, 0.5)
+    log_steps(tmp_path, 4, 5, 0.75)  # from the same checkpoint again, and not as far as the last time
+    log_steps(tmp_path, 5, 9, 0.125)
+    expected = [*(step + 0.25 for step in range(1, 5)), 5.75, *(step + 0.125 for step in range(6, 10))]
+    assert scalars(tmp_path, "loss") == list(enumerate(expected, 1))
+    assert [(line["step"], line["loss"]) for line in metrics(tmp_path)] == list(enumerate(expected, 1))
+    assert {line["endless"] for line in metrics(tmp_path)} == {None}
+    events = accumulator(tmp_path)
+    texts = {
+        tag: [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors(f"{tag}/text_summary")]
+        for tag in ("said", "what_it_is/recipe")
+    }
+    assert texts["said"] == [(step, f"at {step}".encode()) for step in (2, 4, 6, 8)]
+    assert texts["what_it_is/recipe"] == [(1, b"from step 0"), (5, b"from step 4"), (6, b"from step 5")]
+    assert [event.step for event in events.Images("seen")] == [2, 4, 6, 8]
+
+
+def test_what_a_kill_has_torn_is_cut_off(tmp_path: Path) -> None:
+    log_steps(tmp_path, 0, 3, 0.0)
+    [events] = (tmp_path / "tensorboard").iterdir()
+    for path in (events, tmp_path / METRICS):
+        os.truncate(path, path.stat().st_size - 5)
+    log_steps(tmp_path, 3, 5, 0.0)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 4, 5]
+    assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5]
+
+
+def test_what_a_power_cut_has_left_is_cut_off(tmp_path: Path) -> None:
+    log_steps(tmp_path, 0, 3, 0.0)
+    [events] = (tmp_path / "tensorboard").iterdir()
+    for path in (events, tmp_path / METRICS):
+        with path.open("ab") as file:
+            file.write(b"\x0c" + bytes(60) + b"\n")
+    log_steps(tmp_path, 3, 4, 0.0)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, 0, writes=False)
+    log.log_metrics({"loss": 1.0}, 1)
+    log.add_text("said", "nothing", 1)
+    log.write("tensorboard/file", b"")
+    log.append("file", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_warning_and_tears_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(tmp_path, 0, writes=True)
+    log.log_metrics({"loss": 1.0}, 1)
+    sizes = {path: path.stat().st_size for path in (tmp_path / METRICS, *(tmp_path / "tensorboard").iterdir())}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max(sizes.values()) + 10, before[1]))
+    try:
+        for step in range(2, 9):
+            log.log_metrics({"loss": 2.0, "another": 3.0}, step)
+            log.write("summary.json", b"x" * 10_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith(f"warning: {tmp_path}/tensorboard: ")
+    # When there is room again, logging goes on.
+    log.log_metrics({"loss": 4.0}, 9)
+    log.finalize("success")
+    assert scalars(tmp_path, "loss")[0] == (1, 1.0)
+    assert scalars(tmp_path, "loss")[-1] == (9, 4.0)
+    assert all(line["step"] for line in metrics(tmp_path))
+
+
+def test_a_table_shows_text_as_it_is() -> None:
+    made = table(["source"], [["a | b *c* <script>&amp; `x`"]])
+    assert made.splitlines()[:2] == ["| source |", "| --- |"]
+    shown = made.splitlines()[2]
+    assert not set("*<>`") & set(shown)
+    assert shown.count("|") == 2
