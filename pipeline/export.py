@@ -175,7 +175,6 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
         formats.FORMATS[name].write(bundle)
     (folder / "tokenizer.model").write_bytes(model.tokenizer.model)
     (folder / "card.json").write_text(about, encoding="utf-8")
-    print("comparing", file=sys.stderr)
     figures = formats.compare(bundle, names, parity)
     found = formats.broken(figures)
     if found:

@@ -1,6 +1,7 @@
 """The formats of a bundle: how each is written, and what is found when it is read again and laid beside the rest."""
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,7 +158,11 @@ FORMATS = {
 
 def compare(bundle: Bundle, names: list[str], parity: Parity) -> dict[str, Figures]:
     """All formats' figures; a format's size beside them."""
-    return {name: {"size_bytes": size(bundle.folder / name), **FORMATS[name].compare(bundle, parity)} for name in names}
+    figures: dict[str, Figures] = {}
+    for name in names:
+        print(f"comparing {name}", file=sys.stderr)
+        figures[name] = {"size_bytes": size(bundle.folder / name), **FORMATS[name].compare(bundle, parity)}
+    return figures
 
 
 def broken(figures: dict[str, Figures]) -> list[str]:
