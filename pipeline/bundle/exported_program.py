@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.attention import attend_few
+from model.attention import attend
 from model.positions import LearnedPositions
 from model.transformer import Transformer
 from pipeline.whole_file import whole_file
@@ -101,10 +101,10 @@ class Step(nn.Module):
             residual = layer.self_attention_residual
             query, key, value = layer.self_attention.project(residual.before(x))
             key, value = torch.cat([keys[index], key], 2), torch.cat([values[index], value], 2)
-            heads = attend_few(query, key, value, None)
+            heads = attend(query, key, value, None, False)
             x = residual(x, layer.self_attention.output(heads.transpose(1, 2).flatten(2)))
             residual = layer.cross_attention_residual
-            attended = layer.cross_attention.step(residual.before(x), cross_keys[index], cross_values[index], mask)
+            attended = layer.cross_attention.attend(residual.before(x), cross_keys[index], cross_values[index], mask)
             x = residual(x, attended)
             residual = layer.feed_forward_residual
             x = residual(x, layer.feed_forward(residual.before(x)))

@@ -12,11 +12,11 @@ from data_module.errors import InputError
 from data_module.tokenizer import Tokenizer, train_tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
+from pipeline.__main__ import main
 from pipeline.bundle import exported_program, formats, torchscript
 from pipeline.bundle.parity import Parity, Text
 from pipeline.checkpoint import TrainedModel
 from pipeline.export import wanted, write_bundle
-from tests.conftest import pipeline
 from tests.model.search_truth import VOCABULARY_SIZE
 
 LETTERS = "abcdefg"
@@ -123,16 +123,16 @@ def test_bad_input_to_the_exported_module(tokenizer: Tokenizer, tmp_path: Path) 
                     call()
 
 
-def test_what_export_refuses(trained_run: Path, tmp_path: Path) -> None:
+def test_what_export_refuses(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "bundle"
 
     def refused(checkpoint: Path, *options: object) -> str:
-        done = pipeline("export", checkpoint, folder, *options)
-        said = done.stderr.decode().splitlines()
-        assert done.returncode == 2, said
-        assert "Traceback" not in done.stderr.decode()
+        code = main(["export", str(checkpoint), str(folder), *map(str, options)])
+        said = capsys.readouterr().err.splitlines()
+        assert code == 2
         assert not folder.exists() or [path.name for path in folder.iterdir()] == ["letter.txt"]
         assert not list(tmp_path.glob(".bundle*"))
+        assert [line for line in said if line.startswith("error: ")] == said[-1:]
         return said[-1]
 
     best = trained_run / "checkpoints" / "best.ckpt"
@@ -164,6 +164,21 @@ def test_what_export_refuses(trained_run: Path, tmp_path: Path) -> None:
     assert "something else" in refused(best, "--force")
 
 
+def test_a_bundle_is_replaced_only_with_force(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["export", str(trained_run), str(tmp_path / "bundle"), "--format", "torchscript"]
+    assert main(command) == 0
+    mark = tmp_path / "bundle" / "mark"
+    mark.touch()
+    assert main(command) == 2
+    assert "--force" in capsys.readouterr().err
+    assert mark.exists()
+    assert main([*command, "--force"]) == 0
+    assert not mark.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_without_ctranslate2(
     trained_run: Path,
@@ -173,7 +188,6 @@ def test_without_ctranslate2(
     named: bool,
 ) -> None:
     from pipeline import export
-    from pipeline.__main__ import main
 
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     if not named:
