@@ -285,19 +285,13 @@ def _huggingface_weights(network: Any, num_positions: int) -> dict[str, Any]:
     return weights
 
 
-def _bundle(settings: Settings) -> Engine:
-    from pipeline.benchmark.bundle_engine import BundleEngine
-
-    return BundleEngine(settings)
-
-
 FORMATS: dict[str, Callable[[Any, Path], None]] = {
     "ctranslate2": _write_ctranslate2,
     "huggingface": _write_huggingface,
 }
 ENGINES: dict[str, Callable[[Settings], Engine]] = {
     "pipeline": Pipeline,
-    "bundle": _bundle,
+    "bundle": lambda settings: importlib.import_module("pipeline.benchmark.bundle_engine").BundleEngine(settings),
     "ctranslate2": CTranslate2,
     "huggingface": HuggingFace,
 }
