@@ -56,6 +56,7 @@ def test_what_lies_there(bundle: Path, tiny_corpus: Path) -> None:
         assert exact["greedy_equal"] + exact["greedy_tied"] == parity["sentences"] == 40
         assert exact["target_tokens_per_second"] > 0
         assert parity[name]["size_bytes"] > 1000
+    assert "share_equal" in parity["model.ts"]["bfloat16"]
     assert "share_equal" in parity["model.int8.ts"]["int8"]
     assert "share_equal" in parity["ctranslate2-int8"]["int8"]
 
