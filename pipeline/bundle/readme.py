@@ -37,7 +37,7 @@ On a GPU: `torch.jit.load("model.ts", map_location="cuda")`, with ids on it too.
 `model.to(torch.bfloat16)`.
 
 **Fast on a CPU.** Inside the file lies the same search for PyTorch with oneDNN (x86, Linux on ARM), which lays its
-weights out for the processor when first used. It finds the same, one and a half to twice as fast:
+weights out for the processor when first used. It finds the same, 1.3 to 1.8 times as fast:
 
 ```python
 import io, torch
@@ -51,7 +51,8 @@ for name, parameter in model.named_parameters():
 ```
 
 **Warm up** with two batches before you measure, or share the model between threads: the first call compiles and
-packs, the second optimises what the first has seen; `first_batch_seconds` in `parity.json` is what that takes.
+packs, the second optimises what the first has seen, and both take two to three times as long as later ones;
+`first_batch_seconds` in `parity.json` is what the first one took.
 **Freezing** (`torch.jit.freeze(model, preserved_attrs=["beam", "greedy"])` on the model as loaded, without packing)
 was worth 0 to 8 % on a CPU, and a frozen model no longer moves to another device or type: not worth it beside packing.
 
