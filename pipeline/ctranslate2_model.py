@@ -32,18 +32,35 @@ def require_ctranslate2() -> Any:
     return ctranslate2
 
 
-def write_ctranslate2(network: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write model.bin, config.json and shared_vocabulary.json, in float32, into a folder that is made if missing.
+def require_shape(trained: Transformer) -> None:
+    """Raises InputError where CTranslate2 is not installed, or has no such network."""
+    require_ctranslate2()
+    network: Any = trained
+    attention = network.encoder[0].self_attention
+    d_model = network.embedding.embedding_dim
+    if not attention.d_k == attention.d_v == d_model / attention.num_heads:
+        raise InputError(
+            f"CTranslate2 takes d_k = d_v = d_model / num_heads only; this network has d_k {attention.d_k}, "
+            f"d_v {attention.d_v}, d_model {d_model}, num_heads {attention.num_heads}"
+        )
+
+
+def write_ctranslate2(
+    network: Transformer, tokenizer: Tokenizer, folder: Path, quantization: str | None = None
+) -> None:
+    """Write model.bin, config.json and shared_vocabulary.json into a folder that is made if missing.
+
+    In float32, or with weights as `quantization` says, int8 say.
 
     Sources must be given with their end symbol, as pieces of the tokenizer.
 
     Raises InputError where CTranslate2 is not installed, or has no such network.
     """
-    require_ctranslate2()
+    require_shape(network)
     specification = _specification(network, tokenizer)
     specification.validate()
-    # Finds the three tied matrices to be one, and leaves their type as it is.
-    specification.optimize(quantization=None)
+    # Finds the three tied matrices to be one.
+    specification.optimize(quantization=quantization)
     folder.mkdir(parents=True, exist_ok=True)
     specification.save(str(folder))
 
@@ -55,11 +72,6 @@ def _specification(trained: Transformer, tokenizer: Tokenizer) -> Any:
     network: Any = trained  # what stands in a ModuleList has no type of its own
     attention = network.encoder[0].self_attention
     d_model = network.embedding.embedding_dim
-    if not attention.d_k == attention.d_v == d_model / attention.num_heads:
-        raise InputError(
-            f"CTranslate2 takes d_k = d_v = d_model / num_heads only; this network has d_k {attention.d_k}, "
-            f"d_v {attention.d_v}, d_model {d_model}, num_heads {attention.num_heads}"
-        )
     is_pre_norm = isinstance(network.encoder_norm, nn.LayerNorm)
     spec = TransformerSpec.from_config(
         (len(network.encoder), len(network.decoder)),
@@ -127,4 +139,5 @@ def _norm(target: Any, norm: nn.LayerNorm) -> None:
 
 
 def _array(tensor: Tensor) -> Any:
-    return tensor.detach().to("cpu", torch.float32).numpy()
+    # A copy: quantization rounds in place.
+    return tensor.detach().to("cpu", torch.float32, copy=True).numpy()

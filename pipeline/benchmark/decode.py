@@ -40,6 +40,7 @@ class Round(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("--checkpoint", type=Path, required=True, help="a .ckpt file or a run folder")
+    parser.add_argument("--bundle", type=Path, help="what export made of it: its model.ts takes turns with it")
     parser.add_argument("--source", type=Path, required=True, help="sentences to translate (plain or .gz)")
     parser.add_argument("--beam", type=int, help="open hypotheses; 1 is greedy; the recipe's unless given")
     parser.add_argument("--length-penalty", type=float, help="alpha; the recipe's unless given")
@@ -57,14 +58,23 @@ def run(arguments: argparse.Namespace) -> int:
     sentences = [sentence for sentence in read_sentences(arguments.source) if sentence.strip()]
     if not sentences:
         raise InputError(f"{arguments.source}: has no sentences; give a text to translate")
-    names = ["pipeline", *dict.fromkeys(arguments.baseline)]
+    baselines = list(dict.fromkeys(arguments.baseline))
+    names = ["pipeline", *(["bundle"] if arguments.bundle else []), *baselines]
     with tempfile.TemporaryDirectory() as folder:
         with _process() as process:
             settings = process.submit(
-                prepare, arguments.checkpoint, Path(folder), arguments.beam, arguments.length_penalty, names[1:]
+                prepare,
+                arguments.checkpoint,
+                Path(folder),
+                arguments.beam,
+                arguments.length_penalty,
+                baselines,
+                arguments.bundle,
             ).result()
         rounds = _alternate(names, settings, sentences)
-    figures = {name: _figures(rounds[name], len(sentences)) for name in names}
+    # TorchScript counts no steps, and a bundle's search is the same.
+    steps = rounds["pipeline"][0].turn.sentence_steps
+    figures = {name: _figures(rounds[name], len(sentences), steps if name == "bundle" else None) for name in names}
     ours = figures["pipeline"]
     result: dict[str, Any] = {
         "sentences": len(sentences),
@@ -143,17 +153,18 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _figures(rounds: list[Round], num_sentences: int) -> dict[str, float]:
-    """The median round, and all rounds' single sentences."""
+def _figures(rounds: list[Round], num_sentences: int, steps: int | None) -> dict[str, float]:
+    """The median round, and all rounds' single sentences; `steps` where the engine has not counted them."""
     seconds = statistics.median(one.seconds for one in rounds)
     turn = rounds[0].turn
+    steps = turn.sentence_steps if steps is None else steps
     latencies = sorted(latency for one in rounds for latency in one.latencies)
     return {
         "seconds": seconds,
         "target_tokens_per_second": turn.num_tokens / seconds,
         "sentences_per_second": num_sentences / seconds,
-        "sentence_steps": turn.sentence_steps,
-        "seconds_per_sentence_step": seconds / turn.sentence_steps,
+        "sentence_steps": steps,
+        "seconds_per_sentence_step": seconds / steps,
         "latency_median_seconds": statistics.median(latencies),
         "latency_p95_seconds": latencies[int(0.95 * (len(latencies) - 1))],
         "peak_memory_bytes": max(one.peak_memory_bytes for one in rounds),

@@ -25,6 +25,8 @@ class Settings(NamedTuple):
     length_penalty: float
     max_extra_tokens: int
     threads: int
+    bundle: Path | None = None
+    """What export has made of the checkpoint."""
 
 
 class Turn(NamedTuple):
@@ -46,12 +48,17 @@ class Engine(Protocol):
 
 
 def prepare(
-    checkpoint: Path, folder: Path, beam_size: int | None, length_penalty: float | None, baselines: list[str]
+    checkpoint: Path,
+    folder: Path,
+    beam_size: int | None,
+    length_penalty: float | None,
+    baselines: list[str],
+    bundle: Path | None = None,
 ) -> Settings:
     """Write the tokenizer and what the baselines need; None stands for what the checkpoint's recipe says.
 
     Raises InputError where there is no such checkpoint, a setting is out of bounds, or a baseline is not installed or
-    has no such network.
+    has no such network, or where the bundle has no model.ts or is of another checkpoint.
     """
     import torch
 
@@ -61,6 +68,10 @@ def prepare(
     path = choose(checkpoint)
     model = load_model(path)
     decoding = search_settings(model.decoding, beam_size, length_penalty)
+    if bundle is not None:
+        from pipeline.benchmark.bundle_engine import require_bundle
+
+        require_bundle(bundle, model)
     (folder / "tokenizer.model").write_bytes(model.tokenizer.model)
     for baseline in baselines:
         FORMATS[baseline](model, folder / baseline)
@@ -71,6 +82,7 @@ def prepare(
         decoding.length_penalty,
         decoding.max_extra_tokens,
         torch.get_num_threads(),
+        bundle,
     )
 
 
@@ -279,6 +291,7 @@ FORMATS: dict[str, Callable[[Any, Path], None]] = {
 }
 ENGINES: dict[str, Callable[[Settings], Engine]] = {
     "pipeline": Pipeline,
+    "bundle": lambda settings: importlib.import_module("pipeline.benchmark.bundle_engine").BundleEngine(settings),
     "ctranslate2": CTranslate2,
     "huggingface": HuggingFace,
 }

@@ -140,35 +140,6 @@ def test_evaluate_compares_and_counts_as_the_paper(trained_run: Path, tiny_corpu
     assert f"{reference}: its lines look lower-cased" in done.stderr.decode()
 
 
-def test_export_translates_without_this_code(trained_run: Path, tmp_path: Path) -> None:
-    done = pipeline("export", trained_run, tmp_path / "bundle")
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (tmp_path / "bundle").iterdir()) == ["README.md", "card.json", "model.ts"]
-    sentences = ["the dog sees a cat", "a red house has a tree", "near the old tree"]
-    program = (tmp_path / "bundle" / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    program = program.replace('"A sentence."', "sys.argv[1]").replace("import json", "import sys, json")
-    expected = (
-        pipeline("translate", trained_run, text="".join(s + "\n" for s in sentences)).stdout.decode().splitlines()
-    )
-    for sentence, translation in zip(sentences, expected, strict=True):
-        alone = subprocess.run(
-            [sys.executable, "-I", "-W", "ignore", "-c", program, sentence],
-            cwd=tmp_path / "bundle",
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert alone.returncode == 0, alone.stderr
-        assert alone.stdout.strip() == translation
-    assert "--force" in refused("export", trained_run, tmp_path / "bundle")
-    assert pipeline("export", trained_run, tmp_path / "bundle", "--force").returncode == 0
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "letter.txt").write_text("mine")
-    assert "something else" in refused("export", trained_run, other, "--force")
-    assert [path.name for path in other.iterdir()] == ["letter.txt"]
-
-
 def test_doctor_finds_what_is_wrong(recipe_file: Path) -> None:
     well = pipeline("doctor", "--config", recipe_file, "--fresh")
     assert well.returncode == 0, well.stdout

@@ -22,7 +22,10 @@ def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_pat
     text = tmp_path / "text"
     lines = (tiny_corpus.parent / "validation.source").read_text().split("\n")[:20]
     text.write_text("\n".join([*lines, "", ""]))
-    answer = pipeline(*COMMAND, "--checkpoint", trained_run, "--source", text, "--baseline", "ctranslate2")
+    bundle = tmp_path / "bundle"
+    assert pipeline("export", trained_run, bundle, "--format", "torchscript").returncode == 0
+    engines = ["--bundle", bundle, "--baseline", "ctranslate2"]
+    answer = pipeline(*COMMAND, "--checkpoint", trained_run, "--source", text, *engines)
     assert answer.returncode == 0, answer.stderr
     figures = json.loads(answer.stdout.splitlines()[-1])
     assert len(answer.stdout.splitlines()) == 1
@@ -32,11 +35,12 @@ def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_pat
     num_tokens = sum(translation.hypotheses[0].num_tokens for translation in found)
     assert figures["target_tokens_per_second"] * figures["seconds"] == pytest.approx(num_tokens, rel=1e-3)
     assert figures["sentence_steps"] >= num_tokens
-    for one in (figures, figures["ctranslate2"]):
+    for one in (figures, figures["bundle"], figures["ctranslate2"]):
         assert one["sentences_per_second"] == pytest.approx(20 / one["seconds"], rel=1e-3)
         assert 0 < one["latency_median_seconds"] <= one["latency_p95_seconds"]
         assert one["peak_memory_bytes"] > 1e7
         assert one["sentence_steps"] * one["seconds_per_sentence_step"] == pytest.approx(one["seconds"], rel=1e-3)
+    assert figures["same_as_bundle"] == 1.0
     # Greedily nothing differs, but for ties and CTranslate2's ban on empty answers.
     assert figures["same_as_ctranslate2"] >= 0.9
     assert figures["ctranslate2"]["sentence_steps"] == pytest.approx(num_tokens, rel=0.1)
@@ -53,6 +57,7 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
         (["--checkpoint", trained_run, "--source", tmp_path / "none"], "none: cannot be read"),
         (["--checkpoint", tmp_path / "none.ckpt", "--source", __file__], "no such checkpoint"),
         (["--checkpoint", trained_run, "--source", __file__, "--beam", 0], "--beam 0: must be 1 or more"),
+        (["--checkpoint", trained_run, "--source", __file__, "--bundle", tmp_path], "holds no model.ts"),
     ):
         done = pipeline("benchmark", "decode", *arguments)
         assert done.returncode == 2, done.stderr

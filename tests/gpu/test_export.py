@@ -1,0 +1,38 @@
+"""An exported search on a GPU, in float32 and bfloat16."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_module.tokenizer import Tokenizer, train_tokenizer
+from model.decoding import Search
+from pipeline.bundle.torchscript import load_torchscript, write_torchscript
+from tests.model.search_truth import (
+    BOS,
+    EOS,
+    LENGTHS,
+    PAD,
+    VOCABULARY_SIZE,
+    answers_of,
+    count_ties,
+    make_sources,
+    trained_network,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_a_bundle_on_a_gpu(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
+    network = trained_network()
+    source, mask = make_sources(LENGTHS)
+    expected = Search(network, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 4)
+    write_torchscript(network, tokenizer, "{}", tmp_path / "model.ts")
+    model = load_torchscript(tmp_path / "model.ts", "cuda")
+    found = type(expected)(*(one.cpu() for one in model.beam(source.cuda(), mask.cuda(), 4, 0.6, 10, 4)))
+    ties = sum(count_ties(answers_of(found, i), answers_of(expected, i)) for i in range(len(LENGTHS)))
+    assert ties <= 2
+    halves = model.to(torch.bfloat16).beam(source.cuda(), mask.cuda(), 4, 0.6, 10, 4)
+    assert bool((halves.lengths[:, 0] > 0).all())
+    assert (halves.scores[:, 0].cpu() - expected.scores[:, 0]).abs().max() < 0.5

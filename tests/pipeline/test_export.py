@@ -1,0 +1,207 @@
+"""Bundles of every recipe's shape in miniature, and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_module.errors import InputError
+from data_module.tokenizer import Tokenizer, train_tokenizer
+from model.settings import DecodingSettings, NetworkSettings
+from model.transformer import Transformer
+from pipeline.__main__ import main
+from pipeline.bundle import exported_program, formats, torchscript
+from pipeline.bundle.parity import Parity, Text
+from pipeline.checkpoint import TrainedModel
+from pipeline.export import wanted, write_bundle
+from tests.model.search_truth import VOCABULARY_SIZE
+
+LETTERS = "abcdefg"
+SHAPES: dict[str, dict[str, Any]] = {
+    "base": {"num_heads": 4},
+    "big": {"d_model": 48, "d_ff": 96, "num_heads": 8, "dropout": 0.3},
+    "pre-norm": {"pre_norm": True},
+    "learned": {"learned_positions": True, "max_positions": 24},
+    "d_k": {"d_k": 6, "d_v": 10},
+}
+TEXT = Text("letters", [" ".join(LETTERS[: 2 + i % 6][i % 2 :]) for i in range(12)], None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
+
+
+def make_model(tokenizer: Tokenizer, **shape: Any) -> TrainedModel:
+    torch.manual_seed(3)
+    settings = NetworkSettings(**{"num_layers": 2, "d_model": 32, "d_ff": 48, "num_heads": 2, **shape})
+    network = Transformer(tokenizer.vocabulary_size, settings).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            # Biases and norms too, so that one left out shows; large enough that answers differ.
+            parameter.copy_(parameter * 2.0 if parameter.dim() == 2 else parameter + 0.3 * torch.randn_like(parameter))
+    corpus = {"folder": "nowhere", "source_language": "xx", "target_language": "yy"}
+    recipe = {"name": "letters", "corpus": corpus}
+    return TrainedModel(network, tokenizer, DecodingSettings(max_extra_tokens=6), recipe, Path("letters.ckpt"), 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_each_shape_gives_the_same_in_every_format(tokenizer: Tokenizer, tmp_path: Path, shape: str) -> None:
+    names = wanted(None, None)
+    if shape == "d_k":
+        names.remove("ctranslate2")
+    model = make_model(tokenizer, **SHAPES[shape])
+    write_bundle(model, tmp_path, names, TEXT, [])
+    parity = json.loads((tmp_path / "parity.json").read_text())
+    assert all(parity[name]["float32"]["broken"] == [] for name in names)
+    assert parity["model.ts"]["float32"]["equal"] == len(TEXT.sources)
+    assert parity["model.ts"]["float32, packed"]["equal"] == len(TEXT.sources)
+    search = torchscript.load_torchscript(tmp_path / "model.ts", packed=False)
+    programs = exported_program.load_exported_program(tmp_path / "model.pt2")
+    source = torch.randint(4, VOCABULARY_SIZE, (1, 1100))
+    mask = torch.ones_like(source, dtype=torch.bool)
+    if shape == "learned":
+        with pytest.raises(torch.jit.Error, match="longer than the network's 24 positions"):
+            search.greedy(source, None, 1)
+        with pytest.raises(Exception, match="24"):
+            programs["encode"](source, mask)
+    else:
+        # Positions of which training has seen none: sinusoids go on.
+        with torch.no_grad():
+            memory = model.network.encode(source, mask)
+            keys = model.network.decoder[0].cross_attention.keys_values(memory)[0]  # type: ignore
+            assert (programs["encode"](source, mask)[0][0] - keys).abs().max() < 1e-4
+        assert search.greedy(source, None, 0).lengths.item() > 0
+
+
+def test_a_format_that_gives_something_else_ends_the_export(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_another(bundle: formats.Bundle) -> None:
+        another = make_model(tokenizer, d_ff=40)
+        torchscript.write_torchscript(another.network, tokenizer, bundle.card, bundle.folder / "model.ts")
+
+    broken = formats.FORMATS["model.ts"]._replace(write=write_another)
+    monkeypatch.setitem(formats.FORMATS, "model.ts", broken)
+    with pytest.raises(InputError, match=r"model\.ts \(float32\): \d+ of 12 answers differ.* nothing was written"):
+        write_bundle(make_model(tokenizer), tmp_path, ["model.ts"], TEXT, [])
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_a_tie_is_told_from_a_difference(tokenizer: Tokenizer) -> None:
+    model = make_model(tokenizer)
+    parity = Parity(model.network, tokenizer, model.decoding, TEXT, 100)
+    first = parity.beam[0][0]
+    other = (*first.tokens[:-1], 5, first.tokens[-1])
+    for offset, kind in ((0.9e-5, "tied"), (2e-5, "different")):
+        found = [[first._replace(tokens=other, score=first.score + offset), *parity.beam[0][1:]], *parity.beam[1:]]
+        figures = parity.against(found)
+        assert (figures["equal"], figures[kind]) == (11, 1)
+    # A greedy answer that takes another way where the network has a clear favourite is no tie.
+    greedy = [parity.greedy[0]._replace(tokens=other), *parity.greedy[1:]]
+    assert parity.greedy_against(greedy)["greedy_different"] == 1
+    assert any("greedy answers differ" in what for what in parity.broken(parity.greedy_against(greedy)))
+
+
+def test_bad_input_to_the_exported_module(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = make_model(tokenizer)
+    torchscript.write_torchscript(model.network, tokenizer, "{}", tmp_path / "model.ts")
+    for packed in (False, True):
+        search = torchscript.load_torchscript(tmp_path / "model.ts", packed=packed)
+        for source, said in (
+            (torch.zeros(0, 3, dtype=torch.int64), "one or more of each"),
+            (torch.zeros(2, 0, dtype=torch.int64), "one or more of each"),
+            (torch.tensor([[4, VOCABULARY_SIZE, 3]]), f"source ids must be 0 .. {VOCABULARY_SIZE - 1}"),
+            (torch.tensor([[4, -1, 3]]), "source ids must be 0 .."),
+        ):
+            for call in (lambda: search.greedy(source, None, 5), lambda: search.beam(source, None, 4, 0.6, 5, 1)):  # noqa: B023
+                with pytest.raises(torch.jit.Error, match=said):
+                    call()
+
+
+def test_what_export_refuses(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "bundle"
+
+    def refused(checkpoint: Path, *options: object) -> str:
+        code = main(["export", str(checkpoint), str(folder), *map(str, options)])
+        said = capsys.readouterr().err.splitlines()
+        assert code == 2
+        assert not folder.exists() or [path.name for path in folder.iterdir()] == ["letter.txt"]
+        assert not list(tmp_path.glob(".bundle*"))
+        assert [line for line in said if line.startswith("error: ")] == said[-1:]
+        return said[-1]
+
+    best = trained_run / "checkpoints" / "best.ckpt"
+    contents = torch.load(best, weights_only=True)
+    changed = tmp_path / "changed.ckpt"
+    changed.write_text("no checkpoint")
+    assert "no checkpoint" in refused(changed)
+    changed.write_bytes(best.read_bytes()[:5000])
+    assert "cut short" in refused(changed)
+    torch.save({**contents, "translation": {**contents["translation"], "format_version": 99}}, changed)
+    assert "checkpoint format 99" in refused(changed)
+    model = train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE)
+    other = torch.frombuffer(bytearray(model), dtype=torch.uint8)
+    torch.save({**contents, "translation": {**contents["translation"], "tokenizer": other}}, changed)
+    assert f"vocabulary of {VOCABULARY_SIZE} pieces" in refused(changed)
+    recipe = json.loads(json.dumps(contents["translation"]["recipe"]))
+    recipe["corpus"]["folder"] = "nowhere"
+    torch.save({**contents, "translation": {**contents["translation"], "recipe": recipe}}, changed)
+    assert "give --parity-source" in refused(changed)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    assert "has no sentences" in refused(best, "--parity-source", empty)
+    assert "give --parity-source" in refused(best, "--parity-reference", empty)
+    assert "--quantize int8: is for torchscript and ctranslate2" in refused(
+        best, "--format", "pt2", "--quantize", "int8"
+    )
+    folder.mkdir()
+    (folder / "letter.txt").write_text("mine")
+    assert "something else" in refused(best, "--force")
+
+
+def test_a_bundle_is_replaced_only_with_force(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["export", str(trained_run), str(tmp_path / "bundle"), "--format", "torchscript"]
+    assert main(command) == 0
+    mark = tmp_path / "bundle" / "mark"
+    mark.touch()
+    assert main(command) == 2
+    assert "--force" in capsys.readouterr().err
+    assert mark.exists()
+    assert main([*command, "--force"]) == 0
+    assert not mark.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_without_ctranslate2(
+    trained_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    named: bool,
+) -> None:
+    from pipeline import export
+
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    if not named:
+        # The two others are tested elsewhere.
+        monkeypatch.setattr(export, "FORMATS", {name: export.FORMATS[name] for name in ("torchscript", "ctranslate2")})
+    options = ["--format", "ctranslate2"] if named else []
+    code = main(["export", str(trained_run), str(tmp_path / "bundle"), *options])
+    said = capsys.readouterr().err
+    assert r".[ctranslate2]" in said
+    if named:
+        assert code == 2
+        assert not (tmp_path / "bundle").exists()
+    else:
+        assert code == 0
+        assert "without ctranslate2/: ctranslate2 is not installed" in said
+        assert (tmp_path / "bundle" / "model.ts").exists()
+        assert not (tmp_path / "bundle" / "ctranslate2").exists()
