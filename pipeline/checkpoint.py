@@ -44,6 +44,11 @@ def step_path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step={step:08d}.ckpt"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The optimizer steps that a checkpoint has behind it, from its name."""
+    return int(checkpoint.stem.removeprefix("step="))
+
+
 def step_checkpoints(run: Path) -> list[Path]:
     """The run's checkpoints by step, the newest last; whole or not."""
     paths = (run / "checkpoints").glob("step=*.ckpt")
@@ -120,7 +125,7 @@ def choose(path: Path) -> Path:
     newest, _ = newest_whole(path)
     if averages and newest is not None:
         # An average of earlier checkpoints is not what a run that went on has come to.
-        step = int(newest.stem.removeprefix("step="))
+        step = step_of(newest)
         averages = [average for average in averages if read_checkpoint(average).get("global_step", 0) >= step]
     for candidate in (averages[-1] if averages else None, best if best.is_file() else None, newest):
         if candidate is not None:

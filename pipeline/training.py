@@ -1,0 +1,137 @@
+"""A recipe's training, wired: module, data, callbacks, Lightning's Trainer."""
+
+import json
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from data_module.batch import SpecialIds
+from data_module.errors import InputError
+from data_module.manifest import read_manifest
+from data_module.tokenizer import Tokenizer
+from data_module.translation_data_module import TranslationDataModule
+from model.translation_module import TranslationModule
+from pipeline import stop_request
+from pipeline.checkpoint import step_of
+from pipeline.checkpoint_keeper import CheckpointKeeper, MovingAverage, WholeCheckpointIO
+from pipeline.memory import MemoryProbe
+from pipeline.monitoring.ceiling import flops_per_target_token
+from pipeline.monitoring.description import Description
+from pipeline.monitoring.history import first_submission, note_start
+from pipeline.monitoring.looking import Pictures
+from pipeline.monitoring.monitor import Monitor
+from pipeline.monitoring.run_log import RunLog
+from pipeline.monitoring.validation_text import ValidationText
+from pipeline.recipe import Recipe
+from pipeline.run_folder import STOPPED_EARLY, RunFolder
+from pipeline.slurm_job import Step
+from pipeline.starting_point import StartingPoint
+from pipeline.together import Together, own_signals
+from pipeline.trainer_options import (
+    cluster_environment,
+    compiles,
+    precision_plugin,
+    seconds_allowed,
+    trainer_options,
+)
+from pipeline.whole_file import whole_file
+
+
+def train(
+    recipe: Recipe,
+    folder: RunFolder | None,
+    tokenizer: Tokenizer,
+    begin: Path | StartingPoint | None,
+    fresh: bool,
+    step: Step | None,
+) -> None:
+    """Wire and run Lightning's Trainer. The folder is None on all ranks but the first, which alone writes.
+
+    `begin` is the run's own checkpoint to go on from, or another's.
+
+    Nothing is removed or written before everything that can be wrong with a recipe has been looked at.
+    """
+    path = recipe.run_folder()
+    checkpoint = begin if isinstance(begin, Path) else None
+    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+    options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
+    plugins = [WholeCheckpointIO(), cluster_environment(step), float16 := precision_plugin(options)]
+    torch.manual_seed(recipe.run.seed)
+    module = TranslationModule(
+        tokenizer.vocabulary_size,
+        special,
+        recipe.network,
+        recipe.training,
+        recipe.decoding,
+        recipe.run.seed,
+        compiled=compiles(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
+        scaled=float16 is not None,
+    )
+    if begin is not None and not isinstance(begin, Path):
+        module.network.load_state_dict(begin.weights)
+    data = TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
+    if recipe.network.learned_positions and data.longest > recipe.network.max_positions:
+        raise InputError(
+            f"network.max_positions {recipe.network.max_positions} is less than the longest training sentence, "
+            f"{data.longest} tokens; raise it, or lower corpus.max_tokens"
+        )
+    sources, references = data.validation_text()
+    if tokenizer.lowercase:  # what it writes can be compared with lower-cased text only
+        references = [reference.lower() for reference in references]
+    # The keeper stands behind them, so that what it saves has seen what the others did.
+    monitor = Monitor(
+        recipe.run.log_every_steps,
+        flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus),
+    )
+    texts = ValidationText(sources, references, tokenizer)
+    description = Description(recipe, read_manifest(data.folder), monitor)
+    callbacks: list[Callback] = [
+        MemoryProbe(data.micro_batch_tokens, data.longest),
+        texts,
+        Pictures(recipe.monitoring, texts, sources, tokenizer, data.train_corpus, recipe.network),
+        monitor,
+        description,
+    ]
+    patience = recipe.run.patience
+    early_stopping = EarlyStopping("validation/bleu", mode="max", patience=patience or 1)
+    if patience is not None:
+        callbacks.append(early_stopping)
+    if recipe.training.ema_decay is not None:
+        callbacks.append(MovingAverage(decay=recipe.training.ema_decay))
+    keeper = CheckpointKeeper(path, recipe, tokenizer, monitor.clock)
+    callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds, seconds_allowed(options.pop("max_time", None)))]
+    log = RunLog(path, step_of(checkpoint) if checkpoint else 0, writes=folder is not None)
+    try:
+        trainer = Trainer(
+            **options,
+            max_epochs=-1,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            logger=log,
+            callbacks=callbacks,
+            plugins=[plugin for plugin in plugins if plugin is not None],
+        )
+    except (MisconfigurationException, ValueError, ImportError) as error:
+        # What the machine does not have, or keys that exclude one another.
+        raise InputError(f"trainer: {' '.join(str(error).split())}") from None
+    if folder is not None:
+        if fresh:
+            folder.remove_run(step)
+        folder.write_config(recipe, tokenizer.model)
+        log.cut_back()
+        description.starts = note_start(log, step)
+        monitor.submitted = first_submission(description.starts)
+    own_signals(trainer)
+    with stop_request.keyboard_too():
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    if folder is not None and patience is not None and early_stopping.wait_count >= patience:
+        stop = {"step": trainer.global_step, "patience": patience}
+        with whole_file(path / STOPPED_EARLY) as file:
+            file.write(json.dumps(stop).encode())
