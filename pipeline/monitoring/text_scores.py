@@ -24,6 +24,8 @@ class TextScores(Metric):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._bleu, self._chrf = BLEU(), CHRF()
+        # Which a signature needs, and a rank without validation text would not learn.
+        self._bleu.num_refs = self._chrf.num_refs = 1
         self.sentence_scores: list[float] = []
         """chrF of each translation that the last update has counted."""
         # Matching and all n-grams of each order, the translations' length and the references'.
@@ -72,7 +74,6 @@ class TextScores(Metric):
 
     def signatures(self) -> str:
         """Which BLEU and which chrF."""
-        # It asks for the number of references only when it has scored a text.
         return f"BLEU {self._bleu.get_signature()}; chrF {self._chrf.get_signature()}"
 
 
