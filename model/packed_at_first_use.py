@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.packed_linear import SMALL_PRODUCT
 from model.transformer import Transformer
-
-_SMALL_PRODUCT = 1 << 19
-"""Multiplications up to which MKL is faster than oneDNN with a packed weight."""
 
 
 class LatePackedLinear(nn.Module):
@@ -24,7 +22,7 @@ class LatePackedLinear(nn.Module):
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self.bias = nn.Parameter(bias.detach(), requires_grad=False)
         self.packed = torch.empty(0)
-        self.most_rows = _SMALL_PRODUCT // weight.numel()
+        self.most_rows = SMALL_PRODUCT // weight.numel()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""

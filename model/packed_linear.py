@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from model.transformer import Transformer
 
-_SMALL_PRODUCT = 1 << 19
+SMALL_PRODUCT = 1 << 19
 """Multiplications up to which MKL is faster."""
 
 
@@ -23,7 +23,7 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self.bias = bias.detach() if bias is not None else None
         # Kept where it can serve, for one row at least.
-        self.most_rows = _SMALL_PRODUCT // weight.numel()
+        self.most_rows = SMALL_PRODUCT // weight.numel()
         self.weight = weight.detach() if self.most_rows else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -40,6 +40,25 @@ from pipeline.trainer_options import (
 from pipeline.whole_file import whole_file
 
 
+def module_and_data(
+    recipe: Recipe, tokenizer: Tokenizer, scaled: bool = False
+) -> tuple[TranslationModule, TranslationDataModule]:
+    """What is trained, its weights drawn by the recipe's seed, and on what; `scaled` for float16."""
+    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+    torch.manual_seed(recipe.run.seed)
+    module = TranslationModule(
+        tokenizer.vocabulary_size,
+        special,
+        recipe.network,
+        recipe.training,
+        recipe.decoding,
+        recipe.run.seed,
+        compiled=compiles(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
+        scaled=scaled,
+    )
+    return module, TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
+
+
 def train(
     recipe: Recipe,
     folder: RunFolder | None,
@@ -56,23 +75,11 @@ def train(
     """
     path = recipe.run_folder()
     checkpoint = begin if isinstance(begin, Path) else None
-    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
     plugins = [WholeCheckpointIO(), cluster_environment(step), float16 := precision_plugin(options)]
-    torch.manual_seed(recipe.run.seed)
-    module = TranslationModule(
-        tokenizer.vocabulary_size,
-        special,
-        recipe.network,
-        recipe.training,
-        recipe.decoding,
-        recipe.run.seed,
-        compiled=compiles(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
-        scaled=float16 is not None,
-    )
+    module, data = module_and_data(recipe, tokenizer, scaled=float16 is not None)
     if begin is not None and not isinstance(begin, Path):
         module.network.load_state_dict(begin.weights)
-    data = TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
     if recipe.network.learned_positions and data.longest > recipe.network.max_positions:
         raise InputError(
             f"network.max_positions {recipe.network.max_positions} is less than the longest training sentence, "

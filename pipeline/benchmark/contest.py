@@ -62,7 +62,7 @@ class PlainTraining:
             group["lr"] = noam_learning_rate(
                 self._steps, self._d_model, settings.warmup_steps, settings.learning_rate_factor
             )
-        # Around the whole step, as Lightning has it: weights are cast once and not in every micro-batch.
+        # Around the whole step, as ours: weights are cast once and not in every micro-batch.
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
             for batch in share.micro_batches:
                 watch.begin("forward")

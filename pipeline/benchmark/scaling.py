@@ -144,13 +144,14 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
     from data_module.tokenizer import Tokenizer
     from pipeline.benchmark.report import figures_of
     from pipeline.benchmark.scaling_model import Step
-    from pipeline.benchmark.train import place_of, recipe_contest, training
+    from pipeline.benchmark.train import place_of, recipe_contest
     from pipeline.fit import ensure_corpus
+    from pipeline.training import module_and_data
 
     place = place_of(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    batch_tokens, longest = recipe.batches.batch_tokens, training(recipe, tokenizer)[1].longest
+    batch_tokens, longest = recipe.batches.batch_tokens, module_and_data(recipe, tokenizer)[1].longest
     few = max(batch_tokens // SMALLER, longest)
     if 2 * few > batch_tokens:
         raise InputError(

@@ -129,8 +129,9 @@ def recipe_contest(
     """The recipe's network against the baselines."""
     from pipeline.benchmark.baselines import baseline_network, cross_entropy
     from pipeline.benchmark.contest import Contest, PlainTraining
+    from pipeline.training import module_and_data
 
-    module, data = training(recipe, tokenizer)
+    module, data = module_and_data(recipe, tokenizer)
     loss = cross_entropy(tokenizer.pad_id, recipe.training.label_smoothing)
     others = {}
     for name in baselines:
@@ -150,13 +151,14 @@ def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "C
     from pipeline.benchmark.contest import Contest, PlainTraining
     from pipeline.monitoring.monitor import Monitor
     from pipeline.monitoring.run_log import RunLog
+    from pipeline.training import module_and_data
 
-    longest = training(recipe, tokenizer)[1].longest
+    longest = module_and_data(recipe, tokenizer)[1].longest
     network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1, dropout=0.0)
     batches = replace(recipe.batches, batch_tokens=longest, group_tokens=None, max_tokens_per_device=None)
     # Not compiled, as the other is not: its network's time is not what is asked for.
     run = replace(recipe.run, compile=False)
-    module, data = training(replace(recipe, network=network, batches=batches, run=run), tokenizer)
+    module, data = module_and_data(replace(recipe, network=network, batches=batches, run=run), tokenizer)
     bare = Transformer(tokenizer.vocabulary_size, network)
 
     def loss(states: "Tensor", targets: "Tensor") -> "Tensor":
@@ -169,29 +171,6 @@ def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "C
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
         _fit(module, data, contest, place.options, [Monitor(LOOP_TURN)], RunLog(Path(folder), 0, writes=True))
     return contest
-
-
-def training(recipe: "Recipe", tokenizer: "Tokenizer") -> "tuple[TranslationModule, TranslationDataModule]":
-    """What `fit` trains, and on what."""
-    import torch
-
-    from data_module.batch import SpecialIds
-    from data_module.translation_data_module import TranslationDataModule
-    from model.translation_module import TranslationModule
-    from pipeline.trainer_options import compiles
-
-    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
-    torch.manual_seed(recipe.run.seed)
-    module = TranslationModule(
-        tokenizer.vocabulary_size,
-        special,
-        recipe.network,
-        recipe.training,
-        recipe.decoding,
-        recipe.run.seed,
-        compiled=compiles(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
-    )
-    return module, TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
 
 
 def _fit(
