@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ class ResumableLoader(DataLoader[StepShare]):
 
     def __iter__(self) -> Iterator[StepShare]:  # type: ignore[override]
         self._shares.seek(*self._handed_out)
-        shares = super().__iter__()
+        with _signals_held():
+            shares = super().__iter__()
         while True:
             self._say("data_wait")
             share = next(shares)
@@ -134,6 +136,19 @@ class ResumableLoader(DataLoader[StepShare]):
 
 def _as_it_is(share: StepShare) -> StepShare:
     return share
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Let workers begin with SLURM's signals held back: until `_leave_signals_to_trainer` one would end them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _leave_signals_to_trainer(_worker: int) -> None:

@@ -1,10 +1,13 @@
 """Collation and the resumable loader: what a rank gets, and that it goes on where it stood."""
 
+import os
+import signal
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from data_module.batch import SpecialIds, StepShare
 from data_module.corpus import open_corpus
@@ -101,3 +104,17 @@ def test_the_global_generator_is_left_alone(tiny_corpus: Path) -> None:
     for workers in (0, 2):
         list(islice(loader(tiny_corpus, workers), 3))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_signal_while_a_worker_begins(tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gives each worker a handler that ends it, just before the worker may say otherwise."""
+    begin = _set_worker_signal_handlers
+
+    def begin_and_be_signalled() -> None:
+        begin()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_set_worker_signal_handlers", begin_and_be_signalled)
+    assert len(list(islice(loader(tiny_corpus, workers=2), 5))) == 5
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}

@@ -50,8 +50,8 @@ def test_signals_at_any_moment(cluster: Cluster, recipe_file: Path, tmp_path: Pa
     assert job.wait() == "COMPLETED", job.log
     assert job.restarts == len(moments)
     # It goes on exactly where it was stopped; stopped during start-up, from where that start would have.
-    assert resumed_from(job) == saved_after(job)
-    assert job.log.count("asked to stop") == len(moments)
+    assert resumed_from(job) == saved_after(job), job.log
+    assert job.log.count("asked to stop") == len(moments), job.log
 
     whole = train(cluster, recipe_file, tmp_path / "whole", *options)
     assert whole.wait() == "COMPLETED", whole.log
