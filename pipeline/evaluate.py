@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length-penalty", type=float, help="alpha; the recipe's unless given")
     parser.add_argument("--output", type=Path, help="write the translations here")
     parser.add_argument(
-        "--paper", action="store_true", help="add the count that the paper reports (needs the extra paper-score)"
+        "--paper", action="store_true", help="add BLEU on Moses tokens, as in papers (needs the extra paper-score)"
     )
     parser.add_argument(
         "--versus", type=Path, metavar="OTHER", help="another checkpoint: say whether the difference to it is real"
@@ -47,11 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
     figures = score(hypotheses, references)
     if arguments.paper:
         figures |= paper_score(hypotheses, references, translators[0].target_language)
-    for name in ("bleu", "bleu_lowercase", "chrf", "bleu_paper"):
+    for name in ("bleu", "bleu_lowercase", "chrf", "bleu_paper", "bleu_moses_lowercase"):
         if name in figures:
             low, high = figures[name + "_interval"]
-            print(f"{name:15} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[name + '_signature']}")
-    print(f"{'exact_match':15} {figures['exact_match']:6.2f}")
+            print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[name + '_signature']}")
+    print(f"{'exact_match':20} {figures['exact_match']:6.2f}")
     if others:
         figures["versus"] = {"checkpoint": translators[1].name, **compare(hypotheses, others[0], references)}
         show_comparison(figures["versus"])
@@ -93,6 +93,6 @@ def show_comparison(versus: dict[str, Any]) -> None:
     for name in ("bleu", "chrf"):
         said = "is real" if versus[f"{name}_difference_is_real"] else "may be chance"
         print(
-            f"{name:15} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {versus['checkpoint']}: "
+            f"{name:20} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {versus['checkpoint']}: "
             f"{said} (paired bootstrap, p = {versus[f'{name}_p_value']:.3f})"
         )

@@ -27,9 +27,11 @@ def score(hypotheses: list[str], references: list[str]) -> dict[str, Any]:
 
 
 def paper_score(hypotheses: list[str], references: list[str], language: str) -> dict[str, Any]:
-    """What the paper reports: BLEU on Moses tokens, compounds split at hyphens, case-sensitive, without smoothing.
+    """What papers report: BLEU on Moses tokens, without smoothing. Texts are given detokenised.
 
-    Texts are given detokenised. It compares with figures of that kind only, never with sacreBLEU's.
+    `bleu_paper` is the paper's own: case-sensitive, compounds split at hyphens. `bleu_moses_lowercase`, on lower-cased
+    tokens as they are, is that of the literature on Multi30k. They compare with figures of their kind only, never with
+    sacreBLEU's.
 
     Args:
         hypotheses: translations.
@@ -44,13 +46,20 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
     tokenizer = sacremoses.MosesTokenizer(language)
     punctuation = sacremoses.MosesPunctNormalizer(language)
 
-    def prepared(lines: list[str]) -> list[str]:
+    def tokenized(lines: list[str]) -> list[str]:
         plain = (punctuation.replace_unicode_punct(line) for line in lines)
-        return [_COMPOUND.sub(r"\1 ##AT##-##AT## \2", tokenizer.tokenize(line, return_str=True)) for line in plain]
+        return [tokenizer.tokenize(line, return_str=True) for line in plain]
 
-    metric = BLEU(tokenize="none", smooth_method="none", force=True)
-    scores = _with_interval("bleu_paper", metric, prepared(hypotheses), prepared(references))
-    scores["bleu_paper_signature"] += f"|moses:{language}|compounds:split|sacremoses:{sacremoses.__version__}"
+    def split(lines: list[str]) -> list[str]:
+        return [_COMPOUND.sub(r"\1 ##AT##-##AT## \2", line) for line in lines]
+
+    hypotheses, references = tokenized(hypotheses), tokenized(references)
+    metrics = [BLEU(tokenize="none", smooth_method="none", force=True, lowercase=lower) for lower in (False, True)]
+    scores = _with_interval("bleu_paper", metrics[0], split(hypotheses), split(references))
+    scores |= _with_interval("bleu_moses_lowercase", metrics[1], hypotheses, references)
+    moses = f"|moses:{language}|sacremoses:{sacremoses.__version__}"
+    scores["bleu_paper_signature"] += f"{moses}|compounds:split"
+    scores["bleu_moses_lowercase_signature"] += f"{moses}|compounds:whole"
     return scores
 
 

@@ -38,6 +38,17 @@ def test_the_papers_count_knows_case_and_equal_quotation_marks() -> None:
     assert paper_score([REFERENCES[1].lower()], [REFERENCES[1]], "de")["bleu_paper"] < 90
 
 
+def test_the_count_of_lower_cased_tokens_by_hand() -> None:
+    # Tokens: zwei vater-sohn-paare laufen heute durch den tiefen schnee . (9), and the seventh wrong.
+    reference = "Zwei Vater-Sohn-Paare laufen heute durch den tiefen Schnee."
+    hypothesis = "zwei Vater-Sohn-Paare laufen heute durch den Weißen schnee."
+    expected = 100 * math.exp(sum(map(math.log, (8 / 9, 6 / 8, 4 / 7, 3 / 6))) / 4)
+    figures = paper_score([hypothesis], [reference], "de")
+    assert figures["bleu_moses_lowercase"] == pytest.approx(expected, abs=1e-3)
+    assert "case:lc" in figures["bleu_moses_lowercase_signature"]
+    assert "compounds:whole" in figures["bleu_moses_lowercase_signature"]
+
+
 def test_without_sacremoses_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacremoses", None)
     with pytest.raises(InputError, match=r"\.\[paper-score\]"):
