@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +17,7 @@ import yaml
 
 from data_module.errors import InputError
 from pipeline.monitoring import METRICS, STARTS, SUMMARY
-from pipeline.recipe import Recipe
+from pipeline.recipe import Recipe, recipe_from_dict
 from pipeline.slurm_job import Step, forget_failures
 from pipeline.stop_request import Stopped, stop_if_asked
 from pipeline.whole_file import is_leftover, remove_leftovers, whole_file
@@ -96,7 +96,11 @@ class RunFolder:
         config = self.path / "config.yaml"
         if not is_run(self.path):
             return [], []
-        had, wanted = _flat(yaml.safe_load(config.read_text())), _flat(recipe.as_dict())
+        written = yaml.safe_load(config.read_text())
+        with suppress(InputError):  # what is no recipe of this version differs, and is named as it stands
+            # A setting that is newer than the run has its default there.
+            written = recipe_from_dict(written).as_dict()
+        had, wanted = _flat(written), _flat(recipe.as_dict())
         forbidden: list[str] = []
         allowed: list[str] = []
         for key in sorted(had.keys() | wanted.keys()):
