@@ -185,12 +185,14 @@ def texts(text: "TextSource") -> Iterator[Finding]:
     """Whether a source's files are there, or its data set can be read."""
     from importlib.util import find_spec
 
+    from data_module.errors import install
+
     for name in filter(None, (text.source, text.target, text.tsv)):
         there = Path(name).is_file()
         yield Finding(there, f"text {name}" + ("" if there else " is missing; put it there or change corpus:"))
     if text.dataset:
         known = find_spec("datasets") is not None
-        hint = "; it needs: pip install -c constraints.txt -e '.[datasets]'"
+        hint = f"; it needs: {install('datasets')}"
         where = (
             "lies here" if Path(text.dataset).is_dir() else "comes from the Hugging Face hub: prepare needs a network"
         )

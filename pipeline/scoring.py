@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from data_module.errors import InputError
+from data_module.errors import InputError, install
 
 _COMPOUND = re.compile(r"(\S)-(\S)")
 _TOKENISED = re.compile(r"\s[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
@@ -59,9 +59,7 @@ def require_sacremoses() -> Any:
     try:
         import sacremoses
     except ImportError:
-        raise InputError(
-            "--paper: sacremoses is not installed; run: pip install -c constraints.txt -e '.[paper-score]'"
-        ) from None
+        raise InputError(f"--paper: sacremoses is not installed; run: {install('paper-score')}") from None
     return sacremoses
 
 
