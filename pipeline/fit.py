@@ -107,7 +107,7 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
     stop_if_asked("during start-up")
     train(recipe, folder, tokenizer, checkpoint or start, fresh, step)
     if folder is not None:
-        print(f"the run lies in {path}; look at it with: tensorboard --logdir {path}", file=sys.stderr)
+        print(f"the run lies in {path}; look at it with: .venv/bin/tensorboard --logdir {path}", file=sys.stderr)
         folder.close()
     return 0
 
