@@ -28,7 +28,7 @@ VERBS = {
     "evaluate": "source and reference text -> BLEU and chrF with signatures",
     "export": "a checkpoint -> a bundle that needs none of this code",
     "benchmark": "how fast, how lean, how full",
-    "demo": "all of the above on a made corpus, in minutes",
+    "demo": "prepare to export on a made corpus, in minutes",
     "doctor": "what is wrong with this machine or job, before time is spent",
 }
 

@@ -1,4 +1,4 @@
-"""The main job end to end on the demo corpus: every command of this program once, then a summary.
+"""The main job end to end on the demo corpus: prepare, fit, average, evaluate, translate, export, then a summary.
 
 What is done already is not done again.
 """
@@ -25,7 +25,7 @@ SAMPLES = 6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="the run folder")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="the run folder (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
