@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--config", type=Path, action="append", default=[], help="a recipe; overlays may follow")
+    parser.add_argument("--config", type=Path, action="append", default=[], help="a recipe; again for each overlay")
     parser.add_argument("--fresh", action="store_true", help="nothing; what fit takes is taken here as well")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; overlays may follow")
+    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
     parser.add_argument("--force", action="store_true", help="make the corpus anew where texts or settings differ")
     parser.add_argument(
         "--init-from", type=Path, metavar="CHECKPOINT", help="take its tokenizer: for a run that begins from it"
