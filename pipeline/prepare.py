@@ -29,6 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.config, arguments.overrides)
     tokenizer = starting_point(arguments.init_from, recipe).tokenizer if arguments.init_from else None
     manifest = prepare(recipe.corpus, tokenizer, force=arguments.force)
-    print(summary(manifest), file=sys.stderr, flush=True)
+    print(f"{summary(manifest)}\nthe corpus lies in {recipe.corpus.folder}", file=sys.stderr, flush=True)
     print(json.dumps(manifest))
     return 0
