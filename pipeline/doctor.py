@@ -189,7 +189,8 @@ def texts(text: "TextSource") -> Iterator[Finding]:
 
     for name in filter(None, (text.source, text.target, text.tsv)):
         there = Path(name).is_file()
-        yield Finding(there, f"text {name}" + ("" if there else " is missing; put it there or change corpus:"))
+        hint = " is missing; put it there or correct its path in corpus:"
+        yield Finding(there, f"text {name}" + ("" if there else hint))
     if text.dataset:
         known = find_spec("datasets") is not None
         hint = f"; it needs: {install('datasets')}"
