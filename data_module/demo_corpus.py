@@ -45,14 +45,23 @@ def demo_corpus(seed: int = 1) -> dict[str, list[Sentence]]:
     """
     rng, lexicon = random.Random(seed), Lexicon()
     held_out = {combination for combination in lexicon.combinations() if rng.random() < HELD_OUT_SHARE}
-    total = sum(SPLIT_SIZES.values())
-    stream = iter(tqdm(distinct_sentences(Author(lexicon, rng)), "writing sentences", total, delay=2))
-    splits = {"train": list(islice((s for s in stream if not s.combinations & held_out), SPLIT_SIZES["train"]))}
+    stream = distinct_sentences(Author(lexicon, rng))
+    bar = tqdm(desc="writing sentences", total=sum(SPLIT_SIZES.values()), delay=2)
+
+    def first(size: int, fitting: Iterator[Sentence]) -> list[Sentence]:
+        taken = []
+        for sentence in islice(fitting, size):
+            taken.append(sentence)
+            bar.update()
+        return taken
+
+    splits = {"train": first(SPLIT_SIZES["train"], (s for s in stream if not s.combinations & held_out))}
     known = set().union(*map(word_forms, splits["train"]))
     for name in ("validation", "test", "test_new_combinations"):
         new = name == "test_new_combinations"
         fitting = (s for s in stream if bool(s.combinations & held_out) == new and word_forms(s) <= known)
-        splits[name] = list(islice(fitting, SPLIT_SIZES[name]))
+        splits[name] = first(SPLIT_SIZES[name], fitting)
+    bar.close()
     return splits
 
 

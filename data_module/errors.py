@@ -7,3 +7,8 @@ class InputError(Exception):
     The message is one line that names the file, line or key and the way out. The commands print it without
     a traceback and end with exit code 2.
     """
+
+
+def install(extra: str) -> str:
+    """The command that adds one of pyproject.toml's extras to where this program runs, as README.md has it."""
+    return f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"

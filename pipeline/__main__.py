@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import zlib
+from importlib.util import find_spec
 
 from data_module.errors import InputError
 from pipeline.slurm_job import tell_script_of_mistake
@@ -28,7 +29,7 @@ VERBS = {
     "evaluate": "source and reference text -> BLEU and chrF with signatures",
     "export": "a checkpoint -> a bundle that needs none of this code",
     "benchmark": "how fast, how lean, how full",
-    "demo": "all of the above on a made corpus, in minutes",
+    "demo": "prepare to export on a made corpus, in minutes",
     "doctor": "what is wrong with this machine or job, before time is spent",
 }
 
@@ -87,6 +88,8 @@ def explained(error: Exception) -> str | None:
     lines = [str(e) for e in (behind(error) if full else (error,)) if isinstance(e, InputError)]
     if lines:
         return lines[-1]
+    if isinstance(error, ModuleNotFoundError) and find_spec("torch") is None:
+        return f"{error}; run .venv/bin/python in place of {sys.executable} (`make .venv/installed` sets it up)"
     if full:
         return f"{full.filename or 'the output'}: {full.strerror}; make room, then run the same command again"
     name = getattr(error, "filename", None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_module.errors import InputError
+from data_module.errors import InputError, install
 from data_module.tokenizer import Tokenizer
 from model.attention import CrossAttention, SelfAttention
 from model.layers import FeedForward, Residual
@@ -26,9 +26,7 @@ def require_ctranslate2() -> Any:
     try:
         import ctranslate2
     except ImportError:
-        raise InputError(
-            "ctranslate2 is not installed; run: pip install -c constraints.txt -e '.[ctranslate2]'"
-        ) from None
+        raise InputError(f"ctranslate2 is not installed; run: {install('ctranslate2')}") from None
     return ctranslate2
 
 

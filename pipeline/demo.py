@@ -1,4 +1,4 @@
-"""The main job end to end on the demo corpus: every command of this program once, then a summary.
+"""The main job end to end on the demo corpus: prepare, fit, average, evaluate, translate, export, then a summary.
 
 What is done already is not done again.
 """
@@ -6,11 +6,16 @@ What is done already is not done again.
 import argparse
 import json
 import shlex
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from pipeline.stop_request import INTERRUPTED
 
 CONFIG = Path("configs/demo.yaml")
 DATA = Path("data/demo")
@@ -20,7 +25,7 @@ SAMPLES = 6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="the run folder")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="the run folder (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,10 +68,12 @@ class Demo:
             return
         print(f"\n$ python {shlex.join(words)}", file=sys.stderr, flush=True)
         start = time.monotonic()
-        ended = subprocess.run([sys.executable, *words], input=text, stdout=subprocess.PIPE, text=True, check=False)
+        with _keyboard_left_to_stages():
+            ended = subprocess.run([sys.executable, *words], input=text, stdout=subprocess.PIPE, text=True, check=False)
         if ended.returncode:
-            print(f"the demo stopped at '{name}'; mend that and run it again", file=sys.stderr)
-            sys.exit(ended.returncode)
+            stopped = ended.returncode in (INTERRUPTED, -signal.SIGINT)
+            print(f"the demo stopped at '{name}'; {'' if stopped else 'mend that and '}run it again", file=sys.stderr)
+            sys.exit(INTERRUPTED if stopped else ended.returncode)
         self.done[name] = {"command": words, "seconds": time.monotonic() - start, "output": ended.stdout}
         self._memory.parent.mkdir(parents=True, exist_ok=True)
         self._memory.write_text(json.dumps({**self.done, "recipe": self._recipe}))
@@ -90,6 +97,17 @@ class Demo:
         print("Look at it  .venv/bin/tensorboard --logdir " + str(run_folder))
         print(f"The run     {run_folder}")
         print(f"The export  {export} (its README.md shows how to load it without this program)")
+
+
+@contextmanager
+def _keyboard_left_to_stages() -> Iterator[None]:
+    """Inside, Ctrl-C is for the command that runs, which may have something to save: it is not killed for it."""
+    # Not SIG_IGN, which the command would inherit.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _lines(path: Path) -> list[str]:

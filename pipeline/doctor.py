@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--config", type=Path, action="append", default=[], help="a recipe; overlays may follow")
+    parser.add_argument("--config", type=Path, action="append", default=[], help="a recipe; again for each overlay")
     parser.add_argument("--fresh", action="store_true", help="nothing; what fit takes is taken here as well")
 
 
@@ -185,12 +185,15 @@ def texts(text: "TextSource") -> Iterator[Finding]:
     """Whether a source's files are there, or its data set can be read."""
     from importlib.util import find_spec
 
+    from data_module.errors import install
+
     for name in filter(None, (text.source, text.target, text.tsv)):
         there = Path(name).is_file()
-        yield Finding(there, f"text {name}" + ("" if there else " is missing; put it there or change corpus:"))
+        hint = " is missing; put it there or correct its path in corpus:"
+        yield Finding(there, f"text {name}" + ("" if there else hint))
     if text.dataset:
         known = find_spec("datasets") is not None
-        hint = "; it needs: pip install -c constraints.txt -e '.[datasets]'"
+        hint = f"; it needs: {install('datasets')}"
         where = (
             "lies here" if Path(text.dataset).is_dir() else "comes from the Hugging Face hub: prepare needs a network"
         )

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         if name in figures:
             low, high = figures[name + "_interval"]
             print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[name + '_signature']}")
-    print(f"{'exact_match':20} {figures['exact_match']:6.2f}")
+    print(f"{'exact_match':20} {figures['exact_match']:6.2f}  % of {len(sources):,} sentences")
     if others:
         figures["versus"] = {"checkpoint": translators[1].name, **compare(hypotheses, others[0], references)}
         show_comparison(figures["versus"])
@@ -91,7 +91,7 @@ def check_output(output: Path | None) -> None:
 def show_comparison(versus: dict[str, Any]) -> None:
     """A line a metric."""
     for name in ("bleu", "chrf"):
-        said = "is real" if versus[f"{name}_difference_is_real"] else "may be chance"
+        said = "the difference is real" if versus[f"{name}_difference_is_real"] else "the difference may be chance"
         print(
             f"{name:20} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {versus['checkpoint']}: "
             f"{said} (paired bootstrap, p = {versus[f'{name}_p_value']:.3f})"

@@ -28,7 +28,7 @@ LOCK_PATIENCE_SECONDS = 120
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; overlays may follow")
+    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
     parser.add_argument("--fresh", action="store_true", help="start over: remove the run that is there")
     parser.add_argument(
         "--init-from", type=Path, metavar="CHECKPOINT", help="begin a new run from another's weights and tokenizer"
@@ -107,7 +107,7 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
     stop_if_asked("during start-up")
     train(recipe, folder, tokenizer, checkpoint or start, fresh, step)
     if folder is not None:
-        print(f"the run lies in {path}; look at it with: tensorboard --logdir {path}", file=sys.stderr)
+        print(f"the run lies in {path}; look at it with: .venv/bin/tensorboard --logdir {path}", file=sys.stderr)
         folder.close()
     return 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; overlays may follow")
+    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
     parser.add_argument("--force", action="store_true", help="make the corpus anew where texts or settings differ")
     parser.add_argument(
         "--init-from", type=Path, metavar="CHECKPOINT", help="take its tokenizer: for a run that begins from it"
@@ -29,6 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.config, arguments.overrides)
     tokenizer = starting_point(arguments.init_from, recipe).tokenizer if arguments.init_from else None
     manifest = prepare(recipe.corpus, tokenizer, force=arguments.force)
-    print(summary(manifest), file=sys.stderr, flush=True)
+    print(f"{summary(manifest)}\nthe corpus lies in {recipe.corpus.folder}", file=sys.stderr, flush=True)
     print(json.dumps(manifest))
     return 0

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from data_module.errors import InputError
+from data_module.errors import InputError, install
 
 _COMPOUND = re.compile(r"(\S)-(\S)")
 _TOKENISED = re.compile(r"\s[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
@@ -68,9 +68,7 @@ def require_sacremoses() -> Any:
     try:
         import sacremoses
     except ImportError:
-        raise InputError(
-            "--paper: sacremoses is not installed; run: pip install -c constraints.txt -e '.[paper-score]'"
-        ) from None
+        raise InputError(f"--paper: sacremoses is not installed; run: {install('paper-score')}") from None
     return sacremoses
 
 
@@ -100,7 +98,9 @@ def compare(hypotheses: list[str], others: list[str], references: list[str]) -> 
         assert not isinstance(this, str)
         figures[name] = round(other.score, 4)
         figures[f"{name}_difference"] = round(this.score - other.score, 4)
-        figures[f"{name}_p_value"] = round(float(this.p_value or 0.0), 4)
+        # Of no difference at all sacreBLEU says that chance would never give a larger one.
+        p_value = 1.0 if this.score == other.score else float(this.p_value or 0.0)
+        figures[f"{name}_p_value"] = round(p_value, 4)
         figures[f"{name}_difference_is_real"] = bool(figures[f"{name}_p_value"] < SIGNIFICANT)
     return figures
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data_module.batch import SpecialIds
-from data_module.errors import InputError
+from data_module.errors import InputError, install
 from model.positions import SinusoidalPositions
 from model.settings import NetworkSettings
 
@@ -75,7 +75,7 @@ class MarianNetwork(nn.Module):
             transformers: Any = importlib.import_module("transformers")
         except ImportError:
             raise InputError(
-                "--baseline marian needs Hugging Face's transformers; pip install 'attention-pipeline[benchmark]'"
+                f"--baseline marian needs Hugging Face's transformers; run: {install('benchmark')}"
             ) from None
         self.model = transformers.MarianMTModel(
             transformers.MarianConfig(

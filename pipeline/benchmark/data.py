@@ -31,7 +31,7 @@ LOADED_STEPS = 300
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; overlays may follow")
+    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from data_module.errors import InputError
+from data_module.errors import InputError, install
 from data_module.word_counts import normalize_white_space
 
 BATCH_TOKENS = 4096
@@ -205,9 +205,7 @@ def _transformers() -> Any:
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
-        raise InputError(
-            "transformers is not installed; run: pip install -c constraints.txt -e '.[benchmark]'"
-        ) from None
+        raise InputError(f"transformers is not installed; run: {install('benchmark')}") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

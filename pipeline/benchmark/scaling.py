@@ -38,7 +38,7 @@ GRADIENT_BYTES = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; overlays may follow")
+    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
     parser.add_argument("--bandwidth-gb-s", type=float, required=True, help="10^9 bytes a second each way")
     parser.add_argument("--latency-us", type=float, required=True, help="from one GPU to the next, in microseconds")
     parser.add_argument("--gpus-per-node", type=int, help="with --node-bandwidth-gb-s")

@@ -44,7 +44,7 @@ LOOP_TURN, LOOP_STEPS = 50, 300
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; overlays may follow")
+    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps to measure (default: %(default)s)")
     parser.add_argument(
         "--baseline",

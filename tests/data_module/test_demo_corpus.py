@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 import sacrebleu
+from tqdm import tqdm
 
 from data_module import demo_corpus, demo_grammar, demo_sentences
 from data_module.demo_grammar import THE, Clause, Nominal, Phrase, Verb, noun_phrase
@@ -256,6 +257,15 @@ def test_same_seed_same_bytes_and_files_left_alone(
         name: content for name, (content, _) in before.items()
     }
     assert (tmp_path / "a" / "train.en").stat().st_mtime_ns == 1
+
+
+def test_progress_ends_where_it_said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_corpus, "tqdm", lambda *values, delay, **named: tqdm(*values, **named))
+    monkeypatch.setattr(
+        demo_corpus, "SPLIT_SIZES", {"train": 2_000, "validation": 20, "test": 20, "test_new_combinations": 20}
+    )
+    demo_corpus.demo_corpus()
+    assert " 2060/2060 " in capfd.readouterr().err.split("\r")[-1]
 
 
 def test_another_seed_another_corpus() -> None:

@@ -37,6 +37,14 @@ def test_help_needs_no_torch(verb: str) -> None:
     assert "usage" in done.stdout
 
 
+def test_a_python_without_torch_is_told_which_to_take() -> None:
+    command = [sys.executable, "-S", "-m", "pipeline", "doctor"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: No module named 'torch'; run .venv/bin/python in place of {sys.executable}")
+
+
 @pytest.mark.parametrize("verb", ["prepare", "translate", "evaluate"])
 def test_no_lightning_where_nothing_is_trained(verb: str, trained_run: Path, recipe_file: Path) -> None:
     texts = trained_run.parent / "text"

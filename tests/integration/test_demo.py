@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,39 @@ def demo(folder: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+SAVES_SLOWLY = """
+import pathlib, signal, sys, time
+
+def save(*_):
+    time.sleep(1)
+    pathlib.Path("saved").touch()
+    sys.exit(130)
+
+signal.signal(signal.SIGINT, save)
+pathlib.Path("begun").touch()
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_leaves_the_command_time_to_save(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    staged = f"import pathlib, pipeline.demo as d; d.Demo(pathlib.Path('run')).stage('fit', ['-c', {SAVES_SLOWLY!r}])"
+    running = subprocess.Popen(
+        [sys.executable, "-c", staged],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not (tmp_path / "begun").exists() and running.poll() is None:
+        time.sleep(0.05)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+    assert running.communicate()[1].endswith("the demo stopped at 'fit'; run it again\n")
+    assert running.returncode == 130
+    assert (tmp_path / "saved").exists()
 
 
 @pytest.mark.slow
