@@ -30,10 +30,7 @@ class Transformer(nn.Module):
 
     def __init__(self, vocabulary_size: int, settings: NetworkSettings) -> None:
         super().__init__()
-        d_model, num_heads = settings.d_model, settings.num_heads
-        d_k = settings.d_k if settings.d_k is not None else d_model // num_heads
-        d_v = settings.d_v if settings.d_v is not None else d_model // num_heads
-        shape = (d_model, settings.d_ff, num_heads, d_k, d_v, settings.dropout, settings.pre_norm)
+        d_model = settings.d_model
         self.vocabulary_size = vocabulary_size
         self.embedding_scale = math.sqrt(d_model)
         self.embedding = nn.Embedding(vocabulary_size, d_model)
@@ -44,8 +41,8 @@ class Transformer(nn.Module):
             else SinusoidalPositions(d_model)
         )
         self.dropout = Dropout(settings.dropout)
-        self.encoder = nn.ModuleList([EncoderLayer(*shape) for _ in range(settings.num_layers)])
-        self.decoder = nn.ModuleList([DecoderLayer(*shape) for _ in range(settings.num_layers)])
+        self.encoder = nn.ModuleList([EncoderLayer(settings) for _ in range(settings.num_layers)])
+        self.decoder = nn.ModuleList([DecoderLayer(settings) for _ in range(settings.num_layers)])
         # Pre-norm leaves the last sum unnormalised, so each stack ends with a norm; post-norm has none to add.
         self.encoder_norm = nn.LayerNorm(d_model) if settings.pre_norm else nn.Identity()
         self.decoder_norm = nn.LayerNorm(d_model) if settings.pre_norm else nn.Identity()
