@@ -27,7 +27,7 @@ class CompiledForward:
         if 1 in (*source.shape, *target.shape):
             # The compiler takes a size of one for a constant: each place for it would be another graph.
             return self._network(source, target, source_mask)
-        # The table of positions grows here and not in a graph, of which its size is a constant.
+        # Past the last learned position this raises here, and not in a graph.
         self._network.positions(0, max(source.size(1), target.size(1)))
         vary_in(source, 0, 1)
         vary_in(target, 0, 1)

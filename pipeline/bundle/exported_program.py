@@ -22,7 +22,7 @@ NAME = "model.pt2"
 
 
 class Positions(nn.Module):
-    """The network's positions without a table that grows: sinusoids by their formula, or the learned table."""
+    """The network's positions at places that a tensor gives: sinusoids by their formula, or the learned table."""
 
     table: Tensor
     frequency: Tensor
