@@ -21,6 +21,10 @@ from model.positions import SinusoidalPositions
 from model.settings import NetworkSettings
 
 
+_SHARED = ("num_layers", "d_model", "d_ff", "num_heads", "dropout", "max_positions")
+"""What the baselines have as well, or what changes nothing without `learned_positions`; all else is refused."""
+
+
 class TorchNetwork(nn.Module):
     """Layers of `torch.nn.Transformer`, one matrix for both embeddings and the output projection."""
 
@@ -144,8 +148,8 @@ def baseline_network(
 
     Raises InputError where the baseline has no such network, or is not installed.
     """
-    plain = NetworkSettings()
-    odd = [key for key in ("d_k", "d_v", "learned_positions", "pre_norm") if vars(settings)[key] != vars(plain)[key]]
+    plain = type(settings)()
+    odd = [key for key, value in vars(settings).items() if key not in _SHARED and value != vars(plain)[key]]
     if odd:
         keys = ", ".join(f"network.{key}" for key in odd)
         raise InputError(f"--baseline {name}: has no network with this recipe's {keys}; leave {keys} out to compare")
