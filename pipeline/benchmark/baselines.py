@@ -4,7 +4,6 @@ They are of the recipe's size, with dropout where ours has it and nowhere else: 
 sub-layer outputs. Masks are given only where there is padding to hide.
 """
 
-import importlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,7 @@ from data_module.batch import SpecialIds
 from data_module.errors import InputError
 from model.positions import SinusoidalPositions
 from model.settings import NetworkSettings
-
+from pipeline.benchmark.huggingface_engine import require_transformers
 
 _SHARED = ("num_layers", "d_model", "d_ff", "num_heads", "dropout", "max_positions")
 """What the baselines have as well, or what changes nothing without `learned_positions`; all else is refused."""
@@ -74,13 +73,7 @@ class MarianNetwork(nn.Module):
 
     def __init__(self, vocabulary_size: int, settings: NetworkSettings, special: SpecialIds, longest: int) -> None:
         super().__init__()
-        try:
-            # By name: the library is an extra, and type checking all of it takes minutes.
-            transformers: Any = importlib.import_module("transformers")
-        except ImportError:
-            raise InputError(
-                "--baseline marian needs Hugging Face's transformers; pip install 'attention-pipeline[benchmark]'"
-            ) from None
+        transformers = require_transformers()
         self.model = transformers.MarianMTModel(
             transformers.MarianConfig(
                 vocab_size=vocabulary_size,

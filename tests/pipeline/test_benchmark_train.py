@@ -82,7 +82,7 @@ def test_mistakes(arguments: list[str], said: str, recipe_file: Path, capsys: py
 
 def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"pip install 'attention-pipeline\[benchmark\]'"):
+    with pytest.raises(InputError, match=r"pip install .* -e '\.\[benchmark\]'"):
         baseline_network("marian", PIECES, SETTINGS, SPECIAL, longest=20)
 
 
