@@ -1,7 +1,8 @@
 """The network's forward pass through torch.compile, once for all shapes.
 
 Sentences vary in length and batches in size, so sizes have to be symbols from the first call on. There are two graphs,
-for batches with a source mask and without; what runs here after both have been met compiles nothing.
+for batches with a source mask and without, and others of sentences past the table of sinusoids (1,024 tokens); what
+runs here after all have been met compiles nothing.
 """
 
 import torch
