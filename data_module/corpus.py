@@ -162,6 +162,11 @@ class TokenStore:
         return {"prefix": self.prefix}
 
 
+def with_end_symbol(store: TokenStore) -> np.ndarray:
+    """Lengths, uint16 [sentences], as batches have them."""
+    return store.lengths + np.uint16(1)
+
+
 class ParallelCorpus:
     """One split's pairs: sentence i of `source` translates to sentence i of `target`."""
 
