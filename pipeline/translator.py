@@ -52,7 +52,7 @@ class Translation(NamedTuple):
 
 
 LONGEST = 1024
-"""The commands cut a sentence to this many tokens: attention's memory grows with the square of its length."""
+"""The commands cut a sentence to this many tokens: attention's time grows with the square of its length."""
 NOTHING = Hypothesis("", 0.0, 0.0, 0)
 
 
