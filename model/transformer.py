@@ -35,7 +35,7 @@ class Transformer(nn.Module):
         self.embedding_scale = math.sqrt(d_model)
         self.embedding = nn.Embedding(vocabulary_size, d_model)
         nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
-        self.positions = (
+        self.positions: LearnedPositions | SinusoidalPositions = (
             LearnedPositions(d_model, settings.max_positions)
             if settings.learned_positions
             else SinusoidalPositions(d_model)
