@@ -79,14 +79,11 @@ class TokenStoreWriter:
     def __len__(self) -> int:
         return self._lengths.length
 
-    def append(self, sentences: list[np.ndarray]) -> None:
-        """Append sentences, each a one-dimensional array of at most `MAX_TOKENS` ids."""
-        if sentences:
-            lengths = np.fromiter(map(len, sentences), dtype=np.int64, count=len(sentences))
-            self.append_flat(np.concatenate(sentences), lengths)
-
     def append_flat(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append sentences whose ids follow each other in `tokens`, `lengths[i]` of them for sentence i."""
+        """Append sentences whose ids follow each other in `tokens`, `lengths[i]` of them for sentence i.
+
+        Raises ValueError for a sentence of more than `MAX_TOKENS`.
+        """
         longest = int(lengths.max(initial=0))
         if longest > MAX_TOKENS:
             raise ValueError(f"a sentence of {longest} tokens does not fit 16-bit lengths")
@@ -163,6 +160,11 @@ class TokenStore:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"prefix": self.prefix}
+
+
+def with_end_symbol(store: TokenStore) -> np.ndarray:
+    """Lengths, uint16 [sentences], as batches have them."""
+    return store.lengths + np.uint16(1)
 
 
 class ParallelCorpus:

@@ -21,7 +21,7 @@ import numpy as np
 
 from data_module import batch_plan, shuffle
 from data_module.batch_plan import EpochPlan, plan_epoch
-from data_module.corpus import ParallelCorpus
+from data_module.corpus import ParallelCorpus, with_end_symbol
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class PlanSource:
 
     def compute(self, epoch: int) -> EpochPlan:
         """The epoch's plan, in this process's own memory."""
-        source, target = (side.lengths + np.uint16(1) for side in (self._corpus.source, self._corpus.target))
+        source, target = with_end_symbol(self._corpus.source), with_end_symbol(self._corpus.target)
         return plan_epoch(source, target, **self._settings, epoch=epoch)
 
     def _open(self, epoch: int) -> EpochPlan:

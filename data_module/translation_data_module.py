@@ -2,18 +2,16 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from data_module.batch import SpecialIds, StepShare, collate
 from data_module.batch_plan import Group, plan_in_order
-from data_module.corpus import ParallelCorpus, TokenStore, open_corpus, read_ahead
+from data_module.corpus import ParallelCorpus, open_corpus, read_ahead, with_end_symbol
 from data_module.errors import InputError
 from data_module.plan_source import PlanSource
-from data_module.resumable_loader import ResumableLoader, ShareDataset
+from data_module.resumable_loader import ResumableLoader, ShareDataset, as_it_is
 from data_module.settings import BatchSettings
 
 
@@ -76,7 +74,7 @@ class TranslationDataModule(LightningDataModule):
         return DataLoader(
             _GroupDataset(corpus, groups, self.special, rank, world_size),
             batch_size=None,
-            collate_fn=_as_it_is,  # type: ignore[arg-type]
+            collate_fn=as_it_is,  # type: ignore[arg-type]
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -90,11 +88,6 @@ class TranslationDataModule(LightningDataModule):
 
     def _rank_and_size(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
-
-
-def with_end_symbol(store: TokenStore) -> NDArray[np.uint16]:
-    """Lengths [pairs] as batches have them."""
-    return store.lengths + np.uint16(1)
 
 
 class _GroupDataset(Dataset[StepShare]):
@@ -117,7 +110,3 @@ class _GroupDataset(Dataset[StepShare]):
         group = self._company if weightless else self._groups[index]
         tokens = int(self._corpus.target.lengths[group.pairs].sum()) + len(group.pairs)
         return collate(self._corpus, [group], self._special, num_target_tokens=tokens, weightless=weightless)
-
-
-def _as_it_is(batch: StepShare) -> StepShare:
-    return batch

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.settings import NetworkSettings
+
 
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     """softmax(Q K^T / sqrt(d_k)), equation 1 without V.
@@ -116,8 +118,9 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 class SelfAttention(nn.Module):
     """Queries, keys and values from one sequence; the three projections are one product."""
 
-    def __init__(self, d_model: int, num_heads: int, d_k: int, d_v: int) -> None:
+    def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
+        d_model, num_heads, d_k, d_v = settings.d_model, settings.num_heads, settings.key_size, settings.value_size
         self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
         self.query_key_value = nn.Linear(d_model, num_heads * (2 * d_k + d_v))
         self.output = nn.Linear(num_heads * d_v, d_model)
@@ -171,8 +174,9 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Queries from the decoder, keys and values from the encoder's output."""
 
-    def __init__(self, d_model: int, num_heads: int, d_k: int, d_v: int) -> None:
+    def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
+        d_model, num_heads, d_k, d_v = settings.d_model, settings.num_heads, settings.key_size, settings.value_size
         self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
         self.query = nn.Linear(d_model, num_heads * d_k)
         self.key_value = nn.Linear(d_model, num_heads * (d_k + d_v))

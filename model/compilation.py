@@ -1,7 +1,8 @@
 """The network's forward pass through torch.compile, once for all shapes.
 
 Sentences vary in length and batches in size, so sizes have to be symbols from the first call on. There are two graphs,
-for batches with a source mask and without; what runs here after both have been met compiles nothing.
+for batches with a source mask and without, and others of sentences past the table of sinusoids (1,024 tokens); what
+runs here after all have been met compiles nothing.
 """
 
 import torch
@@ -27,7 +28,7 @@ class CompiledForward:
         if 1 in (*source.shape, *target.shape):
             # The compiler takes a size of one for a constant: each place for it would be another graph.
             return self._network(source, target, source_mask)
-        # The table of positions grows here and not in a graph, of which its size is a constant.
+        # Past the last learned position this raises here, and not in a graph.
         self._network.positions(0, max(source.size(1), target.size(1)))
         vary_in(source, 0, 1)
         vary_in(target, 0, 1)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import with_room
-from model.positions import LearnedPositions
 from model.transformer import Transformer
 
 
@@ -77,9 +76,8 @@ class Search(nn.Module):
                 f"begin {bos_id}, end {eos_id} and padding {pad_id} must be three different ids below "
                 f"{network.vocabulary_size}"
             )
-        positions = network.positions
         # Zero: no end.
-        self.max_positions = positions.max_positions if isinstance(positions, LearnedPositions) else 0
+        self.max_positions = network.positions.max_positions
 
     @torch.jit.export
     def greedy(self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int) -> Greedy:

@@ -8,15 +8,16 @@ from torch import Tensor, nn
 
 from model.attention import CrossAttention, SelfAttention
 from model.dropout import Dropout
+from model.settings import NetworkSettings
 
 
 class FeedForward(nn.Module):
     """max(0, x W1 + b1) W2 + b2 (equation 2)."""
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
-        self.inner = nn.Linear(d_model, d_ff)
-        self.outer = nn.Linear(d_ff, d_model)
+        self.inner = nn.Linear(settings.d_model, settings.d_ff)
+        self.outer = nn.Linear(settings.d_ff, settings.d_model)
         for linear in (self.inner, self.outer):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
@@ -32,11 +33,11 @@ class Residual(nn.Module):
     A layer calls `before`, its sub-layer, then `after`.
     """
 
-    def __init__(self, d_model: int, dropout: float, pre_norm: bool) -> None:
+    def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(d_model)
-        self.dropout = Dropout(dropout)
-        self.pre_norm = pre_norm
+        self.norm = nn.LayerNorm(settings.d_model)
+        self.dropout = Dropout(settings.dropout)
+        self.pre_norm = settings.pre_norm
 
     def before(self, x: Tensor) -> Tensor:
         """The sub-layer's input."""
@@ -51,14 +52,12 @@ class Residual(nn.Module):
 class EncoderLayer(nn.Module):
     """Self-attention, then the feed-forward network."""
 
-    def __init__(
-        self, d_model: int, d_ff: int, num_heads: int, d_k: int, d_v: int, dropout: float, pre_norm: bool
-    ) -> None:
+    def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(d_model, num_heads, d_k, d_v)
-        self.feed_forward = FeedForward(d_model, d_ff)
-        self.self_attention_residual = Residual(d_model, dropout, pre_norm)
-        self.feed_forward_residual = Residual(d_model, dropout, pre_norm)
+        self.self_attention = SelfAttention(settings)
+        self.feed_forward = FeedForward(settings)
+        self.self_attention_residual = Residual(settings)
+        self.feed_forward_residual = Residual(settings)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """[B, S, D] -> [B, S, D]; mask [B, 1, 1, S] or None where no position is padding."""
@@ -71,16 +70,14 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Causal self-attention, attention over the encoder's output, then the feed-forward network."""
 
-    def __init__(
-        self, d_model: int, d_ff: int, num_heads: int, d_k: int, d_v: int, dropout: float, pre_norm: bool
-    ) -> None:
+    def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(d_model, num_heads, d_k, d_v)
-        self.cross_attention = CrossAttention(d_model, num_heads, d_k, d_v)
-        self.feed_forward = FeedForward(d_model, d_ff)
-        self.self_attention_residual = Residual(d_model, dropout, pre_norm)
-        self.cross_attention_residual = Residual(d_model, dropout, pre_norm)
-        self.feed_forward_residual = Residual(d_model, dropout, pre_norm)
+        self.self_attention = SelfAttention(settings)
+        self.cross_attention = CrossAttention(settings)
+        self.feed_forward = FeedForward(settings)
+        self.self_attention_residual = Residual(settings)
+        self.cross_attention_residual = Residual(settings)
+        self.feed_forward_residual = Residual(settings)
 
     def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None) -> Tensor:
         """[B, T, D] with memory [B, S, D] -> [B, T, D]. Padding on the right needs no mask: causality hides it."""

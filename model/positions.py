@@ -30,6 +30,7 @@ class SinusoidalPositions(nn.Module):
     def __init__(self, d_model: int, num_positions: int = 1024) -> None:
         super().__init__()
         self.d_model = d_model
+        self.max_positions = 0  # no end
         # Not persistent: a formula needs no place in a checkpoint. It keeps its size, since a moving average of the
         # weights goes through the buffers too and would meet two tables of different sizes.
         self.register_buffer("table", sinusoidal_table(num_positions, d_model), persistent=False)

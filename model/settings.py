@@ -29,6 +29,16 @@ class NetworkSettings:
     """How many positions are learned; sinusoidal ones have no end."""
     pre_norm: bool = False
 
+    @property
+    def key_size(self) -> int:
+        """Of one head."""
+        return self.d_model // self.num_heads if self.d_k is None else self.d_k
+
+    @property
+    def value_size(self) -> int:
+        """Of one head."""
+        return self.d_model // self.num_heads if self.d_v is None else self.d_v
+
     def __post_init__(self) -> None:
         for name in ("num_layers", "d_model", "d_ff", "num_heads", "max_positions"):
             if getattr(self, name) < 1:

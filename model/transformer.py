@@ -30,22 +30,19 @@ class Transformer(nn.Module):
 
     def __init__(self, vocabulary_size: int, settings: NetworkSettings) -> None:
         super().__init__()
-        d_model, num_heads = settings.d_model, settings.num_heads
-        d_k = settings.d_k if settings.d_k is not None else d_model // num_heads
-        d_v = settings.d_v if settings.d_v is not None else d_model // num_heads
-        shape = (d_model, settings.d_ff, num_heads, d_k, d_v, settings.dropout, settings.pre_norm)
+        d_model = settings.d_model
         self.vocabulary_size = vocabulary_size
         self.embedding_scale = math.sqrt(d_model)
         self.embedding = nn.Embedding(vocabulary_size, d_model)
         nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
-        self.positions = (
+        self.positions: LearnedPositions | SinusoidalPositions = (
             LearnedPositions(d_model, settings.max_positions)
             if settings.learned_positions
             else SinusoidalPositions(d_model)
         )
         self.dropout = Dropout(settings.dropout)
-        self.encoder = nn.ModuleList([EncoderLayer(*shape) for _ in range(settings.num_layers)])
-        self.decoder = nn.ModuleList([DecoderLayer(*shape) for _ in range(settings.num_layers)])
+        self.encoder = nn.ModuleList([EncoderLayer(settings) for _ in range(settings.num_layers)])
+        self.decoder = nn.ModuleList([DecoderLayer(settings) for _ in range(settings.num_layers)])
         # Pre-norm leaves the last sum unnormalised, so each stack ends with a norm; post-norm has none to add.
         self.encoder_norm = nn.LayerNorm(d_model) if settings.pre_norm else nn.Identity()
         self.decoder_norm = nn.LayerNorm(d_model) if settings.pre_norm else nn.Identity()

@@ -94,9 +94,7 @@ class TranslationModule(LightningModule):
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         step = self.global_step + 1
-        learning_rate = noam_learning_rate(
-            step, self.network_settings.d_model, settings.warmup_steps, settings.learning_rate_factor
-        )
+        learning_rate = noam_learning_rate(step, self.network_settings.d_model, settings)
         [group] = optimizer.param_groups
         group["lr"] = learning_rate
         # DDP averages gradients over ranks; the loss is their sum over all target tokens.

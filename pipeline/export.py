@@ -149,7 +149,6 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     import torch
 
     from data_module.errors import InputError
-    from model.positions import LearnedPositions
     from pipeline.bundle import formats
     from pipeline.bundle.card import make_card
     from pipeline.bundle.parity import BOUNDS, Parity
@@ -157,8 +156,7 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     from pipeline.ctranslate2_model import NUM_POSITIONS
     from pipeline.translator import LONGEST
 
-    positions = model.network.positions
-    max_positions = positions.max_positions if isinstance(positions, LearnedPositions) else 0
+    max_positions = model.network.positions.max_positions
     longest = min(LONGEST, max_positions or LONGEST)
     print(f"comparing on {len(text.sources)} sentences ({text.name})", file=sys.stderr)
     parity = Parity(model.network, model.tokenizer, model.decoding, text, longest)

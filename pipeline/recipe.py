@@ -101,16 +101,6 @@ def load_recipe(
     return recipe
 
 
-def recipe_from_dict(values: dict[str, Any]) -> Recipe:
-    """A recipe as `as_dict` gave it."""
-    check = Checker({})
-    recipe = check.dataclass(values, Recipe, "")
-    if check.mistakes:
-        raise InputError("; ".join(check.mistakes))
-    assert isinstance(recipe, Recipe)
-    return recipe
-
-
 def _read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """What a file says, merged into what the file says that it extends."""
     own_places: dict[str, str] = {}

@@ -17,7 +17,7 @@ import yaml
 
 from data_module.errors import InputError
 from pipeline.monitoring import METRICS, STARTS, SUMMARY
-from pipeline.recipe import Recipe, recipe_from_dict
+from pipeline.recipe import Recipe, load_recipe
 from pipeline.slurm_job import Step, forget_failures
 from pipeline.stop_request import Stopped, stop_if_asked
 from pipeline.whole_file import is_leftover, remove_leftovers, whole_file
@@ -99,7 +99,7 @@ class RunFolder:
         written = yaml.safe_load(config.read_text())
         with suppress(InputError):  # what is no recipe of this version differs, and is named as it stands
             # A setting that is newer than the run has its default there.
-            written = recipe_from_dict(written).as_dict()
+            written = load_recipe([config]).as_dict()
         had, wanted = _flat(written), _flat(recipe.as_dict())
         forbidden: list[str] = []
         allowed: list[str] = []

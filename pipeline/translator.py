@@ -52,7 +52,7 @@ class Translation(NamedTuple):
 
 
 LONGEST = 1024
-"""The commands cut a sentence to this many tokens: attention's memory grows with the square of its length."""
+"""The commands cut a sentence to this many tokens: attention's time grows with the square of its length."""
 NOTHING = Hypothesis("", 0.0, 0.0, 0)
 
 
@@ -104,13 +104,6 @@ class Translator:
         self.tokenizer, self.settings, self.batch_tokens = tokenizer, settings, batch_tokens
         limits = [limit for limit in (self.search.max_positions, max_source_tokens) if limit]
         self.max_source_tokens: int | None = min(limits, default=None)
-
-    def describe(self) -> str:
-        """How it searches, in words."""
-        settings = self.settings
-        if settings.beam_size == 1:
-            return "greedy"
-        return f"beam {settings.beam_size}, length penalty {settings.length_penalty}"
 
     def translate(self, sentences: list[str], n_best: int = 1, *, progress: bool = False) -> list[Translation]:
         """Translate each sentence; one without any piece is not searched and gives an empty answer.

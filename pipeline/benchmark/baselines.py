@@ -4,7 +4,6 @@ They are of the recipe's size, with dropout where ours has it and nowhere else: 
 sub-layer outputs. Masks are given only where there is padding to hide.
 """
 
-import importlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,9 +15,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data_module.batch import SpecialIds
-from data_module.errors import InputError, install
+from data_module.errors import InputError
 from model.positions import SinusoidalPositions
 from model.settings import NetworkSettings
+from pipeline.benchmark.huggingface_engine import require_transformers
+
+_SHARED = ("num_layers", "d_model", "d_ff", "num_heads", "dropout", "max_positions")
+"""What the baselines have as well, or what changes nothing without `learned_positions`; all else is refused."""
 
 
 class TorchNetwork(nn.Module):
@@ -70,13 +73,7 @@ class MarianNetwork(nn.Module):
 
     def __init__(self, vocabulary_size: int, settings: NetworkSettings, special: SpecialIds, longest: int) -> None:
         super().__init__()
-        try:
-            # By name: the library is an extra, and type checking all of it takes minutes.
-            transformers: Any = importlib.import_module("transformers")
-        except ImportError:
-            raise InputError(
-                f"--baseline marian needs Hugging Face's transformers; run: {install('benchmark')}"
-            ) from None
+        transformers = require_transformers()
         self.model = transformers.MarianMTModel(
             transformers.MarianConfig(
                 vocab_size=vocabulary_size,
@@ -144,8 +141,8 @@ def baseline_network(
 
     Raises InputError where the baseline has no such network, or is not installed.
     """
-    plain = NetworkSettings()
-    odd = [key for key in ("d_k", "d_v", "learned_positions", "pre_norm") if vars(settings)[key] != vars(plain)[key]]
+    plain = type(settings)()
+    odd = [key for key, value in vars(settings).items() if key not in _SHARED and value != vars(plain)[key]]
     if odd:
         keys = ", ".join(f"network.{key}" for key in odd)
         raise InputError(f"--baseline {name}: has no network with this recipe's {keys}; leave {keys} out to compare")

@@ -9,7 +9,7 @@ import torch
 from data_module.errors import InputError
 from data_module.tokenizer import Tokenizer
 from model.settings import DecodingSettings
-from pipeline.benchmark.decode_engines import Settings, Turn
+from pipeline.benchmark.engine import Settings, Turn
 from pipeline.bundle.torchscript import load_torchscript
 from pipeline.translator import LONGEST, Translator
 

@@ -59,9 +59,7 @@ class PlainTraining:
         self._steps += 1
         settings = self._settings
         for group in self.optimizer.param_groups:
-            group["lr"] = noam_learning_rate(
-                self._steps, self._d_model, settings.warmup_steps, settings.learning_rate_factor
-            )
+            group["lr"] = noam_learning_rate(self._steps, self._d_model, settings)
         # Around the whole step, as ours: weights are cast once and not in every micro-batch.
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
             for batch in share.micro_batches:

@@ -88,7 +88,7 @@ def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
 def _plan(data: "TranslationDataModule") -> dict[str, Any]:
     """The first epoch's plan, and that of the same corpus repeated to `LARGE` pairs."""
     from data_module.batch_plan import plan_epoch
-    from data_module.translation_data_module import with_end_symbol
+    from data_module.corpus import with_end_symbol
 
     corpus, settings = data.train_corpus, data.settings
     source, target = with_end_symbol(corpus.source), with_end_symbol(corpus.target)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from pipeline.benchmark.decode_engines import Engine, Settings, Turn
+    from pipeline.benchmark.engine import Engine, Settings, Turn
 
 BASELINES = ("ctranslate2", "huggingface")
 ROUNDS = 3
@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure by turns, print a table and the JSON."""
     from data_module.errors import InputError
     from pipeline.benchmark.decode_engines import prepare
+    from pipeline.benchmark.report import rounded
     from pipeline.translate import read_sentences
 
     sentences = [sentence for sentence in read_sentences(arguments.source) if sentence.strip()]
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         pairs = zip(rounds["pipeline"][0].turn.texts, rounds[name][0].turn.texts, strict=True)
         result[f"same_as_{name}"] = sum(one == other for one, other in pairs) / len(sentences)
     _show(figures)
-    print(json.dumps(_rounded(result)))
+    print(json.dumps(rounded(result)))
     return 0
 
 
@@ -181,10 +182,3 @@ def _show(figures: dict[str, dict[str, float]]) -> None:
             f"{one['peak_memory_bytes'] / 1e6:9,.0f}",
             file=sys.stderr,
         )
-
-
-def _rounded(value: Any) -> Any:
-    """Five significant digits."""
-    if isinstance(value, dict):
-        return {name: _rounded(one) for name, one in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value

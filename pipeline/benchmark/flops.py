@@ -24,8 +24,7 @@ def training_flops(
     """
     s, t = source.astype(np.float64), target.astype(np.float64)
     width, inner = network.d_model, network.d_ff
-    keys = network.num_heads * network.d_k if network.d_k is not None else width
-    values = network.num_heads * network.d_v if network.d_v is not None else width
+    keys, values = network.num_heads * network.key_size, network.num_heads * network.value_size
     attention_and_feed_forward = 2 * width * (2 * keys + values) + 2 * values * width + 4 * width * inner
     encoder = s * attention_and_feed_forward + 2 * s * s * (keys + values)
     decoder = t * attention_and_feed_forward + 2 * t * t * (keys + values)

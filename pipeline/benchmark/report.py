@@ -54,7 +54,7 @@ def loop_seconds(contest: "Contest") -> float:
 
 
 def rounded(value: Any) -> Any:
-    """Five digits are more than a clock has."""
+    """Five significant digits: more than a clock has."""
     if isinstance(value, dict):
         return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, list):

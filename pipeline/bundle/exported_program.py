@@ -22,7 +22,7 @@ NAME = "model.pt2"
 
 
 class Positions(nn.Module):
-    """The network's positions without a table that grows: sinusoids by their formula, or the learned table."""
+    """The network's positions at places that a tensor gives: sinusoids by their formula, or the learned table."""
 
     table: Tensor
     frequency: Tensor
@@ -161,10 +161,8 @@ def _step(network: Transformer) -> Any:
 
 
 def _length(network: Transformer, name: str, more: int = 0) -> Any:
-    positions = network.positions
-    if isinstance(positions, LearnedPositions):
-        return torch.export.Dim(name, max=positions.max_positions + more)
-    return torch.export.Dim(name)
+    longest = network.positions.max_positions
+    return torch.export.Dim(name, max=longest + more) if longest else torch.export.Dim(name)
 
 
 def _exported(module: nn.Module, arguments: tuple[Any, ...], dimensions: tuple[Any, ...]) -> Any:

@@ -30,8 +30,8 @@ print(tokenizer.decode(tokens[0, 0, : lengths[0, 0] - 1].tolist()))
 tokens], each row ending with the end symbol, then padding (`pad_id`), and a bool mask, True at tokens (None if no row
 is padded). It returns tokens [sentences, n_best, length], their lengths (the end symbol included, 0 where there is no
 such answer), scores and log-probabilities. `model.greedy(source, source_mask, max_extra_tokens)` returns tokens,
-lengths and log-probabilities. Wrong arguments raise an error that says what is wrong. `model.encode`'s kin are in
-`model.network`: `encode`, `init_cache`, `decode_step`, `logits`.
+lengths and log-probabilities. Wrong arguments raise an error that says what is wrong. For a search of your own,
+`model.network` has `encode`, `init_cache`, `decode_step` and `logits`.
 
 On a GPU: `torch.jit.load("model.ts", map_location="cuda")`, with ids on it too. In bfloat16:
 `model.to(torch.bfloat16)`.

@@ -111,7 +111,7 @@ class Pictures(Callback):
 
     def _positions(self, log: RunLog, module: TranslationModule, step: int) -> None:
         positions = module.network.positions
-        count = min(_POSITIONS, getattr(positions, "max_positions", _POSITIONS))
+        count = min(_POSITIONS, positions.max_positions or _POSITIONS)
         with torch.no_grad():
             table = positions(0, count).float().cpu().numpy()
         title, columns = f"learned positions, {table.shape[1]} dimensions", "dimension"

@@ -22,11 +22,15 @@ from data_module.settings import CorpusSettings, TextSource
 SENTENCES = [[5, 6, 7], [], [65_535], [8, 9]]
 
 
+def _append(writer: TokenStoreWriter, sentences: list[list[int]]) -> None:
+    tokens = np.array([piece for ids in sentences for piece in ids], dtype=np.int64)
+    writer.append_flat(tokens, np.array(list(map(len, sentences)), dtype=np.int64))
+
+
 def _write(prefix: Path, dtype: type = np.uint16) -> TokenStore:
     with TokenStoreWriter(prefix, np.dtype(dtype)) as writer:
-        writer.append([np.array(ids, dtype=np.int64) for ids in SENTENCES[:2]])
-        writer.append([])
-        writer.append([np.array(ids, dtype=np.int32) for ids in SENTENCES[2:]])
+        for part in (SENTENCES[:2], [], SENTENCES[2:]):
+            _append(writer, part)
     return TokenStore(prefix)
 
 
@@ -53,7 +57,7 @@ def test_store_is_mapped_and_pickles_as_its_path(tmp_path: Path) -> None:
 
 def test_repeat_appends_the_sentences_from_a_start(tmp_path: Path) -> None:
     with TokenStoreWriter(tmp_path / "s", np.dtype(np.uint16)) as writer:
-        writer.append([np.array(ids) for ids in SENTENCES])
+        _append(writer, SENTENCES)
         writer.repeat_from(1, 2, block=2)
         assert (len(writer), writer.num_tokens, writer.longest) == (10, 12, 3)
     store = TokenStore(tmp_path / "s")
@@ -62,9 +66,9 @@ def test_repeat_appends_the_sentences_from_a_start(tmp_path: Path) -> None:
 
 def test_a_sentence_beyond_16_bit_lengths_is_refused(tmp_path: Path) -> None:
     with TokenStoreWriter(tmp_path / "s", np.dtype(np.uint16)) as writer:
-        writer.append([np.ones(MAX_TOKENS, dtype=np.int32)])
+        _append(writer, [[1] * MAX_TOKENS])
         with pytest.raises(ValueError, match="65535 tokens"):
-            writer.append([np.ones(MAX_TOKENS + 1, dtype=np.int32)])
+            _append(writer, [[1] * (MAX_TOKENS + 1)])
 
 
 def test_smallest_type_that_holds_the_vocabulary() -> None:

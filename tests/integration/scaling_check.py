@@ -28,8 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data_module.batch import Batch, SpecialIds, StepShare, collate
 from data_module.batch_plan import plan_epoch, share_of_rank
+from data_module.corpus import with_end_symbol
 from data_module.tokenizer import Tokenizer
-from data_module.translation_data_module import TranslationDataModule, with_end_symbol
+from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
 from model.transformer import Transformer
 from pipeline.benchmark.report import rounded

@@ -20,7 +20,6 @@ def peak_bytes(length: int, masked: bool, precision: torch.dtype) -> int:
     source, target = (torch.randint(1, VOCABULARY, (2, length)) for _ in range(2))
     if masked:
         source[1, length // 2 :] = PAD
-    network.positions(0, length)  # it grows once
     peak = PeakMemory(torch.device("cpu"))
     with torch.autocast("cpu", precision) if precision != torch.float32 else contextlib.nullcontext():
         states = network(source, target, source != PAD if masked else None)

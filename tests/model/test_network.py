@@ -1,6 +1,7 @@
 """The network against torch.nn's own layers, the paper's formulas worked by hand, and its own promises."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def randomise(module: nn.Module) -> None:
 @pytest.mark.parametrize("pre_norm", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_encoder_layer_equals_torch(pre_norm: bool, padded: bool) -> None:
-    own = EncoderLayer(16, 24, 4, 4, 4, 0.0, pre_norm).double().eval()
+    own = EncoderLayer(replace(TINY, pre_norm=pre_norm)).double().eval()
     randomise(own)
     theirs = nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True, norm_first=pre_norm).double()
     copy_attention(own.self_attention, theirs.self_attn)
@@ -72,7 +73,7 @@ def test_encoder_layer_equals_torch(pre_norm: bool, padded: bool) -> None:
 
 @pytest.mark.parametrize("pre_norm", [False, True])
 def test_decoder_layer_equals_torch(pre_norm: bool) -> None:
-    own = DecoderLayer(16, 24, 4, 4, 4, 0.0, pre_norm).double().eval()
+    own = DecoderLayer(replace(TINY, pre_norm=pre_norm)).double().eval()
     randomise(own)
     theirs = nn.TransformerDecoderLayer(16, 4, 24, 0.0, batch_first=True, norm_first=pre_norm).double()
     copy_attention(own.self_attention, theirs.self_attn)
@@ -130,7 +131,7 @@ def test_long_bf16_attention_takes_no_quadratic_memory() -> None:
 def test_self_attention_with_keys_of_another_size_by_hand() -> None:
     """d_k and d_v other than d_model / heads, against a loop over heads in plain formulas."""
     torch.manual_seed(1)
-    module = SelfAttention(6, 2, 5, 3).double()
+    module = SelfAttention(NetworkSettings(d_model=6, num_heads=2, d_k=5, d_v=3)).double()
     randomise(module)
     x = torch.randn(2, 4, 6, dtype=torch.float64)
     query, key, value = (x @ module.query_key_value.weight.T + module.query_key_value.bias).split([10, 10, 6], -1)

@@ -9,7 +9,8 @@ import torch
 
 from data_module.tokenizer import Tokenizer, train_tokenizer
 from model.settings import DecodingSettings
-from pipeline.benchmark.decode_engines import FORMATS, HuggingFace, Settings
+from pipeline.benchmark.engine import Settings
+from pipeline.benchmark.huggingface_engine import HuggingFace, write_huggingface
 from pipeline.translator import load_translator
 from tests.conftest import pipeline
 from tests.model.search_truth import LENGTHS, VOCABULARY_SIZE, make_network, make_sources
@@ -76,7 +77,7 @@ def test_transformers_gets_this_networks_weights(tmp_path: Path, pre_norm: bool)
             # Biases and norms too, so that one left out shows.
             parameter.add_(0.1 * torch.randn_like(parameter))
     model = SimpleNamespace(network=network, tokenizer=tokenizer, decoding=DecodingSettings())
-    FORMATS["huggingface"](model, tmp_path / "huggingface")
+    write_huggingface(model, tmp_path / "huggingface")
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.model)
     theirs = HuggingFace(Settings(tmp_path, tmp_path, 1, 0.0, 50, 1)).model
     source, mask = make_sources(LENGTHS)

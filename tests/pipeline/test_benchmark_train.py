@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,16 @@ def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=r"\.venv/bin/pip install -c constraints\.txt -e '\.\[benchmark\]'"):
         baseline_network("marian", PIECES, SETTINGS, SPECIAL, longest=20)
+
+
+def test_a_setting_that_no_baseline_knows_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Changed(NetworkSettings):
+        other_attention: bool = False
+
+    baseline_network("torch", PIECES, Changed(d_model=16, num_heads=4), SPECIAL, longest=20)
+    with pytest.raises(InputError, match=r"network\.other_attention"):
+        baseline_network("torch", PIECES, Changed(d_model=16, other_attention=True), SPECIAL, longest=20)
 
 
 def batch(padded: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:

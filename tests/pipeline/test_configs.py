@@ -90,8 +90,7 @@ def test_takes_a_step_in_miniature(name: str) -> None:
     own = recipe.network
     sizes = {"d_model": own.d_model // 16, "d_ff": own.d_ff // 16}
     if own.d_model // 16 % own.num_heads or own.d_k or own.d_v:
-        d_k, d_v = own.d_k or own.d_model // own.num_heads, own.d_v or own.d_model // own.num_heads
-        sizes |= {"d_k": max(1, d_k // 16), "d_v": max(1, d_v // 16)}
+        sizes |= {"d_k": max(1, own.key_size // 16), "d_v": max(1, own.value_size // 16)}
     network = Transformer(40, replace(own, **sizes, dropout=min(own.dropout, 0.1))).train()
     source, target = torch.randint(4, 40, (8, 9)), torch.randint(4, 40, (8, 8))
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from data_module.errors import InputError
-from pipeline.recipe import load_recipe, recipe_from_dict
+from pipeline.recipe import load_recipe
 from tests.conftest import pipeline
 
 MINIMAL = """\
@@ -52,7 +53,7 @@ def test_overlays_and_overrides(tmp_path: Path) -> None:
     assert recipe.trainer == {"max_steps": 7, "devices": [0, 1]}
     assert recipe.training.adam_epsilon == 1e-8  # which YAML takes for text
     assert recipe.batches.batch_tokens == 10_000
-    assert recipe_from_dict(recipe.as_dict()) == recipe
+    assert load_recipe([write(tmp_path, yaml.safe_dump(recipe.as_dict()), "config.yaml")]) == recipe
 
 
 def test_all_mistakes_at_once_each_with_its_place(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_text_sources(tmp_path: Path) -> None:
     assert "`repeat` of a text source is 0" in mistakes(path, "--corpus.test", "{tsv: c, repeat: 0}")
     recipe = load_recipe([path], ["--corpus.test", "{dataset: a/b, subset: de-en, split: test}"])
     assert recipe.corpus.test[0].subset == "de-en"
-    assert recipe_from_dict(recipe.as_dict()) == recipe
+    assert load_recipe([write(tmp_path, yaml.safe_dump(recipe.as_dict()), "config.yaml")]) == recipe
 
 
 @pytest.mark.parametrize(
