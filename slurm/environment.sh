@@ -13,18 +13,26 @@ set -uo pipefail
 
 # Relative paths of recipes are those of the folder that the job was submitted from.
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
-if [[ ! -d pipeline || ! -d slurm ]]; then
-    echo "$PWD: is not the project's folder; submit from there: cd PROJECT && sbatch slurm/..." >&2
+
+# Lines of this script in the log, told from those of the ranks.
+say() { echo "$(date '+%F %T') ${SLURM_JOB_NAME:-} ${SLURM_JOB_ID:-}: $*" >&2; }
+
+read -r -a python <<<"$PYTHON"
+if ! command -v "${python[0]}" >/dev/null; then
+    say "$PWD: there is no $PYTHON; run make .venv/installed here, or set PYTHON in slurm/environment.sh"
     exit 2
 fi
-read -r -a python <<<"$PYTHON"
 
 # srun does not take this from the job by itself.
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export PYTHONUNBUFFERED=1
 
-# Lines of this script in the log, told from those of the ranks.
-say() { echo "$(date '+%F %T') ${SLURM_JOB_NAME:-} ${SLURM_JOB_ID:-}: $*" >&2; }
+# A script's arguments begin with a recipe.
+need_recipe() {
+    [[ ${2:--} == -* ]] || return 0
+    say "give a recipe first: sbatch slurm/$1.sbatch configs/mine.yaml"
+    exit 2
+}
 
 # Run a command on all tasks and wait for it, past signals: what they ask for is up to the command.
 # The first task that ends badly ends them all.
@@ -49,10 +57,7 @@ stage() {
 
 # Train a recipe, from the top or from where it stands; ends the script.
 train() {
-    if [[ $# -eq 0 ]]; then
-        say "give a recipe: sbatch $0 configs/wmt14_en_de_base.yaml"
-        exit 2
-    fi
+    need_recipe train "$@"
     # When a collective hangs, NCCL ends the rank and leaves what it was doing (torch's flight recorder) for each rank.
     export TORCH_NCCL_ASYNC_ERROR_HANDLING=1 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_BUFFER_SIZE=2000
     export TORCH_FR_DUMP_TEMP_FILE=$PWD/nccl-$SLURM_JOB_ID-rank-
