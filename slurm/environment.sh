@@ -23,8 +23,10 @@ if ! command -v "${python[0]}" >/dev/null; then
     exit 2
 fi
 
-# srun does not take this from the job by itself.
-[[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+# srun does not take this from the job by itself; without the other each rank takes all cores of its node.
+if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
+    export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
+fi
 export PYTHONUNBUFFERED=1
 
 # A script's arguments begin with a recipe.
