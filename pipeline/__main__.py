@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def explained(error: Exception) -> str | None:
-    """The line to say of a mistake, of unreadable input or of a full disk; None for an error of the program's own."""
+    """The line to say of a mistake, of unreadable input, a full disk or a package that lacks; None for an error of the program's own."""
     full = full_disk(error)
     # A full disk brings errors on errors: the line that was made first knows the most.
     lines = [str(e) for e in (behind(error) if full else (error,)) if isinstance(e, InputError)]
@@ -89,6 +89,8 @@ def explained(error: Exception) -> str | None:
         return lines[-1]
     if full:
         return f"{full.filename or 'the output'}: {full.strerror}; make room, then run the same command again"
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("data_module", "model", "pipeline")):
+        return f"{sys.executable} has no {error.name}; use .venv/bin/python, which make .venv/installed sets up"
     name = getattr(error, "filename", None)
     if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)) or (isinstance(error, OSError) and name):
         return f"{name or 'the input'}: {getattr(error, 'strerror', None) or error}"

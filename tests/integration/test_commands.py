@@ -55,6 +55,17 @@ def test_no_lightning_where_nothing_is_trained(verb: str, trained_run: Path, rec
     assert done.stdout.splitlines()[-1] == "False"
 
 
+def test_a_python_without_the_packages() -> None:
+    """A recipe's command typed where the virtual environment is not active."""
+    for verb in ("fit", "doctor", "prepare"):
+        command = [sys.executable, "-S", "-m", "pipeline", verb, "--config", "configs/demo.yaml"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: {sys.executable} has no ")
+        assert done.stderr.endswith("; use .venv/bin/python, which make .venv/installed sets up\n")
+        assert done.stderr.count("\n") == 1
+
+
 def test_translate_gives_a_line_for_a_line(trained_run: Path) -> None:
     done = pipeline("translate", trained_run, text="the dog sees a cat\n\na house\nthe dog sees a cat")
     assert done.returncode == 0
