@@ -81,7 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def explained(error: Exception) -> str | None:
-    """The line to say of a mistake, of unreadable input, a full disk or a package that lacks; None for an error of the program's own."""
+    """The line to say of a mistake, of unreadable input, of a full disk or of a package that is not installed.
+
+    None for an error of the program's own.
+    """
     full = full_disk(error)
     # A full disk brings errors on errors: the line that was made first knows the most.
     lines = [str(e) for e in (behind(error) if full else (error,)) if isinstance(e, InputError)]
