@@ -116,7 +116,8 @@ def machine(step: "Step | None" = None) -> Iterator[Finding]:
     else:
         from pipeline.trainer_options import best_precision
 
-        yield Finding(True, f"no GPU; {os.cpu_count()} CPU cores, precision {best_precision('cpu')}")
+        cores = f"no GPU; {os.cpu_count()} CPU cores"
+        yield Finding(True, f"{cores}, precision {best_precision('cpu')} unless a recipe gives another")
     if step is not None:
         from pipeline.doctor_ranks import gpus
 
@@ -190,7 +191,7 @@ def texts(text: "TextSource") -> Iterator[Finding]:
         yield Finding(there, f"text {name}" + ("" if there else " is missing; put it there or change corpus:"))
     if text.dataset:
         known = find_spec("datasets") is not None
-        hint = "; it needs: pip install -c constraints.txt -e '.[datasets]'"
+        hint = "; it needs: .venv/bin/pip install -c constraints.txt -e '.[datasets]'"
         where = (
             "lies here" if Path(text.dataset).is_dir() else "comes from the Hugging Face hub: prepare needs a network"
         )
