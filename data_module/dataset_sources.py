@@ -214,10 +214,14 @@ def _library() -> ModuleType:
         import datasets
         import huggingface_hub
     except ImportError as error:
-        raise InputError(f"a `dataset` source needs a library ({error}); pip install 'datasets>=4.0'") from error
+        raise InputError(
+            f"a `dataset` source needs a library ({error}); .venv/bin/pip install -c constraints.txt -e '.[datasets]'"
+        ) from error
     if int(datasets.__version__.split(".")[0]) < 4:
         # Earlier ones run code that comes with a data set.
-        raise InputError(f"datasets {datasets.__version__} is too old; pip install 'datasets>=4.0'")
+        raise InputError(
+            f"datasets {datasets.__version__} is too old; .venv/bin/pip install -c constraints.txt -e '.[datasets]'"
+        )
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     huggingface_hub.logging.set_verbosity(logging.CRITICAL)

@@ -27,7 +27,7 @@ def require_ctranslate2() -> Any:
         import ctranslate2
     except ImportError:
         raise InputError(
-            "ctranslate2 is not installed; run: pip install -c constraints.txt -e '.[ctranslate2]'"
+            "ctranslate2 is not installed; run: .venv/bin/pip install -c constraints.txt -e '.[ctranslate2]'"
         ) from None
     return ctranslate2
 

@@ -60,7 +60,7 @@ def require_sacremoses() -> Any:
         import sacremoses
     except ImportError:
         raise InputError(
-            "--paper: sacremoses is not installed; run: pip install -c constraints.txt -e '.[paper-score]'"
+            "--paper: sacremoses is not installed; run: .venv/bin/pip install -c constraints.txt -e '.[paper-score]'"
         ) from None
     return sacremoses
 

@@ -206,7 +206,7 @@ def _transformers() -> Any:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise InputError(
-            "transformers is not installed; run: pip install -c constraints.txt -e '.[benchmark]'"
+            "transformers is not installed; run: .venv/bin/pip install -c constraints.txt -e '.[benchmark]'"
         ) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

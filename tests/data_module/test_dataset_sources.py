@@ -272,7 +272,7 @@ def test_a_damaged_file_among_several_is_named(settings: CorpusSettings, tmp_pat
 
 def test_without_the_library(settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    fails(settings, "a `dataset` source needs a library", "pip install 'datasets>=4.0'")
+    fails(settings, "a `dataset` source needs a library", ".venv/bin/pip install -c constraints.txt -e '.[datasets]'")
 
 
 def test_the_library_is_not_imported_for_text_files(tiny_corpus: Path) -> None:

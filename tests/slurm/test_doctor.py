@@ -94,7 +94,7 @@ FAULTS = {
         options="--run.folder /sys/run",
     ),
     "a data set in place of files, and no library for it": Fault(
-        r"data set none/such .*; it needs: pip install -c constraints\.txt -e '\.\[datasets\]'",
+        r"data set none/such .*; it needs: \.venv/bin/pip install -c constraints\.txt -e '\.\[datasets\]'",
         **BROKEN_RECIPE,
     ),
     "a rank that hangs": Fault(
