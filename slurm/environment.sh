@@ -17,6 +17,10 @@ cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
 # Lines of this script in the log, told from those of the ranks.
 say() { echo "$(date '+%F %T') ${SLURM_JOB_NAME:-} ${SLURM_JOB_ID:-}: $*" >&2; }
 
+if [[ $0 == *.sbatch && -z ${SLURM_JOB_ID:-} ]]; then
+    say "this is no job; give it to sbatch: sbatch $0 $*"
+    exit 2
+fi
 read -r -a python <<<"$PYTHON"
 if ! command -v "${python[0]}" >/dev/null; then
     say "$PWD: there is no $PYTHON; run make .venv/installed here, or set PYTHON in slurm/environment.sh"
