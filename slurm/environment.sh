@@ -69,6 +69,7 @@ stage() {
 train() {
     need_recipe train "$@"
     count_from_here
+    export MISTAKE_FILE FAILURES_FILE
     # When a collective hangs, NCCL ends the rank and leaves what it was doing (torch's flight recorder) for each rank.
     export TORCH_NCCL_ASYNC_ERROR_HANDLING=1 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_BUFFER_SIZE=2000
     export TORCH_FR_DUMP_TEMP_FILE=$PWD/nccl-$SLURM_JOB_ID-rank-
@@ -131,8 +132,8 @@ hand_back() {
 # Bash ends no script before the step it waits for has saved.
 trap : TERM USR1
 # srun's exit code may be that of tasks it has killed; a mistake is told by this file.
-export MISTAKE_FILE=$PWD/.mistake-${SLURM_JOB_ID:-}
+MISTAKE_FILE=$PWD/.mistake-${SLURM_JOB_ID:-}
 # Counts failures from one start to the next, until training has begun.
-export FAILURES_FILE=$PWD/.failures-${SLURM_JOB_ID:-}
+FAILURES_FILE=$PWD/.failures-${SLURM_JOB_ID:-}
 rm -f "$MISTAKE_FILE"
 [[ ${SLURM_RESTART_COUNT:-0} -gt 0 ]] || rm -f "$FAILURES_FILE"
