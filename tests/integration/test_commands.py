@@ -66,6 +66,15 @@ def test_a_python_without_the_packages() -> None:
         assert done.stderr.count("\n") == 1
 
 
+def test_doctor_in_a_job_of_one_task(recipe_file: Path) -> None:
+    """One task was asked for, and an overlay says two."""
+    job = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NTASKS": "1", "STEP_TASKS_PER_NODE": "1"}
+    environment = {f"SLURM_{name}": value for name, value in job.items()}
+    done = pipeline("doctor", "--config", recipe_file, "--trainer.devices", 2, environment=environment)
+    assert done.returncode == 0, done.stdout
+    assert b"ok    trainer.devices 2 of the recipe does not count: the job gives 1" in done.stdout
+
+
 def test_translate_gives_a_line_for_a_line(trained_run: Path) -> None:
     done = pipeline("translate", trained_run, text="the dog sees a cat\n\na house\nthe dog sees a cat")
     assert done.returncode == 0
