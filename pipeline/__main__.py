@@ -15,7 +15,6 @@ import logging
 import os
 import threading
 import zlib
-from importlib.util import find_spec
 
 from data_module.errors import InputError
 from pipeline.slurm_job import tell_script_of_mistake
@@ -82,16 +81,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def explained(error: Exception) -> str | None:
-    """The line to say of a mistake, of unreadable input or of a full disk; None for an error of the program's own."""
+    """The line to say of a mistake, of unreadable input, of a full disk or of a package that is not installed.
+
+    None for an error of the program's own.
+    """
     full = full_disk(error)
     # A full disk brings errors on errors: the line that was made first knows the most.
     lines = [str(e) for e in (behind(error) if full else (error,)) if isinstance(e, InputError)]
     if lines:
         return lines[-1]
-    if isinstance(error, ModuleNotFoundError) and find_spec("torch") is None:
-        return f"{error}; run .venv/bin/python in place of {sys.executable} (`make .venv/installed` sets it up)"
     if full:
         return f"{full.filename or 'the output'}: {full.strerror}; make room, then run the same command again"
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("data_module", "model", "pipeline")):
+        return f"{sys.executable} has no {error.name}; use .venv/bin/python, which make .venv/installed sets up"
     name = getattr(error, "filename", None)
     if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)) or (isinstance(error, OSError) and name):
         return f"{name or 'the input'}: {getattr(error, 'strerror', None) or error}"

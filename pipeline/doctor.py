@@ -43,8 +43,18 @@ def examine(arguments: argparse.Namespace) -> int:
     started_wrong = [Finding(False, mistake) for mistake in mistakes()]
     step = current_step() if not started_wrong else None
     if step is None or step.num_tasks == 1:
-        return say([*started_wrong, *machine(step), *recipe(arguments.config, arguments.overrides)])
+        findings = [*started_wrong, *machine(step), *recipe(arguments.config, arguments.overrides)]
+        return say([*findings, *alone(step, arguments)])
     return together(step, arguments)
+
+
+def alone(step: "Step | None", arguments: argparse.Namespace) -> Iterator[Finding]:
+    """What a recipe says of devices that the job's only task has not."""
+    from pipeline.doctor_ranks import hardware_keys
+
+    loaded = load(arguments.config, arguments.overrides)
+    if step is not None and not isinstance(loaded, Finding):
+        yield from hardware_keys(step, loaded)
 
 
 def say(findings: list[Finding]) -> int:
@@ -116,7 +126,8 @@ def machine(step: "Step | None" = None) -> Iterator[Finding]:
     else:
         from pipeline.trainer_options import best_precision
 
-        yield Finding(True, f"no GPU; {os.cpu_count()} CPU cores, precision {best_precision('cpu')}")
+        cores = f"no GPU; {os.cpu_count()} CPU cores"
+        yield Finding(True, f"{cores}, precision {best_precision('cpu')} unless a recipe gives another")
     if step is not None:
         from pipeline.doctor_ranks import gpus
 

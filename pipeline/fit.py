@@ -43,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not speaks_for_all(process_rank()):
             return 0
         raise stop if process_rank() == 0 else SystemExit(stop.exit_code) from None
+    finally:
+        stop_request.ignore()
 
 
 def fit(arguments: argparse.Namespace) -> int:

@@ -170,7 +170,10 @@ def _override(values: dict[str, Any], places: dict[str, str], arguments: list[st
         argument = arguments.pop(0)
         key, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or "." not in key:
-            mistakes.append(f"argument '{argument}' is unknown; settings are given as --section.key value")
+            as_what = "overlays are given as --config FILE"
+            if not argument.endswith(".yaml"):
+                as_what = "settings are given as --section.key value"
+            mistakes.append(f"argument '{argument}' is unknown; {as_what}")
             continue
         if not equals:
             if not arguments:

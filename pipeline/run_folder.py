@@ -18,7 +18,7 @@ import yaml
 from data_module.errors import InputError
 from pipeline.monitoring import METRICS, STARTS, SUMMARY
 from pipeline.recipe import Recipe, load_recipe
-from pipeline.slurm_job import Step, forget_failures
+from pipeline.slurm_job import Step
 from pipeline.stop_request import Stopped, stop_if_asked
 from pipeline.whole_file import is_leftover, remove_leftovers, whole_file
 
@@ -155,7 +155,6 @@ def counted_start(path: Path, step: Step, checkpoint: Path | None) -> Iterator[N
             "then submit it again"
         )
     _replace(note, json.dumps({"checkpoint": name, "starts": starts}).encode())
-    forget_failures()
     try:
         yield
     except (Stopped, InputError):

@@ -42,6 +42,12 @@ def install() -> None:
         signal.signal(signum, note)
 
 
+def ignore() -> None:
+    """Nothing is left to stop: on its way out Python would put back what ends the program with another exit code."""
+    for signum in _ASKING:
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def asked_by() -> int | None:
     """The first signal that has come, or None."""
     return _ASKED[0] if _ASKED else None

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pipeline import stop_request
 from pipeline.checkpoint_keeper import CheckpointKeeper, validation_is_due
-from pipeline.slurm_job import node_name
+from pipeline.slurm_job import forget_failures, node_name
 from pipeline.stop_request import Stopped
 
 ROLL_CALL_SECONDS = 3.0
@@ -97,6 +97,8 @@ class Together(Callback):
         assert self._agreement is not None
         if self._agreement.asked_now():
             raise Stopped("asked to stop during start-up; nothing was lost, the same command goes on")
+        if trainer.is_global_zero:
+            forget_failures()
         if self._validation_pending:
             loop = trainer.fit_loop.epoch_loop.val_loop
             loop.restarting = False  # from its first batch on, since sums are not saved

@@ -23,7 +23,12 @@ submit() {
     local name=$1 after=$2
     shift 2
     local id
-    id=$(sbatch --parsable ${after:+--dependency=afterok:$after --kill-on-invalid-dep=yes} "${all[@]}" "$@") || exit 2
+    if ! id=$(sbatch --parsable ${after:+--dependency=afterok:$after --kill-on-invalid-dep=yes} "${all[@]}" "$@"); then
+        # Those that hang on the first are cancelled with it.
+        [[ -z $after ]] || scancel "${prepared##* }"
+        say "sbatch refused the $name job, see above; nothing stays queued"
+        exit 2
+    fi
     echo "$name ${id%%;*}"
 }
 

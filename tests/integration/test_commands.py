@@ -37,14 +37,6 @@ def test_help_needs_no_torch(verb: str) -> None:
     assert "usage" in done.stdout
 
 
-def test_a_python_without_torch_is_told_which_to_take() -> None:
-    command = [sys.executable, "-S", "-m", "pipeline", "doctor"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
-    assert line.startswith(f"error: No module named 'torch'; run .venv/bin/python in place of {sys.executable}")
-
-
 @pytest.mark.parametrize("verb", ["prepare", "translate", "evaluate"])
 def test_no_lightning_where_nothing_is_trained(verb: str, trained_run: Path, recipe_file: Path) -> None:
     texts = trained_run.parent / "text"
@@ -61,6 +53,26 @@ def test_no_lightning_where_nothing_is_trained(verb: str, trained_run: Path, rec
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_python_without_the_packages() -> None:
+    """A recipe's command typed where the virtual environment is not active."""
+    for verb in ("fit", "doctor", "prepare"):
+        command = [sys.executable, "-S", "-m", "pipeline", verb, "--config", "configs/demo.yaml"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: {sys.executable} has no ")
+        assert done.stderr.endswith("; use .venv/bin/python, which make .venv/installed sets up\n")
+        assert done.stderr.count("\n") == 1
+
+
+def test_doctor_in_a_job_of_one_task(recipe_file: Path) -> None:
+    """One task was asked for, and an overlay says two."""
+    job = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NTASKS": "1", "STEP_TASKS_PER_NODE": "1"}
+    environment = {f"SLURM_{name}": value for name, value in job.items()}
+    done = pipeline("doctor", "--config", recipe_file, "--trainer.devices", 2, environment=environment)
+    assert done.returncode == 0, done.stdout
+    assert b"ok    trainer.devices 2 of the recipe does not count: the job gives 1" in done.stdout
 
 
 def test_translate_gives_a_line_for_a_line(trained_run: Path) -> None:

@@ -41,6 +41,22 @@ def test_stopped_and_run_again(recipe_file: Path, tmp_path: Path, devices: int, 
     assert_same_state(checkpoints(run)[-1], checkpoints(tmp_path / "whole")[-1])
 
 
+def test_signals_after_the_end(recipe_file: Path, tmp_path: Path) -> None:
+    """The run has finished, and its process is still on its way out."""
+    said = tmp_path / "said"
+    with said.open("w") as stderr:
+        process = start(
+            "fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.max_steps", 3, stderr=stderr
+        )
+    while "the run lies in" not in said.read_text() and process.poll() is None:
+        time.sleep(0.005)
+    time.sleep(0.1)
+    while process.poll() is None:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.005)
+    assert process.returncode == 0, said.read_text()
+
+
 def test_time_is_over(recipe_file: Path, tmp_path: Path) -> None:
     """Not finished, so not exit code 0; each start has all of the time."""
     run = tmp_path / "run"

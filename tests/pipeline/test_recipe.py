@@ -129,7 +129,8 @@ def test_what_is_no_recipe(tmp_path: Path) -> None:
 
 def test_arguments_that_are_no_settings(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
-    assert "argument '--fersh' is unknown" in mistakes(path, "--fersh")
+    assert "argument '--fersh' is unknown; settings are given as" in mistakes(path, "--fersh")
+    assert "argument 'cpu.yaml' is unknown; overlays are given as --config FILE" in mistakes(path, "cpu.yaml")
     assert "'--network.d_ff' needs a value" in mistakes(path, "--network.d_ff")
 
 

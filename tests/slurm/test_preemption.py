@@ -154,3 +154,12 @@ def test_two_jobs_on_one_run(cluster: Cluster, recipe_file: Path, tmp_path: Path
     assert resumed_from(waiting) == [step]
     assert writer.log.count("MOMENT start") == 1
     assert [step for step, _ in scalars(run, "train/learning_rate")][:step] == list(range(1, step + 1))
+
+
+def test_a_time_limit_too_short_to_begin(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    """It would come back for ever: SLURM asks it to stop three minutes before the end, which is at once."""
+    job = train(cluster, recipe_file, tmp_path / "run", sbatch=["--time=1"], environment={**SLOWLY, "SLOW_RANK": "0"})
+    assert job.wait() == "FAILED", job.log
+    assert job.restarts == 2
+    last = job.log.splitlines()[-1]
+    assert "is --time too short to begin training?), 3 times before training began" in last
