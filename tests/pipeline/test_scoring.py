@@ -71,6 +71,9 @@ def test_a_real_difference_and_one_by_chance() -> None:
     same = compare(good, as_good, references)
     assert same["bleu_difference_is_real"] is same["chrf_difference_is_real"] is False
     assert same["bleu_p_value"] > 0.05
+    itself = compare(good, good, references)
+    assert itself["bleu_difference_is_real"] is itself["chrf_difference_is_real"] is False
+    assert itself["bleu_p_value"] == itself["chrf_p_value"] == 1
 
 
 @pytest.mark.parametrize(
