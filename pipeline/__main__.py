@@ -9,12 +9,14 @@ if sys.argv[1:2] == ["fit"]:
     stop_request.install()
 
 import argparse
+import errno
 import gzip
 import importlib
 import logging
 import os
 import threading
 import zlib
+from typing import NoReturn
 
 from data_module.errors import InputError
 from pipeline.slurm_job import tell_script_of_mistake
@@ -33,6 +35,14 @@ VERBS = {
 }
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Says a mistake in one line, as everything else here does, and not below the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises InputError."""
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0, or 2 after a user's mistake."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -49,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         if verb not in VERBS:
             raise InputError(f"'{verb}' is not a verb; known are: {', '.join(VERBS)}")
         module = importlib.import_module(f"pipeline.{verb}")
-        parser = argparse.ArgumentParser(
+        parser = OneLineParser(
             prog=f"python -m pipeline {verb}",
             description=module.__doc__,
             allow_abbrev=False,
@@ -90,6 +100,8 @@ def explained(error: Exception) -> str | None:
     if full:
         return f"{full.filename or 'the output'}: {full.strerror}; make room, then run the same command again"
     name = getattr(error, "filename", None)
+    if isinstance(error, OSError) and name and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
+        return f"{name}: {error.strerror}; see to its permissions, or name another place"
     if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)) or (isinstance(error, OSError) and name):
         return f"{name or 'the input'}: {getattr(error, 'strerror', None) or error}"
     return None
