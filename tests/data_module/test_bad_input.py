@@ -286,3 +286,12 @@ def test_test_text_is_looked_at_before_time_is_spent(place: Workplace) -> None:
     place.fails("test.de: 3 lines, but", "test.en has 4", test=[text])
     place.write("test.de", TARGET)
     place.works(test=[text])
+
+
+def test_text_that_the_tokenizer_does_not_know(place: Workplace, caplog: pytest.LogCaptureFixture) -> None:
+    place.works()
+    assert "unknown" not in caplog.text
+    place.write("dev.en", ["ένα σπίτι"])
+    prepare(place.settings, progress=False, force=True)
+    assert "20 % of the validation text's pieces are unknown to the tokenizer" in caplog.text
+    assert "training text" not in caplog.text
