@@ -9,7 +9,6 @@ if sys.argv[1:2] == ["fit"]:
     stop_request.install()
 
 import argparse
-import errno
 import gzip
 import importlib
 import logging
@@ -100,10 +99,10 @@ def explained(error: Exception) -> str | None:
     if full:
         return f"{full.filename or 'the output'}: {full.strerror}; make room, then run the same command again"
     name = getattr(error, "filename", None)
-    if isinstance(error, OSError) and name and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
-        return f"{name}: {error.strerror}; see to its permissions, or name another place"
-    if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)) or (isinstance(error, OSError) and name):
-        return f"{name or 'the input'}: {getattr(error, 'strerror', None) or error}"
+    if isinstance(error, OSError) and name:
+        return f"{name}: {error.strerror or error}; check that path, or give another"
+    if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
+        return f"{name or 'the input'}: {error}"
     return None
 
 

@@ -1,5 +1,6 @@
 """The commands on a trained run, as a user types them; and what they say to a user's mistakes."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -148,6 +149,9 @@ def test_doctor_finds_what_is_wrong(recipe_file: Path) -> None:
     ill = pipeline("doctor", "--config", recipe_file, "--corpus.folder", "nowhere", "--corpus.train.source", "none.en")
     assert ill.returncode == 1
     assert b"WRONG text none.en is missing" in ill.stdout
+    other = pipeline("doctor", "--config", recipe_file, "--corpus.vocabulary_size", 50)
+    assert other.returncode == 1
+    assert b"is prepared with other settings: settings.vocabulary_size was 60, now 50; name another" in other.stdout
 
 
 def test_mistakes_of_the_command_line(trained_run: Path, tmp_path: Path) -> None:
@@ -182,8 +186,11 @@ def test_places_that_cannot_be_written(trained_run: Path, recipe_file: Path, tmp
     place = tmp_path / "file" / "place"
     run = refused("fit", "--config", recipe_file, "--run.folder", place)
     assert f"{place}: cannot be written (Not a directory); give another run.folder" in run
-    assert f"{place}: cannot be written (Not a directory); give another folder" in refused("export", trained_run, place)
-    assert "name another place" in refused("average", trained_run, "--last", 2, "--output", place)
+    assert f"{place}: cannot be written (File exists); give another folder" in refused("export", trained_run, place)
+    assert "check that path, or give another" in refused("average", trained_run, "--last", 2, "--output", place)
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"a house" * 99)[:-9])
+    cut = refused("evaluate", trained_run, "--source", tmp_path / "cut.gz", "--reference", tmp_path / "cut.gz")
+    assert f"{tmp_path / 'cut.gz'}: is no gzip file or a damaged one" in cut
 
 
 def test_a_run_folder_that_holds_something_else(recipe_file: Path, tmp_path: Path) -> None:
