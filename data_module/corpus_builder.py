@@ -21,11 +21,14 @@ from data_module.manifest import FORMAT, FORMAT_VERSION, TOKENIZER_NAME, write_m
 from data_module.pair_filter import HeldOutPairs, PairFilter, Reason
 from data_module.settings import CorpusSettings, TextSource
 from data_module.text_sources import read_pairs
-from data_module.tokenizer import MAX_PIECE_CHARACTERS, Tokenizer, train_on_words
+from data_module.tokenizer import MAX_PIECE_CHARACTERS, UNK_ID, Tokenizer, train_on_words
 from data_module.word_counts import WordCounts
 from data_module.word_encoder import WordEncoder
 
 log = logging.getLogger(__name__)
+
+_UNKNOWN_SHARE = 0.05
+"""Of a text's pieces; more of them are no few odd characters, but another script or another language."""
 
 
 def learn_tokenizer(settings: CorpusSettings, num_pairs: list[int], progress: bool) -> Tokenizer:
@@ -130,6 +133,7 @@ def _write_validation(
 ) -> dict[str, Any]:
     """Write the validation stores and their text, and add its pairs to `validation_pairs`."""
     pair_filter = PairFilter(settings)
+    unknown = 0
     with ExitStack() as stack:
         writers = _writers(stack, folder, "validation", encoder.dtype)
         source_text, target_text = (
@@ -141,7 +145,7 @@ def _write_validation(
             start = len(writers[0])
             lines: list[tuple[str, str]] = []
             for encoded in _encoded(settings, encoder, pair_filter, text):
-                _append(writers, encoded)
+                unknown += _append(writers, encoded)
                 validation_pairs.update(encoded.text)
                 lines += encoded.text
                 bar.update(encoded.num_pairs_read)
@@ -151,6 +155,7 @@ def _write_validation(
                 source_text.writelines(f"{source}\n" for source, _ in lines)
                 target_text.writelines(f"{target}\n" for _, target in lines)
     account = _finished(pair_filter, writers, "validation")
+    _warn_of_unknown(unknown, writers, "validation")
     if too_long := pair_filter.account.dropped[Reason.TOO_LONG]:
         log.warning(
             "%d validation pairs are longer than corpus.max_tokens (%d) and left out: BLEU is over the rest",
@@ -169,13 +174,14 @@ def _write_train(
     progress: bool,
 ) -> dict[str, Any]:
     pair_filter = PairFilter(settings, held_out)
+    unknown = 0
     with ExitStack() as stack:
         writers = _writers(stack, folder, "train", encoder.dtype)
         bar = stack.enter_context(_bar("encoding", sum(num_pairs), progress))
         for text in settings.train:
             start = len(writers[0])
             for encoded in _encoded(settings, encoder, pair_filter, text):
-                _append(writers, encoded)
+                unknown += _append(writers, encoded)
                 bar.update(encoded.num_pairs_read)
             for writer in writers:
                 writer.repeat_from(start, text.repeat - 1)
@@ -188,6 +194,8 @@ def _write_train(
                 split,
                 " and were dropped" if settings.drop_overlap else "; corpus.drop_overlap: true drops them",
             )
+    # What is repeated is counted as often among all pieces, and once among the unknown: a warning less, at worst.
+    _warn_of_unknown(unknown, writers, "training")
     return _finished(pair_filter, writers, "train")
 
 
@@ -236,9 +244,25 @@ def _writers(stack: ExitStack, folder: Path, split: str, dtype: np.dtype) -> lis
     ]
 
 
-def _append(writers: list[TokenStoreWriter], encoded: _EncodedChunk) -> None:
+def _append(writers: list[TokenStoreWriter], encoded: _EncodedChunk) -> int:
+    """Returns how many of the pieces are unknown."""
+    unknown = 0
     for writer, ids, lengths in zip(writers, encoded.ids, encoded.lengths, strict=True):
-        writer.append_flat(np.frombuffer(b"".join(ids), dtype=writer.dtype), lengths)
+        flat = np.frombuffer(b"".join(ids), dtype=writer.dtype)
+        unknown += int(np.count_nonzero(flat == UNK_ID))
+        writer.append_flat(flat, lengths)
+    return unknown
+
+
+def _warn_of_unknown(unknown: int, writers: list[TokenStoreWriter], split: str) -> None:
+    share = unknown / max(1, sum(writer.num_tokens for writer in writers))
+    if share > _UNKNOWN_SHARE:
+        log.warning(
+            "%.0f %% of the %s text's pieces are unknown to the tokenizer, whose text had other characters;"
+            " compare the texts, or begin without --init-from",
+            100 * share,
+            split,
+        )
 
 
 def _finished(pair_filter: PairFilter, writers: list[TokenStoreWriter], split: str) -> dict[str, Any]:

@@ -96,7 +96,10 @@ def _compare(name: str, had: Any, wanted: Any) -> list[str]:
         keys = [*wanted, *(key for key in had if key not in wanted)]
         return [found for key in keys for found in _compare(f"{name}.{key}", had.get(key), wanted.get(key))]
     if name == "source_files" and had is not None:
-        return _compare(name, *({entry["file"]: entry for entry in files} for files in (had, wanted)))
+        before, now = ({entry["file"]: entry for entry in files} for files in (had, wanted))
+        changed = [f"{file} has changed" for file in now if before.get(file, now[file]) != now[file]]
+        new, gone = ([file for file in one if file not in other] for one, other in ((now, before), (before, now)))
+        return changed + [f"{file} is new" for file in new] + [f"{file} is gone" for file in gone]
     if isinstance(had, list) and isinstance(wanted, list) and len(had) == len(wanted):
         pairs = enumerate(zip(had, wanted, strict=True))
         return [found for i, (old, new) in pairs for found in _compare(f"{name}[{i}]", old, new)]

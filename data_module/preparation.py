@@ -130,7 +130,7 @@ def _up_to_date(folder: Path, wanted: dict[str, Any], *, ignore_differences: boo
     if found := differences(manifest, wanted):
         raise InputError(
             f"{folder}: was made from other inputs or settings: {'; '.join(found)};"
-            " name another corpus.folder, or rebuild this one with --force"
+            " name another corpus.folder, or rebuild this one with `prepare --force`"
         )
     log.info("%s is up to date", folder)
     return manifest

@@ -21,6 +21,15 @@ from data_module.word_counts import normalize_white_space
 
 _CHUNK_BYTES = 2**20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NOT_TEXT = {
+    b"\x1f\x8b": "gzip-compressed; let its name end in .gz",
+    b"BZh": "compressed; unpack it (bunzip2)",
+    b"\xfd7zXZ\0": "compressed; unpack it (unxz)",
+    b"\x28\xb5\x2f\xfd": "compressed; unpack it (unzstd)",
+    b"\xff\xfe": "UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
+    b"\xfe\xff": "UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
+}
+"""By a file's first bytes; lines counted in one of these would mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,8 @@ def read_pairs(text: TextSource, settings: CorpusSettings) -> Iterator[PairChunk
             if undecodable and not settings.drop_invalid_utf8:
                 raise InputError(
                     f"{name}:{first_line + undecodable[0]}: invalid UTF-8; mend the line, or set"
-                    " `corpus.drop_invalid_utf8: true` to drop such pairs"
+                    " `corpus.drop_invalid_utf8: true` to drop such pairs; if all the file is Latin-1, convert it"
+                    " (iconv -f LATIN1 -t UTF-8)"
                 )
             decoded.append(sentences)
             invalid.update(undecodable)
@@ -139,7 +149,8 @@ def _tsv_chunks(name: str) -> Iterator[tuple[list[bytes], list[bytes]]]:
             for i, row in enumerate(rows):
                 if len(row) != 2:
                     columns = f"{len(row)} tab-separated column{'s' if len(row) > 1 else ''}"
-                    raise InputError(f"{name}:{first_line + i}: {columns}, not two; mend the line")
+                    cut = ", or take two of all (cut -f1,2)" if len(row) > 2 else ""
+                    raise InputError(f"{name}:{first_line + i}: {columns}, not two; mend the line{cut}")
             yield [row[0] + b"\n" for row in rows], [row[1] for row in rows]
             first_line += len(lines)
 
@@ -164,6 +175,9 @@ def _decode(lines: list[bytes]) -> tuple[list[str], list[int]]:
 def _count_lines(name: str) -> int:
     lines, last = 0, b"\n"
     with _reading(name), _open(name) as file:
+        for beginning, what in _NOT_TEXT.items():
+            if file.peek(len(beginning)).startswith(beginning):  # type: ignore[attr-defined]
+                raise InputError(f"{name}: is {what}")
         while block := file.read(_CHUNK_BYTES):
             lines += block.count(b"\n")
             last = block[-1:]

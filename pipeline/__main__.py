@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import zlib
+from typing import NoReturn
 
 from data_module.errors import InputError
 from pipeline.slurm_job import tell_script_of_mistake
@@ -33,6 +34,14 @@ VERBS = {
 }
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Says a mistake in one line, as everything else here does, and not below the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises InputError."""
+        raise InputError(f"{message}; see {self.prog} --help")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0, or 2 after a user's mistake."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -49,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         if verb not in VERBS:
             raise InputError(f"'{verb}' is not a verb; known are: {', '.join(VERBS)}")
         module = importlib.import_module(f"pipeline.{verb}")
-        parser = argparse.ArgumentParser(
+        parser = OneLineParser(
             prog=f"python -m pipeline {verb}",
             description=module.__doc__,
             allow_abbrev=False,
@@ -95,8 +104,10 @@ def explained(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("data_module", "model", "pipeline")):
         return f"{sys.executable} has no {error.name}; use .venv/bin/python, which make .venv/installed sets up"
     name = getattr(error, "filename", None)
-    if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)) or (isinstance(error, OSError) and name):
-        return f"{name or 'the input'}: {getattr(error, 'strerror', None) or error}"
+    if isinstance(error, OSError) and name:
+        return f"{name}: {error.strerror or error}; check that path, or give another"
+    if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
+        return f"{name or 'the input'}: {error}"
     return None
 
 

@@ -17,13 +17,14 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.errors import InputError
     from pipeline.checkpoint import average, is_whole, step_checkpoints, write_whole
 
-    if not arguments.run.is_dir():
-        raise InputError(f"{arguments.run}: is not a run folder")
     paths = [path for path in step_checkpoints(arguments.run) if is_whole(path)]
+    if not paths:
+        raise InputError(f"{arguments.run}: holds no checkpoint; give a run folder that fit has written")
     if not 1 <= arguments.last <= len(paths):
+        has = f"{len(paths)} whole checkpoint{'s' if len(paths) > 1 else ''}"
         raise InputError(
-            f"{arguments.run}: has {len(paths)} whole checkpoints, --last is {arguments.last}; "
-            f"give 1 to {len(paths)}, or keep more with run.keep_last"
+            f"{arguments.run}: has {has}, --last is {arguments.last}; give --last {len(paths)} or less, and keep more "
+            "with run.keep_last"
         )
     output = arguments.output or arguments.run / f"average-last-{arguments.last}.ckpt"
     chosen = paths[-arguments.last :]

@@ -119,7 +119,7 @@ def choose(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.exists():
-        raise InputError(f"{path}: there is no such checkpoint or run folder")
+        raise InputError(f"{path}: there is no such checkpoint or run folder; fit names the folder it writes to")
     averages = sorted(path.glob("average*.ckpt"), key=lambda p: p.stat().st_mtime)
     best = path / "checkpoints" / "best.ckpt"
     newest, _ = newest_whole(path)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pipeline.finding import Finding
 
 if TYPE_CHECKING:
-    from data_module.settings import TextSource
+    from data_module.settings import CorpusSettings, TextSource
     from pipeline.doctor_ranks import Ranks
     from pipeline.recipe import Recipe
     from pipeline.slurm_job import Step
@@ -158,7 +158,7 @@ def recipe(paths: list[Path], overrides: list[str]) -> Iterator[Finding]:
     yield from accelerator(loaded.trainer.get("accelerator", "auto"))
     corpus = Path(loaded.corpus.folder)
     if (corpus / "manifest.json").exists():
-        yield Finding(True, f"corpus {corpus} is prepared")
+        yield prepared(corpus, loaded.corpus)
     else:
         for text in [*loaded.corpus.train, *loaded.corpus.validation, *loaded.corpus.test]:
             yield from texts(text)
@@ -172,6 +172,20 @@ def recipe(paths: list[Path], overrides: list[str]) -> Iterator[Finding]:
     enough = free > needed
     message = f"{free / 2**30:.1f} GiB free, its checkpoints need {needed / 2**30:.1f}"
     yield Finding(enough, message + ("" if enough else "; lower run.keep_last or give another run.folder"))
+
+
+def prepared(corpus: Path, settings: "CorpusSettings") -> Finding:
+    """Whether the corpus that is there is whole and the recipe's."""
+    from data_module.errors import InputError
+    from data_module.manifest import read_manifest
+    from data_module.preparation import differs_from
+
+    try:
+        found = differs_from(read_manifest(corpus), settings)
+    except InputError as error:
+        return Finding(False, str(error))
+    hint = f" with other settings: {'; '.join(found)}; name another corpus.folder, or run `prepare --force`"
+    return Finding(not found, f"corpus {corpus} is prepared" + (hint if found else ""))
 
 
 def accelerator(asked: str) -> Iterator[Finding]:

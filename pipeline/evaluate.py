@@ -5,6 +5,7 @@ Texts are plain and detokenised, one sentence a line. The last line is JSON.
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ def check_output(output: Path | None) -> None:
         raise InputError(f"{output}: its folder is not there; make it or give another --output")
     if output and output.is_dir():
         raise InputError(f"{output}: is a folder; give a file as --output")
+    if output and not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise InputError(f"{output}: cannot be written; see to its permissions or give another --output")
 
 
 def show_comparison(versus: dict[str, Any]) -> None:

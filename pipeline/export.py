@@ -58,8 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     if "ctranslate2" in names and not arguments.format and (reason := not_for_ctranslate2(model)):
         print(f"without ctranslate2/: {reason}", file=sys.stderr)
         names = [name for name in names if not name.startswith("ctranslate2")]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        place = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from error
+    with place as temporary:
         whole = Path(temporary) / "bundle"
         whole.mkdir()
         write_bundle(model, whole, names, text, arguments.data_licence)

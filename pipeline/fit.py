@@ -76,7 +76,7 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
     """Train from where the run stands, or from `start`, if anything is left to train."""
     from data_module.errors import InputError
     from data_module.tokenizer import Tokenizer
-    from pipeline.checkpoint import newest_whole
+    from pipeline.checkpoint import newest_whole, read_checkpoint
     from pipeline.run_folder import RunFolder, begun_afresh
     from pipeline.training import train
 
@@ -94,6 +94,11 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
             raise InputError(
                 f"{path}: holds a run of another recipe: {'; '.join(forbidden)}; "
                 "use --fresh to start over, or another run.folder"
+            )
+        if bytes(read_checkpoint(checkpoint)["translation"]["tokenizer"].numpy()) != tokenizer.model:
+            raise InputError(
+                f"{recipe.corpus.folder}: has another vocabulary than the run in {path}; name another corpus.folder "
+                f"and make it with `prepare --init-from {path}`, or use --fresh to start over, or another run.folder"
             )
         for change in allowed:
             print(f"changed since the run began: {change}", file=sys.stderr)

@@ -56,8 +56,11 @@ class RunFolder:
             raise InputError(f"{path}: is a file; give another run.folder")
         if path.is_dir() and any(map(_is_foreign, path.iterdir())) and not is_run(path):
             raise InputError(f"{path}: holds something else than a run; give another run.folder")
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock: IO[str] = (path / ".lock").open("a")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock: IO[str] = (path / ".lock").open("a")
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written ({error.strerror}); give another run.folder") from error
         deadline = time.monotonic() + patience_seconds
         said = False
         try:

@@ -98,9 +98,8 @@ def compare(hypotheses: list[str], others: list[str], references: list[str]) -> 
         assert not isinstance(this, str)
         figures[name] = round(other.score, 4)
         figures[f"{name}_difference"] = round(this.score - other.score, 4)
-        # Of no difference at all sacreBLEU says that chance would never give a larger one.
-        p_value = 1.0 if this.score == other.score else float(this.p_value or 0.0)
-        figures[f"{name}_p_value"] = round(p_value, 4)
+        # Of equal scores sacreBLEU counts resamples that differ by more than nothing: none, which would be p = 0.001.
+        figures[f"{name}_p_value"] = 1.0 if this.score == other.score else round(float(this.p_value or 0.0), 4)
         figures[f"{name}_difference_is_real"] = bool(figures[f"{name}_p_value"] < SIGNIFICANT)
     return figures
 

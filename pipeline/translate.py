@@ -8,6 +8,7 @@ tab before it; with --scores its score and a tab (log-probability over length pe
 import argparse
 import gzip
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -70,11 +71,11 @@ def translated(translator: "Translator", lines: Iterable[str], chunk: int, n_bes
             bar.update(len(batch))
 
 
-def warn(number: int, message: str) -> None:
-    """Say on standard error what is the matter with a line."""
+def warn(number: int, message: str, name: str = "") -> None:
+    """Say on standard error what is the matter with a line, of a file if there are several."""
     from tqdm import tqdm
 
-    tqdm.write(f"line {number}: {message}", file=sys.stderr)
+    tqdm.write(f"{name}{':' if name else 'line '}{number}: {message}", file=sys.stderr)
 
 
 def open_text(path: Path) -> BinaryIO:
@@ -91,20 +92,33 @@ def open_text(path: Path) -> BinaryIO:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
-def sentences(stream: BinaryIO) -> Iterator[str]:
-    """Lines as text. Only a line feed ends one; what is no UTF-8 is replaced, and warned of."""
-    for number, line in enumerate(stream, 1):
+def sentences(stream: BinaryIO, name: str = "") -> Iterator[str]:
+    """Lines as text. Only a line feed ends one; what is no UTF-8 is replaced, and warned of.
+
+    Raises InputError where a compressed file is damaged.
+    """
+    for number, line in enumerate(_whole_lines(stream, name), 1):
         line = line.removesuffix(b"\n").removesuffix(b"\r")
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
         try:
             yield line.decode()
         except UnicodeDecodeError:
-            warn(number, "is not valid UTF-8; what could not be read was replaced")
+            warn(number, "is not valid UTF-8; what could not be read was replaced", name)
             yield line.decode(errors="replace")
+
+
+def _whole_lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
+    from data_module.errors import InputError
+
+    try:
+        yield from stream
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        what = name or getattr(stream, "name", "the input")
+        raise InputError(f"{what}: is no gzip file or a damaged one ({error}); copy it again or rename it") from None
 
 
 def read_sentences(path: Path) -> list[str]:
     """All lines of a file; raises InputError when it cannot be read."""
     with open_text(path) as stream:
-        return list(sentences(stream))
+        return list(sentences(stream, str(path)))

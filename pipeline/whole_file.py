@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -30,9 +30,12 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         finally:
             os.close(folder)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         if (full := full_disk(error)) is not None:
             full.filename = str(path)
+        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+            error.filename = str(path)
         raise
 
 

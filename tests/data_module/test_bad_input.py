@@ -1,8 +1,11 @@
 """Each mistake ends in one line that names the file and the way out; nothing is left; then it works."""
 
+import bz2
 import errno
 import gzip
+import lzma
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +99,23 @@ def test_folder_in_place_of_a_file(place: Workplace) -> None:
     place.fails("train.en: a folder, not a file")
     (place.folder / "train.en").rmdir()
     place.write("train.en", SOURCE)
+    place.works()
+
+
+@pytest.mark.parametrize(
+    ("packed", "said"),
+    [
+        (gzip.compress, "is gzip-compressed; let its name end in .gz"),
+        (bz2.compress, "is compressed; unpack it (bunzip2)"),
+        (lzma.compress, "is compressed; unpack it (unxz)"),
+        (lambda text: text.decode().encode("utf-16"), "is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)"),
+    ],
+)
+def test_a_file_that_is_no_plain_text(place: Workplace, packed: Callable[[bytes], bytes], said: str) -> None:
+    text = (place.folder / "train.de").read_bytes()
+    place.write("train.de", packed(text))
+    place.fails(f"train.de: {said}")
+    place.write("train.de", text)
     place.works()
 
 
@@ -266,3 +286,12 @@ def test_test_text_is_looked_at_before_time_is_spent(place: Workplace) -> None:
     place.fails("test.de: 3 lines, but", "test.en has 4", test=[text])
     place.write("test.de", TARGET)
     place.works(test=[text])
+
+
+def test_text_that_the_tokenizer_does_not_know(place: Workplace, caplog: pytest.LogCaptureFixture) -> None:
+    place.works()
+    assert "unknown" not in caplog.text
+    place.write("dev.en", ["ένα σπίτι"])
+    prepare(place.settings, progress=False, force=True)
+    assert "20 % of the validation text's pieces are unknown to the tokenizer" in caplog.text
+    assert "training text" not in caplog.text

@@ -16,6 +16,7 @@ from data_module.corpus import (
     token_type,
 )
 from data_module.errors import InputError
+from data_module.manifest import differences
 from data_module.preparation import differs_from, prepare
 from data_module.settings import CorpusSettings, TextSource
 
@@ -167,3 +168,10 @@ def test_reading_ahead_reads_every_byte_and_leaves_what_is_too_large(
     read_ahead(opened).join()
     assert read_so_far() - before < size
     assert "own disk" in caplog.text
+
+
+def test_files_that_came_and_went_are_named() -> None:
+    one, two, three = ({"file": name, "bytes": 1, "sha256": name} for name in ("one", "two", "three"))
+    had, wanted = {"source_files": [one, two]}, {"source_files": [two, three]}
+    assert differences(had, had) == []
+    assert differences(had, wanted) == ["three is new", "one is gone"]

@@ -64,7 +64,7 @@ def test_test_text_is_compared_and_not_stored(
     assert "6 training pairs also occur in the test text and were dropped" in caplog.text
     assert_adds_up(manifest)
     write_pairs(tmp_path, "test", test)
-    with pytest.raises(InputError, match=rf"source_files\.{tmp_path}/test\.en\.bytes was"):
+    with pytest.raises(InputError, match=rf"{tmp_path}/test\.en has changed"):
         made(replace(compared, drop_overlap=True))
 
 

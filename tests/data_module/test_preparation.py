@@ -119,8 +119,8 @@ def test_a_change_is_named_and_force_rebuilds(settings: CorpusSettings, tmp_path
     for part in (
         "vocabulary_size was 60, now 50",
         "max_tokens was 256, now 200",
-        f"source_files.{tmp_path}/train.en.sha256 was",
-        "--force",
+        f"; {tmp_path}/train.en has changed; ",
+        "`prepare --force`",
     ):
         assert part in message
     assert contents(settings.folder) == before

@@ -1,5 +1,6 @@
 """The commands on a trained run, as a user types them; and what they say to a user's mistakes."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -23,6 +24,7 @@ def refused(*arguments: object, text: str | None = None) -> str:
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert "Traceback" not in said
+    assert "usage" not in said
     return lines[0]
 
 
@@ -168,11 +170,15 @@ def test_doctor_finds_what_is_wrong(recipe_file: Path) -> None:
     ill = pipeline("doctor", "--config", recipe_file, "--corpus.folder", "nowhere", "--corpus.train.source", "none.en")
     assert ill.returncode == 1
     assert b"WRONG text none.en is missing" in ill.stdout
+    other = pipeline("doctor", "--config", recipe_file, "--corpus.vocabulary_size", 50)
+    assert other.returncode == 1
+    assert b"is prepared with other settings: settings.vocabulary_size was 60, now 50; name another" in other.stdout
 
 
 def test_mistakes_of_the_command_line(trained_run: Path, tmp_path: Path) -> None:
     assert "'translat' is not a verb" in refused("translat")
     assert "no such checkpoint" in refused("translate", tmp_path / "none.ckpt")
+    assert "arguments are required: --reference; see" in refused("evaluate", trained_run, "--source", tmp_path)
     assert "argument '--beems'" in refused("translate", trained_run, "--beems", 3)
     assert "--beam 0" in refused("translate", trained_run, "--beam", 0)
     assert "--n-best 0" in refused("translate", trained_run, "--n-best", 0)
@@ -193,6 +199,19 @@ def test_mistakes_of_the_command_line(trained_run: Path, tmp_path: Path) -> None
     texts = ["--source", three, "--reference", three]
     assert "its folder is not there" in refused("evaluate", trained_run, *texts, "--output", tmp_path / "no" / "file")
     assert "no such checkpoint" in refused("evaluate", trained_run, *texts, "--versus", tmp_path / "none.ckpt")
+
+
+def test_places_that_cannot_be_written(trained_run: Path, recipe_file: Path, tmp_path: Path) -> None:
+    # Nothing can be written below a file, by whomever.
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "place"
+    run = refused("fit", "--config", recipe_file, "--run.folder", place)
+    assert f"{place}: cannot be written (Not a directory); give another run.folder" in run
+    assert f"{place}: cannot be written (File exists); give another folder" in refused("export", trained_run, place)
+    assert "check that path, or give another" in refused("average", trained_run, "--last", 2, "--output", place)
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"a house" * 99)[:-9])
+    cut = refused("evaluate", trained_run, "--source", tmp_path / "cut.gz", "--reference", tmp_path / "cut.gz")
+    assert f"{tmp_path / 'cut.gz'}: is no gzip file or a damaged one" in cut
 
 
 def test_a_run_folder_that_holds_something_else(recipe_file: Path, tmp_path: Path) -> None:

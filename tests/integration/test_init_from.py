@@ -41,6 +41,13 @@ def test_begins_from_anothers_weights_and_tokenizer(recipe_file: Path, tmp_path:
     assert "resuming from" in said
     assert "beginning" not in said
 
+    # Made anew without the parent, the corpus has pieces of its own: the run's weights would mean others by them.
+    shutil.rmtree(tmp_path / "other")
+    options = ["--trainer.max_steps", 3, "--training.learning_rate_factor", 0]
+    refused = fit(recipe_file, *start[:-2], *options, fails=True)
+    assert f"has another vocabulary than the run in {child}; name another corpus.folder" in refused
+    assert len(list((child / "checkpoints").glob("step=*"))) == 2
+
 
 def test_what_does_not_fit(recipe_file: Path, tmp_path: Path) -> None:
     parent, child = tmp_path / "parent", tmp_path / "child"

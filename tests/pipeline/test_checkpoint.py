@@ -58,7 +58,10 @@ def test_average_refuses_what_does_not_fit(trained_run: Path, tmp_path: Path, ot
 def test_average_of_more_than_there_are_is_refused(trained_run: Path) -> None:
     done = pipeline("average", trained_run, "--last", 9)
     assert done.returncode == 2
-    assert b"has 3 whole checkpoints" in done.stderr
+    assert b"has 3 whole checkpoints, --last is 9; give --last 3 or less" in done.stderr
+    none = pipeline("average", trained_run / "checkpoints", "--last", 3)
+    assert none.returncode == 2
+    assert b"holds no checkpoint; give a run folder" in none.stderr
 
 
 def test_average_is_summed_in_float64(trained_run: Path, tmp_path: Path) -> None:
