@@ -34,6 +34,8 @@ class CheckpointKeeper(Callback):
         self.saved_step = 0
         """The last step whose checkpoint is there."""
         self._save_after_validation = False
+        self._in_passing: int | None = None
+        """The step of a checkpoint that was saved only since the run had to stop there."""
         self.best_bleu = -1.0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -64,11 +66,19 @@ class CheckpointKeeper(Callback):
         if trainer.global_step > self.saved_step:
             self.save(trainer)
 
-    def save(self, trainer: Trainer) -> None:
-        """Write this step's checkpoint and let go of the oldest."""
+    def save(self, trainer: Trainer, stopping: bool = False) -> None:
+        """Write this step's checkpoint and let go of the oldest.
+
+        One between two intervals, for a run that stops, is for going on from and no more: the next takes its place,
+        so that those left to average are as far apart as the recipe says.
+        """
+        before, regular = self._in_passing, not stopping or self._save_after_validation
+        self._in_passing = None if regular else trainer.global_step
         self._write(trainer, step_path(self._run, trainer.global_step))
         self._last_saved, self.saved_step = time.monotonic(), trainer.global_step
         if trainer.is_global_zero:
+            if before is not None and before != self.saved_step:
+                step_path(self._run, before).unlink(missing_ok=True)
             for path in step_checkpoints(self._run)[: -self._settings.keep_last]:
                 path.unlink(missing_ok=True)
 
@@ -83,7 +93,7 @@ class CheckpointKeeper(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Carried over a resume."""
-        return {"best_bleu": self.best_bleu}
+        return {"best_bleu": self.best_bleu, "in_passing": self._in_passing}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What a run resumes from is saved already."""
@@ -91,7 +101,7 @@ class CheckpointKeeper(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `state_dict` gave it."""
-        self.best_bleu = state_dict["best_bleu"]
+        self.best_bleu, self._in_passing = state_dict["best_bleu"], state_dict.get("in_passing")
 
 
 class MovingAverage(EMAWeightAveraging):

@@ -128,7 +128,7 @@ class Together(Callback):
             return  # nothing is left but to end; stopped here, a run would count as finished without its last score
         self._validation_pending = validation_pending
         if validation_pending or self._keeper.saved_step < trainer.global_step:
-            self._keeper.save(trainer)
+            self._keeper.save(trainer, stopping=True)
         only_time = self._time_is_up() and stop_request.asked_by() is None
         why = "trainer.max_time is over" if only_time else "asked to stop"
         raise Stopped(f"{why}: saved after step {trainer.global_step}; the same command goes on from there")

@@ -58,7 +58,7 @@ def test_signals_after_the_end(recipe_file: Path, tmp_path: Path) -> None:
 
 
 def test_time_is_over(recipe_file: Path, tmp_path: Path) -> None:
-    """Not finished, so not exit code 0; each start has all of the time."""
+    """Not finished, so not exit code 0; each start has all of the time, and what it saves is not kept to average."""
     run = tmp_path / "run"
     command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_time", "00:00:00:01"]
     command += ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 1000]
@@ -70,4 +70,7 @@ def test_time_is_over(recipe_file: Path, tmp_path: Path) -> None:
         last = done.stderr.decode().splitlines()[-1]
         assert last == f"trainer.max_time is over: saved after step {steps[-1]}; the same command goes on from there"
     assert steps[1] > steps[0] + 5
-    assert pipeline(*command, "--trainer.max_steps", steps[1] + 5).returncode == 0
+    assert [step_of(path) for path in checkpoints(run)] == steps[1:]
+    command[command.index("--run.checkpoint_every_steps") + 1] = 1
+    assert pipeline(*command, "--trainer.max_steps", steps[1] + 2).returncode == 0
+    assert [step_of(path) - steps[1] for path in checkpoints(run)] == [1, 2]
