@@ -140,6 +140,7 @@ def test_by_name_from_the_hub(hub: Hub, recipe: Path) -> None:
         "fetching what is not here yet of wmt/wmt14: 1 files",
         "train: 90 pairs read, 90 kept, 0 dropped",
         "validation: 20 pairs read, 20 kept, 0 dropped",
+        f"the corpus lies in {recipe.parent / 'corpus'}",
     ]
 
     # A commit that leaves the text as it is makes no other corpus; one that changes it does.

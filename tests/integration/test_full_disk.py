@@ -142,7 +142,8 @@ def test_no_room_for_the_curves(disk: SmallDisk, recipe_file: Path, devices: int
     steps = [line["step"] for line in metrics(run)]
     assert steps == sorted(steps)
     assert max(later - earlier for earlier, later in pairwise(steps)) > 5  # it had not waited for room
-    assert {step for step, _ in scalars(run, "train/loss")} <= set(steps)  # its records are larger
+    # TensorBoard's records are larger; the disk may have filled up between the two of a step.
+    assert {step for step, _ in scalars(run, "train/loss")} <= {*steps, reached + 1}
     assert step_of(checkpoints(run)[-1]) == steps[-1]
 
 
