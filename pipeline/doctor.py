@@ -141,6 +141,8 @@ def load(paths: list[Path], overrides: list[str]) -> "Recipe | Finding":
     from pipeline.trainer_options import trainer_signature
 
     if not paths:
+        if overrides:
+            return Finding(False, f"argument '{overrides[0]}' is unknown without a recipe; give one as --config FILE")
         return Finding(True, "no recipe to look at; give one with --config")
     try:
         return load_recipe(paths, overrides, trainer_signature())

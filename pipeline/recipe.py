@@ -1,7 +1,7 @@
 """A recipe: YAML files and dotted overrides, checked against typed signatures, all mistakes at once."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def load_recipe(
     places: dict[str, str] = {}
     for path in paths:
         _merge(values, _read_extended(path, places))
-    mistakes = _override(values, places, list(overrides))
+    mistakes = _override(values, places, list(overrides), trainer_signature or {})
     values.setdefault("name", paths[0].stem)
     check = Checker(places)
     recipe = check.dataclass(values, Recipe, "")
@@ -163,16 +163,22 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _override(values: dict[str, Any], places: dict[str, str], arguments: list[str]) -> list[str]:
+def _override(
+    values: dict[str, Any], places: dict[str, str], arguments: list[str], trainer_signature: Signature
+) -> list[str]:
     """Puts `--a.b value` and `--a.b=value` into `values`; returns mistakes."""
     mistakes = []
     while arguments:
         argument = arguments.pop(0)
         key, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or "." not in key:
-            as_what = "overlays are given as --config FILE"
-            if not argument.endswith(".yaml"):
-                as_what = "settings are given as --section.key value"
+            as_what = "settings are given as --section.key value"
+            if argument.endswith(".yaml"):
+                as_what = "overlays are given as --config FILE"
+            elif meant := [f"--{place}" for place in _settings_named(key, trainer_signature)]:
+                as_what = f"did you mean {' or '.join(meant)}?"
+                if not equals and arguments and not arguments[0].startswith("--"):
+                    arguments.pop(0)
             mistakes.append(f"argument '{argument}' is unknown; {as_what}")
             continue
         if not equals:
@@ -193,3 +199,11 @@ def _override(values: dict[str, Any], places: dict[str, str], arguments: list[st
             section[last] = text
         places[key] = "command line"
     return mistakes
+
+
+def _settings_named(key: str, trainer_signature: Signature) -> list[str]:
+    """The settings of any section with this name."""
+    sections = {section.name: section.type for section in fields(Recipe)}
+    named = {name: {one.name for one in fields(kind)} for name, kind in sections.items() if is_dataclass(kind)}
+    named["trainer"] = set(trainer_signature)
+    return [f"{section}.{key}" for section, keys in named.items() if key in keys]

@@ -130,6 +130,9 @@ def test_what_is_no_recipe(tmp_path: Path) -> None:
 def test_arguments_that_are_no_settings(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
     assert "argument '--fersh' is unknown; settings are given as" in mistakes(path, "--fersh")
+    assert mistakes(path, "--warmup_steps", "9") == (
+        "argument '--warmup_steps' is unknown; did you mean --training.warmup_steps?"
+    )
     assert "argument 'cpu.yaml' is unknown; overlays are given as --config FILE" in mistakes(path, "cpu.yaml")
     assert "'--network.d_ff' needs a value" in mistakes(path, "--network.d_ff")
 
