@@ -95,7 +95,7 @@ class RunFolder:
         self._lock.close()
 
     def differences(self, recipe: Recipe) -> tuple[list[str], list[str]]:
-        """What the folder's recipe and this one differ in: what may not change, and what may."""
+        """What the folder's recipe and versions and these differ in: what may not change, and what may."""
         config = self.path / "config.yaml"
         if not is_run(self.path):
             return [], []
@@ -110,6 +110,11 @@ class RunFolder:
             if had.get(key) != wanted.get(key):
                 may = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
                 (allowed if may else forbidden).append(f"{key} {had.get(key)} -> {wanted.get(key)}")
+        # Another version goes on as well, but may batch, draw or round otherwise.
+        noted = self.path / "versions.json"
+        before = json.loads(noted.read_text()) if noted.exists() else {}
+        now = {name: what for name, what in versions().items() if name != "host"}
+        allowed += [f"{name} {before.get(name)} -> {what}" for name, what in now.items() if before.get(name) != what]
         return forbidden, allowed
 
     def remove_run(self, step: Step | None) -> None:

@@ -1,6 +1,8 @@
 """What a run folder says to a recipe that is not the one it was begun with."""
 
+import json
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,9 @@ def test_another_recipe(recipe: Recipe) -> None:
     assert folder.differences(wider)[0] == [f"network.d_ff {recipe.network.d_ff} -> {wider.network.d_ff}"]
     greedy = replace(recipe, decoding=replace(recipe.decoding, beam_size=1))
     assert folder.differences(greedy) == ([], [f"decoding.beam_size {recipe.decoding.beam_size} -> 1"])
+    noted = folder.path / "versions.json"
+    noted.write_text(json.dumps({**json.loads(noted.read_text()), "torch": "2.11.0", "host": "another"}))
+    assert folder.differences(recipe) == ([], [f"torch 2.11.0 -> {version('torch')}"])
     folder.close()
 
 
