@@ -3,7 +3,7 @@
 Real training but for SLOW_RANK's sleep after each step and validation batch, which stands for a busy node: it comes
 after the step's collectives, so that others are by then up to a whole step ahead. Saving takes longer
 than it would (SAVE_SECONDS), and the step after CRASH_AFTER fails on that rank. With DIES a rank is gone before it has
-begun; LOCK_PATIENCE is how long it waits for another writer.
+begun, with LINGERS it begins once it is asked to stop; LOCK_PATIENCE is how long it waits for another writer.
 """
 
 import sys
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline import fit, together
+from pipeline import fit, stop_request, together
 
 SECONDS = 0.1
 SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", "0.1"))
@@ -50,6 +50,8 @@ if __name__ == "__main__":
         print("MOMENT start", file=sys.stderr, flush=True)
         if os.environ.get("DIES") == "yes":
             os.kill(os.getpid(), signal.SIGSEGV)
+        while os.environ.get("LINGERS") == "yes" and stop_request.asked_by() is None:
+            time.sleep(0.1)
         together.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
         fit.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", fit.LOCK_PATIENCE_SECONDS))
         from model.translation_module import TranslationModule

@@ -158,7 +158,8 @@ def test_two_jobs_on_one_run(cluster: Cluster, recipe_file: Path, tmp_path: Path
 
 def test_a_time_limit_too_short_to_begin(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
     """It would come back for ever: SLURM asks it to stop three minutes before the end, which is at once."""
-    job = train(cluster, recipe_file, tmp_path / "run", sbatch=["--time=1"], environment={**SLOWLY, "SLOW_RANK": "0"})
+    environment = {**SLOWLY, "LINGERS": "yes"}
+    job = train(cluster, recipe_file, tmp_path / "run", sbatch=["--time=1"], environment=environment)
     assert job.wait() == "FAILED", job.log
     assert job.restarts == 2
     last = job.log.splitlines()[-1]
