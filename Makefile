@@ -27,7 +27,7 @@ lint: .venv/installed-test
 	$(BIN)/mypy
 
 slow: .venv/installed-test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --durations 15
 
 clean:
 	rm -rf .venv runs/demo runs/demo-stages.json data/demo *.egg-info .pytest_cache .ruff_cache .mypy_cache
