@@ -142,8 +142,9 @@ def test_no_room_for_the_curves(disk: SmallDisk, recipe_file: Path, devices: int
     steps = [line["step"] for line in metrics(run)]
     assert steps == sorted(steps)
     assert max(later - earlier for earlier, later in pairwise(steps)) > 5  # it had not waited for room
-    # TensorBoard's records are larger; the disk may have filled up between the two of a step.
-    assert {step for step, _ in scalars(run, "train/loss")} <= {*steps, reached + 1}
+    # The last page of a file may still hold a few steps when the other's is full.
+    only_curves = {step for step, _ in scalars(run, "train/loss")} - {*steps}
+    assert all(abs(step - reached) <= 20 for step in only_curves)
     assert step_of(checkpoints(run)[-1]) == steps[-1]
 
 
