@@ -73,8 +73,8 @@ class SmallDisk:
 
     def line(self) -> str:
         """The one line of the command that a full disk has ended; nobody is left of it, promptly."""
-        deadline = time.monotonic() + 20
-        assert self.process.wait(20) == 2, self._said.read_text()
+        deadline = time.monotonic() + 60
+        assert self.process.wait(60) == 2, self._said.read_text()
         while still_there(self.children) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not still_there(self.children)
