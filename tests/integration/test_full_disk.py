@@ -6,6 +6,7 @@ import resource
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,14 +47,19 @@ class SmallDisk:
             limit = max(leave, 30_000)  # so that what it says finds room, but not its curves
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             return
+        # Half of the room at a time: what fails is given back, and all at once would fail whenever the command writes
+        # meanwhile, so that the disk would be full and have room again by turns.
         with self._filler.open("wb") as file:
+            taken = 0
             while True:
-                room = os.statvfs(self.folder)
-                try:
-                    os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize - leave)
+                disk = os.statvfs(self.folder)
+                room = disk.f_bavail * disk.f_frsize - leave
+                if room < disk.f_frsize:
                     return
-                except OSError:  # the command was quicker
-                    continue
+                piece = max(room // 2 // disk.f_frsize, 1) * disk.f_frsize
+                with suppress(OSError):  # the command was quicker
+                    os.posix_fallocate(file.fileno(), taken, piece)
+                    taken += piece
 
     def said(self) -> str:
         """Its standard error so far."""
@@ -73,8 +79,8 @@ class SmallDisk:
 
     def line(self) -> str:
         """The one line of the command that a full disk has ended; nobody is left of it, promptly."""
-        deadline = time.monotonic() + 60
-        assert self.process.wait(60) == 2, self._said.read_text()
+        deadline = time.monotonic() + 20
+        assert self.process.wait(20) == 2, self._said.read_text()
         while still_there(self.children) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not still_there(self.children)
@@ -142,9 +148,8 @@ def test_no_room_for_the_curves(disk: SmallDisk, recipe_file: Path, devices: int
     steps = [line["step"] for line in metrics(run)]
     assert steps == sorted(steps)
     assert max(later - earlier for earlier, later in pairwise(steps)) > 5  # it had not waited for room
-    # The last page of a file may still hold a few steps when the other's is full.
-    only_curves = {step for step, _ in scalars(run, "train/loss")} - {*steps}
-    assert all(abs(step - reached) <= 20 for step in only_curves)
+    # TensorBoard's records are larger; the disk may have filled up between the two of a step.
+    assert {step for step, _ in scalars(run, "train/loss")} <= {*steps, reached + 1}
     assert step_of(checkpoints(run)[-1]) == steps[-1]
 
 
