@@ -16,8 +16,10 @@ from torch import Tensor
 
 from model.compilation import vary_in
 
-_CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}
-"""Logits held at a time, about ten bytes each: on a CPU what its cache holds, on a GPU what fills it (0.7 GB)."""
+_CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""Logits held at a time: on a CPU what makes its products large enough, on a GPU what fills it (0.7 GB)."""
+_CACHED_LOGITS = 1 << 18
+"""Of these a CPU's softmax has so many a thread at a time, which its cache holds."""
 
 
 class LossSums(NamedTuple):
@@ -122,13 +124,8 @@ def _forward(
         product_chunk = chunk.to(product_dtype)
         logits = product_chunk @ projection.t()
         mean_logits = (chunk.to(sum_dtype) @ weight_sum).unsqueeze(1) / vocabulary_size
-        over_classes = _over_classes
-        if compiled and logits.size(0) > 1:  # the compiler takes a size of one for a constant
-            over_classes = _compiled_over_classes()
-            for tensor in (logits, target, mean_logits):
-                vary_in(tensor, 0)
-        kept, target_loss, mean_loss, correct, difference = over_classes(
-            logits, target, mean_logits, epsilon, ignored_id, with_gradient
+        kept, target_loss, mean_loss, correct, difference = _over_chunk(
+            logits, target, mean_logits, epsilon, ignored_id, with_gradient, compiled
         )
         likelihood += (target_loss * kept).sum()
         smoothed += (((1.0 - epsilon) * target_loss + epsilon * mean_loss) * kept).sum()
@@ -139,6 +136,7 @@ def _forward(
             kept_chunk = chunk.to(sum_dtype) * kept
             grad_weight += difference.t() @ kept_chunk.to(product_dtype)
             kept_states_sum += kept_chunk.sum(0)
+        del logits, difference  # lest the next chunk's stand beside them
     if grad_states is not None and grad_weight is not None:
         grad_weight -= kept_states_sum * (epsilon / vocabulary_size)
         ctx.save_for_backward(grad_states, grad_weight.to(weight.dtype))
@@ -180,6 +178,50 @@ def _over_classes(
             difference = probabilities.to(logits.dtype)
     target_loss = log_normaliser - target_logits.to(sum_dtype)
     return kept, target_loss, log_normaliser - mean_logits, target_logits == largest, difference
+
+
+def _over_chunk(
+    logits: Tensor,
+    target: Tensor,
+    mean_logits: Tensor,
+    epsilon: float,
+    ignored_id: int,
+    with_gradient: bool,
+    compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """As `_over_classes`; on a CPU a few rows at a time, whose gradient takes the place of their logits."""
+    if logits.device.type != "cpu":
+        return _over_rows(logits, target, mean_logits, epsilon, ignored_id, with_gradient, compiled)
+    num_rows = max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1)))
+    columns = []
+    for start in range(0, logits.size(0), num_rows):
+        rows = slice(start, start + num_rows)
+        part = logits[rows].to(mean_logits.dtype)
+        *results, difference = _over_rows(
+            part, target[rows], mean_logits[rows], epsilon, ignored_id, with_gradient, compiled
+        )
+        columns.append(results)
+        if difference is not None:
+            logits[rows] = difference
+    kept, target_loss, mean_loss, correct = (torch.cat(column) for column in zip(*columns, strict=True))
+    return kept, target_loss, mean_loss, correct, logits if with_gradient else None
+
+
+def _over_rows(
+    logits: Tensor,
+    target: Tensor,
+    mean_logits: Tensor,
+    epsilon: float,
+    ignored_id: int,
+    with_gradient: bool,
+    compiled: bool,
+) -> Any:
+    """As `_over_classes`, compiled or not."""
+    if not compiled or logits.size(0) == 1:  # the compiler takes a size of one for a constant
+        return _over_classes(logits, target, mean_logits, epsilon, ignored_id, with_gradient)
+    for tensor in (logits, target, mean_logits):
+        vary_in(tensor, 0)
+    return _compiled_over_classes()(logits, target, mean_logits, epsilon, ignored_id, with_gradient)
 
 
 @cache

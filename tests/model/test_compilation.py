@@ -16,6 +16,7 @@ from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from model.translation_module import TranslationModule
+from tests.model.test_loss import hold_rows
 
 PAD, VOCABULARY = 0, 50
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -103,10 +104,11 @@ def test_no_shape_compiles_anew_and_all_give_eager_gradients() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("cached_rows", [6, 99])
 def test_the_compiled_loss_equals_the_plain_one_in_chunks_of_any_size(
-    autocast: bool, monkeypatch: pytest.MonkeyPatch
+    autocast: bool, cached_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(model.loss._CHUNK_LOGITS, "cpu", VOCABULARY * 16)
+    hold_rows(16, cached_rows, monkeypatch, VOCABULARY)
     torch.manual_seed(0)
     weight = torch.randn(VOCABULARY, 16).requires_grad_()
 

@@ -22,10 +22,18 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
     return states, weight, targets
 
 
+def hold_rows(chunk: int, cached: int, monkeypatch: pytest.MonkeyPatch, pieces: int = 50) -> None:
+    """Let the loss have so many rows of logits at a time, and so many of them in its cache."""
+    monkeypatch.setitem(model.loss._CHUNK_LOGITS, "cpu", chunk * pieces)
+    monkeypatch.setattr(model.loss, "_CACHED_LOGITS", cached * pieces / torch.get_num_threads())
+
+
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize("chunk_logits", [50, 50 * 7, 1 << 20])
-def test_equals_linear_and_cross_entropy(epsilon: float, chunk_logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(model.loss._CHUNK_LOGITS, "cpu", chunk_logits)
+@pytest.mark.parametrize(("chunk_rows", "cached_rows"), [(1, 99), (7, 99), (7, 2), (99, 5), (99, 99)])
+def test_equals_linear_and_cross_entropy(
+    epsilon: float, chunk_rows: int, cached_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_rows(chunk_rows, cached_rows, monkeypatch)
     states, weight, targets = problem()
     sums = label_smoothed_loss(states, weight, targets, epsilon, PAD)
     gradients = torch.autograd.grad(sums.smoothed * 0.37, [states, weight])
@@ -52,7 +60,9 @@ def test_by_hand() -> None:
     assert sums.negative_log_likelihood.item() == pytest.approx(normaliser - 2, rel=1e-14)
 
 
-def test_bf16_products_stay_near_float32() -> None:
+@pytest.mark.parametrize("cached_rows", [4, 99])
+def test_bf16_products_stay_near_float32(cached_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_rows(99, cached_rows, monkeypatch)
     states, weight, targets = problem(torch.float32)
     exact = label_smoothed_loss(states, weight, targets, 0.1, PAD)
     exact_gradients = torch.autograd.grad(exact.smoothed, [states, weight])
