@@ -117,6 +117,7 @@ def _forward(
     grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if with_gradient else None
     kept_states_sum = torch.zeros_like(weight_sum)
 
+    over_rows = _over_rows_in_cache if states.device.type == "cpu" else _over_rows
     chunk_rows = max(1, _CHUNK_LOGITS.get(states.device.type, 1 << 24) // vocabulary_size)
     for start in range(0, num_rows, chunk_rows):
         rows = slice(start, min(start + chunk_rows, num_rows))
@@ -124,8 +125,8 @@ def _forward(
         product_chunk = chunk.to(product_dtype)
         logits = product_chunk @ projection.t()
         mean_logits = (chunk.to(sum_dtype) @ weight_sum).unsqueeze(1) / vocabulary_size
-        kept, target_loss, mean_loss, correct, difference = _over_chunk(
-            logits, target, mean_logits, epsilon, ignored_id, with_gradient, compiled
+        kept, target_loss, mean_loss, correct, difference = over_rows(
+            compiled, logits, target, mean_logits, epsilon, ignored_id, with_gradient
         )
         likelihood += (target_loss * kept).sum()
         smoothed += (((1.0 - epsilon) * target_loss + epsilon * mean_loss) * kept).sum()
@@ -180,48 +181,27 @@ def _over_classes(
     return kept, target_loss, log_normaliser - mean_logits, target_logits == largest, difference
 
 
-def _over_chunk(
-    logits: Tensor,
-    target: Tensor,
-    mean_logits: Tensor,
-    epsilon: float,
-    ignored_id: int,
-    with_gradient: bool,
-    compiled: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """As `_over_classes`; on a CPU a few rows at a time, whose gradient takes the place of their logits."""
-    if logits.device.type != "cpu":
-        return _over_rows(logits, target, mean_logits, epsilon, ignored_id, with_gradient, compiled)
+def _over_rows(compiled: bool, logits: Tensor, target: Tensor, mean_logits: Tensor, *options: Any) -> Any:
+    """As `_over_classes`, compiled or not."""
+    if not compiled or logits.size(0) == 1:  # the compiler takes a size of one for a constant
+        return _over_classes(logits, target, mean_logits, *options)
+    for tensor in (logits, target, mean_logits):
+        vary_in(tensor, 0)
+    return _compiled_over_classes()(logits, target, mean_logits, *options)
+
+
+def _over_rows_in_cache(compiled: bool, logits: Tensor, target: Tensor, mean_logits: Tensor, *options: Any) -> Any:
+    """As `_over_rows`, a few rows at a time, whose gradient takes the place of their logits."""
     num_rows = max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1)))
-    columns = []
+    columns, difference = [], None
     for start in range(0, logits.size(0), num_rows):
         rows = slice(start, start + num_rows)
         part = logits[rows].to(mean_logits.dtype)
-        *results, difference = _over_rows(
-            part, target[rows], mean_logits[rows], epsilon, ignored_id, with_gradient, compiled
-        )
+        *results, difference = _over_rows(compiled, part, target[rows], mean_logits[rows], *options)
         columns.append(results)
         if difference is not None:
             logits[rows] = difference
-    kept, target_loss, mean_loss, correct = (torch.cat(column) for column in zip(*columns, strict=True))
-    return kept, target_loss, mean_loss, correct, logits if with_gradient else None
-
-
-def _over_rows(
-    logits: Tensor,
-    target: Tensor,
-    mean_logits: Tensor,
-    epsilon: float,
-    ignored_id: int,
-    with_gradient: bool,
-    compiled: bool,
-) -> Any:
-    """As `_over_classes`, compiled or not."""
-    if not compiled or logits.size(0) == 1:  # the compiler takes a size of one for a constant
-        return _over_classes(logits, target, mean_logits, epsilon, ignored_id, with_gradient)
-    for tensor in (logits, target, mean_logits):
-        vary_in(tensor, 0)
-    return _compiled_over_classes()(logits, target, mean_logits, epsilon, ignored_id, with_gradient)
+    return *(torch.cat(column) for column in zip(*columns, strict=True)), difference if difference is None else logits
 
 
 @cache
