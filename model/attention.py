@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.linear import Linear
 from model.settings import NetworkSettings
 
 
@@ -122,8 +123,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         d_model, num_heads, d_k, d_v = settings.d_model, settings.num_heads, settings.key_size, settings.value_size
         self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
-        self.query_key_value = nn.Linear(d_model, num_heads * (2 * d_k + d_v))
-        self.output = nn.Linear(num_heads * d_v, d_model)
+        self.query_key_value = Linear(d_model, num_heads * (2 * d_k + d_v))
+        self.output = Linear(num_heads * d_v, d_model)
         # Xavier by projection, not over the fused matrix: its spread must not depend on the fusing.
         for part in self.query_key_value.weight.split([num_heads * d_k, num_heads * d_k, num_heads * d_v]):
             nn.init.xavier_uniform_(part)
@@ -178,9 +179,9 @@ class CrossAttention(nn.Module):
         super().__init__()
         d_model, num_heads, d_k, d_v = settings.d_model, settings.num_heads, settings.key_size, settings.value_size
         self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
-        self.query = nn.Linear(d_model, num_heads * d_k)
-        self.key_value = nn.Linear(d_model, num_heads * (d_k + d_v))
-        self.output = nn.Linear(num_heads * d_v, d_model)
+        self.query = Linear(d_model, num_heads * d_k)
+        self.key_value = Linear(d_model, num_heads * (d_k + d_v))
+        self.output = Linear(num_heads * d_v, d_model)
         nn.init.xavier_uniform_(self.query.weight)
         for part in self.key_value.weight.split([num_heads * d_k, num_heads * d_v]):
             nn.init.xavier_uniform_(part)

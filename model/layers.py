@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from model.attention import CrossAttention, SelfAttention
 from model.dropout import Dropout
+from model.linear import Linear
 from model.settings import NetworkSettings
 
 
@@ -16,8 +17,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
-        self.inner = nn.Linear(settings.d_model, settings.d_ff)
-        self.outer = nn.Linear(settings.d_ff, settings.d_model)
+        self.inner = Linear(settings.d_model, settings.d_ff)
+        self.outer = Linear(settings.d_ff, settings.d_model)
         for linear in (self.inner, self.outer):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)

@@ -12,9 +12,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model.compilation import vary_in
+from model.linear import compiles_each_shape, rows_missing
 
 _CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits held at a time: on a CPU what makes its products large enough, on a GPU what fills it (0.7 GB)."""
@@ -52,11 +54,15 @@ def label_smoothed_loss(
     product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
     # Inside `forward` gradients are always off, and a parameter wants its own even under inference_mode.
     with_gradient = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
+    states, targets = states.reshape(-1, states.size(-1)), targets.reshape(-1).long()
+    if compiles_each_shape(states):
+        missing = rows_missing(states)
+        states, targets = F.pad(states, (0, 0, 0, missing)), F.pad(targets, (0, missing), value=ignored_id)
     return LossSums(
         *_FusedLoss.apply(
-            states.reshape(-1, states.size(-1)),
+            states,
             weight,
-            targets.reshape(-1).long(),
+            targets,
             label_smoothing,
             ignored_id,
             product_dtype,
