@@ -62,7 +62,7 @@ def test_what_lies_there(bundle: Path, tiny_corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
-def test_python_programs_of_the_readme(bundle: Path, expected: list[str], number: int) -> None:
+def test_python_programs_of_the_readme(bundle: Path, trained_run: Path, expected: list[str], number: int) -> None:
     programs = re.findall(r"```python\n(.*?)```", (bundle / "README.md").read_text(), re.DOTALL)
     assert len(programs) == 4
     program = programs[number]
@@ -71,6 +71,11 @@ def test_python_programs_of_the_readme(bundle: Path, expected: list[str], number
         head, tail = programs[0].split("source = ")
         program = head + program + "source = " + tail
     program = program.replace('"A sentence."', "__import__('sys').argv[1]")
+    if "ctranslate2" in program:
+        # Its beam search ends otherwise, and what this network has learned by now is too little for both to agree.
+        program = program.replace('card["beam_size"]', "1")
+        done = pipeline("translate", trained_run, "--beam", 1, text="".join(line + "\n" for line in SENTENCES))
+        expected = done.stdout.decode().splitlines()
     for sentence, translation in list(zip(SENTENCES, expected, strict=True))[:2]:
         done = subprocess.run(
             [sys.executable, "-I", "-W", "ignore", "-c", program, sentence],
