@@ -55,7 +55,7 @@ def label_smoothed_loss(
     # Inside `forward` gradients are always off, and a parameter wants its own even under inference_mode.
     with_gradient = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
     states, targets = states.reshape(-1, states.size(-1)), targets.reshape(-1).long()
-    if compiles_each_shape(states):
+    if compiles_each_shape(states):  # rows whose target is ignored count for nothing
         missing = rows_missing(states)
         states, targets = F.pad(states, (0, 0, 0, missing)), F.pad(targets, (0, missing), value=ignored_id)
     return LossSums(
