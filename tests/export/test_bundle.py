@@ -61,6 +61,19 @@ def test_what_lies_there(bundle: Path, tiny_corpus: Path) -> None:
     assert "share_equal" in parity["ctranslate2-int8"]["int8"]
 
 
+def said_by(program: str, sentence: str, folder: Path) -> str:
+    """What a Python program prints that runs in the folder by itself, with the sentence as its argument."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-W", "ignore", "-c", program, sentence],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 @pytest.mark.parametrize("number", [0, 1, 2, 3])
 def test_python_programs_of_the_readme(bundle: Path, trained_run: Path, expected: list[str], number: int) -> None:
     programs = re.findall(r"```python\n(.*?)```", (bundle / "README.md").read_text(), re.DOTALL)
@@ -71,24 +84,17 @@ def test_python_programs_of_the_readme(bundle: Path, trained_run: Path, expected
         head, tail = programs[0].split("source = ")
         program = head + program + "source = " + tail
     program = program.replace('"A sentence."', "__import__('sys').argv[1]")
+    answers = [said_by(program, sentence, bundle) for sentence in SENTENCES[:2]]
     if "ctranslate2" in program:
-        # Its beam search ends otherwise, and what this network has learned by now is too little for both to agree.
-        program = program.replace('card["beam_size"]', "1")
+        # Its beam search ends otherwise, and this network has learned too little for both to agree on every machine.
+        assert all(answers)
+        answers = [said_by(program.replace('card["beam_size"]', "1"), line, bundle) for line in SENTENCES[:2]]
         done = pipeline("translate", trained_run, "--beam", 1, text="".join(line + "\n" for line in SENTENCES))
         expected = done.stdout.decode().splitlines()
-    for sentence, translation in list(zip(SENTENCES, expected, strict=True))[:2]:
-        done = subprocess.run(
-            [sys.executable, "-I", "-W", "ignore", "-c", program, sentence],
-            cwd=bundle,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        if "load_pt2" in program:  # greedy
-            assert done.stdout.strip()
-        else:
-            assert done.stdout.strip() == translation
+    if "load_pt2" in program:  # greedy
+        assert all(answers)
+    else:
+        assert answers == expected[:2]
 
 
 def test_cpp_finds_what_python_finds(bundle: Path, tmp_path: Path) -> None:
