@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeline import stop_request
 from pipeline.slurm_job import Step, current_step
-from pipeline.stop_request import Stopped, speaks_for_all, stop_if_asked
+from pipeline.stop_request import Stopped, speaks_for_all
 
 if TYPE_CHECKING:
     from data_module.settings import CorpusSettings
@@ -64,8 +64,7 @@ def fit(arguments: argparse.Namespace) -> int:
     path = recipe.run_folder()
     begins = arguments.fresh or newest_whole(path)[0] is None
     start = starting_point(arguments.init_from, recipe) if arguments.init_from and begins else None
-    with stop_request.at_once():
-        ensure_corpus(recipe.corpus, start.tokenizer if start else None)
+    ensure_corpus(recipe.corpus, start.tokenizer if start else None)
     if step is None or step.rank > 0:
         return go_on(recipe, start, arguments.fresh, step)
     with counted_start(path, step, newest_whole(path)[0]):
@@ -111,7 +110,6 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
             print(f"resuming from {checkpoint}", file=sys.stderr)
     elif start is not None and folder is not None:
         print(f"beginning from the weights and the tokenizer of {start.path}", file=sys.stderr)
-    stop_if_asked("during start-up")
     train(recipe, folder, tokenizer, checkpoint or start, fresh, step)
     if folder is not None:
         print(f"the run lies in {path}; look at it with: .venv/bin/tensorboard --logdir {path}", file=sys.stderr)
@@ -140,6 +138,8 @@ def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = No
     A given tokenizer takes the place of one learned from the text.
 
     Of several ranks one prepares it and the others wait; only the first looks at texts again, where they are at hand.
+    Asked to stop while a corpus is made, all end at once. Where there is one, no rank ends by itself, before or after:
+    the others would wait for it in vain until they are killed. They agree on it when they have met.
 
     Raises InputError as `prepare` does.
     """
@@ -150,7 +150,8 @@ def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = No
 
     folder = Path(settings.folder)
     if not is_corpus(folder):
-        manifest = prepare(settings, tokenizer)
+        with stop_request.at_once():
+            manifest = prepare(settings, tokenizer)
         if process_rank() == 0:
             print(summary(manifest), file=sys.stderr)
     elif process_rank() == 0 and all(map(is_at_hand, settings.texts())):

@@ -48,7 +48,7 @@ def test_signals_at_any_moment(cluster: Cluster, recipe_file: Path, tmp_path: Pa
         signal_at(job, moment, start, pause, names)
         job.wait_for("; requeued", times=start)
     assert job.wait() == "COMPLETED", job.log
-    assert job.restarts == len(moments)
+    assert job.restarts == len(moments), job.log
     # It goes on exactly where it was stopped; stopped during start-up, from where that start would have.
     assert resumed_from(job) == saved_after(job), job.log
     assert job.log.count("asked to stop") == len(moments), job.log
