@@ -107,6 +107,21 @@ class CheckpointKeeper(Callback):
 class MovingAverage(EMAWeightAveraging):
     """Lightning's moving average of the weights: it is what is validated and what a checkpoint gives to translate."""
 
+    _exchanged = False
+    """Whether the module has the average and the average the module's weights: while it is validated."""
+
+    def _swap_models(self, pl_module: LightningModule) -> None:
+        super()._swap_models(pl_module)
+        self._exchanged = not self._exchanged
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Both under their own names, also where a run is stopped while it is validated."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self._exchanged:
+            average = checkpoint["current_model_state"]
+            checkpoint["current_model_state"] = checkpoint["state_dict"]
+            checkpoint["state_dict"] = average
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the weights alone: the last checkpoint has both, so that a run can go on from it."""
 

@@ -1,5 +1,7 @@
 """`training.ema_decay`: what it averages, and that a resumed run averages on."""
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from pipeline.checkpoint import load_model
 from tests.conftest import pipeline
-from tests.integration.runs import checkpoints
+from tests.integration.runs import checkpoints, start
 
 DECAY = 0.5
 
@@ -32,7 +34,28 @@ def test_a_moving_average_is_kept_and_resumed(recipe_file: Path, tmp_path: Path)
         assert one is contents[0] or not torch.equal(average, weight)
     # What translates is the average.
     torch.testing.assert_close(load_model(checkpoints(whole)[-1]).network.embedding.weight, average)
-    again = torch.load(checkpoints(resumed)[-1], weights_only=True)
+    assert_same_weights(checkpoints(resumed)[-1], checkpoints(whole)[-1])
+
+
+def test_stopped_while_the_average_is_validated(recipe_file: Path, tmp_path: Path) -> None:
+    command = ["fit", "--config", recipe_file, "--training.ema_decay", DECAY, "--trainer.val_check_interval", 3]
+    whole, stopped, said = tmp_path / "whole", tmp_path / "stopped", tmp_path / "said"
+    assert pipeline(*command, "--trainer.max_steps", 5, "--run.folder", whole).returncode == 0
+    command += ["--trainer.max_steps", 5, "--run.folder", stopped]
+    with said.open("w") as stderr:
+        process = start(*command, module="tests.slurm.slow_ranks", SLOW_RANK="0", stderr=stderr)
+    while "MOMENT validation" not in said.read_text() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75, said.read_text()
+    assert "asked to stop: saved after step 3; " in said.read_text()
+    assert pipeline(*command).returncode == 0
+    assert_same_weights(checkpoints(stopped)[-1], checkpoints(whole)[-1])
+
+
+def assert_same_weights(left: Path, right: Path) -> None:
+    """Bit for bit, the average and what is trained."""
+    ours, theirs = (torch.load(path, weights_only=True) for path in (left, right))
     for state in ("state_dict", "current_model_state"):
-        for key, weight in contents[-1][state].items():
-            assert torch.equal(again[state][key], weight), (state, key)
+        for key, weight in theirs[state].items():
+            assert torch.equal(ours[state][key], weight), (state, key)
