@@ -5,6 +5,9 @@ a random set of groups, and a function of (lengths, settings, seed, epoch) alone
 who computes what. Lengths count the end symbol; *cells* are a group's pairs times its longest length, a side.
 """
 
+from bisect import bisect_right
+from heapq import heapreplace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +17,10 @@ from data_module.shuffle import Shuffle
 
 FULL_ENOUGH = 0.9
 """A global batch filled to this share on one side is closed; otherwise the next group is cut to fill it."""
+UNEVEN = 1.1
+"""Groups are cut where whole ones would give a rank more than this many times its even share."""
+CRUMB = 0.05
+"""Of an even share: so little is not worth a micro-batch of its own."""
 
 
 class Group(NamedTuple):
@@ -226,31 +233,56 @@ def share_of_rank(groups: list[Group], rank: int, world_size: int, max_tokens: i
         max_tokens: padded cells of a micro-batch on either side, at most.
     """
     pieces = [piece for group in groups for piece in _sliced(group, max_tokens)]
-    while True:
-        shares = _deal(pieces, world_size)
+    for slices in dict.fromkeys((1, max(1, round(world_size / len(pieces))))):
+        shares = _deal([part for piece in pieces for part in _in_slices(piece, slices)], world_size)
         costs = [sum(piece.cells() for piece in share) for share in shares]
-        largest = max(range(len(pieces)), key=lambda i: pieces[i].cells())
-        even = max(costs) * world_size <= 1.1 * sum(costs)
-        if even or len(pieces) >= 4 * world_size or len(pieces[largest].pairs) == 1:
+        if max(costs) * world_size <= UNEVEN * sum(costs):
             return shares[rank]
-        group = pieces.pop(largest)
-        half = (len(group.pairs) + 1) // 2
-        pieces += [group._replace(pairs=group.pairs[:half]), group._replace(pairs=group.pairs[half:])]
+    return _stretch(pieces, rank, world_size)
 
 
 def _sliced(group: Group, max_tokens: int) -> list[Group]:
     """A group in as few equal slices as fit."""
     fitting = max(1, max_tokens // max(group.source_length, group.target_length))
-    count = -(-len(group.pairs) // fitting)
-    return [group._replace(pairs=pairs) for pairs in np.array_split(group.pairs, count)]
+    return _in_slices(group, -(-len(group.pairs) // fitting))
+
+
+def _in_slices(group: Group, count: int) -> list[Group]:
+    count = min(count, len(group.pairs))
+    return [group] if count == 1 else [group._replace(pairs=pairs) for pairs in np.array_split(group.pairs, count)]
 
 
 def _deal(pieces: list[Group], world_size: int) -> list[list[Group]]:
     """Longest job first, each to the rank with the least to do."""
     shares: list[list[Group]] = [[] for _ in range(world_size)]
-    costs = [0] * world_size
+    least = [(0, rank) for rank in range(world_size)]
     for piece in sorted(pieces, key=lambda piece: -piece.cells()):
-        rank = costs.index(min(costs))
+        cost, rank = least[0]
         shares[rank].append(piece)
-        costs[rank] += piece.cells()
+        heapreplace(least, (cost + piece.cells(), rank))
     return shares
+
+
+def _stretch(pieces: list[Group], rank: int, world_size: int) -> list[Group]:
+    """Laid end to end, the pieces between two of as many equal marks as there are ranks; few are cut, and in two."""
+    ends = list(accumulate(piece.cells() for piece in pieces))
+    even = ends[-1] / world_size
+
+    def cut(mark: int) -> tuple[int, int]:
+        """The piece and the pair in it that a mark falls on, or the piece's end where only a crumb is left beside."""
+        if mark == world_size:
+            return len(pieces), 0
+        place = mark * even
+        index = bisect_right(ends, place)
+        piece = pieces[index]
+        before, after = place - ends[index] + piece.cells(), ends[index] - place
+        if min(before, after) < CRUMB * even:
+            return (index, 0) if before <= after else (index + 1, 0)
+        return index, round(before * len(piece.pairs) / piece.cells())
+
+    (first, start), (last, end) = cut(rank), cut(rank + 1)
+    bounds = [
+        (piece, start if index == first else 0, end if index == last else len(piece.pairs))
+        for index, piece in enumerate(pieces[first : last + 1], first)
+    ]
+    return [piece._replace(pairs=piece.pairs[begin:stop]) for piece, begin, stop in bounds if begin < stop]
