@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from data_module.tokenizer import Tokenizer
-from pipeline.checkpoint import standalone_part, step_checkpoints, step_path, write_whole
+from pipeline.checkpoint import standalone_part, step_checkpoints, step_of, step_path, write_whole
 from pipeline.monitoring.step_clock import StepClock
 from pipeline.recipe import Recipe
 
@@ -72,14 +72,18 @@ class CheckpointKeeper(Callback):
         One between two intervals, for a run that stops, is for going on from and no more: the next takes its place,
         so that those left to average are as far apart as the recipe says.
         """
-        before, regular = self._in_passing, not stopping or self._save_after_validation
+        # Stopped again in the validation that it was resumed in, what it was resumed from may have been a regular one.
+        was_regular = self.saved_step == trainer.global_step and self._in_passing != trainer.global_step
+        before, regular = self._in_passing, not stopping or self._save_after_validation or was_regular
         self._in_passing = None if regular else trainer.global_step
         self._write(trainer, step_path(self._run, trainer.global_step))
         self._last_saved, self.saved_step = time.monotonic(), trainer.global_step
         if trainer.is_global_zero:
             if before is not None and before != self.saved_step:
                 step_path(self._run, before).unlink(missing_ok=True)
-            for path in step_checkpoints(self._run)[: -self._settings.keep_last]:
+            # Newer ones were not whole when the run went on from here; they are none of those it keeps.
+            saved = [path for path in step_checkpoints(self._run) if step_of(path) <= self.saved_step]
+            for path in saved[: -self._settings.keep_last]:
                 path.unlink(missing_ok=True)
 
     def _write(self, trainer: Trainer, path: Path) -> None:

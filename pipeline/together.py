@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pipeline import stop_request
+from pipeline.checkpoint import read_checkpoint
 from pipeline.checkpoint_keeper import CheckpointKeeper, validation_is_due
 from pipeline.slurm_job import forget_failures, node_name
 from pipeline.stop_request import Stopped
@@ -26,6 +28,12 @@ ROLL_CALL_SECONDS = 3.0
 """How long the others have to say that they have failed too."""
 MARGIN_SECONDS = 30
 """How much later than this group the gradients' group gives up, so that an error comes up where it can be told."""
+
+
+def validation_is_pending(checkpoint: Path) -> bool:
+    """Whether the run was stopped in the validation after the checkpoint's step, which is to be done again."""
+    states = read_checkpoint(checkpoint).get("callbacks", {})
+    return bool(states.get(Together.__qualname__, {}).get("validation_pending"))
 
 
 def own_signals(trainer: Trainer) -> None:
@@ -97,6 +105,8 @@ class Together(Callback):
         assert self._agreement is not None
         if self._agreement.asked_now():
             raise Stopped("asked to stop during start-up; nothing was lost, the same command goes on")
+        if self._roll is not None:
+            self._roll.compare(trainer.global_step)
         if trainer.is_global_zero:
             forget_failures()
         if self._validation_pending:
@@ -162,6 +172,20 @@ class Roll:
         names: list[str] = [""] * size
         dist.all_gather_object(names, node_name())
         self._names = [f"rank {rank} on {name}" for rank, name in enumerate(names)]
+
+    def compare(self, step: int) -> None:
+        """Raises RuntimeError when ranks have not gone on from one checkpoint; all call it.
+
+        Each has looked for the newest by itself, and another job may have been saving one meanwhile.
+        """
+        steps: list[int] = [0] * len(self._names)
+        dist.all_gather_object(steps, step)
+        others = [rank for rank, theirs in enumerate(steps) if theirs != steps[0]]
+        if others:
+            raise RuntimeError(
+                f"{self._names[0]} went on from step {steps[0]}, {self._names[others[0]]} from {steps[others[0]]}: "
+                "another job was still writing to the run folder; start again"
+            )
 
     def call(self, error: BaseException) -> str:
         """Which rank has failed and where, as far as this one can tell; waits a few seconds for the others' word."""

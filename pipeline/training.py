@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -29,7 +30,7 @@ from pipeline.recipe import Recipe
 from pipeline.run_folder import STOPPED_EARLY, RunFolder
 from pipeline.slurm_job import Step
 from pipeline.starting_point import StartingPoint
-from pipeline.together import Together, own_signals
+from pipeline.together import Together, own_signals, validation_is_pending
 from pipeline.trainer_options import (
     cluster_environment,
     compiles,
@@ -38,6 +39,14 @@ from pipeline.trainer_options import (
     trainer_options,
 )
 from pipeline.whole_file import whole_file
+
+
+class Patience(EarlyStopping):
+    """Lightning's, with the recipe's patience also where a run goes on that had another."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `state_dict` gave it."""
+        super().load_state_dict({**state_dict, "patience": self.patience})
 
 
 def module_and_data(
@@ -80,10 +89,11 @@ def train(
     module, data = module_and_data(recipe, tokenizer, scaled=float16 is not None)
     if begin is not None and not isinstance(begin, Path):
         module.network.load_state_dict(begin.weights)
-    if recipe.network.learned_positions and data.longest > recipe.network.max_positions:
+    longest = max(data.longest, 1 + data.validation_corpus.longest)
+    if recipe.network.learned_positions and longest > recipe.network.max_positions:
         raise InputError(
-            f"network.max_positions {recipe.network.max_positions} is less than the longest training sentence, "
-            f"{data.longest} tokens; raise it, or lower corpus.max_tokens"
+            f"network.max_positions {recipe.network.max_positions} is less than the longest sentence trained or "
+            f"validated on, {longest} tokens; raise it, or lower corpus.max_tokens"
         )
     sources, references = data.validation_text()
     if tokenizer.lowercase:  # what it writes can be compared with lower-cased text only
@@ -103,14 +113,15 @@ def train(
         description,
     ]
     patience = recipe.run.patience
-    early_stopping = EarlyStopping("validation/bleu", mode="max", patience=patience or 1)
+    early_stopping = Patience("validation/bleu", mode="max", patience=patience or 1)
     if patience is not None:
         callbacks.append(early_stopping)
     if recipe.training.ema_decay is not None:
         callbacks.append(MovingAverage(decay=recipe.training.ema_decay))
     keeper = CheckpointKeeper(path, recipe, tokenizer, monitor.clock)
     callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds, seconds_allowed(options.pop("max_time", None)))]
-    log = RunLog(path, step_of(checkpoint) if checkpoint else 0, writes=folder is not None)
+    step_before, pending = (step_of(checkpoint), validation_is_pending(checkpoint)) if checkpoint else (0, False)
+    log = RunLog(path, step_before, writes=folder is not None, validation_pending=pending)
     try:
         trainer = Trainer(
             **options,

@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +78,16 @@ class EventFile:
         self._file.close()
 
 
-def cut_back(run: Path, step: int) -> None:
-    """Remove from a run's curves what was logged after a step: that will be logged again.
+def cut_back(run: Path, step: int, validation_too: bool) -> None:
+    """Remove from a run's curves what was logged after a step, or from its validation on: that will be logged again.
 
     Logs are in the order of their steps, so that they are cut off in place, for which a full disk has room. Raises
     OSError when they may not be written.
     """
     for path in sorted((run / EVENTS).glob("events.out.tfevents.*")):
-        _cut(path, _end_of_events(path.read_bytes(), step))
+        _cut(path, _end_of_events(path.read_bytes(), step, validation_too))
     if (run / METRICS).exists():
-        _cut(run / METRICS, _end_of_lines((run / METRICS).read_bytes(), step))
+        _cut(run / METRICS, _end_of_lines((run / METRICS).read_bytes(), step, validation_too))
 
 
 def metrics(run: Path) -> Iterator[dict[str, Any]]:
@@ -101,7 +101,11 @@ def _cut(path: Path, size: int) -> None:
         os.truncate(path, size)
 
 
-def _end_of_events(data: bytes, step: int) -> int:
+def _is_beyond(at: int, tags: Iterable[str], step: int, validation_too: bool) -> bool:
+    return at > step or (validation_too and at == step and any(tag.startswith("validation/") for tag in tags))
+
+
+def _end_of_events(data: bytes, step: int, validation_too: bool) -> int:
     """Where the last event up to a step ends; what a killed writer or machine has left torn counts as beyond."""
     start = 0
     while start + _HEADER <= len(data):
@@ -113,17 +117,19 @@ def _end_of_events(data: bytes, step: int) -> int:
             event = Event.FromString(data[start + _HEADER : end - _CRC])
         except DecodeError:
             break
-        if event.HasField("summary") and event.step > step:
+        tags = [value.tag for value in event.summary.value]
+        if event.HasField("summary") and _is_beyond(event.step, tags, step, validation_too):
             break
         start = end
     return start
 
 
-def _end_of_lines(data: bytes, step: int) -> int:
+def _end_of_lines(data: bytes, step: int, validation_too: bool) -> int:
     start = 0
     while end := data.find(b"\n", start) + 1:
         try:
-            if json.loads(data[start:end])["step"] > step:
+            line = json.loads(data[start:end])
+            if _is_beyond(line["step"], line, step, validation_too):
                 break
         except ValueError:
             break

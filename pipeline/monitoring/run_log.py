@@ -28,14 +28,18 @@ from pipeline.whole_file import whole_file
 class RunLog(Logger):
     """Lightning's logger of a run folder."""
 
-    def __init__(self, run: Path, step: int, writes: bool) -> None:
-        """A log that goes on after a step, 0 for a new run; ranks but the first have one that does not write."""
+    def __init__(self, run: Path, step: int, writes: bool, validation_pending: bool = False) -> None:
+        """A log that goes on after a step, 0 for a new run; ranks but the first have one that does not write.
+
+        With `validation_pending` it goes on before that step's validation.
+        """
         super().__init__()
         self.run = run
         self.step = step
         """What it goes on after."""
         self.writes = writes
         """Whether this is the rank that does."""
+        self._validation_pending = validation_pending
         self._warned = False
         self._events = EventFile(run / EVENTS, step + 1)
         self._lines = AppendedFile(run / METRICS)
@@ -44,7 +48,7 @@ class RunLog(Logger):
         """Remove what an earlier process has logged after the step that this one goes on from, and its summary."""
         with self._tolerant(self.run / EVENTS):
             (self.run / SUMMARY).unlink(missing_ok=True)
-            cut_back(self.run, self.step)
+            cut_back(self.run, self.step, self._validation_pending)
 
     def log_metrics(self, metrics: Mapping[str, float | Tensor], step: int | None = None) -> None:
         """Points of curves, and a line of metrics.jsonl with the same."""

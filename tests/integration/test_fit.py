@@ -157,12 +157,19 @@ def test_early_stopping_by_patience(recipe_file: Path, tmp_path: Path) -> None:
     assert f"stopped early at step {max(steps)}" in again.stderr.decode()
     assert again.returncode == 0
     assert max(int(path.stem.removeprefix("step=")) for path in (run / "checkpoints").glob("step=*")) == max(steps)
+    more = pipeline("fit", *patient, "--run.patience", 4)
+    assert more.returncode == 0, more.stderr.decode()
+    again = pipeline("fit", *patient, "--run.patience", 4)
+    assert f"stopped early at step {max(steps) + 4} after 4 validations" in again.stderr.decode()
 
 
 def test_newest_whole_checkpoint_is_taken(recipe_file: Path, tmp_path: Path) -> None:
-    run = fit(recipe_file, tmp_path / "run")
+    run = fit(recipe_file, tmp_path / "run", "--run.keep_last", 2)
     newest = run / "checkpoints" / "step=00000012.ckpt"
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    # What is saved on the way there is not given up for it.
+    there = fit(recipe_file, run, "--run.keep_last", 1, "--run.checkpoint_every_steps", 1, "--trainer.max_steps", 10)
+    assert sorted(path.name for path in (there / "checkpoints").glob("step=*")) == ["step=00000010.ckpt", newest.name]
     done = pipeline("fit", "--config", recipe_file, "--run.folder", run)
     assert done.returncode == 0, done.stderr.decode()
     assert "step=00000012.ckpt: is not whole; skipped" in done.stderr.decode()

@@ -1,5 +1,6 @@
 """Whoever starts at once: one prepares the corpus, one writes the run."""
 
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -47,6 +48,18 @@ def test_two_ranks_find_no_corpus(tiny_corpus: Path, recipe_file: Path, tmp_path
     assert ranks.wait(120) == 0
     assert same_corpus(corpus, tiny_corpus)
     assert [step_of(path) for path in checkpoints(run)] == [4, 8, 12]
+
+
+def test_ranks_that_found_other_checkpoints(recipe_file: Path, tmp_path: Path) -> None:
+    """They end before a step is taken, and name each other."""
+    run, said = tmp_path / "run", tmp_path / "said"
+    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.devices", 2]
+    assert start(*command, "--trainer.max_steps", 8).wait(120) == 0
+    with said.open("w") as stderr:
+        ranks = start(*command, module="tests.integration.astray", stderr=stderr)
+    assert ranks.wait(120) == 1
+    assert re.search("rank 0 on .* went on from step 8, rank 1 on .* from 4: another job was still", said.read_text())
+    assert [step_of(path) for path in checkpoints(run)] == [4, 8]
 
 
 @pytest.mark.slow

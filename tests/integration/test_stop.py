@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.monitoring.log_files import metrics
 from tests.conftest import pipeline
-from tests.integration.runs import assert_same_state, checkpoints, descendants, start, step_of, still_there
+from tests.integration.runs import (
+    assert_same_state,
+    checkpoints,
+    descendants,
+    scalars,
+    start,
+    step_of,
+    still_there,
+)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +48,31 @@ def test_stopped_and_run_again(recipe_file: Path, tmp_path: Path, devices: int, 
     assert again.stderr.decode().count(f"resuming from {saved}") == 1
     assert pipeline(*command, "--run.folder", tmp_path / "whole", *end).returncode == 0
     assert_same_state(checkpoints(run)[-1], checkpoints(tmp_path / "whole")[-1])
+
+
+@pytest.mark.slow
+def test_stopped_twice_in_one_validation(recipe_file: Path, tmp_path: Path) -> None:
+    """And killed after it: it stands once in the log, and its step's checkpoint is kept as any other."""
+    run, said = tmp_path / "run", tmp_path / "said"
+    command = ["fit", "--config", recipe_file, "--run.folder", run, "--run.keep_last", 10, "--trainer.max_steps", 8]
+    command += ["--run.checkpoint_every_steps", 3, "--trainer.val_check_interval", 3]
+    for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+        with said.open("w") as stderr:
+            process = start(*command, module="tests.slurm.slow_ranks", SLOW_RANK="0", stderr=stderr)
+        validated = run / "checkpoints" / "best.ckpt"
+        while process.poll() is None:
+            if validated.exists() if signum == signal.SIGKILL else "MOMENT validation" in said.read_text():
+                break
+            time.sleep(0.01)
+        time.sleep(0.2 if signum == signal.SIGKILL else 0)  # what is logged comes right after
+        process.send_signal(signum)
+        assert process.wait(60) == (-signum if signum == signal.SIGKILL else 75), said.read_text()
+        assert [step_of(path) for path in checkpoints(run)] == [3]
+    assert 3 in [line["step"] for line in metrics(run) if "validation/bleu" in line]
+    assert pipeline(*command).returncode == 0
+    assert [step_of(path) for path in checkpoints(run)] == [3, 6, 8]
+    assert [line["step"] for line in metrics(run) if "validation/bleu" in line] == [3, 6]
+    assert [step for step, _ in scalars(run, "validation/bleu")] == [3, 6]
 
 
 def test_signals_after_the_end(recipe_file: Path, tmp_path: Path) -> None:
