@@ -43,6 +43,10 @@ class NetworkSettings:
         for name in ("num_layers", "d_model", "d_ff", "num_heads", "max_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"network.{name} {getattr(self, name)} is not 1 or more")
+        for name in ("d_k", "d_v"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"network.{name} {size} is not 1 or more")
         if (self.d_k is None or self.d_v is None) and self.d_model % self.num_heads:
             raise ValueError(
                 f"network.d_model {self.d_model} is not a multiple of network.num_heads {self.num_heads}: "
@@ -76,6 +80,12 @@ class TrainingSettings:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"training.{name} {getattr(self, name)} is not in [0, 1)")
+        if self.learning_rate_factor < 0.0:
+            raise ValueError(f"training.learning_rate_factor {self.learning_rate_factor} is not 0 or more")
+        for name in ("adam_epsilon", "gradient_clip_norm"):
+            value = getattr(self, name)
+            if value is not None and value <= 0.0:
+                raise ValueError(f"training.{name} {value} is not more than 0")
         if self.warmup_steps < 1:
             raise ValueError(f"training.warmup_steps {self.warmup_steps} is not 1 or more")
 

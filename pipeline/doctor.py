@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("--config", type=Path, action="append", default=[], help="a recipe; again for each overlay")
-    parser.add_argument("--fresh", action="store_true", help="nothing; what fit takes is taken here as well")
+    parser.add_argument("--fresh", action="store_true", help="as for fit, whose arguments are taken here as well")
+    parser.add_argument("--init-from", type=Path, metavar="CHECKPOINT", help="what fit would begin a new run from")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,7 +44,7 @@ def examine(arguments: argparse.Namespace) -> int:
     started_wrong = [Finding(False, mistake) for mistake in mistakes()]
     step = current_step() if not started_wrong else None
     if step is None or step.num_tasks == 1:
-        findings = [*started_wrong, *machine(step), *recipe(arguments.config, arguments.overrides)]
+        findings = [*started_wrong, *machine(step), *recipe(arguments, step)]
         return say([*findings, *alone(step, arguments)])
     return together(step, arguments)
 
@@ -90,7 +91,7 @@ def exchange(ranks: "Ranks", arguments: argparse.Namespace) -> int:
     findings = [finding._replace(where=ranks.here) for finding in machine(step) if not finding.well or step.rank == 0]
     loaded = load(arguments.config, arguments.overrides)
     if step.rank == 0:
-        findings += recipe(arguments.config, arguments.overrides)
+        findings += recipe(arguments, step)
     findings += check(ranks, None if isinstance(loaded, Finding) else loaded)
     everything = [Finding(*one) for theirs in ranks.exchange(findings) for one in theirs]
     if step.rank > 0:
@@ -138,21 +139,23 @@ def load(paths: list[Path], overrides: list[str]) -> "Recipe | Finding":
     """The recipe, or what is wrong with it."""
     from data_module.errors import InputError
     from pipeline.recipe import load_recipe
-    from pipeline.trainer_options import trainer_signature
+    from pipeline.trainer_options import refuse, trainer_signature
 
     if not paths:
         if overrides:
             return Finding(False, f"argument '{overrides[0]}' is unknown without a recipe; give one as --config FILE")
         return Finding(True, "no recipe to look at; give one with --config")
     try:
-        return load_recipe(paths, overrides, trainer_signature())
+        loaded = load_recipe(paths, overrides, trainer_signature())
+        refuse(loaded.trainer)
+        return loaded
     except InputError as error:
         return Finding(False, str(error))
 
 
-def recipe(paths: list[Path], overrides: list[str]) -> Iterator[Finding]:
-    """The recipe, its texts, and the places it writes to."""
-    loaded = load(paths, overrides)
+def recipe(arguments: argparse.Namespace, step: "Step | None") -> Iterator[Finding]:
+    """The recipe, its texts, what it begins from, and the places it writes to."""
+    loaded = load(arguments.config, arguments.overrides)
     if isinstance(loaded, Finding):
         yield loaded
         return
@@ -164,16 +167,34 @@ def recipe(paths: list[Path], overrides: list[str]) -> Iterator[Finding]:
     else:
         for text in [*loaded.corpus.train, *loaded.corpus.validation, *loaded.corpus.test]:
             yield from texts(text)
+    if arguments.init_from:
+        yield from beginning(arguments, loaded, step)
     run = loaded.run_folder()
     place = next(parent for parent in [run, *run.absolute().parents] if parent.exists())
     problem = unwritable(place)
     hint = f": {place} is not writable ({problem}); give another run.folder"
     yield Finding(problem is None, f"run folder {run}" + ("" if problem is None else hint))
     free = shutil.disk_usage(place).free
-    needed = checkpoint_bytes(loaded.corpus.vocabulary_size, loaded.network) * (loaded.run.keep_last + 2)
+    needed = checkpoint_bytes(loaded) * (loaded.run.keep_last + 2)
     enough = free > needed
     message = f"{free / 2**30:.1f} GiB free, its checkpoints need {needed / 2**30:.1f}"
     yield Finding(enough, message + ("" if enough else "; lower run.keep_last or give another run.folder"))
+
+
+def beginning(arguments: argparse.Namespace, loaded: "Recipe", step: "Step | None") -> Iterator[Finding]:
+    """Whether a new run could begin from the weights it is to have; one that goes on does not look at them."""
+    from data_module.errors import InputError
+    from pipeline.checkpoint import newest_whole
+    from pipeline.fit import begins_afresh
+    from pipeline.starting_point import starting_point
+
+    run = loaded.run_folder()
+    if not begins_afresh(arguments.fresh, run, step) and newest_whole(run)[0] is not None:
+        return
+    try:
+        yield Finding(True, f"begins from the weights of {starting_point(arguments.init_from, loaded).path}")
+    except InputError as error:
+        yield Finding(False, str(error))
 
 
 def prepared(corpus: Path, settings: "CorpusSettings") -> Finding:
@@ -227,15 +248,16 @@ def texts(text: "TextSource") -> Iterator[Finding]:
         yield Finding(known, f"data set {text.dataset} {where}" + ("" if known else hint))
 
 
-def checkpoint_bytes(vocabulary_size: int, network: object) -> int:
-    """Weights and Adam's two moments, in float32."""
+def checkpoint_bytes(recipe: "Recipe") -> int:
+    """Weights, Adam's two moments, and a moving average where there is one, in float32."""
     import torch
 
     from model.transformer import Transformer
 
     with torch.device("meta"):
-        parameters = Transformer(vocabulary_size, network).parameters()  # type: ignore[arg-type]
-    return 12 * sum(parameter.numel() for parameter in parameters)
+        parameters = Transformer(recipe.corpus.vocabulary_size, recipe.network).parameters()
+    copies = 3 if recipe.training.ema_decay is None else 4
+    return 4 * copies * sum(parameter.numel() for parameter in parameters)
 
 
 def _release(text: str) -> tuple[int, ...]:

@@ -55,20 +55,29 @@ def fit(arguments: argparse.Namespace) -> int:
     from pipeline.recipe import load_recipe
     from pipeline.run_folder import counted_start
     from pipeline.starting_point import starting_point
-    from pipeline.trainer_options import trainer_signature
+    from pipeline.trainer_options import refuse, trainer_signature
 
     step = current_step()
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
-    if not recipe.trainer.get("max_steps"):
+    if "max_steps" not in recipe.trainer:
         raise InputError("trainer.max_steps is missing; give the number of optimizer steps")
+    refuse(recipe.trainer)
     path = recipe.run_folder()
-    begins = arguments.fresh or newest_whole(path)[0] is None
+    fresh = begins_afresh(arguments.fresh, path, step)
+    begins = fresh or newest_whole(path)[0] is None
     start = starting_point(arguments.init_from, recipe) if arguments.init_from and begins else None
     ensure_corpus(recipe.corpus, start.tokenizer if start else None)
     if step is None or step.rank > 0:
-        return go_on(recipe, start, arguments.fresh, step)
+        return go_on(recipe, start, fresh, step)
     with counted_start(path, step, newest_whole(path)[0]):
-        return go_on(recipe, start, arguments.fresh, step)
+        return go_on(recipe, start, fresh, step)
+
+
+def begins_afresh(fresh: bool, path: Path, step: Step | None) -> bool:
+    """Whether the run that is there is to be removed: `--fresh`, but for a job that has done so and is back."""
+    from pipeline.run_folder import begun_afresh
+
+    return fresh and not (step is not None and begun_afresh(path, step).exists())
 
 
 def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: Step | None) -> int:
@@ -76,11 +85,10 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
     from data_module.errors import InputError
     from data_module.tokenizer import Tokenizer
     from pipeline.checkpoint import newest_whole, read_checkpoint
-    from pipeline.run_folder import RunFolder, begun_afresh
+    from pipeline.run_folder import RunFolder
     from pipeline.training import train
 
     path = recipe.run_folder()
-    fresh = fresh and not (step is not None and begun_afresh(path, step).exists())
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     # A job that was just requeued may find the owner it was before; that one ends, or its lock does.
     folder = RunFolder(path, patience_seconds=LOCK_PATIENCE_SECONDS if step else 0) if process_rank() == 0 else None

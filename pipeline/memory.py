@@ -167,10 +167,13 @@ def cpu_room(processes: int) -> Room:
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
-            folder = Path("/sys/fs/cgroup") / controllers / path.lstrip("/")
-            for limit in (folder / "memory.max", folder / "memory.limit_in_bytes"):
-                if limit.exists() and (size := limit.read_text().strip()).isdigit():
-                    rooms.append(Room(int(size), "this process's control group"))
+            mount = Path("/sys/fs/cgroup") / controllers
+            group = mount / path.lstrip("/")
+            # A group's limit holds for all below it. In a container the path may be the host's, and only the top there.
+            for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
+                for limit in (folder / "memory.max", folder / "memory.limit_in_bytes"):
+                    if limit.exists() and (size := limit.read_text().strip()).isdigit():
+                        rooms.append(Room(int(size), "this process's control group"))
     room = min(room for room in rooms if room.size > 0)
     if processes == 1:
         return room

@@ -39,6 +39,8 @@ class RunSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"run.{name} {value} is not 1 or more")
+        if self.checkpoint_every_minutes is not None and self.checkpoint_every_minutes <= 0:
+            raise ValueError(f"run.checkpoint_every_minutes {self.checkpoint_every_minutes} is not more than 0")
         if self.seed < 0:
             raise ValueError(f"run.seed {self.seed} is not 0 or more")
         if self.checkpoint_every_steps is None and self.checkpoint_every_minutes is None:

@@ -21,24 +21,38 @@ def trainer_options(
         step: the SLURM step this process is a task of; its nodes and tasks count, whatever the recipe says.
         timeout_seconds: how long a rank waits for another.
 
-    Raises InputError for a precision that cannot be trained in.
+    Raises InputError for what `refuse` does.
     """
     import torch
 
-    from data_module.errors import InputError
-
+    refuse(recipe_options)
     options = {"val_check_interval": 1000, "accelerator": "auto", **recipe_options}
     if options["accelerator"] == "auto" and not torch.cuda.is_available():
         options["accelerator"] = "cpu"
     options["precision"] = options.get("precision") or best_precision(options["accelerator"])
-    if str(options["precision"]) in ("16-true", "16"):
-        raise InputError(f"trainer.precision {options['precision']} cannot hold Adam's steps; use 16-mixed, bf16-mixed")
     if str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda"):
         allow_tf32()
     if step is not None:
         options |= {"num_nodes": step.num_nodes, "devices": step.tasks_per_node}
     options["strategy"] = strategy(options, timeout_seconds)
     return options
+
+
+def refuse(options: dict[str, Any]) -> None:
+    """Raises InputError for values of a recipe's `trainer:` that Lightning takes and that cannot be trained by."""
+    from data_module.errors import InputError
+
+    steps, every = options.get("max_steps", 1), options.get("val_check_interval", 1)
+    precision, strategy = str(options.get("precision")), options.get("strategy", "auto")
+    if steps < 1:  # to Lightning, -1 is without end: nothing would be the last step, to stop at or to go on to
+        raise InputError(f"trainer.max_steps {steps} is not 1 or more")
+    if not isinstance(every, int) or every < 1:
+        # A duration is over at another step on each rank, and an epoch has no fixed number of steps.
+        raise InputError(f"trainer.val_check_interval {every} is no number of steps, 1 or more")
+    if precision in ("16-true", "16", "bf16-true", "bf16"):
+        raise InputError(f"trainer.precision {precision} cannot hold Adam's steps; use 16-mixed, bf16-mixed")
+    if strategy not in ("auto", "ddp"):
+        raise InputError(f"trainer.strategy {strategy} is not for this program, which trains by ddp; leave it out")
 
 
 def allow_tf32() -> None:
@@ -126,6 +140,7 @@ OWNED = {
     "model_registry": "",
     "barebones": "",
     "limit_train_batches": "use trainer.max_steps",
+    "limit_val_batches": "give a smaller validation text",
     "overfit_batches": "give a small corpus",
     "fast_dev_run": "use trainer.max_steps",
 }
@@ -179,7 +194,6 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
     import torch
     from lightning.pytorch.strategies import DDPStrategy
 
-    asked = options.get("strategy", "auto")
     devices = options.get("devices", "auto")
     if devices in ("auto", -1, "-1"):
         on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
@@ -187,9 +201,9 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
     if isinstance(devices, str):
         devices = [part for part in devices.split(",") if part] if "," in devices else int(devices)
     count = len(devices) if isinstance(devices, list) else devices
-    if asked in ("auto", "ddp") and count * int(options.get("num_nodes", 1)) > 1:
+    if count * int(options.get("num_nodes", 1)) > 1:
         from pipeline.together import MARGIN_SECONDS
 
         timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
         return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)
-    return asked
+    return "auto"

@@ -206,6 +206,6 @@ def _end_if_diverging(step: int, skipped_in_a_row: int) -> None:
     if skipped_in_a_row >= SKIPPED_AT_MOST:
         raise InputError(
             f"step {step}: the last {skipped_in_a_row} steps had no finite gradient and were skipped, the weights are "
-            f"those of step {step - skipped_in_a_row}; lower training.learning_rate_factor, set "
-            "training.gradient_clip_norm or trainer.precision 32-true, and go on from the last checkpoint"
+            f"those of step {step - skipped_in_a_row}; go on with trainer.precision 32-true, or begin another "
+            "run.folder with --init-from, a lower training.learning_rate_factor or training.gradient_clip_norm"
         )

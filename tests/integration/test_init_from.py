@@ -36,6 +36,10 @@ def test_begins_from_anothers_weights_and_tokenizer(recipe_file: Path, tmp_path:
     assert torch.equal(before["translation"]["tokenizer"], after["translation"]["tokenizer"])
     assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (parent / "tokenizer.model").read_bytes()
 
+    examined = pipeline("doctor", "--config", recipe_file, "--run.folder", tmp_path / "none", *start[2:])
+    assert examined.returncode == 0, examined.stdout
+    assert b"begins from the weights of" in examined.stdout
+
     # Typed again, as a job that is back in the queue does, it goes on.
     said = fit(recipe_file, *start, "--trainer.max_steps", 2, "--training.learning_rate_factor", 0)
     assert "resuming from" in said
@@ -57,6 +61,9 @@ def test_what_does_not_fit(recipe_file: Path, tmp_path: Path) -> None:
     assert wider.count("\n") == 1
     assert "has another network: network.d_ff" in wider
     assert "dropout" not in wider
+    examined = pipeline("doctor", "--config", recipe_file, *start, "--network.d_ff", 80)
+    assert examined.returncode == 1
+    assert b"has another network: network.d_ff" in examined.stdout
     other = ["--corpus.folder", tmp_path / "other", "--corpus.vocabulary_size", 90]
     assert pipeline("prepare", "--config", recipe_file, *other).returncode == 0
     said = fit(recipe_file, *start, *other, fails=True)

@@ -1,6 +1,8 @@
 """What fit decides by itself: precision, strategy, which keys of Lightning's Trainer a recipe may hold."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,6 @@ def test_bf16_wherever_the_processor_has_it() -> None:
 
 def test_ddp_where_there_is_more_than_one_process() -> None:
     assert strategy({"accelerator": "cpu", "devices": 1}) == "auto"
-    assert strategy({"accelerator": "cpu", "devices": 2, "strategy": "fsdp"}) == "fsdp"
     for options in ({"devices": 2}, {"devices": 1, "num_nodes": 3}, {"devices": [0, 1], "strategy": "ddp"}):
         chosen = strategy({"accelerator": "cpu", **options})
         assert isinstance(chosen, DDPStrategy)
@@ -88,6 +89,20 @@ def test_float16_scales_by_the_modules_own_factor() -> None:
     assert plugin.scaler is None
     assert "precision" not in options
     assert precision_plugin({"precision": "bf16-mixed", "accelerator": "cpu"}) is None
-    for precision in ("16-true", 16):
-        with pytest.raises(InputError, match="use 16-mixed"):
-            trainer_options({"accelerator": "cpu", "precision": precision})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"precision": "16-true"}, "use 16-mixed"),
+        ({"precision": 16}, "use 16-mixed"),
+        ({"precision": "bf16-true"}, "use 16-mixed"),
+        ({"strategy": "fsdp"}, "trains by ddp"),
+        ({"max_steps": -1}, "max_steps -1 is not 1 or more"),
+        ({"val_check_interval": 0.5}, "val_check_interval 0.5 is no number of steps"),
+        ({"val_check_interval": "00:00:30:00"}, "is no number of steps"),
+    ],
+)
+def test_what_cannot_be_trained_by(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        trainer_options({"accelerator": "cpu", **options})

@@ -94,7 +94,9 @@ def test_text_sources(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "setting",
     ["run.log_every_steps=0", "run.seed=-1", "batches.workers=-1", "batches.batch_tokens=0", "decoding.beam_size=0",
-     "decoding.max_extra_tokens=-1", "decoding.length_penalty=-1", "training.adam_beta2=1", "run.patience=0"],
+     "decoding.max_extra_tokens=-1", "decoding.length_penalty=-1", "training.adam_beta2=1", "run.patience=0",
+     "training.gradient_clip_norm=0", "training.learning_rate_factor=-1", "network.d_k=0",
+     "run.checkpoint_every_minutes=0"],
 )  # fmt: skip
 def test_values_out_of_range_are_named(tmp_path: Path, setting: str) -> None:
     assert setting.split("=")[0] in mistakes(write(tmp_path, MINIMAL), f"--{setting}")
