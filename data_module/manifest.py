@@ -88,7 +88,8 @@ def differences(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 
     Only the keys of `wanted` are compared, so that it may hold settings alone.
     """
-    return [difference for key, value in wanted.items() for difference in _compare(key, manifest.get(key), value)]
+    names = {"settings": "corpus"}  # as the recipe calls them
+    return [found for key in wanted for found in _compare(names.get(key, key), manifest.get(key), wanted[key])]
 
 
 def _compare(name: str, had: Any, wanted: Any) -> list[str]:

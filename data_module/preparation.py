@@ -46,9 +46,11 @@ def prepare(
     if not force and (manifest := _up_to_date(folder, wanted)) is not None:
         return manifest
     with _explained(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
-            _tidy(folder)
+        # Behind a link, the corpus is made beside what it leads to, and the link stays one.
+        place = folder.resolve() if folder.is_symlink() else folder
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(place):
+            _tidy(place)
             # Another process may have made it while this one waited.
             manifest = _up_to_date(folder, wanted, ignore_differences=force)
             if manifest is None or force:
@@ -56,7 +58,7 @@ def prepare(
                 train_pairs = [count_pairs(text, settings) for text in settings.train]
                 for text in (*settings.validation, *settings.test):
                     count_pairs(text, settings)
-                with _replacing(folder) as temporary, without_garbage_collection():
+                with _replacing(place) as temporary, without_garbage_collection():
                     made_of = wanted | {"hub_revisions": _hub_revisions(settings)}
                     own = tokenizer or learn_tokenizer(settings, train_pairs, progress)
                     manifest = write_corpus(settings, own, made_of, train_pairs, temporary, progress)

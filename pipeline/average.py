@@ -17,10 +17,14 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.errors import InputError
     from pipeline.checkpoint import average, is_whole, step_checkpoints, write_whole
 
+    if not arguments.run.is_dir():
+        raise InputError(f"{arguments.run}: there is no such run folder; fit names the folder it writes to")
+    if arguments.last < 1:
+        raise InputError(f"--last {arguments.last} is not 1 or more")
     paths = [path for path in step_checkpoints(arguments.run) if is_whole(path)]
     if not paths:
         raise InputError(f"{arguments.run}: holds no checkpoint; give a run folder that fit has written")
-    if not 1 <= arguments.last <= len(paths):
+    if arguments.last > len(paths):
         has = f"{len(paths)} whole checkpoint{'s' if len(paths) > 1 else ''}"
         raise InputError(
             f"{arguments.run}: has {has}, --last is {arguments.last}; give --last {len(paths)} or less, and keep more "

@@ -7,6 +7,7 @@ recipe, as plain values and tensors, so that it loads with `weights_only`.
 import io
 import re
 import shutil
+import warnings
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -143,10 +144,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not is_whole(path):
         raise InputError(f"{path}: is cut short or no checkpoint; copy it again or take an earlier one")
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path}: cannot be read as a checkpoint ({reason}); take another one") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about files of other kinds, which are refused below
+            contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:
+        raise InputError(
+            f"{path}: cannot be read as a checkpoint: it may be an export, or damaged, or hold more than plain "
+            "tensors; give a .ckpt file that fit has written, or its run folder"
+        ) from None
     part = contents.get("translation") if isinstance(contents, dict) else None
     if not isinstance(part, dict) or "state_dict" not in contents:
         raise InputError(f"{path}: is a checkpoint, but not one of this program; give one that fit has written")

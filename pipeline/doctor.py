@@ -155,6 +155,9 @@ def load(paths: list[Path], overrides: list[str]) -> "Recipe | Finding":
 
 def recipe(arguments: argparse.Namespace, step: "Step | None") -> Iterator[Finding]:
     """The recipe, its texts, what it begins from, and the places it writes to."""
+    from pipeline.checkpoint import newest_whole
+    from pipeline.fit import begins_afresh
+
     loaded = load(arguments.config, arguments.overrides)
     if isinstance(loaded, Finding):
         yield loaded
@@ -167,9 +170,11 @@ def recipe(arguments: argparse.Namespace, step: "Step | None") -> Iterator[Findi
     else:
         for text in [*loaded.corpus.train, *loaded.corpus.validation, *loaded.corpus.test]:
             yield from texts(text)
-    if arguments.init_from:
-        yield from beginning(arguments, loaded, step)
     run = loaded.run_folder()
+    if not begins_afresh(arguments.fresh, run, step) and newest_whole(run)[0] is not None:
+        yield from going_on(run, loaded)
+    elif arguments.init_from:
+        yield from beginning(arguments, loaded)
     place = next(parent for parent in [run, *run.absolute().parents] if parent.exists())
     problem = unwritable(place)
     hint = f": {place} is not writable ({problem}); give another run.folder"
@@ -181,20 +186,24 @@ def recipe(arguments: argparse.Namespace, step: "Step | None") -> Iterator[Findi
     yield Finding(enough, message + ("" if enough else "; lower run.keep_last or give another run.folder"))
 
 
-def beginning(arguments: argparse.Namespace, loaded: "Recipe", step: "Step | None") -> Iterator[Finding]:
-    """Whether a new run could begin from the weights it is to have; one that goes on does not look at them."""
+def beginning(arguments: argparse.Namespace, loaded: "Recipe") -> Iterator[Finding]:
+    """Whether a new run could begin from the weights it is to have."""
     from data_module.errors import InputError
-    from pipeline.checkpoint import newest_whole
-    from pipeline.fit import begins_afresh
     from pipeline.starting_point import starting_point
 
-    run = loaded.run_folder()
-    if not begins_afresh(arguments.fresh, run, step) and newest_whole(run)[0] is not None:
-        return
     try:
         yield Finding(True, f"begins from the weights of {starting_point(arguments.init_from, loaded).path}")
     except InputError as error:
         yield Finding(False, str(error))
+
+
+def going_on(run: Path, loaded: "Recipe") -> Iterator[Finding]:
+    """Whether the run that is there is the recipe's."""
+    from pipeline.run_folder import differences
+
+    if forbidden := differences(run, loaded)[0]:
+        hint = "use --fresh to start over, or another run.folder"
+        yield Finding(False, f"run folder {run} holds a run of another recipe: {'; '.join(forbidden)}; {hint}")
 
 
 def prepared(corpus: Path, settings: "CorpusSettings") -> Finding:
@@ -213,11 +222,10 @@ def prepared(corpus: Path, settings: "CorpusSettings") -> Finding:
 
 def accelerator(asked: str) -> Iterator[Finding]:
     """Whether what the recipe asks for is here."""
-    import torch
+    from pipeline.trainer_options import no_gpu
 
-    if asked in ("gpu", "cuda") and not torch.cuda.is_available():
-        hint = "see nvidia-smi and torch's CUDA build, or set it to cpu"
-        yield Finding(False, f"trainer.accelerator {asked}, and torch sees no GPU; {hint}")
+    if missing := no_gpu(asked):
+        yield Finding(False, missing)
 
 
 def unwritable(place: Path) -> str | None:

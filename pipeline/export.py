@@ -153,6 +153,7 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     import torch
 
     from data_module.errors import InputError
+    from model.packed_linear import can_pack
     from pipeline.bundle import formats
     from pipeline.bundle.card import make_card
     from pipeline.bundle.parity import BOUNDS, Parity
@@ -194,4 +195,5 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     }
     (folder / "parity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     example = [*model.tokenizer.encode(["A sentence."])[0].tolist(), model.tokenizer.eos_id]
-    (folder / "README.md").write_text(readme(names, card, example, max_positions or NUM_POSITIONS), encoding="utf-8")
+    how_to = readme(names, card, example, max_positions or NUM_POSITIONS, can_pack(model.network))
+    (folder / "README.md").write_text(how_to, encoding="utf-8")

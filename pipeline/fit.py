@@ -50,7 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
 def fit(arguments: argparse.Namespace) -> int:
     """As `run`; raises Stopped when it was asked to stop by a signal."""
     quiet_lightning()
-    from data_module.errors import InputError
     from pipeline.checkpoint import newest_whole
     from pipeline.recipe import load_recipe
     from pipeline.run_folder import counted_start
@@ -59,13 +58,13 @@ def fit(arguments: argparse.Namespace) -> int:
 
     step = current_step()
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
-    if "max_steps" not in recipe.trainer:
-        raise InputError("trainer.max_steps is missing; give the number of optimizer steps")
     refuse(recipe.trainer)
     path = recipe.run_folder()
     fresh = begins_afresh(arguments.fresh, path, step)
     begins = fresh or newest_whole(path)[0] is None
     start = starting_point(arguments.init_from, recipe) if arguments.init_from and begins else None
+    if arguments.init_from and not begins and process_rank() == 0:
+        print(f"{path}: this run has begun already, so --init-from is not looked at", file=sys.stderr)
     ensure_corpus(recipe.corpus, start.tokenizer if start else None)
     if step is None or step.rank > 0:
         return go_on(recipe, start, fresh, step)
@@ -85,7 +84,7 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
     from data_module.errors import InputError
     from data_module.tokenizer import Tokenizer
     from pipeline.checkpoint import newest_whole, read_checkpoint
-    from pipeline.run_folder import RunFolder
+    from pipeline.run_folder import RunFolder, differences
     from pipeline.training import train
 
     path = recipe.run_folder()
@@ -96,7 +95,7 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
     for broken in skipped if folder is not None else ():
         print(f"{broken}: is not whole; skipped", file=sys.stderr)
     if folder is not None and checkpoint is not None:
-        forbidden, allowed = folder.differences(recipe)
+        forbidden, allowed = differences(path, recipe)
         if forbidden:
             raise InputError(
                 f"{path}: holds a run of another recipe: {'; '.join(forbidden)}; "
@@ -136,7 +135,8 @@ def how_it_ended(recipe: "Recipe", path: Path, checkpoint: Path) -> str | None:
     if (path / STOPPED_EARLY).exists():
         stop = json.loads((path / STOPPED_EARLY).read_text())
         if stop["step"] == step and recipe.run.patience is not None and recipe.run.patience <= stop["patience"]:
-            return f"stopped early at step {step} after {stop['patience']} validations; raise run.patience to go on"
+            without = f"{stop['patience']} validations without a better BLEU"
+            return f"stopped early at step {step} after {without}; raise run.patience to go on"
     return None
 
 

@@ -12,6 +12,7 @@ from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.monitoring.settings import MonitoringSettings
 from pipeline.schema import Checker, Signature
+from pipeline.trainer_options import OWNED
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def load_recipe(
         _merge(values, _read_extended(path, places))
     mistakes = _override(values, places, list(overrides), trainer_signature or {})
     values.setdefault("name", paths[0].stem)
-    check = Checker(places)
+    places[""] = str(paths[0])
+    check = Checker(places, {f"trainer.{key}": why or "this program sets it itself" for key, why in OWNED.items()})
     recipe = check.dataclass(values, Recipe, "")
     if trainer_signature is not None and isinstance(values.get("trainer"), dict):
         check.signature(values["trainer"], trainer_signature, "trainer")
@@ -148,8 +150,11 @@ def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
 
 def _note_places(node: Any, path: Path, prefix: str, places: dict[str, str]) -> None:
     if isinstance(node, yaml.MappingNode):
+        names = [key.value for key, _ in node.value]
         for key, value in node.value:
             dotted = f"{prefix}{key.value}"
+            if names.count(key.value) > 1:
+                raise InputError(f"{path}:{key.start_mark.line + 1}: {dotted} is given twice; take one of them away")
             places[dotted] = f"{path}:{key.start_mark.line + 1}"
             _note_places(value, path, dotted + ".", places)
     elif isinstance(node, yaml.SequenceNode):
@@ -190,7 +195,8 @@ def _override(
             text = arguments.pop(0)
         *sections, last = key.split(".")
         section = values
-        for name in sections:
+        for depth, name in enumerate(sections, 1):
+            places.setdefault(".".join(sections[:depth]), "command line")
             inner = section.setdefault(name, {})
             if not isinstance(inner, dict):
                 inner = section[name] = {}

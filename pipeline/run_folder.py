@@ -94,29 +94,6 @@ class RunFolder:
         """Let go of the folder."""
         self._lock.close()
 
-    def differences(self, recipe: Recipe) -> tuple[list[str], list[str]]:
-        """What the folder's recipe and versions and these differ in: what may not change, and what may."""
-        config = self.path / "config.yaml"
-        if not is_run(self.path):
-            return [], []
-        written = yaml.safe_load(config.read_text())
-        with suppress(InputError):  # what is no recipe of this version differs, and is named as it stands
-            # A setting that is newer than the run has its default there.
-            written = load_recipe([config]).as_dict()
-        had, wanted = _flat(written), _flat(recipe.as_dict())
-        forbidden: list[str] = []
-        allowed: list[str] = []
-        for key in sorted(had.keys() | wanted.keys()):
-            if had.get(key) != wanted.get(key):
-                may = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
-                (allowed if may else forbidden).append(f"{key} {had.get(key)} -> {wanted.get(key)}")
-        # Another version goes on as well, but may batch, draw or round otherwise.
-        noted = self.path / "versions.json"
-        before = json.loads(noted.read_text()) if noted.exists() else {}
-        now = {name: what for name, what in versions().items() if name != "host"}
-        allowed += [f"{name} {before.get(name)} -> {what}" for name, what in now.items() if before.get(name) != what]
-        return forbidden, allowed
-
     def remove_run(self, step: Step | None) -> None:
         """Remove the run that is here, and nothing else; `write_config` replaces what makes the folder a run's.
 
@@ -138,6 +115,30 @@ class RunFolder:
         _replace(self.path / "config.yaml", yaml.safe_dump(recipe.as_dict(), sort_keys=False).encode())
         _replace(self.path / "tokenizer.model", tokenizer)
         _replace(self.path / "versions.json", json.dumps(versions(), indent=2).encode())
+
+
+def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
+    """What a run's recipe and versions and these differ in: what may not change, and what may."""
+    config = path / "config.yaml"
+    if not is_run(path):
+        return [], []
+    written = yaml.safe_load(config.read_text())
+    with suppress(InputError):  # what is no recipe of this version differs, and is named as it stands
+        # A setting that is newer than the run has its default there.
+        written = load_recipe([config]).as_dict()
+    had, wanted = _flat(written), _flat(recipe.as_dict())
+    forbidden: list[str] = []
+    allowed: list[str] = []
+    for key in sorted(had.keys() | wanted.keys()):
+        if had.get(key) != wanted.get(key):
+            may = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
+            (allowed if may else forbidden).append(f"{key} {had.get(key)} -> {wanted.get(key)}")
+    # Another version goes on as well, but may batch, draw or round otherwise.
+    noted = path / "versions.json"
+    before = json.loads(noted.read_text()) if noted.exists() else {}
+    now = {name: what for name, what in versions().items() if name != "host"}
+    allowed += [f"{name} {before.get(name)} -> {what}" for name, what in now.items() if before.get(name) != what]
+    return forbidden, allowed
 
 
 def begun_afresh(path: Path, step: Step) -> Path:

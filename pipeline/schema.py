@@ -14,8 +14,10 @@ Signature = dict[str, Any]
 class Checker:
     """Turns plain values into typed ones and collects what is wrong with them."""
 
-    def __init__(self, places: dict[str, str]) -> None:
+    def __init__(self, places: dict[str, str], refused: dict[str, str] | None = None) -> None:
+        """`places` has file and line of keys, `refused` why a key is not to be given, or what else is."""
         self._places = places
+        self._refused = refused or {}
         self.mistakes: list[str] = []
 
     def _wrong(self, key: str, message: str) -> None:
@@ -42,7 +44,8 @@ class Checker:
         try:
             return kind(**arguments)
         except ValueError as error:
-            self._wrong(prefix.rstrip("."), str(error))
+            key = str(error).split()[0].rstrip(":")
+            self._wrong(key if key in self._places else prefix.rstrip("."), str(error))
             return None
 
     def signature(self, values: dict[str, Any], signature: Signature, prefix: str) -> None:
@@ -57,6 +60,7 @@ class Checker:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
                 way_out = f"did you mean {prefix}{near[0]}?" if near else f"known are: {', '.join(known)}"
+                way_out = self._refused.get(f"{prefix}{key}", way_out)
                 self._wrong(f"{prefix}{key}", f"{prefix}{key} is not a key; {way_out}")
 
     def value(self, value: Any, kind: Any, key: str) -> Any:
@@ -84,7 +88,9 @@ class Checker:
                     return parse(value)
                 except (TypeError, ValueError, OverflowError):
                     pass
-        self._wrong(key, f"{key} has to be {_say_kind(kind)}, not {_say(value)}")
+        # YAML reads the languages' names no and on as false and true.
+        quoted = "; put it in quotes" if kind is str and isinstance(value, bool) else ""
+        self._wrong(key, f"{key} has to be {_say_kind(kind)}, not {_say(value)}{quoted}")
         return None
 
     def _union(self, value: Any, kinds: tuple[Any, ...], key: str) -> Any:
@@ -96,7 +102,7 @@ class Checker:
         if len(kinds) == 1:
             return self.value(value, kinds[0], key)
         for kind in kinds:
-            attempt = Checker(self._places)
+            attempt = Checker(self._places, self._refused)
             converted = attempt.value(value, kind, key)
             if not attempt.mistakes:
                 return converted
@@ -150,4 +156,4 @@ def _say_kind(kind: Any) -> str:
         return "one of " + ", ".join(map(repr, typing.get_args(kind)))
     if typing.get_origin(kind) is list:
         return "a list"
-    return names.get(kind, getattr(kind, "__name__", str(kind)))
+    return names.get(typing.get_origin(kind) or kind, getattr(kind, "__name__", str(kind)))

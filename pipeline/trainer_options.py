@@ -21,14 +21,17 @@ def trainer_options(
         step: the SLURM step this process is a task of; its nodes and tasks count, whatever the recipe says.
         timeout_seconds: how long a rank waits for another.
 
-    Raises InputError for what `refuse` does.
+    Raises InputError for a GPU that is not there.
     """
     import torch
 
-    refuse(recipe_options)
+    from data_module.errors import InputError
+
     options = {"val_check_interval": 1000, "accelerator": "auto", **recipe_options}
     if options["accelerator"] == "auto" and not torch.cuda.is_available():
         options["accelerator"] = "cpu"
+    if missing := no_gpu(options["accelerator"]):
+        raise InputError(missing)
     options["precision"] = options.get("precision") or best_precision(options["accelerator"])
     if str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda"):
         allow_tf32()
@@ -42,7 +45,9 @@ def refuse(options: dict[str, Any]) -> None:
     """Raises InputError for values of a recipe's `trainer:` that Lightning takes and that cannot be trained by."""
     from data_module.errors import InputError
 
-    steps, every = options.get("max_steps", 1), options.get("val_check_interval", 1)
+    if "max_steps" not in options:
+        raise InputError("trainer.max_steps is missing; give the number of optimizer steps")
+    steps, every = options["max_steps"], options.get("val_check_interval", 1)
     precision, strategy = str(options.get("precision")), options.get("strategy", "auto")
     if steps < 1:  # to Lightning, -1 is without end: nothing would be the last step, to stop at or to go on to
         raise InputError(f"trainer.max_steps {steps} is not 1 or more")
@@ -53,6 +58,16 @@ def refuse(options: dict[str, Any]) -> None:
         raise InputError(f"trainer.precision {precision} cannot hold Adam's steps; use 16-mixed, bf16-mixed")
     if strategy not in ("auto", "ddp"):
         raise InputError(f"trainer.strategy {strategy} is not for this program, which trains by ddp; leave it out")
+
+
+def no_gpu(accelerator: Any) -> str | None:
+    """What to say where a GPU is asked for and none is there."""
+    import torch
+
+    if accelerator not in ("gpu", "cuda") or torch.cuda.is_available():
+        return None
+    hint = "see nvidia-smi and torch's CUDA build, or set it to cpu"
+    return f"trainer.accelerator {accelerator}, and torch sees no GPU; {hint}"
 
 
 def allow_tf32() -> None:

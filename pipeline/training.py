@@ -24,6 +24,7 @@ from pipeline.monitoring.description import Description
 from pipeline.monitoring.history import first_submission, note_start
 from pipeline.monitoring.looking import Pictures
 from pipeline.monitoring.monitor import Monitor
+from pipeline.monitoring.progress import say
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.validation_text import ValidationText
 from pipeline.recipe import Recipe
@@ -153,3 +154,4 @@ def train(
         stop = {"step": trainer.global_step, "patience": patience}
         with whole_file(path / STOPPED_EARLY) as file:
             file.write(json.dumps(stop).encode())
+        say(f"stopped early at step {trainer.global_step} after {patience} validations without a better BLEU")

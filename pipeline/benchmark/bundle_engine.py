@@ -20,7 +20,10 @@ def require_bundle(bundle: Path, model: Any) -> None:
         raise InputError(f"{bundle}: holds no model.ts; give a folder that export has made")
     card = json.loads((bundle / "card.json").read_text(encoding="utf-8"))
     if (card["tokenizer_sha256"], card["step"]) != (model.tokenizer.sha256, model.step):
-        raise InputError(f"{bundle}: was made of {card['checkpoint']}, another checkpoint than {model.path}")
+        raise InputError(
+            f"{bundle}: was made of {card['checkpoint']}, another checkpoint than {model.path}; give that one, or "
+            "export this one"
+        )
 
 
 class BundleEngine:

@@ -84,6 +84,7 @@ def write_huggingface(model: Any, folder: Path) -> None:
         raise InputError("--baseline huggingface: Transformers has no heads of other sizes than d_model / num_heads")
     pre_norm = isinstance(network.encoder_norm, torch.nn.LayerNorm)
     num_positions = 1024 + model.decoding.max_extra_tokens
+    num_positions = min(num_positions, network.positions.max_positions or num_positions)
     shape: dict[str, Any] = {"activation_function": "relu", "scale_embedding": True, "d_model": d_model}
     for side, layers in (("encoder", network.encoder), ("decoder", network.decoder)):
         shape |= {

@@ -36,6 +36,9 @@ lengths and log-probabilities. Wrong arguments raise an error that says what is 
 On a GPU: `torch.jit.load("model.ts", map_location="cuda")`, with ids on it too. In bfloat16:
 `model.to(torch.bfloat16)`.
 
+"""
+
+PACKED = """\
 **Fast on a CPU.** Inside the file lies the same search for PyTorch with oneDNN (x86, Linux on ARM), which lays its
 weights out for the processor when first used. It finds the same, 1.3 to 1.8 times as fast:
 
@@ -50,6 +53,9 @@ for name, parameter in model.named_parameters():
     parameter.data = weights[name]
 ```
 
+"""
+
+TORCHSCRIPT_ON = """\
 **Warm up** with two batches before you measure, or share the model between threads: the first call compiles and
 packs, the second optimises what the first has seen, and both take two to three times as long as later ones;
 `first_batch_seconds` in `parity.json` is what the first one took.
@@ -103,7 +109,10 @@ tokens = [card["bos_id"]]
 with torch.no_grad():
     cross_keys, cross_values = encode(source, mask)
     keys, values = cross_keys[:, :, :, :0], cross_values[:, :, :, :0]
-    while tokens[-1] != card["eos_id"] and len(tokens) < source.size(1) + card["max_extra_tokens"]:
+    longest = source.size(1) + card["max_extra_tokens"]
+    if card["max_source_tokens"]:  # learned positions end there
+        longest = min(longest, card["max_source_tokens"])
+    while tokens[-1] != card["eos_id"] and len(tokens) < longest:
         last = torch.tensor(tokens[-1:])
         logits, keys, values = step(last, keys, values, cross_keys, cross_values, mask)
         logits[:, [card["pad_id"], card["bos_id"]]] = float("-inf")
@@ -152,7 +161,7 @@ them into memory), use all memory and time, and, through operators that trust th
 """
 
 
-def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslate2_positions: int) -> str:
+def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslate2_positions: int, packed: bool) -> str:
     """The text, with sections for the formats named.
 
     Args:
@@ -160,10 +169,11 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         card: its card.
         example: ids of "A sentence.", the end symbol last.
         ctranslate2_positions: the most tokens that `ctranslate2/` takes.
+        packed: whether `packed.ts` lies inside model.ts.
     """
     sections = [TITLE.format(**card)]
     for name, section in (
-        ("model.ts", TORCHSCRIPT),
+        ("model.ts", TORCHSCRIPT + (PACKED if packed else "") + TORCHSCRIPT_ON),
         ("model.int8.ts", INT8),
         ("model.pt2", PT2),
         ("ctranslate2", CTRANSLATE2),

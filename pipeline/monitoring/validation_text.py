@@ -70,7 +70,7 @@ class ValidationText(Callback):
         if batch.weightless:
             return
         pairs, tokens, lengths = (tensor.tolist() for tensor in outputs)
-        ids = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+        ids = [row[: length - 1] for row, length in zip(tokens, lengths, strict=True)]
         texts = self._tokenizer.decode(ids)
         self._scores.update(
             texts, [self._references[pair] for pair in pairs], ids, [self._lengths[pair] for pair in pairs]

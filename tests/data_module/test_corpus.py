@@ -146,8 +146,8 @@ def test_settings_of_a_corpus_can_be_compared(settings: CorpusSettings) -> None:
     assert differs_from(manifest, replace(settings, folder="elsewhere")) == []
     changed = replace(settings, max_tokens=100, lowercase=True)
     assert differs_from(manifest, changed) == [
-        "settings.lowercase was false, now true",
-        "settings.max_tokens was 256, now 100",
+        "corpus.lowercase was false, now true",
+        "corpus.max_tokens was 256, now 100",
     ]
 
 

@@ -252,4 +252,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m tests.integration.scaling_check RECIPE")
     main(sys.argv[1])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 import time
@@ -172,7 +173,17 @@ def test_doctor_finds_what_is_wrong(recipe_file: Path) -> None:
     assert b"WRONG text none.en is missing" in ill.stdout
     other = pipeline("doctor", "--config", recipe_file, "--corpus.vocabulary_size", 50)
     assert other.returncode == 1
-    assert b"is prepared with other settings: settings.vocabulary_size was 60, now 50; name another" in other.stdout
+    assert b"is prepared with other settings: corpus.vocabulary_size was 60, now 50; name another" in other.stdout
+
+
+def test_doctor_refuses_what_fit_would(trained_run: Path, recipe_file: Path) -> None:
+    wider = pipeline("doctor", "--config", recipe_file, "--run.folder", trained_run, "--network.d_ff", 64)
+    assert wider.returncode == 1
+    assert re.search(rb"holds a run of another recipe: .*network\.d_ff 32 -> 64.*; use --fresh", wider.stdout)
+    fresh = pipeline("doctor", "--config", recipe_file, "--run.folder", trained_run, "--network.d_ff", 64, "--fresh")
+    assert fresh.returncode == 0, fresh.stdout
+    endless = pipeline("doctor", "--config", recipe_file, "--trainer.max_steps", -1)
+    assert b"WRONG trainer.max_steps -1 is not 1 or more" in endless.stdout
 
 
 def test_mistakes_of_the_command_line(trained_run: Path, tmp_path: Path) -> None:

@@ -150,7 +150,9 @@ def test_early_stopping_by_patience(recipe_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     patient = ["--config", recipe_file, "--run.folder", run, "--run.patience", 2, "--trainer.val_check_interval", 2]
     patient += ["--training.learning_rate_factor", 1e-6, "--trainer.max_steps", 40]
-    assert pipeline("fit", *patient).returncode == 0
+    done = pipeline("fit", *patient)
+    assert done.returncode == 0
+    assert b"after 2 validations without a better BLEU" in done.stderr
     steps = [int(path.stem.removeprefix("step=")) for path in (run / "checkpoints").glob("step=*")]
     assert max(steps) < 40
     again = pipeline("fit", *patient)

@@ -43,6 +43,7 @@ def test_begins_from_anothers_weights_and_tokenizer(recipe_file: Path, tmp_path:
     # Typed again, as a job that is back in the queue does, it goes on.
     said = fit(recipe_file, *start, "--trainer.max_steps", 2, "--training.learning_rate_factor", 0)
     assert "resuming from" in said
+    assert "this run has begun already, so --init-from is not looked at" in said
     assert "beginning" not in said
 
     # Made anew without the parent, the corpus has pieces of its own: the run's weights would mean others by them.

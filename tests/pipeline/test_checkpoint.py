@@ -62,6 +62,10 @@ def test_average_of_more_than_there_are_is_refused(trained_run: Path) -> None:
     none = pipeline("average", trained_run / "checkpoints", "--last", 3)
     assert none.returncode == 2
     assert b"holds no checkpoint; give a run folder" in none.stderr
+    nowhere = pipeline("average", trained_run / "none", "--last", 3)
+    assert b"there is no such run folder" in nowhere.stderr
+    nothing = pipeline("average", trained_run, "--last", 0)
+    assert nothing.stderr == b"error: --last 0 is not 1 or more\n"
 
 
 def test_average_is_summed_in_float64(trained_run: Path, tmp_path: Path) -> None:

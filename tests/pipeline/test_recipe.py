@@ -118,6 +118,34 @@ def test_trainer_keys_are_lightnings(tmp_path: Path) -> None:
     assert "trainer.devices has to be" in said
 
 
+def test_trainer_keys_that_this_program_owns(tmp_path: Path) -> None:
+    said = mistakes(
+        write(tmp_path, MINIMAL), "--trainer.max_epochs=3", "--trainer.barebones=1", trainer={"max_steps": int}
+    )
+    assert "trainer.max_epochs is not a key; count in steps with trainer.max_steps" in said
+    assert "trainer.barebones is not a key; this program sets it itself" in said
+
+
+def test_where_a_mistake_is(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "run:\n  seed: 3\n  keep_last: 0\n")
+    line = 1 + path.read_text().splitlines().index("  keep_last: 0")
+    assert mistakes(path) == f"{path}:{line}: run.keep_last 0 is not 1 or more"
+    twice = write(tmp_path, MINIMAL + "run:\n  seed: 3\n  seed: 4\n")
+    assert mistakes(twice).startswith(f"{twice}:{line - 1}: run.seed is given twice; ")
+    path = write(tmp_path, MINIMAL)
+    assert mistakes(path, "--networks.d_model=5").startswith(
+        "command line: networks is not a key; did you mean network?"
+    )
+    assert "target_language has to be text, not False; put it in quotes" in mistakes(
+        path, "--corpus.target_language=no"
+    )
+    empty = write(tmp_path, MINIMAL + "trainer:\n")
+    assert "trainer has to be a mapping, not nothing" in mistakes(empty, trainer={})
+    path = write(tmp_path, MINIMAL)
+    overlay = write(tmp_path, "run: {seed: 3}", "overlay.yaml")
+    assert mistakes(overlay) == f"{overlay}: corpus is missing; give it"
+
+
 def test_what_is_no_recipe(tmp_path: Path) -> None:
     assert "there is no such recipe" in mistakes(tmp_path / "none.yaml")
     broken = write(tmp_path, "a: [1,\nb: 2")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from pipeline.recipe import Recipe, load_recipe
-from pipeline.run_folder import RunFolder
+from pipeline.run_folder import RunFolder, differences
 from tests.conftest import ROOT
 
 
@@ -20,16 +20,16 @@ def recipe(tmp_path: Path) -> Recipe:
 
 def test_another_recipe(recipe: Recipe) -> None:
     folder = RunFolder(recipe.run_folder())
-    assert folder.differences(recipe) == ([], [])
+    assert differences(folder.path, recipe) == ([], [])
     folder.write_config(recipe, b"")
-    assert folder.differences(recipe) == ([], [])
+    assert differences(folder.path, recipe) == ([], [])
     wider = replace(recipe, network=replace(recipe.network, d_ff=2 * recipe.network.d_ff))
-    assert folder.differences(wider)[0] == [f"network.d_ff {recipe.network.d_ff} -> {wider.network.d_ff}"]
+    assert differences(folder.path, wider)[0] == [f"network.d_ff {recipe.network.d_ff} -> {wider.network.d_ff}"]
     greedy = replace(recipe, decoding=replace(recipe.decoding, beam_size=1))
-    assert folder.differences(greedy) == ([], [f"decoding.beam_size {recipe.decoding.beam_size} -> 1"])
+    assert differences(folder.path, greedy) == ([], [f"decoding.beam_size {recipe.decoding.beam_size} -> 1"])
     noted = folder.path / "versions.json"
     noted.write_text(json.dumps({**json.loads(noted.read_text()), "torch": "2.11.0", "host": "another"}))
-    assert folder.differences(recipe) == ([], [f"torch 2.11.0 -> {version('torch')}"])
+    assert differences(folder.path, recipe) == ([], [f"torch 2.11.0 -> {version('torch')}"])
     folder.close()
 
 
@@ -40,11 +40,11 @@ def test_a_setting_newer_than_the_run_has_its_default_there(recipe: Recipe) -> N
     written = yaml.safe_load(config.read_text())
     del written["training"]["adam_epsilon"]
     config.write_text(yaml.safe_dump(written))
-    assert folder.differences(recipe) == ([], [])
+    assert differences(folder.path, recipe) == ([], [])
     other = replace(recipe, training=replace(recipe.training, adam_epsilon=1e-6))
-    assert folder.differences(other)[0] == [f"training.adam_epsilon {recipe.training.adam_epsilon} -> 1e-06"]
+    assert differences(folder.path, other)[0] == [f"training.adam_epsilon {recipe.training.adam_epsilon} -> 1e-06"]
     # One that this version does not know is named.
     written["training"]["momentum"] = 0.5
     config.write_text(yaml.safe_dump(written))
-    assert "training.momentum 0.5 -> None" in folder.differences(recipe)[0]
+    assert "training.momentum 0.5 -> None" in differences(folder.path, recipe)[0]
     folder.close()
