@@ -16,8 +16,8 @@ from data_module.batch import Batch, StepShare
 from model.noam_schedule import noam_learning_rate
 from model.settings import TrainingSettings
 from model.translation_module import TranslationModule
-from pipeline.benchmark.machine import MatrixProduct
-from pipeline.benchmark.stopwatch import PeakMemory, Stopwatch, kept_bytes
+from pipeline.measuring.machine import MatrixProduct
+from pipeline.measuring.stopwatch import PeakMemory, Stopwatch, kept_bytes
 
 WARM_UP_STEPS = 5
 MEMORY_STEPS = 2

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from model.settings import NetworkSettings
-from pipeline.benchmark.flops import training_flops
+from pipeline.measuring.flops import training_flops
 
 if TYPE_CHECKING:
     from pipeline.benchmark.contest import Contest, Turn

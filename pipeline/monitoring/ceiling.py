@@ -7,8 +7,8 @@ import torch
 
 from data_module.corpus import ParallelCorpus
 from model.settings import NetworkSettings
-from pipeline.benchmark.flops import training_flops
-from pipeline.benchmark.machine import MatrixProduct
+from pipeline.measuring.flops import training_flops
+from pipeline.measuring.machine import MatrixProduct
 
 _PAIRS_LOOKED_AT = 1_000_000
 _SECONDS = 0.2

@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from pipeline.benchmark.stopwatch import Stopwatch
+from pipeline.measuring.stopwatch import Stopwatch
 
 STEP = ("data_wait", "compute", "between")
 """Stretches that make up a step: waiting for the loader, the step itself, and the loop around them."""

@@ -19,7 +19,7 @@ from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
-from pipeline.benchmark.stopwatch import PeakMemory
+from pipeline.measuring.stopwatch import PeakMemory
 from pipeline.monitoring.monitor import Monitor
 from pipeline.trainer_options import precision_plugin
 from tests.model.test_compilation import DEVICES, PAD, VOCABULARY, share_of

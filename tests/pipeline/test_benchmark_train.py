@@ -20,8 +20,8 @@ from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
-from pipeline.benchmark.flops import training_flops
-from pipeline.benchmark.stopwatch import PeakMemory, Stopwatch
+from pipeline.measuring.flops import training_flops
+from pipeline.measuring.stopwatch import PeakMemory, Stopwatch
 
 SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2)

@@ -1,0 +1,1 @@
+"""What runs and benchmarks measure alike: time, memory, arithmetic, and the most that the machine can do."""
