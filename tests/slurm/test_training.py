@@ -17,10 +17,13 @@ pytestmark = pytest.mark.slow
 def test_nodes_are_equal_to_one_process(
     cluster: Cluster, tiny_corpus: Path, recipe_file: Path, tmp_path: Path, nodes: int, tasks: int
 ) -> None:
-    """With several tasks a node, from a corpus that is copied to the nodes first."""
+    """With several tasks a node, from a corpus that is copied to the nodes first; else from another run's weights."""
     # Adam would blow up the rounding of gradients that are zero, with the paper's epsilon.
     exact = ["--training.adam_epsilon", 1e-3]
-    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone, together, parent = tmp_path / "alone", tmp_path / "together", tmp_path / "parent"
+    if tasks == 1:
+        assert pipeline("fit", "--config", recipe_file, "--run.folder", parent, "--run.seed", 7).returncode == 0
+        exact += ["--init-from", parent]
     assert pipeline("fit", "--config", recipe_file, "--run.folder", alone, *exact).returncode == 0
     script, local = "slurm/train.sbatch", tmp_path / "node" / "corpus"
     if tasks > 1:
@@ -35,6 +38,7 @@ def test_nodes_are_equal_to_one_process(
     assert job.wait() == "COMPLETED", job.log
     assert "Warning" not in job.log  # srun's, of numbers that exclude one another
     assert local.exists() == (tasks > 1)
+    assert job.log.count("begins from the weights of") == job.log.count("beginning from the weights") == (tasks == 1)
     assert [path.name for path in checkpoints(together)] == [path.name for path in checkpoints(alone)]
     ours, theirs = weights_of(together), weights_of(alone)
     for name, weight in theirs.items():
