@@ -1,5 +1,6 @@
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -140,8 +141,6 @@ def test_damaged_array_is_named(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_corpus_can_be_compared(settings: CorpusSettings) -> None:
-    from dataclasses import replace
-
     manifest = prepare(settings, progress=False)
     assert differs_from(manifest, replace(settings, folder="elsewhere")) == []
     changed = replace(settings, max_tokens=100, lowercase=True)
@@ -149,6 +148,18 @@ def test_settings_of_a_corpus_can_be_compared(settings: CorpusSettings) -> None:
         "corpus.lowercase was false, now true",
         "corpus.max_tokens was 256, now 100",
     ]
+
+
+def test_a_link_to_another_disk_stays_one(settings: CorpusSettings, tmp_path: Path) -> None:
+    there, link = tmp_path / "disk" / "corpus", tmp_path / "link"
+    there.parent.mkdir()
+    link.symlink_to(there)
+    for most in (100, 101, 102):
+        prepare(replace(settings, folder=str(link), max_tokens=most), force=True, progress=False)
+    assert link.readlink() == there
+    assert json.loads((there / "manifest.json").read_text())["settings"]["max_tokens"] == 102
+    assert not list(tmp_path.glob(".link.*"))
+    assert [path.name for path in there.parent.glob(".corpus.*")] == [".corpus.lock"]
 
 
 def test_reading_ahead_reads_every_byte_and_leaves_what_is_too_large(

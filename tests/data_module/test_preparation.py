@@ -128,19 +128,6 @@ def test_a_change_is_named_and_force_rebuilds(settings: CorpusSettings, tmp_path
     assert made(changed)["settings"]["max_tokens"] == 200
 
 
-def test_a_link_to_another_disk_stays_one(settings: CorpusSettings, tmp_path: Path) -> None:
-    there, link = tmp_path / "disk" / "corpus", Path(settings.folder)
-    there.parent.mkdir()
-    link.symlink_to(there)
-    made(settings)
-    for pieces in (61, 62):
-        made(replace(settings, vocabulary_size=pieces), force=True)
-    assert link.readlink() == there
-    assert Tokenizer.load(there / "tokenizer.model").vocabulary_size == 62
-    assert not list(tmp_path.glob(".corpus.*"))
-    assert [path.name for path in there.parent.glob(".corpus.*")] == [".corpus.lock"]
-
-
 def test_sources_are_concatenated_gz_tsv_and_repeat(settings: CorpusSettings, tmp_path: Path) -> None:
     plain, zipped, tabbed = (pairs_of_text(n, n) for n in (30, 31, 32))
     first = write_pairs(tmp_path, "plain", plain)
