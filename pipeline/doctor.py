@@ -199,11 +199,10 @@ def beginning(arguments: argparse.Namespace, loaded: "Recipe") -> Iterator[Findi
 
 def going_on(run: Path, loaded: "Recipe") -> Iterator[Finding]:
     """Whether the run that is there is the recipe's."""
-    from pipeline.run_folder import differences
+    from pipeline.run_folder import another_run, differences
 
     if forbidden := differences(run, loaded)[0]:
-        hint = "use --fresh to start over, or another run.folder"
-        yield Finding(False, f"run folder {run} holds a run of another recipe: {'; '.join(forbidden)}; {hint}")
+        yield Finding(False, another_run(run, forbidden))
 
 
 def prepared(corpus: Path, settings: "CorpusSettings") -> Finding:

@@ -84,7 +84,7 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
     from data_module.errors import InputError
     from data_module.tokenizer import Tokenizer
     from pipeline.checkpoint import newest_whole, read_checkpoint
-    from pipeline.run_folder import RunFolder, differences
+    from pipeline.run_folder import RunFolder, another_run, differences
     from pipeline.training import train
 
     path = recipe.run_folder()
@@ -97,10 +97,7 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
     if folder is not None and checkpoint is not None:
         forbidden, allowed = differences(path, recipe)
         if forbidden:
-            raise InputError(
-                f"{path}: holds a run of another recipe: {'; '.join(forbidden)}; "
-                "use --fresh to start over, or another run.folder"
-            )
+            raise InputError(another_run(path, forbidden))
         if bytes(read_checkpoint(checkpoint)["translation"]["tokenizer"].numpy()) != tokenizer.model:
             raise InputError(
                 f"{recipe.corpus.folder}: has another vocabulary than the run in {path}; name another corpus.folder "

@@ -141,6 +141,12 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     return forbidden, allowed
 
 
+def another_run(path: Path, forbidden: list[str]) -> str:
+    """What to say of differences that make the recipe's another run than the folder's."""
+    way_out = "use --fresh to start over, or another run.folder"
+    return f"{path}: holds a run of another recipe: {'; '.join(forbidden)}; {way_out}"
+
+
 def begun_afresh(path: Path, step: Step) -> Path:
     """What is there once a job has removed the run that it had found."""
     return path / f".fresh-{step.job}"
