@@ -203,6 +203,21 @@ def test_a_layer_to_look_at_that_is_not_there(recipe_file: Path, tmp_path: Path)
     assert done.stderr.decode().splitlines()[-1].startswith("error: monitoring.attention_layers: there is no 1; ")
 
 
+def test_learned_positions_reach_the_longest_validation_sentence(
+    tiny_corpus: Path, recipe_file: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_corpus.parent, tmp_path / "texts")
+    text = tmp_path / "texts" / "validation.target"
+    first, *rest = text.read_text().splitlines()
+    text.write_text("\n".join([" ".join([first] * 20), *rest]) + "\n")
+    longer = [f"--corpus.validation.target={text}", "--corpus.folder", tmp_path / "corpus"]
+    learned = ["--network.learned_positions", "true", "--network.max_positions", 60]
+    fit(recipe_file, tmp_path / "short", *learned, "--trainer.max_steps", 1)
+    done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", *longer, *learned)
+    assert done.returncode == 2
+    assert "error: network.max_positions 60 is less than the longest sentence" in done.stderr.decode()
+
+
 def test_chosen_pictures(recipe_file: Path, tmp_path: Path) -> None:
     chosen = ["--monitoring.attention_sentences", "[7]", "--monitoring.attention_heads", "[1]"]
     run = fit(recipe_file, tmp_path / "run", *chosen, "--monitoring.embedding_pieces", 9)
