@@ -8,7 +8,7 @@ import hashlib
 import io
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,28 @@ class Tokenizer:
         return [self._processor.id_to_piece(i) for i in range(self.vocabulary_size)]
 
 
+def train_tokenizer(
+    sentences: Iterable[str],
+    vocabulary_size: int,
+    *,
+    lowercase: bool = False,
+    character_coverage: float = 1.0,
+) -> bytes:
+    """Train byte-pair encoding on the sentences and return the model's bytes, the same for the same text.
+
+    `vocabulary_size` counts everything, special ids and single characters too.
+
+    Raises:
+        InputError: the text is too small, or has too many characters, for that vocabulary.
+    """
+    words = WordCounts()
+    for sentence in sentences:
+        line = normalize_white_space(sentence)
+        words.add(line)
+        words.add_characters(line)
+    return train_on_words(words, vocabulary_size, lowercase=lowercase, character_coverage=character_coverage)
+
+
 def train_on_words(
     words: WordCounts,
     vocabulary_size: int,
@@ -100,14 +122,10 @@ def train_on_words(
     lowercase: bool = False,
     character_coverage: float = 1.0,
 ) -> bytes:
-    """Train byte-pair encoding on a text's words and return the model's bytes, the same for the same text.
+    """As `train_tokenizer`, from a text's words and characters; releases the GIL.
 
-    Releases the GIL. `vocabulary_size` counts everything, special ids and single characters too. With a
-    `character_coverage` of 1 every character of `words` gets a piece, otherwise only the most frequent ones that make
-    up this share of the text.
-
-    Raises:
-        InputError: the text is too small, or has too many characters, for that vocabulary.
+    With a `character_coverage` of 1 every character of `words` gets a piece, otherwise only the most
+    frequent ones that make up this share of the text.
     """
     characters = words.characters()
     characters = "".join(sorted(set("".join(c.lower() for c in characters) if lowercase else characters)))

@@ -1,13 +1,11 @@
 import pickle
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from data_module.errors import InputError
-from data_module.tokenizer import Tokenizer, train_on_words
+from data_module.tokenizer import Tokenizer, train_tokenizer
 from data_module.word_counts import WordCounts, normalize_white_space
 from data_module.word_encoder import WordEncoder
 
@@ -18,18 +16,9 @@ SENTENCES = [
 ]
 
 
-def trained(sentences: Iterable[str], vocabulary_size: int, **options: Any) -> bytes:
-    words = WordCounts()
-    for sentence in sentences:
-        line = normalize_white_space(sentence)
-        words.add(line)
-        words.add_characters(line)
-    return train_on_words(words, vocabulary_size, **options)
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(trained(SENTENCES, 120))
+    return Tokenizer(train_tokenizer(SENTENCES, 120))
 
 
 def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:
@@ -77,12 +66,12 @@ def test_vocabulary_size_counts_everything(tokenizer: Tokenizer) -> None:
 
 def test_same_text_gives_same_bytes_with_and_without_lowercase() -> None:
     for lowercase in (False, True):
-        first = trained(SENTENCES, 110, lowercase=lowercase)
-        assert first == trained(iter(SENTENCES), 110, lowercase=lowercase)
+        first = train_tokenizer(SENTENCES, 110, lowercase=lowercase)
+        assert first == train_tokenizer(iter(SENTENCES), 110, lowercase=lowercase)
 
 
 def test_lowercase_is_in_the_model() -> None:
-    tokenizer = Tokenizer(trained([*SENTENCES, "İstanbul"], 110, lowercase=True))
+    tokenizer = Tokenizer(train_tokenizer([*SENTENCES, "İstanbul"], 110, lowercase=True))
     assert tokenizer.lowercase
     assert tokenizer.decode(tokenizer.encode(["The HAUS in ZÜRICH İ"])) == ["the haus in zürich i̇"]
 
@@ -93,7 +82,7 @@ def test_lowercase_is_off_by_default(tokenizer: Tokenizer) -> None:
 
 def test_every_character_is_known_the_reserved_and_the_uncounted_too() -> None:
     sentences = [*SENTENCES, "rare 中 😀 ▅ \ufffd", "long " + "x" * 6000 + "語"]
-    tokenizer = Tokenizer(trained(sentences, 130))
+    tokenizer = Tokenizer(train_tokenizer(sentences, 130))
     for ids in tokenizer.encode(sentences):
         assert tokenizer.unk_id not in ids
     assert tokenizer.decode(tokenizer.encode(sentences)) == sentences
@@ -101,29 +90,29 @@ def test_every_character_is_known_the_reserved_and_the_uncounted_too() -> None:
 
 def test_coverage_below_one_leaves_rare_characters_out() -> None:
     sentences = ["abc cab bca " * 50] * 50 + ["中"]
-    assert "中" in Tokenizer(trained(sentences, 14)).pieces()
-    assert "中" not in Tokenizer(trained(sentences, 14, character_coverage=0.99)).pieces()
+    assert "中" in Tokenizer(train_tokenizer(sentences, 14)).pieces()
+    assert "中" not in Tokenizer(train_tokenizer(sentences, 14, character_coverage=0.99)).pieces()
 
 
 def test_too_large_a_vocabulary_names_the_largest_that_works() -> None:
     with pytest.raises(InputError, match=r"corpus.vocabulary_size: 5000 .* largest that works is (\d+)$") as caught:
-        trained(SENTENCES, 5000)
+        train_tokenizer(SENTENCES, 5000)
     largest = int(str(caught.value).rsplit(" ", 1)[1])
-    assert Tokenizer(trained(SENTENCES, largest)).vocabulary_size == largest
+    assert Tokenizer(train_tokenizer(SENTENCES, largest)).vocabulary_size == largest
     with pytest.raises(InputError):
-        trained(SENTENCES, largest + 1)
+        train_tokenizer(SENTENCES, largest + 1)
 
 
 def test_too_small_a_vocabulary_names_the_smallest_that_works() -> None:
     with pytest.raises(InputError, match=r"10 is too small .* at least (\d+),") as caught:
-        trained(SENTENCES, 10)
+        train_tokenizer(SENTENCES, 10)
     smallest = int(str(caught.value).split("at least ")[1].split(",")[0])
-    assert Tokenizer(trained(SENTENCES, smallest)).vocabulary_size == smallest
+    assert Tokenizer(train_tokenizer(SENTENCES, smallest)).vocabulary_size == smallest
 
 
 def test_text_without_words_is_an_input_error() -> None:
     with pytest.raises(InputError, match="no words"):
-        trained(["", "  "], 100)
+        train_tokenizer(["", "  "], 100)
 
 
 @pytest.mark.parametrize("model", [b"", b"junk", b"\x00" * 100])
