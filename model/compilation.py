@@ -1,14 +1,19 @@
 """The network's forward pass through torch.compile, once for all shapes.
 
-Sentences vary in length and batches in size, so sizes have to be symbols from the first call on. There are two graphs,
-for batches with a source mask and without, and others of sentences past the table of sinusoids (1,024 tokens); what
-runs here after all have been met compiles nothing.
+Sentences vary in length and batches in size, so sizes have to be symbols from the first call on. On a CPU there are
+two graphs, for batches with a source mask and without, and others of sentences past the table of sinusoids (1,024
+tokens). On a GPU each of them is made up to four times, for lengths of source and target that are a multiple of 8, as
+attention's kernels like them, or are not; and again where a size decides how Inductor fuses layer normalization's
+backward pass. What runs here after all have been met compiles nothing.
 """
 
 import torch
 from torch import Tensor
 
 from model.transformer import Transformer
+
+_GRAPHS = 64
+"""PyTorch ends a run that needs a ninth graph of one function."""
 
 
 class CompiledForward:
@@ -20,6 +25,7 @@ class CompiledForward:
 
     def __init__(self, network: Transformer, backend: str = "inductor") -> None:
         """Compiles at the first calls, each of which takes a minute or so with PyTorch's own `backend`."""
+        torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
         self._network = network
         self._compiled = torch.compile(network.forward, fullgraph=True, backend=backend)
 

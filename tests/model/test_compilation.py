@@ -102,6 +102,26 @@ def test_no_shape_compiles_anew_and_all_give_eager_gradients() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+class _Aligned(Transformer):
+    """Asks for its sizes as Inductor does on a GPU: each combination is a graph of its own."""
+
+    def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None) -> Tensor:
+        aligned = (source.size(1) % 8 == 0) + 2 * (target.size(1) % 8 == 0) + 4 * (target.numel() >= 100)
+        return super().forward(source, target, source_mask) + aligned
+
+
+@pytest.mark.slow
+def test_more_graphs_than_pytorch_allows_by_default() -> None:
+    torch.manual_seed(3)
+    network = _Aligned(VOCABULARY, SETTINGS)
+    forward = CompiledForward(network, backend="eager")
+    shapes = [(pairs, source, target) for pairs in (2, 30) for source in (8, 9) for target in (8, 9)]
+    for masked in (False, True):
+        for batch in share_of(shapes, masked).micro_batches:
+            arguments = batch.source, batch.target_input, batch.source_mask
+            torch.testing.assert_close(forward(*arguments), network(*arguments))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("cached_rows", [6, 99])
@@ -151,16 +171,22 @@ def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing(device
         one.zero_grad()
         return [torch.cat([gradient.flatten() for gradient in found if gradient is not None]), *sums]
 
-    kinds = [batch for masked in (False, True) for batch in share_of(SHAPES, masked).to(device).micro_batches]
-    for number, batch in enumerate([kinds[0], kinds[len(SHAPES)], *kinds]):
-        if number == 2:
+    shapes = [*SHAPES, (3, 8, 7), (3, 7, 8), (3, 8, 8)]
+    every = [batch for masked in (False, True) for batch in share_of(shapes, masked).to(device).micro_batches]
+    kinds: dict[tuple[bool, ...], Batch] = {}
+    for batch in every:
+        lengths = batch.source.size(1), batch.target_input.size(1)
+        aligned = [device == "cuda" and length % 8 == 0 for length in lengths]
+        kinds.setdefault((batch.source_mask is None, *aligned), batch)
+    for number, batch in enumerate([*kinds.values(), *every]):
+        if number == len(kinds):
             torch.compiler.set_stance("fail_on_recompile")
         (gradient, *sums), (expected, *expected_sums) = step(ours, batch), step(theirs, batch)
         assert (gradient - expected).norm() < 0.02 * expected.norm()
         torch.testing.assert_close(sums[:2], expected_sums[:2], rtol=0.01, atol=0.01)
     ours.eval(), theirs.eval()
     with torch.inference_mode():
-        assert torch.equal(ours.losses(kinds[0]).smoothed, theirs.losses(kinds[0]).smoothed)
+        assert torch.equal(ours.losses(every[0]).smoothed, theirs.losses(every[0]).smoothed)
 
 
 @pytest.mark.slow
