@@ -127,12 +127,14 @@ def machine(step: "Step | None" = None) -> Iterator[Finding]:
     else:
         from pipeline.trainer_options import best_precision
 
-        cores = f"no GPU; {os.cpu_count()} CPU cores"
+        count = torch.cuda.device_count()  # the driver's
+        cores = f"{f'{count} GPUs that torch cannot use' if count else 'no GPU'}; {os.cpu_count()} CPU cores"
         yield Finding(True, f"{cores}, precision {best_precision('cpu')} unless a recipe gives another")
     if step is not None:
         from pipeline.doctor_ranks import gpus
 
-        yield from gpus(step, torch.cuda.device_count(), os.environ.get("SLURM_GPUS_ON_NODE"))
+        usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        yield from gpus(step, usable, os.environ.get("SLURM_GPUS_ON_NODE"))
 
 
 def load(paths: list[Path], overrides: list[str]) -> "Recipe | Finding":

@@ -28,10 +28,10 @@ def trainer_options(
     from data_module.errors import InputError
 
     options = {"val_check_interval": 1000, "accelerator": "auto", **recipe_options}
-    if options["accelerator"] == "auto" and not torch.cuda.is_available():
-        options["accelerator"] = "cpu"
     if missing := no_gpu(options["accelerator"]):
         raise InputError(missing)
+    if options["accelerator"] == "auto" and not torch.cuda.is_available():
+        options["accelerator"] = "cpu"
     options["precision"] = options.get("precision") or best_precision(options["accelerator"])
     if str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda"):
         allow_tf32()
@@ -61,13 +61,25 @@ def refuse(options: dict[str, Any]) -> None:
 
 
 def no_gpu(accelerator: Any) -> str | None:
-    """What to say where a GPU is asked for and none is there."""
+    """What to say where a GPU is asked for and none is there, or one is and cannot be used, whoever asks."""
     import torch
 
-    if accelerator not in ("gpu", "cuda") or torch.cuda.is_available():
+    if accelerator not in ("auto", "gpu", "cuda") or torch.cuda.is_available():
         return None
+    if count := torch.cuda.device_count():  # the driver's, which may be too old for this torch
+        return f"trainer.accelerator {accelerator}: {count} GPUs are here, and torch cannot use them ({_why()})"
     hint = "see nvidia-smi and torch's CUDA build, or set it to cpu"
-    return f"trainer.accelerator {accelerator}, and torch sees no GPU; {hint}"
+    return f"trainer.accelerator {accelerator}, and torch sees no GPU; {hint}" if accelerator != "auto" else None
+
+
+def _why() -> str:
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).splitlines()[0]
+    return "torch says no more"
 
 
 def allow_tf32() -> None:

@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from data_module.errors import InputError
+from pipeline.doctor import machine
+from pipeline.slurm_job import Step
 from pipeline.trainer_options import (
     OWNED,
     best_precision,
@@ -90,6 +92,20 @@ def test_float16_scales_by_the_modules_own_factor() -> None:
     assert plugin.scaler is None
     assert "precision" not in options
     assert precision_plugin({"precision": "bf16-mixed", "accelerator": "cpu"}) is None
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # as a driver counts that is too old
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for options in ({}, {"accelerator": "gpu"}):
+        with pytest.raises(InputError, match=r"8 GPUs are here, and torch cannot use them \(\S"):
+            trainer_options(options)
+    assert trainer_options({"accelerator": "cpu"})["accelerator"] == "cpu"
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    step = Step("1", rank=0, local_rank=0, num_tasks=8, num_nodes=1, tasks_per_node=8, restarts=0)
+    said = {finding.what: finding.well for finding in machine(step)}
+    assert [well for message, well in said.items() if "8 GPUs and torch sees 0" in message] == [False]
+    assert any("8 GPUs that torch cannot use" in message for message in said)
 
 
 @pytest.mark.parametrize(
