@@ -27,7 +27,7 @@ def best_rate(device: torch.device, precision: str) -> float:
 
     Other processes on the same cores take their part of it, as they do of training.
     """
-    dtype = torch.bfloat16 if "bf16" in precision else torch.float32
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision, torch.float32)
     try:
         product = MatrixProduct(device, dtype, size=None if device.type == "cuda" else 1024)
     except torch.cuda.OutOfMemoryError:
