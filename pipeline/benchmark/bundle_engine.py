@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data_module.errors import InputError
 from data_module.tokenizer import Tokenizer
 from model.settings import DecodingSettings
@@ -32,7 +30,7 @@ class BundleEngine:
     def __init__(self, settings: Settings) -> None:
         assert settings.bundle is not None
         self._translator = Translator(
-            load_torchscript(settings.bundle / "model.ts", "cuda" if torch.cuda.is_available() else "cpu"),
+            load_torchscript(settings.bundle / "model.ts", settings.device),
             Tokenizer((settings.folder / "tokenizer.model").read_bytes()),
             DecodingSettings(settings.beam_size, settings.length_penalty, settings.max_extra_tokens),
             max_source_tokens=LONGEST,

@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         "beam_size": settings.beam_size,
         "length_penalty": settings.length_penalty,
         "threads": settings.threads,
+        "device": settings.device,
         **ours,
     }
     for name in names[1:]:
@@ -122,6 +123,7 @@ def _alternate(names: list[str], settings: "Settings", sentences: list[str]) -> 
 
 
 _engine: "Engine"
+_device: str
 """This process's."""
 
 
@@ -129,8 +131,8 @@ def _start(name: str, settings: "Settings", sentences: list[str]) -> None:
     """Make this process's engine, and let it translate a little."""
     from pipeline.benchmark.decode_engines import ENGINES
 
-    global _engine
-    _engine = ENGINES[name](settings)
+    global _engine, _device
+    _engine, _device = ENGINES[name](settings), settings.device
     _engine.translate(sentences)
 
 
@@ -147,10 +149,10 @@ def _round(sentences: list[str], single: list[str]) -> Round:
 
 
 def _peak_memory() -> int:
-    """Bytes of this process so far; on a GPU, there."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
+    """Bytes of this process so far; on a GPU those that PyTorch had there, and none of an engine that is not its."""
+    if _device == "cuda":
+        torch: Any = sys.modules.get("torch")
+        return int(torch.cuda.max_memory_allocated()) if torch is not None else 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

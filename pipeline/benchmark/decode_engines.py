@@ -49,6 +49,7 @@ def prepare(
         decoding.max_extra_tokens,
         torch.get_num_threads(),
         bundle,
+        "cuda" if torch.cuda.is_available() else "cpu",  # as `load_translator` chooses
     )
 
 
@@ -86,7 +87,9 @@ class CTranslate2:
         self._settings = settings
         self._tokenizer = load_pieces(settings.folder)
         folder = str(settings.folder / "ctranslate2")
-        self._translator = ctranslate2.Translator(folder, compute_type="float32", intra_threads=settings.threads)
+        self._translator = ctranslate2.Translator(
+            folder, device=settings.device, compute_type="float32", intra_threads=settings.threads
+        )
 
     def translate(self, sentences: list[str]) -> Turn:
         """As `Engine.translate`."""

@@ -18,6 +18,8 @@ class Settings(NamedTuple):
     threads: int
     bundle: Path | None = None
     """What export has made of the checkpoint."""
+    device: str = "cpu"
+    """Of all engines alike: cuda where there is a GPU."""
 
 
 class Turn(NamedTuple):

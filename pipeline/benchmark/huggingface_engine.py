@@ -37,6 +37,7 @@ class HuggingFace:
         weights = torch.load(folder / "weights.pt", weights_only=True)
         unexpected = self.model.load_state_dict(weights, strict=False).unexpected_keys
         assert not unexpected, unexpected
+        self.model.to(settings.device)
         self._sentence_steps = 0
         self.model.model.decoder.register_forward_hook(self._count, with_kwargs=True)
 
@@ -56,6 +57,7 @@ class HuggingFace:
         for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
             rows = [torch.tensor(sources[index]) for index in batch]
             ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_id())
+            ids = ids.to(settings.device)
             beam: dict[str, Any] = {}
             if settings.beam_size > 1:
                 beam = {"length_penalty": settings.length_penalty, "early_stopping": True}
