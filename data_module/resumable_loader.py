@@ -108,7 +108,7 @@ class ResumableLoader(DataLoader[StepShare]):
 
     def __iter__(self) -> Iterator[StepShare]:  # type: ignore[override]
         self._shares.seek(*self._handed_out)
-        with _signals_held():
+        with signals_held():
             shares = super().__iter__()
         while True:
             self._say("data_wait")
@@ -140,8 +140,11 @@ def as_it_is(share: StepShare) -> StepShare:
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """Let workers begin with SLURM's signals held back: until `_leave_signals_to_trainer` one would end them."""
+def signals_held() -> Iterator[None]:
+    """Let processes begin with SLURM's signals held back, which come to them too and would end them.
+
+    The loader's workers then see to it themselves, in `_leave_signals_to_trainer`.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

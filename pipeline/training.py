@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from data_module.batch import SpecialIds
 from data_module.errors import InputError
 from data_module.manifest import read_manifest
+from data_module.resumable_loader import signals_held
 from data_module.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.translation_module import TranslationModule
@@ -69,6 +70,17 @@ def module_and_data(
     return module, TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
 
 
+def start_compiler() -> None:
+    """Start the processes that compile kernels for a GPU, SLURM's signals held back.
+
+    One that died of a signal would never give its kernel back, and a run that was to save and stop would wait for it.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    with signals_held():
+        AsyncCompile.warm_pool()
+
+
 def train(
     recipe: Recipe,
     folder: RunFolder | None,
@@ -88,6 +100,8 @@ def train(
     options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
     plugins = [WholeCheckpointIO(), cluster_environment(step), float16 := precision_plugin(options)]
     module, data = module_and_data(recipe, tokenizer, scaled=float16 is not None)
+    if module.compiled_forward is not None and torch.cuda.is_available():
+        start_compiler()
     if begin is not None and not isinstance(begin, Path):
         module.network.load_state_dict(begin.weights)
     longest = max(data.longest, 1 + data.validation_corpus.longest)

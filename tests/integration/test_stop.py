@@ -1,13 +1,15 @@
 """Ctrl-C, SIGTERM, trainer.max_time outside SLURM: the run saves after the step, stops, and goes on exactly there."""
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from pipeline.monitoring.log_files import metrics
-from tests.conftest import pipeline
+from tests.conftest import ROOT, pipeline
 from tests.integration.runs import (
     assert_same_state,
     checkpoints,
@@ -108,3 +110,31 @@ def test_time_is_over(recipe_file: Path, tmp_path: Path) -> None:
     command[command.index("--run.checkpoint_every_steps") + 1] = 1
     assert pipeline(*command, "--trainer.max_steps", steps[1] + 2).returncode == 0
     assert [step_of(path) - steps[1] for path in checkpoints(run)] == [1, 2]
+
+
+def test_signals_leave_the_compiler_alone() -> None:
+    """SLURM sends them to all processes of a step; on a GPU a run waits for these to have their kernels."""
+    code = """
+import os, signal
+from pathlib import Path
+from pipeline.stop_request import install
+from pipeline.training import start_compiler
+import torch._inductor.config
+from torch._inductor.async_compile import AsyncCompile
+
+install()
+torch._inductor.config.compile_threads = 2
+start_compiler()
+AsyncCompile.process_pool().submit(os.getpid).result(timeout=120)
+helpers = [os.getpid()]
+for parent in helpers:
+    for thread in Path(f"/proc/{parent}/task").iterdir():
+        helpers += map(int, (thread / "children").read_text().split())
+assert len(helpers) > 2
+for signum in (signal.SIGUSR1, signal.SIGTERM):
+    for helper in helpers[1:]:
+        os.kill(helper, signum)
+    AsyncCompile.process_pool().submit(os.getpid).result(timeout=30)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr.decode()
