@@ -67,7 +67,8 @@ def no_gpu(accelerator: Any) -> str | None:
     if accelerator not in ("auto", "gpu", "cuda") or torch.cuda.is_available():
         return None
     if count := torch.cuda.device_count():  # the driver's, which may be too old for this torch
-        return f"trainer.accelerator {accelerator}: {count} GPUs are here, and torch cannot use them ({_why()})"
+        hint = "have driver and torch fit each other, or set it to cpu"
+        return f"trainer.accelerator {accelerator}: {count} GPUs are here, and torch cannot use them ({_why()}); {hint}"
     hint = "see nvidia-smi and torch's CUDA build, or set it to cpu"
     return f"trainer.accelerator {accelerator}, and torch sees no GPU; {hint}" if accelerator != "auto" else None
 

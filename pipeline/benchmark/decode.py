@@ -123,8 +123,9 @@ def _alternate(names: list[str], settings: "Settings", sentences: list[str]) -> 
 
 
 _engine: "Engine"
-_device: str
 """This process's."""
+_device: str
+"""Where it computes."""
 
 
 def _start(name: str, settings: "Settings", sentences: list[str]) -> None:
