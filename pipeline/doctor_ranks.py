@@ -45,13 +45,15 @@ class Ranks:
         self.step = step
         self.here = f"{node_name()} rank {step.rank}"
         self.first_on_node = step.local_rank == 0
+        self.waits_for: str | None = None
+        """What is wrong if this rank waits for ever, where it is not rank 0's silence."""
         self._asked = 0
 
     def give_up_after(self, limit: timedelta) -> None:
-        """End this rank then, whatever it waits for: if rank 0 hangs, or its link is cut, no answer comes ever."""
+        """End this rank then, whatever it waits for: a collective, or rank 0 if that hangs or its link is cut."""
 
         def end() -> None:
-            print(f"WRONG {SilentError([0])} [{self.here}]", flush=True)
+            print(f"WRONG {self.waits_for or SilentError([0])} [{self.here}]", flush=True)
             tell_script_of_mistake()
             os._exit(1)
 
@@ -254,10 +256,14 @@ def _all_reduce(ranks: Ranks) -> Iterator[Finding]:
     on_gpu = all(ranks.exchange(torch.cuda.is_available()))
     for backend in ("gloo", "nccl") if on_gpu else ("gloo",):
         device = torch.device("cuda", ranks.step.local_rank) if backend == "nccl" else "cpu"
+        hint = f"export {backend.upper()}_SOCKET_IFNAME=the interface between nodes, and see firewalls"
+        ranks.waits_for = f"all-reduce over {backend} does not end; {hint}"
+        # NCCL's watchdog would kill this process before it could say anything.
+        timeout = 4 * WAIT if backend == "nccl" else WAIT
         try:
             store = dist.PrefixStore(backend, ranks.store)
             dist.init_process_group(
-                backend, store=store, rank=ranks.step.rank, world_size=ranks.step.num_tasks, timeout=WAIT
+                backend, store=store, rank=ranks.step.rank, world_size=ranks.step.num_tasks, timeout=timeout
             )
             ones = torch.ones(REDUCED_BYTES // 4, device=device)
             dist.all_reduce(ones)  # the first one connects
@@ -267,9 +273,10 @@ def _all_reduce(ranks: Ranks) -> Iterator[Finding]:
             seconds = time.monotonic() - begin
             dist.destroy_process_group()
         except (RuntimeError, dist.DistError) as error:
-            hint = f"export {backend.upper()}_SOCKET_IFNAME=the interface between nodes, and see firewalls"
             yield Finding(False, f"all-reduce over {backend} failed: {str(error).splitlines()[0]}; {hint}", ranks.here)
             return
+        finally:
+            ranks.waits_for = None
         right = last == float(ranks.step.num_tasks**2)
         speed = f"all-reduce over {backend}, {ranks.step.num_tasks} ranks: {REDUCED_BYTES / seconds / 1e6:,.0f} MB/s"
         if ranks.step.rank == 0 or not right:

@@ -4,8 +4,10 @@ import inspect
 import os
 import shutil
 import sys
+import sysconfig
 import typing
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from pipeline.slurm_job import Step
@@ -197,7 +199,7 @@ def best_precision(accelerator: Any) -> Any:
 def compiles(asked: bool | None, accelerator: Any) -> bool:
     """Whether to train through torch.compile: as asked (`run.compile`), or else on a GPU where that is possible.
 
-    Raises InputError when it is asked for where no compiler is.
+    Raises InputError when it is asked for where no compiler is, or Python's C headers are not.
     """
     import torch
 
@@ -208,11 +210,15 @@ def compiles(asked: bool | None, accelerator: Any) -> bool:
         return False
     # On a GPU only what starts a kernel is compiled by it, but that needs it nevertheless.
     variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
-    if os.environ.get(variable) or any(map(shutil.which, names)):
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # where Triton looks, too
+    if not os.environ.get(variable) and not any(map(shutil.which, names)):
+        missing = f"torch.compile needs one of {', '.join(names)}, or {variable} set to a compiler"
+    elif not header.exists():
+        missing = f"torch.compile needs Python's C headers, python3-dev or python3-devel, and {header} is not there"
+    else:
         return True
-    missing = f"torch.compile needs one of {', '.join(names)}, or {variable} set to a compiler"
     if asked:
-        raise InputError(f"run.compile: {missing}; install one, or set run.compile to false")
+        raise InputError(f"run.compile: {missing}; see to that, or set run.compile to false")
     print(f"training is not compiled, which makes it slower: {missing}", file=sys.stderr)
     return False
 

@@ -1,6 +1,7 @@
 """What fit decides by itself: precision, strategy, which keys of Lightning's Trainer a recipe may hold."""
 
 import re
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_keys_that_are_not_the_recipes() -> None:
     assert not signature.keys() & OWNED.keys()
 
 
-def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not compiles(None, "auto")
     assert compiles(True, "cpu")
@@ -60,6 +61,11 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     with pytest.raises(InputError, match=r"run\.compile: .*g\+\+"):
         compiles(True, "cpu")
     monkeypatch.setenv("CC", "/opt/bin/cc")
+    assert compiles(None, "gpu")
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))  # a Python without its headers
+    assert not compiles(None, "gpu")
+    assert f"python3-dev or python3-devel, and {tmp_path}/Python.h is not there" in capsys.readouterr().err
+    (tmp_path / "Python.h").touch()
     assert compiles(None, "gpu")
 
 
