@@ -138,12 +138,18 @@ class Translator:
         ]
 
     def _search(self, sources: list[list[int]], n_best: int) -> list[list[Hypothesis]]:
-        source, mask = self._padded(sources)
+        source, is_token = padded(sources, self.tokenizer.pad_id)
+        mask = None if bool(is_token.all()) else is_token.to(self.device)
         settings = self.settings
         # A little faster than without gradients alone, which is all that TorchScript knows.
         with torch.inference_mode():
             answers = self.search.beam(
-                source, mask, settings.beam_size, settings.length_penalty, settings.max_extra_tokens, n_best
+                source.to(self.device),
+                mask,
+                settings.beam_size,
+                settings.length_penalty,
+                settings.max_extra_tokens,
+                n_best,
             )
         tokens, lengths, scores, log_probabilities = (one.flatten(0, 1).tolist() for one in answers)
         texts = self.tokenizer.decode([row[: length - 1] for row, length in zip(tokens, lengths, strict=True)])
@@ -157,16 +163,6 @@ class Translator:
             [one for one in hypotheses[start : start + n_best] if one.num_tokens]
             for start in range(0, len(hypotheses), n_best)
         ]
-
-    def _padded(self, sources: list[list[int]]) -> tuple[Tensor, Tensor | None]:
-        """Ids [B, S] and their mask, or None where no row is padded."""
-        longest = max(map(len, sources))
-        rows = [source + [self.tokenizer.pad_id] * (longest - len(source)) for source in sources]
-        source = torch.tensor(rows, device=self.device)
-        if all(len(one) == longest for one in sources):
-            return source, None
-        lengths = torch.tensor([len(one) for one in sources], device=self.device)
-        return source, torch.arange(longest, device=self.device) < lengths.unsqueeze(1)
 
 
 def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: float | None) -> Translator:
@@ -209,6 +205,13 @@ def search_settings(recipe: DecodingSettings, beam_size: int | None, length_pena
             raise InputError(f"--length-penalty {length_penalty}: must be 0 or more")
         recipe = replace(recipe, length_penalty=length_penalty)
     return recipe
+
+
+def padded(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Ids [B, S], and a mask [B, S] that is False where they are padding."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows])
+    return ids, torch.arange(longest) < torch.tensor([len(row) for row in rows]).unsqueeze(1)
 
 
 def batches_by_length(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:

@@ -17,7 +17,8 @@ from data_module.tokenizer import Tokenizer
 from model.decoding import Search
 from model.settings import DecodingSettings
 from model.transformer import Transformer
-from pipeline.bundle.runners import Answer, Ids, SearchRunner, padded
+from pipeline.bundle.runners import Answer, Ids, SearchRunner
+from pipeline.translator import padded
 
 TIE = 1e-5
 SCORES = 1e-4

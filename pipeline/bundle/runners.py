@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data_module.tokenizer import Tokenizer
 from model.settings import DecodingSettings
-from pipeline.translator import batches_by_length
+from pipeline.translator import batches_by_length, padded
 
 BATCH_TOKENS = 4096
 Ids = list[int]
@@ -23,13 +23,6 @@ class Answer(NamedTuple):
     """With the end symbol."""
     score: float
     """Log-probability over length penalty; of a greedy answer the log-probability."""
-
-
-def padded(sources: list[Ids], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids [B, S] and their mask."""
-    longest = max(map(len, sources))
-    source = torch.tensor([row + [pad_id] * (longest - len(row)) for row in sources])
-    return source, torch.arange(longest) < torch.tensor([len(row) for row in sources]).unsqueeze(1)
 
 
 class SearchRunner:
