@@ -17,7 +17,7 @@ demo: .venv/installed
 	@$(BIN)/python -m pipeline demo
 
 test: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --dist worksteal
 
 test-all: test slow
 
@@ -26,10 +26,8 @@ lint: .venv/installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The nodes of a test cluster share the cores already: its tests go one by one.
 slow: .venv/installed-test
-	$(PYTEST) -m slow --ignore tests/slurm --dist worksteal --durations 15
-	$(BIN)/python -m pytest -m slow tests/slurm --durations 15
+	$(PYTEST) -m slow --dist loadgroup --durations 15
 
 clean:
 	rm -rf .venv runs/demo runs/demo-stages.json data/demo *.egg-info .pytest_cache .ruff_cache .mypy_cache

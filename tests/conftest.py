@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 
 from data_module.preparation import prepare
 from data_module.settings import CorpusSettings, TextSource
+from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = [
@@ -96,22 +98,36 @@ def recipe_file(tiny_corpus: Path, tmp_path: Path) -> Path:
 
 
 def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any) -> subprocess.CompletedProcess:
-    """`python -m pipeline ...` as a user runs it; output as text."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        **options.pop("environment", {}),
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline", *map(str, arguments)],
-        capture_output=True,
-        input=text if isinstance(text, bytes) or text is None else text.encode(),
-        env=environment,
-        check=False,
-        timeout=300,
-        **options,
-    )
+    """`python -m pipeline ...` as a user runs it; output as bytes.
+
+    With an `environment` in a new interpreter, which may read it as it starts; else in a fork of one that has started.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    given = text if isinstance(text, bytes) or text is None else text.encode()
+    words = list(map(str, arguments))
+    if "environment" in options or "env" in options:
+        return subprocess.run(
+            [sys.executable, "-m", "pipeline", *words],
+            capture_output=True,
+            input=given,
+            env={**environment, **options.pop("environment")},
+            check=False,
+            timeout=300,
+            **options,
+        )
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        stdin.write(given or b"")
+        stdin.seek(0)
+        process = ForkServer.shared().start(
+            "pipeline", words, environment=environment, stdin=stdin, stdout=stdout, stderr=stderr, **options
+        )
+        try:
+            process.wait(300)
+        finally:
+            process.kill()
+        stdout.seek(0)
+        stderr.seek(0)
+        return subprocess.CompletedProcess(process.args, process.wait(), stdout.read(), stderr.read())
 
 
 @pytest.fixture(scope="session")
@@ -130,11 +146,17 @@ def trained_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU run where one is."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    """Skip what needs a GPU where there is none, and say what `pytest -n` may run at the same time.
+
+    With `--dist loadgroup` the cluster's tests follow one another in one worker, for there is one cluster; the longest
+    test, the demo, is the first of another.
+    """
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.path.is_relative_to(ROOT / "tests" / "slurm"):
+            item.add_marker(pytest.mark.xdist_group("slurm"))
+    items.sort(key=lambda item: item.path.name != "test_demo.py")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,20 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.conftest import ROOT
+from tests.fork_server import ForkedProcess, ForkServer
 
 
-def start(*arguments: object, module: str = "pipeline", stderr: Any = None, **environment: str) -> subprocess.Popen:
+def start(*arguments: object, module: str = "pipeline", stderr: Any = None, **environment: str) -> ForkedProcess:
     """`python -m pipeline ...`, or another module, going on by itself; silent unless told where to speak."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+    return ForkServer.shared().start(
+        module,
+        list(map(str, arguments)),
+        environment={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
         stderr=stderr or subprocess.DEVNULL,
     )
 
 
-def kill(process: subprocess.Popen) -> bool:
+def kill(process: ForkedProcess) -> bool:
     """SIGKILL; whether it hit a process that was still running."""
     process.send_signal(signal.SIGKILL)
     return process.wait() == -signal.SIGKILL
@@ -76,7 +77,7 @@ def position(contents: dict) -> dict:
     return state
 
 
-def descendants(process: subprocess.Popen) -> set[int]:
+def descendants(process: ForkedProcess) -> set[int]:
     """The ranks, loader workers and helpers that a process has started, and those that they have."""
     parents = {pid: parent for pid, (parent, _) in _processes().items()}
     found = {process.pid}

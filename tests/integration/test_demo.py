@@ -58,7 +58,7 @@ def test_ctrl_c_leaves_the_command_time_to_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_the_demo_learns_its_grammar(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     first = demo(tmp_path)

@@ -3,17 +3,20 @@
 import json
 from pathlib import Path
 
-from tests.conftest import pipeline
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.benchmark import data
 
 
-def test_figures(recipe_file: Path) -> None:
-    answer = pipeline("benchmark", "data", "--config", str(recipe_file))
-    assert answer.returncode == 0, answer.stderr
-    figures = json.loads(answer.stdout.splitlines()[-1])
+def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "LARGE", 1_000_000)
+    assert main(["benchmark", "data", "--config", str(recipe_file)]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["pairs"] == figures["pairs_planned"] == 300
     assert 0 < figures["padding_share"] < 0.2
     assert figures["largest_group_cells"] <= figures["group_tokens"] == 100
     assert figures["emptiest_batch"] >= 0.9
-    assert figures["plan_large_pairs"] >= 40_000_000
+    assert figures["plan_large_pairs"] >= data.LARGE
     rates = ("pairs_per_second", "loader_target_tokens_per_second", "cold_loader_target_tokens_per_second")
     assert all(figures[name] > 0 for name in (*rates, "plan_seconds", "plan_seconds_large", "peak_memory_bytes"))

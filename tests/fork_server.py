@@ -1,0 +1,276 @@
+"""Starts the project's commands in forks of a process that has imported PyTorch and Lightning already.
+
+`python -m pipeline ...` takes four seconds of processor time before it does anything, and the tests start hundreds. A
+fork is a process of its own like any other: exit code, output, signals and children are real. It has imported none of
+the project.
+
+    process = ForkServer.shared().start("pipeline", ["fit", ...], stdout=..., stderr=...)
+
+Run as a script, this file is the server. It is single-threaded, so that its forks are safe.
+"""
+
+import array
+import atexit
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+
+class ForkedProcess:
+    """What `subprocess.Popen` would be, as far as tests use it."""
+
+    def __init__(self, connection: socket.socket, args: list[str], pipes: list[int | None]) -> None:
+        self.args = args
+        self.returncode: int | None = None
+        self._connection = connection
+        self.pid = int(self._answer())
+        self.stdin, self.stdout, self.stderr = (
+            None if pipe is None else os.fdopen(pipe, mode)
+            for pipe, mode in zip(pipes, ("wb", "rb", "rb"), strict=True)
+        )
+
+    def _answer(self) -> str:
+        """One line from the server, character by character: what follows belongs to a later answer."""
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = self._connection.recv(1)
+            if not byte:
+                raise RuntimeError("the fork server has ended")
+            line += byte
+        return line.decode()
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._wait(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; raises `subprocess.TimeoutExpired`."""
+        code = self._wait(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self.returncode is None:
+            self._connection.settimeout(None)
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                if selector.select(timeout):
+                    self.returncode = int(self._answer())
+                    self._connection.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[bytes | None, bytes | None]:
+        """Read standard output and error to their ends, and wait; raises `subprocess.TimeoutExpired`."""
+        said: list[bytes | None] = [None, None]
+
+        def read(number: int, pipe: IO[bytes]) -> None:
+            said[number] = pipe.read()
+
+        pipes = [(number, pipe) for number, pipe in enumerate((self.stdout, self.stderr)) if pipe is not None]
+        readers = [threading.Thread(target=read, args=one, daemon=True) for one in pipes]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join()
+        for _, pipe in pipes:
+            pipe.close()
+        return said[0], said[1]
+
+    def send_signal(self, signum: int) -> None:
+        """Nothing if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """The server's process, and requests to it."""
+
+    _shared: "ForkServer | None" = None
+
+    @classmethod
+    def shared(cls) -> "ForkServer":
+        """One for this test process, started when it is first asked for."""
+        if cls._shared is None:
+            cls._shared = cls()
+            atexit.register(cls._shared.close)
+        return cls._shared
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fork-server-")
+        self._address = str(Path(self._folder.name) / "socket")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__).resolve()), self._address]
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        while not Path(self._address).exists():
+            if self._process.poll() is not None:
+                raise RuntimeError("the fork server did not start")
+            time.sleep(0.02)
+
+    def start(
+        self,
+        module: str,
+        arguments: list[str],
+        *,
+        environment: dict[str, str],
+        cwd: str | None = None,
+        stdin: int | Any = None,
+        stdout: int | Any = None,
+        stderr: int | Any = None,
+    ) -> ForkedProcess:
+        """`python -m module arguments`; the streams as for `subprocess.Popen`."""
+        theirs, ours, to_close = [], [], []
+        for number, stream in enumerate((stdin, stdout, stderr)):
+            pipe = None
+            if stream == subprocess.PIPE:
+                reader, writer = os.pipe()
+                stream, pipe = (reader, writer) if number == 0 else (writer, reader)
+                to_close.append(stream)
+            elif stream == subprocess.DEVNULL:
+                stream = os.open(os.devnull, os.O_RDWR)
+                to_close.append(stream)
+            elif stream is None:
+                stream = number
+            elif not isinstance(stream, int):
+                stream = stream.fileno()
+            theirs.append(stream)
+            ours.append(pipe)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(self._address)
+        request = {"module": module, "arguments": arguments, "environment": environment, "cwd": cwd or str(Path.cwd())}
+        data = json.dumps(request).encode() + b"\n"
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", theirs))]
+        sent = connection.sendmsg([data], ancillary)
+        connection.sendall(data[sent:])
+        process = ForkedProcess(connection, [sys.executable, "-m", module, *arguments], ours)
+        for stream in to_close:
+            os.close(stream)
+        return process
+
+    def close(self) -> None:
+        """End the server; what it has started goes on."""
+        self._process.terminate()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def serve(address: str) -> dict[str, Any]:
+    """Fork for each request; returns the request in the forked process, and ends in the server."""
+    import lightning.pytorch
+    import sacrebleu
+    import sentencepiece
+    import torch.utils.tensorboard
+
+    assert lightning.pytorch
+    assert sacrebleu
+    assert sentencepiece
+    assert torch.utils.tensorboard
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address + ".new")
+    listener.listen(64)
+    Path(address + ".new").rename(address)
+    gc.freeze()
+    parent = os.getppid()
+    running: dict[int, socket.socket] = {}
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    while os.getppid() == parent:
+        for key, _ in selector.select(1.0):
+            if key.fileobj is not listener:
+                child = key.data
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                with running.pop(child) as connection:
+                    _say(connection, code)
+                continue
+            connection, _ = listener.accept()
+            request, streams = _request(connection)
+            # Until the parent has said who it is, the child does nothing that could be asked about.
+            child = os.fork()
+            if child == 0:
+                selector.close()
+                listener.close()
+                connection.close()
+                for other in running.values():
+                    other.close()
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                for stream in streams:
+                    os.close(stream)
+                return request
+            for stream in streams:
+                os.close(stream)
+            running[child] = connection
+            selector.register(os.pidfd_open(child), selectors.EVENT_READ, child)
+            _say(connection, child)
+    sys.exit()
+
+
+def _say(connection: socket.socket, number: int) -> None:
+    with suppress(OSError):  # nobody waits for it any more
+        connection.sendall(f"{number}\n".encode())
+
+
+def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    data, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    while not data.endswith(b"\n"):
+        data += connection.recv(1 << 20)
+    return json.loads(data), list(streams)
+
+
+def become(request: dict[str, Any]) -> None:
+    """In the forked process: run the module as `python -m` does."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    added = [path for path in request["environment"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [request["cwd"], *added, *sys.path[1:]]
+    sys.argv = [request["module"], *request["arguments"]]
+    code: Any = 0
+    try:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    # As the interpreter ends, but without taking down modules one by one, which would copy the server's pages.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)
+
+
+if __name__ == "__main__":
+    become(serve(sys.argv[1]))
