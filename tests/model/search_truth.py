@@ -36,9 +36,13 @@ def make_network(
     return network
 
 
-@cache
 def trained_network(variant: str = "") -> Transformer:
     """A network that has half learned to repeat its source, pieces doubled by chance: sure of nothing."""
+    return _trained_network(variant)
+
+
+@cache
+def _trained_network(variant: str) -> Transformer:
     settings = {
         "": {},
         "pre-norm": {"pre_norm": True, "d_k": 6, "d_v": 10},

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model.decoding import Search, penalty
@@ -182,6 +183,50 @@ def test_finished_sentences_leave_the_batch_and_the_search_stops_early() -> None
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == len(LENGTHS)
     assert sizes[-1] < len(LENGTHS) // 2
+
+
+class Chain(Transformer):
+    """Piece v is followed by piece w with probability `probabilities[v, w]`, whatever the source."""
+
+    probabilities: Tensor
+    num_steps: int
+
+    def decode_step(self, last: Tensor, *others: Any) -> Any:
+        self.num_steps += 1
+        return F.one_hot(last, self.vocabulary_size).double()
+
+    def logits(self, states: Tensor) -> Tensor:
+        return (states @ self.probabilities).log()
+
+
+@pytest.mark.parametrize(
+    ("probability_of_none", "expected", "num_steps"), [(0.52, [4, 5, 6, EOS], 4), (0.55, [EOS], 1)]
+)
+def test_the_search_stops_when_no_hypothesis_can_win_and_no_earlier(
+    probability_of_none: float, expected: list[int], num_steps: int
+) -> None:
+    """After one step there is an answer without pieces, and a hypothesis that can only end in the fourth, at its limit.
+
+    The hypothesis has ln 0.4 = -0.9163; over the penalty of an answer of 4 tokens, (5 + 4) / 6, that is -0.6109, over
+    that of 3 tokens -0.6872, of 5 tokens -0.5498. The penalty of the answer without pieces is 1: ln 0.52 = -0.6539 is
+    worse, and ln 0.55 = -0.5978 better.
+    """
+    network = make_network(0, 8)
+    network.__class__ = Chain
+    assert isinstance(network, Chain)
+    network.probabilities, network.num_steps = torch.full([8, 8], 1e-9, dtype=torch.float64), 0
+    network.probabilities[BOS, EOS], network.probabilities[BOS, 4] = probability_of_none, 0.4
+    # The rest goes to a piece that nothing but itself follows.
+    network.probabilities[BOS, 7] = 1.0 - 0.4 - probability_of_none
+    for piece, following in [(4, 5), (5, 6), (6, EOS), (7, 7)]:
+        network.probabilities[piece, following] = 1.0
+    source, _ = make_sources([2], 8)
+    for beam_size in (2, 4):
+        network.num_steps = 0
+        found = Search(network, BOS, EOS, PAD).eval().beam(source, None, beam_size, 1.0, 2, 1)
+        [(_, tokens)] = answers_of(found, 0)
+        assert tokens == expected
+        assert network.num_steps == num_steps
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])

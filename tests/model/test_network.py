@@ -50,10 +50,14 @@ def randomise(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("pre_norm", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_encoder_layer_equals_torch(pre_norm: bool, padded: bool) -> None:
-    own = EncoderLayer(replace(TINY, pre_norm=pre_norm)).double().eval()
+@pytest.mark.parametrize("training", [False, True])
+def test_encoder_layer_equals_torch(pre_norm: bool, padded: bool, training: bool) -> None:
+    """With dropout, from the same seed."""
+    own = EncoderLayer(replace(TINY, pre_norm=pre_norm, dropout=0.4 if training else 0.0)).double().train(training)
     randomise(own)
-    theirs = nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True, norm_first=pre_norm).double()
+    theirs = nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True, norm_first=pre_norm).double().train(training)
+    if training:  # on the output of each sub-layer, as in section 5.4
+        theirs.dropout1, theirs.dropout2 = Dropout(0.4), Dropout(0.4)
     copy_attention(own.self_attention, theirs.self_attn)
     for mine, other in (
         (own.feed_forward.inner, theirs.linear1),
@@ -65,17 +69,23 @@ def test_encoder_layer_equals_torch(pre_norm: bool, padded: bool) -> None:
     x = torch.randn(3, 7, 16, dtype=torch.float64)
     allowed = torch.arange(7) < torch.tensor([[7], [4], [2]]) if padded else None
     mask = allowed[:, None, None, :] if allowed is not None else None
+    torch.manual_seed(7)
     ours = own(x, mask)
+    torch.manual_seed(7)
     expected = theirs(x, src_key_padding_mask=~allowed if allowed is not None else None)
     kept = allowed if allowed is not None else torch.ones(3, 7, dtype=torch.bool)
     torch.testing.assert_close(ours[kept], expected[kept], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
-def test_decoder_layer_equals_torch(pre_norm: bool) -> None:
-    own = DecoderLayer(replace(TINY, pre_norm=pre_norm)).double().eval()
+@pytest.mark.parametrize("training", [False, True])
+def test_decoder_layer_equals_torch(pre_norm: bool, training: bool) -> None:
+    """With dropout, from the same seed."""
+    own = DecoderLayer(replace(TINY, pre_norm=pre_norm, dropout=0.4 if training else 0.0)).double().train(training)
     randomise(own)
-    theirs = nn.TransformerDecoderLayer(16, 4, 24, 0.0, batch_first=True, norm_first=pre_norm).double()
+    theirs = nn.TransformerDecoderLayer(16, 4, 24, 0.0, batch_first=True, norm_first=pre_norm).double().train(training)
+    if training:
+        theirs.dropout1, theirs.dropout2, theirs.dropout3 = Dropout(0.4), Dropout(0.4), Dropout(0.4)
     copy_attention(own.self_attention, theirs.self_attn)
     copy_attention(own.cross_attention, theirs.multihead_attn)
     for mine, other in (
@@ -88,8 +98,10 @@ def test_decoder_layer_equals_torch(pre_norm: bool) -> None:
         other.load_state_dict(mine.state_dict())
     x, memory = torch.randn(3, 5, 16, dtype=torch.float64), torch.randn(3, 7, 16, dtype=torch.float64)
     allowed = torch.arange(7) < torch.tensor([[7], [4], [2]])
-    ours = own(x, memory, allowed[:, None, None, :])
     causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    torch.manual_seed(7)
+    ours = own(x, memory, allowed[:, None, None, :])
+    torch.manual_seed(7)
     expected = theirs(x, memory, tgt_mask=causal, memory_key_padding_mask=~allowed)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
 

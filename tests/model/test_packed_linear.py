@@ -1,16 +1,40 @@
 """Packed weights: the same network but for rounding."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.decoding import Search
-from model.packed_linear import PackedLinear, can_pack, pack_linears
-from tests.model.search_truth import BOS, EOS, LENGTHS, PAD, answers_of, count_ties, make_sources, trained_network
+from model.linear import Linear
+from model.packed_at_first_use import LatePackedLinear, LatePackedProjection
+from model.packed_linear import PackedLinear, PackedProjection, can_pack, pack_linears
+from tests.model.search_truth import (
+    BOS,
+    EOS,
+    LENGTHS,
+    PAD,
+    answers_of,
+    count_ties,
+    make_network,
+    make_sources,
+    trained_network,
+)
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+
+
+class PackedProducts(TorchDispatchMode):
+    """Counts the products with a packed weight."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.count += operator is torch.ops.mkldnn._linear_pointwise.default
+        return operator(*arguments, **options or {})
 
 
 @pytest.mark.parametrize("variant", ["", "pre-norm", "learned"])
@@ -23,11 +47,43 @@ def test_a_packed_network_finds_the_same(variant: str) -> None:
     # Seven a decoder layer, four an encoder layer, and the projection.
     assert sum(isinstance(module, PackedLinear) for module in packed.modules()) == 7 + 4 + 1
     assert not any(isinstance(module, nn.Linear) for module in packed.modules())
-    torch.testing.assert_close(packed(source, source, mask), network(source, source, mask))
+    # Enough sentences that every product is large enough for its packed weight.
+    sources, masks = source.repeat(30, 1), mask.repeat(30, 1)
+    with torch.no_grad():
+        expected_logits = network.logits(network(sources, sources, masks))
+        with PackedProducts() as products:
+            logits = packed.logits(packed(sources, sources, masks))
+    assert products.count == 7 + 4 + 1
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
     found, expected = (Search(one, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 4) for one in (packed, network))
     ties = sum(count_ties(answers_of(found, i), answers_of(expected, i)) for i in range(len(LENGTHS)))
     assert ties <= 2
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [PackedLinear, LatePackedLinear])
+@pytest.mark.parametrize(("rows", "num_products"), [(1, 0), (64, 1)])
+def test_packed_layers_equal_torchs(kind: type[nn.Module], rows: int, num_products: int) -> None:
+    """The packed weight serves large products only; small ones take the plain weight."""
+    torch.manual_seed(1)
+    linear = Linear(512, 512)
+    packed, x = kind(linear.weight, linear.bias), torch.randn(rows, 1, 512)
+    for _ in range(2):
+        with PackedProducts() as products:
+            found = packed(x)
+        assert products.count == num_products
+        torch.testing.assert_close(found, linear(x), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_packed_projections_equal_a_product() -> None:
+    weight, states = torch.randn(600, 1000), torch.randn(2, 3, 1000)
+    for packed in (PackedProjection(weight, None), LatePackedProjection()):
+        with PackedProducts() as products:
+            found = packed(states, weight)
+        assert products.count == 1
+        torch.testing.assert_close(found, states @ weight.T, rtol=1e-4, atol=1e-3)
+
+
 def test_what_cannot_be_packed() -> None:
-    assert not can_pack(copy.deepcopy(trained_network()).bfloat16())
+    assert not can_pack(make_network(0).bfloat16())

@@ -1,0 +1,192 @@
+"""The optimizer step in short runs of Lightning's Trainer, against plain PyTorch."""
+
+import copy
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.utils.data import DataLoader
+
+from data_module.batch import SpecialIds, StepShare
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.transformer import Transformer
+from model.translation_module import TranslationModule
+from tests.model.test_compilation import PAD, VOCABULARY, share_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+]
+# A large epsilon: Adam's update then depends on the scale of the gradient.
+TRAINING = TrainingSettings(
+    label_smoothing=0.2,
+    warmup_steps=2,
+    learning_rate_factor=0.5,
+    adam_beta1=0.8,
+    adam_beta2=0.95,
+    adam_epsilon=0.01,
+)
+# 0.5 * 16^-0.5 * min(step^-0.5, step * 2^-1.5): two steps of warm-up, then the decay.
+RATES = [0.0441942, 0.0883883, 0.0721688, 0.0625]
+
+
+def make_shares(count: int) -> list[StepShare]:
+    """Steps of several micro-batches, no two alike, with padding and without."""
+    return [share_of([(20 + step, 3, 9), (15, 9, 7), (10, 4, 8)], masked=step % 2 == 1) for step in range(count)]
+
+
+def make_module(
+    training: TrainingSettings = TRAINING, dropout: float = 0.0, seed: int = 1, scaled: bool = False
+) -> TranslationModule:
+    torch.manual_seed(3)
+    network = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=dropout)
+    special = SpecialIds(pad=PAD, bos=1, eos=2)
+    return TranslationModule(VOCABULARY, special, network, training, DecodingSettings(), seed, scaled=scaled)
+
+
+class Step(NamedTuple):
+    """What a training step returned, and the weights after it."""
+
+    output: dict[str, Any]
+    weights: Tensor
+
+
+class Recorder(Callback):
+    """Keeps all training steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.steps.append(Step(dict(outputs), parameters_to_vector(pl_module.parameters()).detach()))
+
+
+def fit(module: TranslationModule, shares: list[StepShare], rank: int = 0) -> list[Step]:
+    recorder, strategy = Recorder(), SingleDeviceStrategy("cpu")
+    strategy.global_rank = rank
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_steps=len(shares),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[recorder],
+    )
+    trainer.fit(module, DataLoader(shares, batch_size=None))
+    return recorder.steps
+
+
+def train_plainly(
+    network: Transformer, shares: list[StepShare], clip_norm: float | None = None, skipped_step: int | None = None
+) -> list[Step]:
+    """The same training in a plain loop, at the learning rates worked out by hand."""
+    network, steps = copy.deepcopy(network).train(), []
+    optimizer = torch.optim.Adam(network.parameters(), betas=(0.8, 0.95), eps=0.01)
+    for number, (rate, share) in enumerate(zip(RATES, shares, strict=True), start=1):
+        smoothed, likelihood, correct = torch.zeros(()), torch.zeros(()), []
+        for batch in share.micro_batches:
+            states = network(batch.source, batch.target_input, batch.source_mask)
+            logits, targets = network.logits(states).flatten(0, 1), batch.target_output.flatten().long()
+            smoothed = smoothed + cross_entropy(logits, targets, ignore_index=PAD, reduction="sum", label_smoothing=0.2)
+            likelihood = likelihood + cross_entropy(logits.detach(), targets, ignore_index=PAD, reduction="sum")
+            correct.append(int(((logits.argmax(-1) == targets) & (targets != PAD)).sum()))
+        assert sum(correct[:-1]) > 0  # the last micro-batch alone gives another sum
+        optimizer.zero_grad()
+        (smoothed / share.num_target_tokens).backward()
+        norm = clip_grad_norm_(network.parameters(), clip_norm if clip_norm is not None else math.inf)
+        optimizer.param_groups[0]["lr"] = rate
+        if number != skipped_step:
+            optimizer.step()
+        output = {
+            "smoothed": smoothed.detach(),
+            "likelihood": likelihood,
+            "correct": sum(correct),
+            "tokens": share.num_target_tokens,
+            "gradient_norm": norm,
+        }
+        steps.append(Step(output, parameters_to_vector(network.parameters()).detach()))
+    return steps
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("clip_norm", [None, 0.2])
+def test_training_equals_a_plain_loop(clip_norm: float | None, scaled: bool) -> None:
+    """Weights, sums, gradient norm and learning rate of each step, with a scaled loss and without."""
+    module = make_module(replace(TRAINING, gradient_clip_norm=clip_norm), scaled=scaled)
+    shares = make_shares(len(RATES))
+    expected = train_plainly(module.network, shares, clip_norm)
+    found = fit(module, shares)
+    if clip_norm is not None:
+        assert all(step.output["gradient_norm"] > 1.5 * clip_norm for step in expected)
+    for ours, theirs, rate in zip(found, expected, RATES, strict=True):
+        assert ours.output["learning_rate"] == pytest.approx(rate, rel=1e-5)
+        for name, value in theirs.output.items():
+            assert float(ours.output[name]) == pytest.approx(float(value), rel=1e-4), name
+        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_without_a_finite_gradient_is_skipped(scaled: bool) -> None:
+    """Its batch and its learning rate are used up; weights and moments stay."""
+    module = make_module(scaled=scaled)
+    shares = make_shares(len(RATES))
+    expected = train_plainly(module.network, shares, skipped_step=2)
+    # One element of one parameter is enough.
+    parameter = module.network.embedding.weight
+    infinite = torch.zeros_like(parameter)
+    infinite[0, 0] = math.inf
+    parameter.register_hook(lambda gradient: gradient + infinite if module.global_step == 1 else gradient)
+    found = fit(module, shares)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-5)
+    assert torch.equal(found[0].weights, found[1].weights)
+    outputs = [step.output for step in found]
+    assert [float(output["skipped"]) for output in outputs] == [0, 1, 1, 1]
+    assert [float(output["skipped_in_a_row"]) for output in outputs] == [0, 1, 0, 0]
+    assert [float(output["tokens"]) > 0 for output in outputs] == [True, False, True, True]
+    assert [float(output["smoothed"]) > 0 for output in outputs] == [True, False, True, True]
+    assert [output["learning_rate"] for output in outputs] == pytest.approx(RATES, rel=1e-5)
+    checkpoint: dict[str, Any] = {}
+    module.on_save_checkpoint(checkpoint)
+    resumed = make_module(scaled=scaled)
+    resumed.on_load_checkpoint(checkpoint)
+    again: dict[str, Any] = {}
+    resumed.on_save_checkpoint(again)
+    assert again == checkpoint
+    # The scale of the loss is halved, and two finite steps are counted after that.
+    expected_state = {"skipped_steps": [1, 0]} | ({"loss_scale": [2.0**15, 2]} if scaled else {})
+    assert checkpoint == expected_state
+
+
+def test_dropout_differs_between_ranks_steps_and_micro_batches() -> None:
+    """The weights and the micro-batches stay the same, so only dropout can make a difference."""
+    shares = [share_of([(2, 5, 6)] * 3, masked=False)] * 3
+    [batch, *others] = shares[0].micro_batches
+    shares[0].ids.copy_(shares[0].ids[: len(shares[0].ids) // 3].repeat(3))
+    assert all(torch.equal(batch.source, other.source) for other in others)
+
+    def run(rank: int, seed: int = 1) -> list[float]:
+        """The sum of the decoder's absolute states in each micro-batch of each step."""
+        module, sums = make_module(replace(TRAINING, learning_rate_factor=0.0), dropout=0.5, seed=seed), []
+        module.network.register_forward_hook(lambda *arguments: sums.append(float(arguments[2].detach().abs().sum())))
+        torch.manual_seed(rank)
+        fit(module, shares, rank)
+        return sums
+
+    first, second, other_seed = run(rank=0), run(rank=1), run(rank=0, seed=2)
+    assert len(first) == 9
+    assert len({*first, *second, *other_seed}) == 27
+    # Nothing else has an influence.
+    torch.manual_seed(9)
+    assert run(rank=1) == second
