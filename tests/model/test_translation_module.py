@@ -1,4 +1,4 @@
-"""The optimizer step in short runs of Lightning's Trainer, against plain PyTorch."""
+"""Training steps and validation in short runs of Lightning's Trainer, against plain PyTorch."""
 
 import copy
 import math
@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.data import DataLoader
 
-from data_module.batch import SpecialIds, StepShare
+from data_module.batch import Batch, SpecialIds, StepShare
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from model.translation_module import TranslationModule
@@ -50,7 +50,9 @@ def make_module(
     torch.manual_seed(3)
     network = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=dropout)
     special = SpecialIds(pad=PAD, bos=1, eos=2)
-    return TranslationModule(VOCABULARY, special, network, training, DecodingSettings(), seed, scaled=scaled)
+    return TranslationModule(
+        VOCABULARY, special, network, training, DecodingSettings(max_extra_tokens=3), seed, scaled=scaled
+    )
 
 
 class Step(NamedTuple):
@@ -70,21 +72,34 @@ class Recorder(Callback):
         self.steps.append(Step(dict(outputs), parameters_to_vector(pl_module.parameters()).detach()))
 
 
-def fit(module: TranslationModule, shares: list[StepShare], rank: int = 0) -> list[Step]:
-    recorder, strategy = Recorder(), SingleDeviceStrategy("cpu")
+def make_trainer(rank: int = 0, **options: Any) -> Trainer:
+    strategy = SingleDeviceStrategy("cpu")
     strategy.global_rank = rank
-    trainer = Trainer(
+    return Trainer(
         accelerator="cpu",
         strategy=strategy,
-        max_steps=len(shares),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[recorder],
+        **options,
     )
+
+
+def fit(module: TranslationModule, shares: list[StepShare], rank: int = 0) -> list[Step]:
+    recorder = Recorder()
+    trainer = make_trainer(rank, max_steps=len(shares), callbacks=[recorder])
     trainer.fit(module, DataLoader(shares, batch_size=None))
     return recorder.steps
+
+
+def sums_of(network: Transformer, batch: Batch, label_smoothing: float) -> tuple[Tensor, Tensor, int]:
+    """Label-smoothed loss, negative log-likelihood and correct predictions over a micro-batch's target tokens."""
+    states = network(batch.source, batch.target_input, batch.source_mask)
+    logits, targets = network.logits(states).flatten(0, 1), batch.target_output.flatten().long()
+    smoothed = cross_entropy(logits, targets, ignore_index=PAD, reduction="sum", label_smoothing=label_smoothing)
+    likelihood = cross_entropy(logits.detach(), targets, ignore_index=PAD, reduction="sum")
+    return smoothed, likelihood, int(((logits.argmax(-1) == targets) & (targets != PAD)).sum())
 
 
 def train_plainly(
@@ -94,23 +109,18 @@ def train_plainly(
     network, steps = copy.deepcopy(network).train(), []
     optimizer = torch.optim.Adam(network.parameters(), betas=(0.8, 0.95), eps=0.01)
     for number, (rate, share) in enumerate(zip(RATES, shares, strict=True), start=1):
-        smoothed, likelihood, correct = torch.zeros(()), torch.zeros(()), []
-        for batch in share.micro_batches:
-            states = network(batch.source, batch.target_input, batch.source_mask)
-            logits, targets = network.logits(states).flatten(0, 1), batch.target_output.flatten().long()
-            smoothed = smoothed + cross_entropy(logits, targets, ignore_index=PAD, reduction="sum", label_smoothing=0.2)
-            likelihood = likelihood + cross_entropy(logits.detach(), targets, ignore_index=PAD, reduction="sum")
-            correct.append(int(((logits.argmax(-1) == targets) & (targets != PAD)).sum()))
+        sums = [sums_of(network, batch, label_smoothing=0.2) for batch in share.micro_batches]
+        smoothed, likelihood, correct = map(list, zip(*sums, strict=True))
         assert sum(correct[:-1]) > 0  # the last micro-batch alone gives another sum
         optimizer.zero_grad()
-        (smoothed / share.num_target_tokens).backward()
+        (sum(smoothed) / share.num_target_tokens).backward()
         norm = clip_grad_norm_(network.parameters(), clip_norm if clip_norm is not None else math.inf)
         optimizer.param_groups[0]["lr"] = rate
         if number != skipped_step:
             optimizer.step()
         output = {
-            "smoothed": smoothed.detach(),
-            "likelihood": likelihood,
+            "smoothed": sum(smoothed).detach(),
+            "likelihood": sum(likelihood),
             "correct": sum(correct),
             "tokens": share.num_target_tokens,
             "gradient_norm": norm,
@@ -190,3 +200,28 @@ def test_dropout_differs_between_ranks_steps_and_micro_batches() -> None:
     # Nothing else has an influence.
     torch.manual_seed(9)
     assert run(rank=1) == second
+
+
+def test_validation_gives_means_over_all_target_tokens() -> None:
+    module = make_module(dropout=0.5)
+    shapes = [(20, 7, 9), (30, 3, 4), (10, 9, 8)]
+    shares = [share_of([shape], masked=index > 0) for index, shape in enumerate(shapes)]
+    network = copy.deepcopy(module.network).eval()
+    with torch.no_grad():
+        sums = [sums_of(network, share.micro_batches[0], label_smoothing=0.2) for share in shares]
+    smoothed, likelihood, correct = (float(sum(column)) for column in zip(*sums, strict=True))
+    num_tokens = 20 * 9 + 30 * 4 + 10 * 8 - 3  # in each batch one target is a token short
+    assert correct > 0
+    trainer = make_trainer()
+    for _ in range(2):  # the second validation has nothing of the first
+        [found] = trainer.validate(module, DataLoader(shares, batch_size=None), verbose=False)
+        assert found == pytest.approx(
+            {
+                "validation/loss": smoothed / num_tokens,
+                "validation/negative_log_likelihood": likelihood / num_tokens,
+                "validation/perplexity": math.exp(likelihood / num_tokens),
+                "validation/accuracy": correct / num_tokens,
+                "step": 0,
+            },
+            rel=1e-5,
+        )
