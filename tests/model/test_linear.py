@@ -61,15 +61,18 @@ def test_the_losss_padding_counts_for_nothing() -> None:
     """In bfloat16, where rows are added: sums and gradients as in float32, up to rounding."""
     torch.manual_seed(1)
     states, weight = torch.randn(3, 43, 16), torch.randn(50, 16)
-    targets = torch.randint(1, 50, (3, 43))
+    targets, ignored_id = torch.randint(0, 50, (3, 43)), 5
+    assert (targets == ignored_id).any()
     found, expected = [], []
     for results, enabled in ((found, True), (expected, False)):
         inputs = [states.clone().requires_grad_(), weight.clone().requires_grad_()]
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            sums = label_smoothed_loss(inputs[0], inputs[1], targets, 0.1, 0)
+            sums = label_smoothed_loss(inputs[0], inputs[1], targets, 0.1, ignored_id)
         results += [sums.smoothed, sums.negative_log_likelihood, *torch.autograd.grad(sums.smoothed, inputs)]
     logits = F.linear(states, weight).flatten(0, 1)
-    torch.testing.assert_close(expected[1], F.cross_entropy(logits, targets.flatten(), reduction="sum"))
+    torch.testing.assert_close(
+        expected[1], F.cross_entropy(logits, targets.flatten(), ignore_index=ignored_id, reduction="sum")
+    )
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
         assert (one - other).norm() < 0.01 * other.norm()
