@@ -85,6 +85,16 @@ def test_bf16_products_stay_near_float32(cached_rows: int, monkeypatch: pytest.M
         assert (ours - theirs).norm() / theirs.norm() < 0.02
 
 
+def test_sums_over_bfloat16_states_are_float32() -> None:
+    states, weight, targets = problem(torch.float32)
+    states, weight = states.detach().bfloat16(), weight.detach().bfloat16()
+    exact = label_smoothed_loss(states.double(), weight.double(), targets, 0.1, PAD)
+    low = label_smoothed_loss(states, weight, targets, 0.1, PAD)
+    for found, expected in zip(low, exact, strict=True):
+        assert found.dtype == torch.float32
+        assert found.item() == pytest.approx(expected.item(), rel=0.003)
+
+
 def test_extreme_logits_stay_finite() -> None:
     states = torch.tensor([[1e4], [-1e4]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)

@@ -204,6 +204,54 @@ def test_embeddings_and_projection_are_one_tensor() -> None:
     torch.testing.assert_close(embedded[0], by_hand)
 
 
+def test_dropout_is_on_the_sums_of_embeddings_and_positions() -> None:
+    net = network(replace(TINY, dropout=0.4))
+    sums = net.embed(torch.tensor([[7, 8, 9]]), 0)
+    torch.manual_seed(7)
+    expected = Dropout(0.4)(sums)
+    torch.manual_seed(7)
+    torch.testing.assert_close(net.train().embed(torch.tensor([[7, 8, 9]]), 0), expected)
+    assert (expected == 0).any()
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_each_stack_ends_with_a_norm(pre_norm: bool) -> None:
+    net = network(replace(TINY, pre_norm=pre_norm))
+    source, target = ids(2, 5), ids(2, 6)
+    for states in (net.encode(source, None), net(source, target)):
+        torch.testing.assert_close(states.mean(-1), torch.zeros_like(states[..., 0]))
+        torch.testing.assert_close(states.var(-1, correction=0), torch.ones_like(states[..., 0]), rtol=0, atol=1e-3)
+
+
+def test_initial_weights() -> None:
+    """Xavier's uniform distribution for each projection by itself, d_model^-0.5 for embeddings, no biases."""
+    torch.manual_seed(3)
+    settings = NetworkSettings(num_layers=1, d_model=256, d_ff=512, num_heads=4, d_k=16, learned_positions=True)
+    net = Transformer(2000, settings)
+    keys, values = 4 * 16, 4 * 64
+    encoder, decoder = net.encoder[0], net.decoder[0]
+    cross = decoder.cross_attention
+    projections = [cross.query.weight, *cross.key_value.weight.split([keys, values]), cross.output.weight]
+    for attention in (encoder.self_attention, decoder.self_attention):
+        projections += attention.query_key_value.weight.split([keys, keys, values])
+        projections.append(attention.output.weight)
+    for layer in (encoder, decoder):
+        projections += [layer.feed_forward.inner.weight, layer.feed_forward.outer.weight]
+    for weight in projections:
+        bound = math.sqrt(6 / sum(weight.shape))
+        assert 0.99 * bound < weight.abs().max() <= bound
+        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    for table in (net.embedding.weight, net.positions.table):
+        assert table.std().item() == pytest.approx(256**-0.5, rel=0.02)
+    norms = [module for module in net.modules() if isinstance(module, nn.LayerNorm)]
+    assert all((norm.weight == 1).all() and (norm.bias == 0).all() for norm in norms)
+    assert all((bias == 0).all() for name, bias in net.named_parameters() if name.endswith("bias"))
+    # Nothing is left out.
+    vectors = [parameter for parameter in net.parameters() if parameter.dim() == 1]
+    num_parameters = sum(one.numel() for one in [*projections, *vectors, net.embedding.weight, net.positions.table])
+    assert num_parameters == sum(parameter.numel() for parameter in net.parameters())
+
+
 def test_a_decoder_position_never_sees_a_later_one() -> None:
     net = network()
     source, target = ids(2, 5), ids(2, 6)
@@ -281,7 +329,7 @@ def test_attention_maps_are_what_the_network_attends_to() -> None:
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     torch.manual_seed(0)
     dropout = Dropout(0.3).train()
-    x = torch.ones(1000, 333, requires_grad=True)
+    x = torch.ones(1001, 333, requires_grad=True)
     y = dropout(x)
     assert (y == 0).double().mean().item() == pytest.approx(0.3, abs=0.005)
     assert y.detach().double().mean().item() == pytest.approx(1.0, abs=0.01)
@@ -291,6 +339,13 @@ def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     torch.testing.assert_close(dropout(x), y)  # a function of the seed
     assert not torch.equal(dropout(x), y)
     assert dropout.eval()(x) is x
+
+
+def test_the_rarest_dropout() -> None:
+    """One element in 65,536."""
+    torch.manual_seed(0)
+    num_dropped = int((Dropout(2**-16)(torch.ones(2**22)) == 0).sum())
+    assert 40 < num_dropped < 90  # 64 are expected, with a standard deviation of 8
 
 
 def test_wrong_settings_name_the_key() -> None:
