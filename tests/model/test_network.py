@@ -346,11 +346,3 @@ def test_the_rarest_dropout() -> None:
     torch.manual_seed(0)
     num_dropped = int((Dropout(2**-16)(torch.ones(2**22)) == 0).sum())
     assert 40 < num_dropped < 90  # 64 are expected, with a standard deviation of 8
-
-
-def test_wrong_settings_name_the_key() -> None:
-    with pytest.raises(ValueError, match=r"network\.num_heads"):
-        NetworkSettings(d_model=10, num_heads=3)
-    NetworkSettings(d_model=10, num_heads=3, d_k=4, d_v=4)
-    with pytest.raises(ValueError, match=r"network\.dropout"):
-        NetworkSettings(dropout=1.0)

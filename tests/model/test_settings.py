@@ -1,0 +1,64 @@
+"""The defaults are the paper's base model, and values out of bounds are refused by name."""
+
+from typing import Any
+
+import pytest
+
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+
+
+def test_defaults_are_the_papers() -> None:
+    """Table 3 (base), sections 5.3, 5.4 and 6.1."""
+    network, training, decoding = NetworkSettings(), TrainingSettings(), DecodingSettings()
+    assert (network.num_layers, network.d_model, network.d_ff, network.num_heads) == (6, 512, 2048, 8)
+    assert (network.key_size, network.value_size, network.dropout) == (64, 64, 0.1)
+    assert not network.learned_positions
+    assert not network.pre_norm
+    assert (training.adam_beta1, training.adam_beta2, training.adam_epsilon) == (0.9, 0.98, 1e-9)
+    assert (training.warmup_steps, training.learning_rate_factor, training.label_smoothing) == (4000, 1.0, 0.1)
+    assert training.gradient_clip_norm is None
+    assert training.ema_decay is None
+    assert (decoding.beam_size, decoding.length_penalty, decoding.max_extra_tokens) == (4, 0.6, 50)
+
+
+@pytest.mark.parametrize(
+    ("settings", "section", "allowed", "refused"),
+    [
+        (NetworkSettings, "network", {"num_layers": 1}, {"num_layers": 0}),
+        (NetworkSettings, "network", {"d_model": 8}, {"d_model": 0}),
+        (NetworkSettings, "network", {"d_ff": 1}, {"d_ff": 0}),
+        (NetworkSettings, "network", {"num_heads": 1}, {"num_heads": 0}),
+        (NetworkSettings, "network", {"max_positions": 1}, {"max_positions": 0}),
+        (NetworkSettings, "network", {"d_k": 1}, {"d_k": 0}),
+        (NetworkSettings, "network", {"d_v": 1}, {"d_v": 0}),
+        (NetworkSettings, "network", {"dropout": 0.0}, {"dropout": -0.1}),
+        (NetworkSettings, "network", {"dropout": 0.99}, {"dropout": 1.0}),
+        (TrainingSettings, "training", {"label_smoothing": 0.0}, {"label_smoothing": -0.1}),
+        (TrainingSettings, "training", {"label_smoothing": 0.99}, {"label_smoothing": 1.0}),
+        (TrainingSettings, "training", {"warmup_steps": 1}, {"warmup_steps": 0}),
+        (TrainingSettings, "training", {"learning_rate_factor": 0.0}, {"learning_rate_factor": -0.1}),
+        (TrainingSettings, "training", {"adam_beta1": 0.0}, {"adam_beta1": 1.0}),
+        (TrainingSettings, "training", {"adam_beta2": 0.0}, {"adam_beta2": 1.0}),
+        (TrainingSettings, "training", {"adam_epsilon": 1e-12}, {"adam_epsilon": 0.0}),
+        (TrainingSettings, "training", {"gradient_clip_norm": 1e-9}, {"gradient_clip_norm": 0.0}),
+        (TrainingSettings, "training", {"ema_decay": 0.01}, {"ema_decay": 0.0}),
+        (TrainingSettings, "training", {"ema_decay": 0.99}, {"ema_decay": 1.0}),
+        (DecodingSettings, "decoding", {"beam_size": 1}, {"beam_size": 0}),
+        (DecodingSettings, "decoding", {"length_penalty": 0.0}, {"length_penalty": -0.1}),
+        (DecodingSettings, "decoding", {"max_extra_tokens": 0}, {"max_extra_tokens": -1}),
+    ],
+)
+def test_bounds(settings: Any, section: str, allowed: dict[str, float], refused: dict[str, float]) -> None:
+    settings(**allowed)
+    [(name, value)] = refused.items()
+    with pytest.raises(ValueError, match=rf"{section}\.{name} {value} "):
+        settings(**refused)
+
+
+def test_heads_share_the_width() -> None:
+    with pytest.raises(ValueError, match=r"network\.num_heads"):
+        NetworkSettings(d_model=10, num_heads=3)
+    with pytest.raises(ValueError, match=r"network\.num_heads"):
+        NetworkSettings(d_model=10, num_heads=3, d_k=4)
+    sizes = NetworkSettings(d_model=10, num_heads=3, d_k=4, d_v=5)
+    assert (sizes.key_size, sizes.value_size) == (4, 5)
