@@ -324,6 +324,9 @@ def test_attention_maps_are_what_the_network_attends_to() -> None:
     _, _, value = layer.project(x)
     by_maps = layer.output((maps["encoder"][0] @ value).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x, mask[:, None, None, :], False), by_maps)
+    # What the network does afterwards is not recorded, and no graph is kept.
+    net(source, target, mask)
+    assert all(len(layers) == 2 and not layers[0].requires_grad for layers in maps.values())
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
