@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.data import DataLoader
 
 from data_module.batch import Batch, SpecialIds, StepShare
+from model.decoding import Search
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from model.translation_module import TranslationModule
@@ -234,3 +235,22 @@ def test_validation_gives_means_over_all_target_tokens() -> None:
             },
             rel=1e-5,
         )
+
+
+def test_validation_answers_are_those_of_greedy_search() -> None:
+    """A batch of short sentences, searched in parts, of which the last has one sentence with a shorter source."""
+    module = make_module().eval()
+    share = share_of([(31, 3, 4)], masked=True)
+    module.on_validation_epoch_start()
+    with torch.no_grad():
+        pairs, tokens, lengths = module.validation_step(share, 0)
+    assert pairs.tolist() == list(range(31))
+    source = share.micro_batches[0].source.long()
+    search = Search(module.network, bos_id=1, eos_id=2, pad_id=PAD).eval()
+    expected = [*search.greedy(source[:-1], None, 3).tokens, *search.greedy(source[-1:, :-1], None, 3).tokens]
+    for row, length, answer in zip(tokens.tolist(), lengths.tolist(), expected, strict=True):
+        assert row[:length] == answer[:length].tolist()
+        assert 2 not in row[: length - 1]
+        assert row[length - 1] == 2
+        assert set(row[length:]) <= {PAD}
+    assert len(set(lengths.tolist())) > 1
