@@ -87,3 +87,4 @@ def test_packed_projections_equal_a_product() -> None:
 
 def test_what_cannot_be_packed() -> None:
     assert not can_pack(make_network(0).bfloat16())
+    assert not can_pack(make_network(0).to("meta"))

@@ -81,9 +81,10 @@ class Recorder(Callback):
         self.steps.append(Step(dict(outputs), parameters_to_vector(pl_module.parameters()).detach()))
 
 
-def make_trainer(rank: int = 0, **options: Any) -> Trainer:
+def make_trainer(rank: int = 0, num_ranks: int = 1, **options: Any) -> Trainer:
+    """One rank's trainer; no gradient is exchanged with the others."""
     strategy = SingleDeviceStrategy("cpu")
-    strategy.global_rank = rank
+    strategy.global_rank, strategy.world_size = rank, num_ranks
     return Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -95,9 +96,9 @@ def make_trainer(rank: int = 0, **options: Any) -> Trainer:
     )
 
 
-def fit(module: TranslationModule, shares: list[StepShare], rank: int = 0) -> list[Step]:
+def fit(module: TranslationModule, shares: list[StepShare], rank: int = 0, num_ranks: int = 1) -> list[Step]:
     recorder = Recorder()
-    trainer = make_trainer(rank, max_steps=len(shares), callbacks=[recorder])
+    trainer = make_trainer(rank, num_ranks, max_steps=len(shares), callbacks=[recorder])
     trainer.fit(module, DataLoader(shares, batch_size=None))
     return recorder.steps
 
@@ -138,8 +139,7 @@ def train_plainly(
     return steps
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("clip_norm", [None, 0.2])
+@pytest.mark.parametrize(("clip_norm", "scaled"), [(None, False), (0.2, False), (0.2, True), (100.0, True)])
 def test_training_equals_a_plain_loop(clip_norm: float | None, scaled: bool) -> None:
     """Weights, sums, gradient norm and learning rate of each step, with a scaled loss and without."""
     module = make_module(replace(TRAINING, gradient_clip_norm=clip_norm), scaled=scaled)
@@ -147,7 +147,7 @@ def test_training_equals_a_plain_loop(clip_norm: float | None, scaled: bool) -> 
     expected = train_plainly(module.network, shares, clip_norm)
     found = fit(module, shares)
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # it would plan for every shape of batch
-    if clip_norm is not None:
+    if clip_norm == 0.2:
         assert all(step.output["gradient_norm"] > 1.5 * clip_norm for step in expected)
     for ours, theirs, rate in zip(found, expected, RATES, strict=True):
         assert ours.output["learning_rate"] == pytest.approx(rate, rel=1e-5)
@@ -189,6 +189,31 @@ def test_a_step_without_a_finite_gradient_is_skipped(scaled: bool) -> None:
     assert checkpoint == expected_state
 
 
+def test_a_rank_without_sentences_adds_nothing() -> None:
+    """It runs a sentence whose targets do not count."""
+    module, [share] = make_module(), make_shares(1)
+    initial = parameters_to_vector(module.parameters()).detach()
+    [step] = fit(module, [replace(share, weightless=True)])
+    assert torch.equal(step.weights, initial)
+    for name in ("smoothed", "likelihood", "correct", "gradient_norm", "skipped"):
+        assert float(step.output[name]) == 0, name
+    assert float(step.output["tokens"]) == share.num_target_tokens
+
+
+def test_gradients_are_those_of_which_ranks_take_the_mean() -> None:
+    """The mean over ranks of these is the gradient of the sum of losses over the global batch's tokens."""
+    [alone], [one_of_three] = (fit(make_module(), make_shares(1), num_ranks=count) for count in (1, 3))
+    assert float(one_of_three.output["gradient_norm"]) == pytest.approx(3 * float(alone.output["gradient_norm"]))
+    assert one_of_three.output["smoothed"] == alone.output["smoothed"]
+
+
+def test_a_checkpoint_without_counts_begins_at_zero() -> None:
+    module, checkpoint = make_module(scaled=True), {}
+    module.on_load_checkpoint({})
+    module.on_save_checkpoint(checkpoint)
+    assert checkpoint == {"skipped_steps": [0, 0], "loss_scale": [2.0**16, 0]}
+
+
 def test_dropout_differs_between_ranks_steps_and_micro_batches() -> None:
     """The weights and the micro-batches stay the same, so only dropout can make a difference."""
     shares = [share_of([(2, 5, 6)] * 3, masked=False)] * 3
@@ -201,7 +226,7 @@ def test_dropout_differs_between_ranks_steps_and_micro_batches() -> None:
         module, sums = make_module(replace(TRAINING, learning_rate_factor=0.0), dropout=0.5, seed=seed), []
         module.network.register_forward_hook(lambda *arguments: sums.append(float(arguments[2].detach().abs().sum())))
         torch.manual_seed(rank)
-        fit(module, shares, rank)
+        fit(module, shares, rank, num_ranks=2)
         return sums
 
     first, second, other_seed = run(rank=0), run(rank=1), run(rank=0, seed=2)
@@ -219,18 +244,19 @@ def test_validation_gives_means_over_all_target_tokens() -> None:
     network = copy.deepcopy(module.network).eval()
     with torch.no_grad():
         sums = [sums_of(network, share.micro_batches[0], label_smoothing=0.2) for share in shares]
-    smoothed, likelihood, correct = (float(sum(column)) for column in zip(*sums, strict=True))
-    num_tokens = 20 * 9 + 30 * 4 + 10 * 8 - 3  # in each batch one target is a token short
-    assert correct > 0
+    num_tokens = [20 * 9 - 1, 30 * 4 - 1, 10 * 8 - 1]  # in each batch one target is a token short
     trainer = make_trainer()
-    for _ in range(2):  # the second validation has nothing of the first
-        [found] = trainer.validate(module, DataLoader(shares, batch_size=None), verbose=False)
+    for first in (0, 1):  # the second validation has nothing of the first
+        smoothed, likelihood, correct = (float(sum(column)) for column in zip(*sums[first:], strict=True))
+        total = sum(num_tokens[first:])
+        assert correct > 0
+        [found] = trainer.validate(module, DataLoader(shares[first:], batch_size=None), verbose=False)
         assert found == pytest.approx(
             {
-                "validation/loss": smoothed / num_tokens,
-                "validation/negative_log_likelihood": likelihood / num_tokens,
-                "validation/perplexity": math.exp(likelihood / num_tokens),
-                "validation/accuracy": correct / num_tokens,
+                "validation/loss": smoothed / total,
+                "validation/negative_log_likelihood": likelihood / total,
+                "validation/perplexity": math.exp(likelihood / total),
+                "validation/accuracy": correct / total,
                 "step": 0,
             },
             rel=1e-5,
@@ -241,10 +267,11 @@ def test_validation_answers_are_those_of_greedy_search() -> None:
     """A batch of short sentences, searched in parts, of which the last has one sentence with a shorter source."""
     module = make_module().eval()
     share = share_of([(31, 3, 4)], masked=True)
+    share.ids[:31] = torch.arange(131, 100, -1)  # the pairs' places in the corpus
     module.on_validation_epoch_start()
     with torch.no_grad():
         pairs, tokens, lengths = module.validation_step(share, 0)
-    assert pairs.tolist() == list(range(31))
+    assert pairs.tolist() == list(range(131, 100, -1))
     source = share.micro_batches[0].source.long()
     search = Search(module.network, bos_id=1, eos_id=2, pad_id=PAD).eval()
     expected = [*search.greedy(source[:-1], None, 3).tokens, *search.greedy(source[-1:, :-1], None, 3).tokens]
