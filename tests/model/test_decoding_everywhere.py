@@ -1,6 +1,7 @@
 """The search as TorchScript, where the project is not, on a GPU, and given wrong arguments."""
 
 import itertools
+import math
 import subprocess
 import sys
 import warnings
@@ -32,14 +33,17 @@ MASK = torch.ones(1, 3, dtype=torch.bool)
 BAD_ARGUMENTS = {
     "one or more of each": (SOURCE[:0], None, 4, 0.6, 5, 1),
     "must be int64": (SOURCE.float(), None, 4, 0.6, 5, 1),
-    "ids must be 0 .. 23": (SOURCE + 20, None, 4, 0.6, 5, 1),
+    "ids must be 0 .. 23": (SOURCE + 19, None, 4, 0.6, 5, 1),
     "must be 0 .. 23": (-SOURCE, None, 4, 0.6, 5, 1),
     "must be bool of shape": (SOURCE, MASK[:, :2], 4, 0.6, 5, 1),
-    "without any token": (SOURCE, ~MASK, 4, 0.6, 5, 1),
+    "must be bool": (SOURCE, MASK.int(), 4, 0.6, 5, 1),
+    "without any token": (SOURCE.repeat(2, 1), torch.cat([MASK, ~MASK]), 4, 0.6, 5, 1),
     "beam_size 0 must be": (SOURCE, None, 0, 0.6, 5, 1),
     "n_best 5 must be 1 .. beam_size 4": (SOURCE, None, 4, 0.6, 5, 5),
     "n_best 0 must be": (SOURCE, None, 4, 0.6, 5, 0),
     "length_penalty -0.5 must be": (SOURCE, None, 4, -0.5, 5, 1),
+    "length_penalty inf must be": (SOURCE, None, 4, math.inf, 5, 1),
+    "length_penalty nan must be": (SOURCE, None, 4, math.nan, 5, 1),
     "max_extra_tokens -1 must be": (SOURCE, None, 4, 0.6, -1, 1),
 }
 

@@ -33,6 +33,9 @@ def test_equals_torchs_in_bfloat16(shape: tuple[int, ...]) -> None:
             assert torch.equal(ours(x), theirs(x))
     for found, expected in zip(results(ours, x), results(theirs, x), strict=True):
         assert torch.equal(found, expected)
+    for found, expected in zip(*(results(one.bfloat16(), x.bfloat16()) for one in (ours, theirs)), strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=2e-2)
 
 
 def compiled(layer: nn.Linear, rows: range, capfd: pytest.CaptureFixture[str]) -> int:

@@ -28,13 +28,13 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
 
 
 def hold_rows(chunk: int, cached: int, monkeypatch: pytest.MonkeyPatch, pieces: int = 50) -> None:
-    """Let the loss have so many rows of logits at a time, and so many of them in its cache."""
+    """Let the loss have so many rows of logits at a time, and so many of them in its cache; 0 means one row too."""
     monkeypatch.setitem(model.loss._CHUNK_LOGITS, "cpu", chunk * pieces)
     monkeypatch.setattr(model.loss, "_CACHED_LOGITS", cached * pieces / torch.get_num_threads())
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.3])
-@pytest.mark.parametrize(("chunk_rows", "cached_rows"), [(1, 99), (7, 99), (7, 2), (99, 5), (99, 99)])
+@pytest.mark.parametrize(("chunk_rows", "cached_rows"), [(0, 99), (7, 99), (7, 2), (7, 0), (99, 5), (99, 99)])
 def test_equals_linear_and_cross_entropy(
     epsilon: float, chunk_rows: int, cached_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
