@@ -77,11 +77,18 @@ def make_sources(lengths: list[int], vocabulary_size: int = VOCABULARY_SIZE, see
 
 
 @torch.no_grad()
+def forced_log_probabilities(network: Transformer, source: Tensor, answers: list[list[int]]) -> list[float]:
+    """log P(answer | source) by teacher forcing, of answers of one length; source [S] without padding."""
+    target = torch.tensor(answers)
+    inputs = torch.cat([torch.full([len(answers), 1], BOS), target[:, :-1]], 1)
+    states = network(source.expand(len(answers), -1), inputs)
+    steps = network.logits(states).double().log_softmax(-1)
+    return steps.gather(2, target.unsqueeze(2)).sum([1, 2]).tolist()
+
+
 def forced_log_probability(network: Transformer, source: Tensor, answer: list[int]) -> float:
-    """log P(answer | source) by teacher forcing; source [S] without padding."""
-    states = network(source.unsqueeze(0), torch.tensor([[BOS, *answer[:-1]]]))
-    steps = network.logits(states).double().log_softmax(-1)[0]
-    return float(steps[range(len(answer)), answer].sum())
+    """As `forced_log_probabilities`, of one answer."""
+    return forced_log_probabilities(network, source, [answer])[0]
 
 
 def penalized(log_probability: float, length: int, alpha: float) -> float:

@@ -20,6 +20,7 @@ from tests.model.search_truth import (
     UNK,
     answers_of,
     count_ties,
+    forced_log_probabilities,
     forced_log_probability,
     make_network,
     make_sources,
@@ -42,15 +43,13 @@ def test_a_wide_beam_finds_what_enumeration_finds(alpha: float) -> None:
         greedy = search.greedy(source, mask, extra)
         for sentence, source_length in enumerate(mask.sum(1).tolist()):
             ids = source[sentence, :source_length]
-            every = [
-                [*pieces, EOS]
-                for count in range(source_length + extra)
-                for pieces in itertools.product([UNK, 4, 5], repeat=count)
-            ]
-            totals = [(forced_log_probability(network, ids, answer), answer) for answer in every]
+            totals: list[tuple[float, list[int]]] = []
+            for count in range(source_length + extra):
+                every = [[*pieces, EOS] for pieces in itertools.product([UNK, 4, 5], repeat=count)]
+                totals += zip(forced_log_probabilities(network, ids, every), every, strict=True)
             expected = sorted(((penalized(t, len(a), alpha), a) for t, a in totals), reverse=True)[:beam_size]
             answers = [one for one in answers_of(found, sentence) if one[0] > -math.inf]
-            assert len(answers) == min(len(every), beam_size)
+            assert len(answers) == min(len(totals), beam_size)
             assert count_ties(answers, expected) == 0
             best = expected[0][1]
             lengths.add(len(best))
