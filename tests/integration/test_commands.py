@@ -12,6 +12,7 @@ import pytest
 import sacrebleu
 
 from tests.conftest import ROOT, pipeline
+from tests.integration.runs import start
 
 VERBS = ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo"]
 
@@ -252,9 +253,7 @@ def test_unequal_texts_stop_fit_before_anything_is_written(recipe_file: Path, tm
 
 def test_two_fits_on_one_folder(recipe_file: Path, tmp_path: Path) -> None:
     command = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.max_steps", 100000]
-    first = subprocess.Popen(
-        [sys.executable, "-m", "pipeline", *map(str, command)], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
+    first = start(*command)
     while not list((tmp_path / "run").glob("checkpoints/*")) and first.poll() is None:
         time.sleep(0.05)
     assert "another fit is writing there" in refused(*command)

@@ -1,10 +1,6 @@
 """Training as a user runs it: real processes, real files."""
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +8,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.conftest import ROOT, pipeline
+from tests.conftest import pipeline
+from tests.integration.runs import start
 
 
 def weights(run: Path, step: int = 12) -> dict[str, torch.Tensor]:
@@ -70,26 +67,13 @@ def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Pa
     options = ["--network.dropout", 0.3, "--batches.workers", workers, "--trainer.max_steps", 40]
     whole = fit(recipe_file, tmp_path / "whole", *options)
     run = tmp_path / "killed"
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline",
-        "fit",
-        "--config",
-        recipe_file,
-        "--run.folder",
-        run,
-        *options,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     kills = 0
     for kept in (8, 12, 20):  # at 12 a validation is due too
-        process = subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.DEVNULL)
+        process = start("fit", "--config", recipe_file, "--run.folder", run, *options)
         while process.poll() is None and not (run / "checkpoints" / f"step={kept:08d}.ckpt").exists():
             time.sleep(0.01)
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
+        kills += process.poll() is None
+        process.kill()
         process.wait()
     assert kills
     fit(recipe_file, run, *options)

@@ -5,6 +5,7 @@ with `{"outcome": ..., "failing_test": ..., "seconds": s}`. PyTorch and the othe
 mutant is tested in a fork of this process, which imports the project itself.
 """
 
+import gc
 import json
 import os
 import signal
@@ -14,21 +15,24 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+import hypothesis
 import lightning.pytorch
 import pytest
 import sacrebleu
+import sacremoses
 import sentencepiece
 import torch.utils.tensorboard
 
-LARGE = (lightning.pytorch, pytest, sacrebleu, sentencepiece, torch.utils.tensorboard)
+LARGE = (hypothesis, lightning.pytorch, sacrebleu, sacremoses, sentencepiece, torch.utils.tensorboard)
 REPORT = Path("mutation-report.txt")
-OPTIONS = ["-x", "-q", "-rfE", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+OPTIONS = ["-x", "-q", "-rfE", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio"]
 OPTIONS += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-m", "not slow and not gpu"]
 
 
 def main() -> None:
     """Answer until standard input ends."""
     sys.path.insert(0, str(Path.cwd()))
+    gc.freeze()  # so that no collection in a fork walks through what is imported here
     for line in sys.stdin:
         print(json.dumps(judge(**json.loads(line))), flush=True)
 
