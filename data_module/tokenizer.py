@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import sentencepiece
 
 from data_module.errors import InputError
 from data_module.word_counts import WordCounts, normalize_white_space
@@ -41,6 +40,9 @@ class Tokenizer:
         Raises:
             InputError: they are no sentencepiece model, or its special ids are not this project's.
         """
+        # Imported where it is used: without text, batches can be loaded where it is not installed.
+        import sentencepiece
+
         self.model = model
         self.sha256 = hashlib.sha256(model).hexdigest()
         try:
@@ -155,6 +157,8 @@ def train_on_words(
 
 
 def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
+    import sentencepiece
+
     # Ties between pairs of equal frequency go by order of appearance: the counter keeps the text's own.
     lines = (f"{word}\t{count}" for word, count in words.counts.items() if word and _RESERVED_CHARACTER not in word)
     model = io.BytesIO()

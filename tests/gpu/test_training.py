@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from data_module.batch import SpecialIds
+from data_module.corpus import ParallelCorpus, TokenStore, TokenStoreWriter
 from data_module.settings import BatchSettings
-from data_module.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
@@ -36,18 +37,26 @@ def _kernels_as_before() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
-def module(
-    device: str,
-    compiled: bool = False,
-    pieces: int = VOCABULARY,
-    special: SpecialIds = SPECIAL,
-    scaled: bool = False,
-) -> Any:
+@pytest.fixture
+def corpus_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A corpus of random pieces, which needs no tokenizer: sentencepiece need not be installed."""
+    draws = np.random.default_rng(1)
+    lengths = draws.integers(2, 15, (2, 300), dtype=np.uint16)
+    for side, of_side in zip(("source", "target"), lengths, strict=True):
+        with TokenStoreWriter(tmp_path / f"train.{side}", np.dtype(np.uint16)) as store:
+            store.append_flat(draws.integers(3, VOCABULARY, of_side.sum()), of_side)
+    stores = [TokenStore(tmp_path / f"train.{side}") for side in ("source", "target")]
+    corpus = ParallelCorpus(*stores, identity=str(tmp_path), longest=int(lengths.max()))
+    monkeypatch.setattr("data_module.translation_data_module.open_corpus", lambda *_: corpus)
+    return tmp_path
+
+
+def module(device: str, compiled: bool = False, scaled: bool = False) -> Any:
     """A network with heads of a size that every kernel takes, as `fit` begins with it."""
     torch.manual_seed(3)
     settings = NetworkSettings(num_layers=1, d_model=128, d_ff=64, num_heads=2, dropout=0.0)
     training = TrainingSettings(gradient_clip_norm=1.0)
-    made = TranslationModule(pieces, special, settings, training, DecodingSettings(), 1, compiled, scaled)
+    made = TranslationModule(VOCABULARY, SPECIAL, settings, training, DecodingSettings(), 1, compiled, scaled)
     made.on_fit_start()
     return made.to(device).train()
 
@@ -85,11 +94,9 @@ class _NoWaiting(Callback):
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: str, tiny_corpus: Path) -> None:
+def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: str, corpus_folder: Path) -> None:
     """Loader, copy, micro-batches with and without mask, loss, clipping, Adam, average, Lightning's loop, Monitor."""
-    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
-    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
-    data = TranslationDataModule(tiny_corpus, BatchSettings(batch_tokens=400, group_tokens=100), special, seed=1)
+    data = TranslationDataModule(corpus_folder, BatchSettings(batch_tokens=400, group_tokens=100), SPECIAL, seed=1)
     watch = _NoWaiting()
     float16 = precision_plugin({"precision": precision, "accelerator": device})
     trainer = Trainer(
@@ -108,7 +115,7 @@ def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: st
         callbacks=[Monitor(every_steps=100), MovingAverage(decay=0.9), watch],
     )
     try:
-        made = module("cpu", compiled, tokenizer.vocabulary_size, special, scaled=float16 is not None)
+        made = module("cpu", compiled, scaled=float16 is not None)
         trainer.fit(made, datamodule=data)
     finally:
         if device == "cuda":
@@ -117,8 +124,8 @@ def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: st
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_training_batches_are_in_memory_that_a_gpu_copies_by_itself(device: str, tiny_corpus: Path) -> None:
-    data = TranslationDataModule(tiny_corpus, BatchSettings(batch_tokens=400, workers=1), SPECIAL, seed=1)
+def test_training_batches_are_in_memory_that_a_gpu_copies_by_itself(device: str, corpus_folder: Path) -> None:
+    data = TranslationDataModule(corpus_folder, BatchSettings(batch_tokens=400, workers=1), SPECIAL, seed=1)
     for share in islice(data.train_dataloader(), 3):
         assert share.ids.is_pinned() == torch.cuda.is_available()
         assert share.to(device, non_blocking=True).ids.device.type == device
