@@ -1,0 +1,57 @@
+"""Stage `decoding`: beam search with the base model's size, beam 4, over batches of synthetic sources."""
+
+from typing import Any
+
+import torch
+
+from data_module.batch import SpecialIds
+from model.decoding import Search
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+from tests.gpu.harvest.job import Job, per_second
+
+SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
+EXTRA_TOKENS = 5
+
+
+def run(job: Job) -> None:
+    """Measure. The weights are random, so hardly any answer ends before its limit: source length and 5 more."""
+    settings, pieces = NetworkSettings(), 37_000
+    if job.tiny:
+        settings, pieces = NetworkSettings(num_layers=1, d_model=16, d_ff=16, num_heads=2), 100
+    torch.manual_seed(1)
+    network = Transformer(pieces, settings).to(job.device)
+    for dtype in (torch.bfloat16, torch.float32):
+        search = Search(network.to(dtype), SPECIAL.bos, SPECIAL.eos, SPECIAL.pad).eval()
+        for sentences in (2, 3) if job.tiny else (64, 256):
+            job.attempt(
+                "beam 4",
+                lambda s=search, n=sentences: _measured(job, s, n),
+                weights=str(dtype).removeprefix("torch."),
+                sentences=sentences,
+            )
+
+
+def _measured(job: Job, search: Search, sentences: int) -> dict[str, Any]:
+    source, mask = sources(sentences, search.vocabulary_size, job.device)
+    answers = search.beam(source, mask, 4, 0.6, EXTRA_TOKENS, 1)
+    tokens, steps = int(answers.lengths[:, 0].sum()), int(answers.lengths.max())
+    milliseconds = job.milliseconds(lambda: search.beam(source, mask, 4, 0.6, EXTRA_TOKENS, 1), repeats=5, warm_up=1)
+    return {
+        "steps": steps,
+        "tokens": tokens,
+        "milliseconds": milliseconds,
+        "step_milliseconds": milliseconds / steps,
+        "tokens_per_second": per_second(tokens, milliseconds),
+    }
+
+
+def sources(sentences: int, pieces: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random sources of 22 to 32 tokens, 27 on average, and their mask."""
+    draws = torch.Generator().manual_seed(1)
+    lengths = torch.randint(22, 33, (sentences,), generator=draws)
+    source = torch.randint(4, pieces, (sentences, int(lengths.max())), generator=draws)
+    mask = torch.arange(source.size(1)) < lengths[:, None]
+    source[~mask] = SPECIAL.pad
+    source[torch.arange(sentences), lengths - 1] = SPECIAL.eos
+    return source.to(device), mask.to(device)

@@ -1,0 +1,82 @@
+"""Stages `base` and `big`: `fit`'s own training step, eager and compiled, timed, profiled and set against the GPU."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.translation_module import TranslationModule
+from pipeline.fit import quiet_lightning
+from pipeline.measuring.compilations import Compilations
+from pipeline.measuring.flops import training_flops
+from pipeline.measuring.machine import MatrixProduct
+from tests.gpu.harvest.batches import LENGTHS, SPECIAL, Shares
+from tests.gpu.harvest.job import Job, per_second
+from tests.gpu.harvest.measurement import Measurement
+
+NETWORKS = {
+    "base": NetworkSettings(),
+    "big": NetworkSettings(d_model=1024, d_ff=4096, num_heads=16, dropout=0.3),
+}
+TINY = NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2)
+
+
+def run(job: Job) -> None:
+    """Measure, eager first: compiling takes minutes, and may be cut off."""
+    quiet_lightning()
+    network, pieces, tokens = (TINY, 100, 60) if job.tiny else (NETWORKS[job.stage], 37_000, 25_000)
+    job.record("network", **asdict(network), pieces=pieces)
+    best = _product_rate(job)
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        module = TranslationModule(
+            pieces, SPECIAL, network, TrainingSettings(), DecodingSettings(), seed=1, compiled=compiled
+        )
+        for name in LENGTHS:
+            shares = Shares(name, pieces, tokens, pin=job.device.type == "cuda")
+            about = {"micro_batches": name, "compiled": compiled}
+            job.attempt("step", lambda m=module, s=shares, a=about: _train(job, m, s, a, best), **about)
+
+
+def _train(
+    job: Job, module: TranslationModule, shares: Shares, about: dict[str, Any], best: float | None
+) -> dict[str, Any]:
+    with Compilations() as compilations:
+        measurement = Measurement(job, compilations, about)
+        trainer = Trainer(
+            accelerator="gpu" if job.device.type == "cuda" else "cpu",
+            devices=1,
+            precision="bf16-mixed",
+            max_steps=-1,
+            max_epochs=-1,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            logger=False,
+            callbacks=[measurement],
+        )
+        trainer.fit(module, train_dataloaders=shares)
+    source, target = shares.lengths()
+    flops = training_flops(module.network_settings, module.network.vocabulary_size, source, target)
+    rate = per_second(flops, measurement.step_milliseconds)
+    return {
+        **measurement.figures,
+        "target_tokens_per_second": per_second(float(target.sum()), measurement.step_milliseconds),
+        "flops_per_step": flops,
+        "flops_per_second": rate,
+        "product_flops_per_second": best,
+        "mfu": rate / best if rate and best else None,
+    }
+
+
+def _product_rate(job: Job) -> float | None:
+    """That of the stage `rates`, or measured here where that has not run."""
+    for result in job.results.read():
+        if result["stage"] == "rates" and result["name"] == "square, forward":
+            return result["flops_per_second"]
+    return MatrixProduct(job.device, torch.bfloat16, 64 if job.tiny else None).rate()
