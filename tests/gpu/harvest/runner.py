@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,16 +51,15 @@ def run_stage(command: Sequence[str], seconds: float, log: Path) -> dict[str, An
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """What the process has started goes with it, also where it has ended by itself."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
 def harvest(limits: dict[str, float], output: Path, options: list[str], revision: str | None) -> dict[str, Any]:
     """Run the stages of `limits`, in seconds, and write the report after each; returns the last one."""
     results, log = Results(output.with_suffix(".jsonl")), output.with_suffix(".log")
+    output.parent.mkdir(parents=True, exist_ok=True)
     for old in (output, results.path, log):
         old.unlink(missing_ok=True)
     about: dict[str, Any] = {
