@@ -21,7 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--one-stage", choices=LIMITS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one_stage:
-        # Where a stage hangs, the log says in what.
+        # Where a stage hangs or crashes, the log says in what.
+        faulthandler.enable()
         faulthandler.dump_traceback_later(max(1.0, LIMITS[options.one_stage] * options.limit_factor - 3.0))
         run_one(options.one_stage, options.output, options.device, options.tiny)
         faulthandler.cancel_dump_traceback_later()
@@ -74,6 +75,7 @@ def software(device: str) -> dict[str, object]:
         properties = torch.cuda.get_device_properties(0)
         found |= {
             "device": properties.name,
+            "driver_cuda": torch._C._cuda_getDriverVersion(),
             "device_memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
             "capability": list(torch.cuda.get_device_capability(0)),
