@@ -75,7 +75,6 @@ def software(device: str) -> dict[str, object]:
         properties = torch.cuda.get_device_properties(0)
         found |= {
             "device": properties.name,
-            "driver_cuda": torch._C._cuda_getDriverVersion(),
             "device_memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
             "capability": list(torch.cuda.get_device_capability(0)),

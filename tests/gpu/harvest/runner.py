@@ -131,10 +131,12 @@ def _hash_of_sources() -> str:
 
 
 def _machine() -> dict[str, Any]:
+    driver = Path("/proc/driver/nvidia/version")
     asked = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit"
     return {
         "system": platform.platform(),
         "processors": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
+        "driver": driver.read_text() if driver.exists() else None,
         "nvidia_smi": {"asked": asked, "said": _said("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader")},
     }
