@@ -16,10 +16,14 @@ from data_module.batch import Batch, StepShare
 from model.noam_schedule import noam_learning_rate
 from model.settings import TrainingSettings
 from model.translation_module import TranslationModule
+from pipeline.measuring.compilations import Compilations
 from pipeline.measuring.machine import MatrixProduct
 from pipeline.measuring.stopwatch import PeakMemory, Stopwatch, kept_bytes
 
 WARM_UP_STEPS = 5
+QUIET_STEPS = 50
+"""Where the network is compiled, the warm-up lasts until this many steps in a row have compiled nothing: kinds of
+batches that need a graph of their own can turn up late."""
 MEMORY_STEPS = 2
 """After the warm-up, measured for memory, which slows them, and not for time."""
 
@@ -100,6 +104,8 @@ class Contest(Callback):
     Of our step, `data_wait` is the loader's, `loss` lasts from the decoder's states to the backward pass (so it
     holds the fused loss's own gradient, which others work out in `backward`), `optimizer` also holds the gradient's
     norm, and `rest` is everything between these: Lightning, callbacks, the copy to the device.
+
+    A turn in which something was compiled is not measured but taken again, on the next steps.
     """
 
     def __init__(
@@ -116,14 +122,26 @@ class Contest(Callback):
         self.peak_memory: dict[str, int] = {}
         """Bytes; by network, ours first, as in `num_parameters`."""
         self.num_parameters: dict[str, int] = {}
+        self.warm_up_steps = 0
+        """Our steps before the first turn that counts."""
+        self.steps_taken_again = 0
+        """Our steps in turns that did not count, since something was compiled in them."""
         self.num_steps = WARM_UP_STEPS + MEMORY_STEPS + -(-steps // turn_steps) * turn_steps
+        """Our steps where nothing is compiled."""
+        self._last_turn = 1 + -(-steps // turn_steps)
         self._turn_steps, self._device = turn_steps, device
+        self._compilations, self._compiled_before, self._quiet_steps = Compilations(), 0, 0
         self._watch, self._product = Stopwatch(device), MatrixProduct(device, product_dtype)
         self._peak: PeakMemory | None = None
         self._turn = 0
         self._shares: list[StepShare] = []
         self._micro_batches_left = 0
         self._bar = tqdm(total=self.num_steps, desc="measuring", unit="step", mininterval=1.0, leave=False)
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs our network was compiled to."""
+        return self._compilations.num_graphs
 
     def loader_profiler(self) -> Profiler:
         """What the Trainer needs besides this callback: only a profiler hears it ask for data."""
@@ -132,6 +150,7 @@ class Contest(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look for where the network begins and ends; a hook of its own would be compiled with it."""
         assert isinstance(pl_module, TranslationModule)
+        self._compilations.__enter__()
         states = pl_module.states
 
         def timed_states(batch: Batch) -> Tensor:
@@ -164,9 +183,35 @@ class Contest(Callback):
         self._watch.begin("rest")
         self._bar.update()
         self._shares.append(batch)
-        if len(self._shares) < {0: WARM_UP_STEPS, 1: MEMORY_STEPS}.get(self._turn, self._turn_steps):
-            return
-        network = pl_module.network
+        compiled = self._compilations.count > self._compiled_before
+        self._compiled_before = self._compilations.count
+        if self._turn == 0:
+            self._warm_up(trainer, pl_module, compiled)
+        elif compiled:
+            self._drop_turn()
+        elif len(self._shares) == (MEMORY_STEPS if self._turn == 1 else self._turn_steps):
+            self._end_turn(trainer, pl_module)
+
+    def _warm_up(self, trainer: Trainer, module: LightningModule, compiled: bool) -> None:
+        """The first turn lasts until all that is compiled has been, as far as can be known."""
+        self.warm_up_steps += 1
+        self._quiet_steps = 0 if compiled else self._quiet_steps + 1
+        self._shares = self._shares[-WARM_UP_STEPS:]
+        is_quiet = module.compiled_forward is None or self._quiet_steps >= QUIET_STEPS
+        if self.warm_up_steps >= WARM_UP_STEPS and is_quiet:
+            self._end_turn(trainer, module)
+
+    def _drop_turn(self) -> None:
+        """Forget what was measured of it, and begin it again."""
+        self.steps_taken_again += len(self._shares)
+        self._watch.read()
+        if self._peak is not None:
+            self._peak.read()
+        self._shares = []
+        self._start()
+
+    def _end_turn(self, trainer: Trainer, module: LightningModule) -> None:
+        network = module.network
         assert isinstance(network, nn.Module)
         seconds = {"ours": self._finish("ours", network, trainer.optimizers[0])}
         for name, other in self.others.items():
@@ -176,6 +221,7 @@ class Contest(Callback):
             seconds[name] = self._finish(name, other.network, other.optimizer)
         if self._turn > 1:
             self.turns.append(self._measured(seconds))
+        trainer.should_stop = self._turn == self._last_turn
         self._turn += 1
         self._shares = []
         self._start()
@@ -183,6 +229,7 @@ class Contest(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the bar."""
         self._bar.close()
+        self._compilations.__exit__(None, None, None)
 
     def _start(self) -> None:
         if self._turn == 1:

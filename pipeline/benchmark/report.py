@@ -27,6 +27,9 @@ def figures_of(contest: "Contest", network: NetworkSettings, vocabulary_size: in
         "padding_share": 1.0 - float(source.sum() + target.sum()) / sum(turn.cells for turn in turns),
         "flops_per_target_token": flops,
         "ceiling_flops_per_second": ceiling,
+        "warm_up_steps": contest.warm_up_steps,
+        "compiled_graphs": contest.num_graphs,
+        "steps_taken_again": contest.steps_taken_again,
     }
     for name in contest.others:
         ratios = [_total(turn, name) / _total(turn, "ours") for turn in turns]

@@ -13,6 +13,9 @@ the same process, in turns with ours; a ratio is the median over turns of its ti
   peak_memory_bytes         what the network's tensors hold at most: weights, moments, gradients, activations
   padding_share             of all cells, both sides
   flops_per_target_token    of the matrix products that the real tokens need, forward and backward
+  warm_up_steps             before the first that is timed; with a compiled network, 50 in a row that compiled nothing
+  compiled_graphs           how many the network was compiled to
+  steps_taken_again         steps of ours that were not timed, since they or their neighbours compiled a graph
   share_of_ceiling          the rate of those over this machine's rate of large products at the same precision,
                             which is measured between the turns
 """
@@ -186,7 +189,8 @@ def _fit(
 
     trainer = Trainer(
         **options,
-        max_steps=contest.num_steps,
+        # How many steps a compiled network needs before it is timed is not known: the contest ends it.
+        max_steps=contest.num_steps if module.compiled_forward is None else -1,
         max_epochs=-1,
         check_val_every_n_epoch=None,
         limit_val_batches=0,

@@ -14,21 +14,28 @@ class Compilations:
         self.count = 0
         """Compilations so far."""
         self._graphs_before = 0
+        self._graphs_after: int | None = None
 
     @property
     def num_graphs(self) -> int:
         """New graphs so far."""
-        return counters["stats"]["unique_graphs"] - self._graphs_before
+        graphs = _graphs() if self._graphs_after is None else self._graphs_after
+        return graphs - self._graphs_before
 
     def __enter__(self) -> "Compilations":
-        self._graphs_before = counters["stats"]["unique_graphs"]
+        self._graphs_before, self._graphs_after = _graphs(), None
         callback_handler.register_start_callback(self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._graphs_after = _graphs()
         # `torch.compiler.reset` forgets all callbacks.
         if self._note in callback_handler.start_callbacks:
             callback_handler.remove_start_callback(self._note)
 
     def _note(self, _: Any) -> None:
         self.count += 1
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]

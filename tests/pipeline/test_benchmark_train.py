@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +13,21 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_module.batch import SpecialIds
+from data_module.batch import SpecialIds, StepShare
 from data_module.errors import InputError
+from data_module.tokenizer import Tokenizer
 from model.attention import CrossAttention, SelfAttention
-from model.loss import label_smoothed_loss
+from model.loss import _over_classes, label_smoothed_loss
 from model.settings import NetworkSettings
 from model.transformer import Transformer
+from model.translation_module import TranslationModule
 from pipeline.__main__ import main
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
+from pipeline.benchmark.train import place_of, recipe_contest
 from pipeline.measuring.flops import training_flops
 from pipeline.measuring.stopwatch import PeakMemory, Stopwatch
+from pipeline.recipe import load_recipe
+from pipeline.trainer_options import trainer_signature
 
 SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2)
@@ -62,7 +68,40 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["device"] == "cpu"
     assert figures["threads"] == torch.get_num_threads()
     assert figures["torch_version"] == torch.__version__
+    assert (figures["warm_up_steps"], figures["compiled_graphs"], figures["steps_taken_again"]) == (5, 0, 0)
     assert "marian" in printed.err
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Steps 0 to 23 warm up: 10 quiet ones follow step 13. Step 25 is one of two for memory, 28 was to be timed.
+    compiling, taken = {0, 4, 13, 25, 28}, []
+    training_step = TranslationModule.training_step
+
+    def compiling_now_and_then(module: TranslationModule, share: StepShare, batch_idx: int) -> dict[str, Any]:
+        if batch_idx in compiling:
+            # Another size, another graph.
+            torch.compile(lambda x: x + 1, backend="eager", dynamic=False)(torch.zeros(2 + batch_idx))
+        taken.append(batch_idx)
+        return training_step(module, share, batch_idx)
+
+    monkeypatch.setattr(TranslationModule, "training_step", compiling_now_and_then)
+    # Compiled in name only: that would take a minute.
+    monkeypatch.setattr("model.translation_module.CompiledForward", lambda network: lambda *batch: network(*batch))
+    monkeypatch.setattr("model.loss._compiled_over_classes", lambda: _over_classes)
+    monkeypatch.setattr("pipeline.training.compiles", lambda *_: True)
+    monkeypatch.setattr("pipeline.benchmark.contest.QUIET_STEPS", 10)
+    recipe = load_recipe([recipe_file], (), trainer_signature())
+    tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
+    contest = recipe_contest(recipe, tokenizer, [], 3, place_of(recipe.trainer))
+    assert contest.warm_up_steps == 24
+    # Both for memory, and one that was to be timed.
+    assert contest.steps_taken_again == 2 + 1
+    assert len(contest.turns) == 3
+    assert contest.num_graphs == 5
+    assert taken == list(range(24 + 2 + 3 + 3))
 
 
 @pytest.mark.parametrize(
