@@ -42,6 +42,7 @@ def run(job: Job) -> None:
 def run_tests(job: Job, marks: str, arguments: list[str]) -> None:
     """One run of pytest."""
     options = ["-m", marks, "-p", "no:cacheprovider", "--ignore", "tests/gpu/test_harvest.py"]
+    options.append("--continue-on-collection-errors")
     code = pytest.main([*options, *arguments], plugins=[Reporter(job)])
     sys.stdout.flush()
     job.record(f"pytest -m {marks!r}", exit_code=int(code))

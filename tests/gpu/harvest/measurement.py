@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -86,8 +87,7 @@ class Measurement(Callback):
         # From an idle GPU to the last launch: it holds no wait, unless more launches are pending than fit the queue.
         self.figures["host_milliseconds"] = statistics.median(self._host)
         self._wait()
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu
-        self._profiler = profile(activities=activities)
+        self._profiler = profile(activities=[ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU])
         self._profiler.start()
         self._phase = self._profile
 
@@ -115,20 +115,20 @@ class Measurement(Callback):
 
 def _kernels(profiler: Any, steps: int) -> dict[str, Any]:
     """What the GPU did in a step: its kernels' time and number, and those that took the most."""
-    rows = [one for one in profiler.key_averages() if one.device_type == DeviceType.CUDA]
-    rows.sort(key=lambda one: -one.self_device_time_total)
-    total = sum(one.self_device_time_total for one in rows)
+    # The raw events: to make PyTorch's own table of them takes many seconds.
+    milliseconds, counts = Counter[str](), Counter[str]()
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == DeviceType.CUDA:
+            milliseconds[event.name()] += event.duration_ns() / 1e6 / steps
+            counts[event.name()] += 1
+    total = milliseconds.total()
     table = [
         {
-            "kernel": one.key[:160],
-            "count": one.count / steps,
-            "milliseconds": one.self_device_time_total / steps / 1000,
-            "share": one.self_device_time_total / total if total else None,
+            "kernel": name[:160],
+            "count": counts[name] / steps,
+            "milliseconds": spent,
+            "share": spent / total if total else None,
         }
-        for one in rows[:TOP_KERNELS]
+        for name, spent in milliseconds.most_common(TOP_KERNELS)
     ]
-    return {
-        "kernel_milliseconds": total / steps / 1000,
-        "kernels": sum(one.count for one in rows) / steps,
-        "top_kernels": table,
-    }
+    return {"kernel_milliseconds": total, "kernels": counts.total() / steps, "top_kernels": table}

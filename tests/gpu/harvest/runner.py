@@ -17,7 +17,7 @@ from typing import Any
 from tests.gpu.harvest.results import Results
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMITS = {"rates": 40, "gpu_tests": 75, "attention": 50, "loss": 65, "base": 150, "big": 110, "decoding": 40}
+LIMITS = {"rates": 30, "gpu_tests": 75, "attention": 40, "loss": 50, "base": 170, "big": 125, "decoding": 40}
 """Seconds for each stage, in the order they run in."""
 TAIL_LINES = 25
 

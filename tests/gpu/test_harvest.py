@@ -1,0 +1,130 @@
+"""The harvest's own code, on a CPU and at sizes that take no time: on a GPU that is lent for minutes it has to work."""
+
+import fcntl
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.harvest.__main__ import run_one
+from tests.gpu.harvest.batches import LENGTHS, Shares
+from tests.gpu.harvest.gpu_tests import run_tests
+from tests.gpu.harvest.job import Job
+from tests.gpu.harvest.results import Results
+from tests.gpu.harvest.runner import LIMITS, run_stage, write_report
+
+
+def found(output: Path, stage: str) -> list[dict]:
+    return [one for one in Results(output.with_suffix(".jsonl")).read() if one["stage"] == stage][1:]
+
+
+@pytest.mark.filterwarnings("ignore:.*validation_step")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+@pytest.mark.filterwarnings("ignore:.*torch.profiler")
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
+def test_every_stage_writes_its_results(tmp_path: Path) -> None:
+    output = tmp_path / "harvest.json"
+    for stage in ("rates", "attention", "loss", "base", "decoding"):
+        run_one(stage, output, "cpu", tiny=True)
+    rates = found(output, "rates")
+    assert [one["name"] for one in rates[:2]] == ["copy", "square, forward"]
+    assert all(one["milliseconds"] > 0 for one in rates)
+    attention = found(output, "attention")
+    assert len(attention) == 5 * 2 * 2
+    for one in attention:
+        assert one["forward_and_backward_milliseconds"] > 0 if "refused" not in one else one["refused"]
+    assert {one["name"] for one in attention if "refused" not in one} == {"flash", "plain products"}
+    assert all(one["peak_memory_bytes"] > 0 for one in found(output, "loss"))
+    assert all(one["tokens_per_second"] > 0 for one in found(output, "decoding"))
+    steps = [one for one in found(output, "base") if one["name"] == "step"]
+    assert [(one["compiled"], one["micro_batches"]) for one in steps] == [
+        (c, m) for c in (False, True) for m in LENGTHS
+    ]
+    for one in steps:
+        assert one["step_milliseconds"] > 0
+        assert one["host_milliseconds"] > 0
+        rate = 1000 * one["flops_per_step"] / one["step_milliseconds"]
+        assert one["mfu"] == pytest.approx(rate / rates[1]["flops_per_second"], rel=1e-3)
+        assert one["product_flops_per_second"] == rates[1]["flops_per_second"]
+    # The report holds all of it.
+    report = write_report(
+        output, {"revision": "x"}, {"base": {"outcome": "done"}}, Results(output.with_suffix(".jsonl"))
+    )
+    assert report == json.loads(output.read_text())
+    assert report["torch"] == torch.__version__
+    assert report["stages"]["base"]["outcome"] == "done"
+    assert report["stages"]["base"]["results"][-1]["micro_batches"] == "one of 25,000, padded"
+
+
+def test_the_tests_outcomes_are_written_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 1 == 2\n"
+        "@pytest.mark.skip(reason='no device')\n"
+        "def test_skipped(): pass\n"
+    )
+    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
+    results = Results(tmp_path / "results.jsonl")
+    job = Job("gpu_tests", results, torch.device("cpu"))
+    run_tests(job, "not slow", ["-q", "--rootdir", str(tmp_path), "-c", "/dev/null", str(tmp_path)])
+    *tests, end = results.read()
+    found = {one["name"].split("::")[-1]: one for one in tests}
+    assert {name: (one["phase"], one["outcome"]) for name, one in found.items()} == {
+        "test_broken.py": ("collect", "failed"),
+        "test_good": ("call", "passed"),
+        "test_bad": ("call", "failed"),
+        "test_skipped": ("setup", "skipped"),
+    }
+    assert "no_such_module" in found["test_broken.py"]["why"]
+    assert "assert 1 == 2" in found["test_bad"]["why"]
+    assert end["exit_code"] == 1
+
+
+def test_outcomes_of_stages(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert run_stage(["true"], 60, log)["outcome"] == "done"
+    failed = run_stage([sys.executable, "-Sc", "print('said'); raise SystemExit(3)"], 60, log)
+    assert (failed["outcome"], failed["exit_code"], failed["last_lines"]) == ("failed", 3, ["said"])
+
+
+@pytest.mark.timeout(60)
+def test_a_stage_beyond_its_limit_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    # Whoever has the file open holds the lock: the shell's child as well.
+    script = f"exec 9>{lock}; flock 9; echo locked; sleep 1000 & wait"
+    stopped = run_stage(["bash", "-c", script], 0.5, tmp_path / "log")
+    assert (stopped["outcome"], stopped["last_lines"]) == ("timed out", ["locked"])
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # waits for ever where one of them lives
+
+
+def test_a_line_that_was_cut_off_hides_no_other(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl")
+    results.append("rates", "copy", milliseconds=1.234567)
+    with results.path.open("a") as file:
+        file.write('{"stage": "rat')
+    assert results.read() == [{"stage": "rates", "name": "copy", "milliseconds": 1.2346}]
+
+
+def test_all_limits_together_are_less_than_nine_minutes() -> None:
+    assert sum(LIMITS.values()) < 9 * 60
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_synthetic_shares_are_what_they_say(name: str) -> None:
+    shares = Shares(name, pieces=50)
+    share = next(iter(shares))
+    source, target = shares.lengths()
+    batches = share.micro_batches
+    assert len(batches) == (8 if name.startswith("eight") else 1)
+    for side, tokens in ((source, "source"), (target, "target_output")):
+        assert 0.93 * 25_000 < side.sum() <= 25_000
+        real = [(getattr(batch, tokens) != share.pad).sum(1) for batch in batches]
+        assert torch.cat(real).tolist() == side.tolist()
+    assert share.num_target_tokens == target.sum()
+    assert share.num_tokens == source.sum() + target.sum()
+    assert all((batch.source_mask is not None) == name.endswith("padded") for batch in batches)
