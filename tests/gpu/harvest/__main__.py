@@ -2,6 +2,7 @@
 
 import argparse
 import faulthandler
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         run_one(options.one_stage, options.output, options.device, options.tiny)
         faulthandler.cancel_dump_traceback_later()
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a stage is ended with it
     stages = options.stages.split(",") if options.stages else list(LIMITS)
     if unknown := [stage for stage in stages if stage not in LIMITS]:
         parser.error(f"no such stage: {', '.join(unknown)}; there are {', '.join(LIMITS)}")

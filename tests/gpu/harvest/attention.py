@@ -50,8 +50,8 @@ def _measured(job: Job, kernel: str, sentences: int, length: int, causal: bool) 
             reasons = [str(one.message).split("(Triggered")[0].strip() for one in said]
             raise RuntimeError("; ".join([str(error), *dict.fromkeys(reasons)])) from error
     gradient = torch.randn_like(result)
-    forward_ms = job.milliseconds(forward)
-    both_ms = job.milliseconds(lambda: torch.autograd.grad(forward(), tensors, gradient))
+    forward_ms = job.milliseconds(forward, head_start=3.0)
+    both_ms = job.milliseconds(lambda: torch.autograd.grad(forward(), tensors, gradient), head_start=3.0)
     flops = 4 * sentences * HEADS * length * length * HEAD_SIZE
     return {
         "sentences": sentences,

@@ -45,7 +45,7 @@ def _measured(
         memory = PeakMemory(job.device)
         step()
         peak = memory.read()
-        milliseconds = job.milliseconds(step, repeats=10, warm_up=1)
+        milliseconds = job.milliseconds(step, repeats=10, warm_up=1, head_start=30.0)
     flops = 6 * states.numel() * weight.size(0)
     return {
         "milliseconds": milliseconds,

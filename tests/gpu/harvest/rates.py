@@ -29,7 +29,7 @@ def run(job: Job) -> None:
 def _copy(job: Job, num_bytes: int) -> None:
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=job.device)
     target = torch.empty_like(source)
-    milliseconds = job.milliseconds(lambda: target.copy_(source))
+    milliseconds = job.milliseconds(lambda: target.copy_(source), head_start=1.0)
     rate = per_second(2 * num_bytes, milliseconds)
     job.record("copy", bytes_read_and_written=2 * num_bytes, milliseconds=milliseconds, bytes_per_second=rate)
 
@@ -47,7 +47,7 @@ def _linear(job: Job, name: str, rows: int, inputs: int, outputs: int) -> None:
         "input gradient": lambda: gradient @ weight,
     }
     for kind, product in list(products.items())[: 1 if name == "square" else None]:
-        milliseconds = job.milliseconds(product)
+        milliseconds = job.milliseconds(product, head_start=1.0)
         rate = per_second(2 * rows * inputs * outputs, milliseconds)
         sizes = [rows, inputs, outputs]
         job.record(f"{name}, {kind}", sizes=sizes, milliseconds=milliseconds, flops_per_second=rate)

@@ -72,10 +72,14 @@ def harvest(limits: dict[str, float], output: Path, options: list[str], revision
     for stage, limit in limits.items():
         command = [sys.executable, "-m", "tests.gpu.harvest", "--output", str(output.resolve()), *options]
         print(f"{stage}: at most {limit:.0f} s", file=sys.stderr, flush=True)
-        outcomes[stage] = run_stage([*command, "--one-stage", stage], limit, log)
-        print(f"{stage}: {outcomes[stage]['outcome']}, {outcomes[stage]['seconds']} s", file=sys.stderr, flush=True)
+        outcomes[stage] = {"outcome": "not ended"}
         write_report(output, about, outcomes, results)
-    return write_report(output, about, outcomes, results)
+        try:
+            outcomes[stage] = run_stage([*command, "--one-stage", stage], limit, log)
+        finally:
+            report = write_report(output, about, outcomes, results)
+        print(f"{stage}: {outcomes[stage]['outcome']}, {outcomes[stage]['seconds']} s", file=sys.stderr, flush=True)
+    return report
 
 
 def write_report(
