@@ -151,6 +151,8 @@ class Contest(Callback):
         """Look for where the network begins and ends; a hook of its own would be compiled with it."""
         assert isinstance(pl_module, TranslationModule)
         self._compilations.__enter__()
+        if pl_module.compiled_forward is not None:
+            self._bar.total += QUIET_STEPS
         states = pl_module.states
 
         def timed_states(batch: Batch) -> Tensor:
