@@ -152,7 +152,7 @@ class Contest(Callback):
         assert isinstance(pl_module, TranslationModule)
         self._compilations.__enter__()
         if pl_module.compiled_forward is not None:
-            self._bar.total += QUIET_STEPS
+            self._bar.total = self.num_steps + QUIET_STEPS
         states = pl_module.states
 
         def timed_states(batch: Batch) -> Tensor:
