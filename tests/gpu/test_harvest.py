@@ -4,14 +4,17 @@ import fcntl
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from tests.gpu.harvest.__main__ import run_one
 from tests.gpu.harvest.batches import LENGTHS, Shares
 from tests.gpu.harvest.gpu_tests import run_tests
 from tests.gpu.harvest.job import Job
+from tests.gpu.harvest.measurement import kernels_of
 from tests.gpu.harvest.results import Results
 from tests.gpu.harvest.runner import LIMITS, run_stage, write_report
 
@@ -54,6 +57,7 @@ def test_every_stage_writes_its_results(tmp_path: Path) -> None:
         output, {"revision": "x"}, {"base": {"outcome": "done"}}, Results(output.with_suffix(".jsonl"))
     )
     assert report == json.loads(output.read_text())
+    assert report["stages"]["base"]["refused"] == 0
     assert report["torch"] == torch.__version__
     assert report["stages"]["base"]["outcome"] == "done"
     assert report["stages"]["base"]["results"][-1]["micro_batches"] == "one of 25,000, padded"
@@ -103,6 +107,33 @@ def test_a_stage_beyond_its_limit_is_killed_with_all_that_it_started(tmp_path: P
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # all of them have ended
     assert log.read_text() == "locked\n"
+
+
+def test_kernels_are_added_up_by_name_and_step() -> None:
+    class Event(NamedTuple):
+        said_name: str
+        nanoseconds: int
+        type: DeviceType = DeviceType.CUDA
+
+        def name(self) -> str:
+            return self.said_name
+
+        def duration_ns(self) -> int:
+            return self.nanoseconds
+
+        def device_type(self) -> DeviceType:
+            return self.type
+
+    events = [Event("small", 1_000_000), Event("large", 4_000_000), Event("large", 5_000_000)]
+    figures = kernels_of([*events, Event("on the host", 10**9, DeviceType.CPU)], steps=2)
+    assert figures == {
+        "kernel_milliseconds": 5.0,
+        "kernels": 1.5,
+        "top_kernels": [
+            {"kernel": "large", "count": 1.0, "milliseconds": 4.5, "share": 0.9},
+            {"kernel": "small", "count": 0.5, "milliseconds": 0.5, "share": 0.1},
+        ],
+    }
 
 
 def test_a_line_that_was_cut_off_hides_no_other(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -97,7 +98,8 @@ class Measurement(Callback):
             return
         self._wait()
         self._profiler.stop()
-        self.figures |= _kernels(self._profiler, self._profiled)
+        # The raw events: to make PyTorch's own table of them takes many seconds.
+        self.figures |= kernels_of(self._profiler.profiler.kineto_results.events(), self._profiled)
         trainer.should_stop = True
 
     def _mark(self) -> None:
@@ -113,11 +115,10 @@ class Measurement(Callback):
             torch.cuda.synchronize()
 
 
-def _kernels(profiler: Any, steps: int) -> dict[str, Any]:
+def kernels_of(events: Iterable[Any], steps: int) -> dict[str, Any]:
     """What the GPU did in a step: its kernels' time and number, and those that took the most."""
-    # The raw events: to make PyTorch's own table of them takes many seconds.
     milliseconds, counts = Counter[str](), Counter[str]()
-    for event in profiler.profiler.kineto_results.events():
+    for event in events:
         if event.device_type() == DeviceType.CUDA:
             milliseconds[event.name()] += event.duration_ns() / 1e6 / steps
             counts[event.name()] += 1

@@ -91,22 +91,22 @@ def write_report(
     report = {
         **about,
         **{key: value for key, value in software.items() if key not in ("stage", "name")},
-        "stages": {
-            stage: {
-                **outcome,
-                "results": [
-                    {key: value for key, value in one.items() if key != "stage"}
-                    for one in found
-                    if one["stage"] == stage and one["name"] != "software"
-                ],
-            }
-            for stage, outcome in outcomes.items()
-        },
+        "stages": {stage: outcome | _of_stage(found, stage) for stage, outcome in outcomes.items()},
     }
     part = output.with_name(output.name + ".part")
     part.write_text(json.dumps(report, indent=1) + "\n")
     part.replace(output)
     return report
+
+
+def _of_stage(found: list[dict[str, Any]], stage: str) -> dict[str, Any]:
+    """A stage's results, and how many of them say only why there is none."""
+    results = [
+        {key: value for key, value in one.items() if key != "stage"}
+        for one in found
+        if one["stage"] == stage and one["name"] != "software"
+    ]
+    return {"refused": sum("refused" in one for one in results), "results": results}
 
 
 def _said(*command: str) -> str | None:
