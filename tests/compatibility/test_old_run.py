@@ -71,7 +71,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_an_old_run_goes_on_at_its_step(old: OldRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """All that a run carries over shows: see what each assertion says."""
+    """All of its state is taken up: what is logged and kept is what an uninterrupted run logs and keeps."""
     run, expected, step = old.folder / "run", old.expected, old.expected["stopped_at"]
     corpus, best = contents(old.folder / "corpus"), (run / "checkpoints" / "best.ckpt").read_bytes()
     before, seconds = lines_of(run / "metrics.jsonl"), counted_seconds(run)
@@ -86,7 +86,7 @@ def test_an_old_run_goes_on_at_its_step(old: OldRun, capsys: pytest.CaptureFixtu
     found = lines[len(before) :]
     assert [line["step"] for line in found] == [line["step"] for line in expected["curves"]]
     for line, curve in zip(found, expected["curves"], strict=True):
-        assert {name: line[name] for name in curve} == pytest.approx(curve, rel=5e-3)
+        assert {name: line[name] for name in curve} == pytest.approx(curve, rel=1e-3)
     # Patience goes on counting, the checkpoint saved in passing makes way, and a worse BLEU does not replace the best.
     last = expected["curves"][-1]["step"]
     assert f"stopped early at step {last}" in done.stderr.decode()
@@ -98,10 +98,10 @@ def test_an_old_run_goes_on_at_its_step(old: OldRun, capsys: pytest.CaptureFixtu
     assert len(accumulator(run).Images("what_it_looks_at/positions")) == 1
     assert counted_seconds(run) >= seconds
     assert_same_translations(
-        translations(capsys, f"run/checkpoints/{expected['checkpoints'][-1]}"), expected["last"], tolerance=0.01
+        translations(capsys, f"run/checkpoints/{expected['checkpoints'][-1]}"), expected["last"], tolerance=2e-3
     )
     [average] = said(capsys, "average", "run", "--last", "3")
-    assert_same_translations(translations(capsys, average), expected["average"], tolerance=0.01)
+    assert_same_translations(translations(capsys, average), expected["average"], tolerance=2e-3)
 
 
 def test_an_old_checkpoint_is_evaluated_and_exported(old: OldRun, capsys: pytest.CaptureFixture[str]) -> None:
