@@ -74,7 +74,10 @@ class RunFolder:
                     print(f"{path}: another fit is writing there; waiting {patience_seconds:.0f} s", file=sys.stderr)
                 stop_if_asked("while another fit was writing")
                 time.sleep(0.5)
-        except OSError as error:
+        except BaseException as error:
+            self._lock.close()
+            if not isinstance(error, OSError):
+                raise
             raise InputError(
                 f"{path}: its file system cannot lock files ({error.strerror}); give a run.folder on another one"
             ) from None
