@@ -1,6 +1,8 @@
-"""What a run folder says to a recipe that is not the one it was begun with."""
+"""A run folder: its lock, what it says to another recipe, what it removes, how often a job starts from one place."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -8,9 +10,22 @@ from pathlib import Path
 import pytest
 import yaml
 
+from data_module.errors import InputError
 from pipeline.recipe import Recipe, load_recipe
-from pipeline.run_folder import RunFolder, differences
+from pipeline.run_folder import RunFolder, begun_afresh, counted_start, differences
+from pipeline.slurm_job import Step
+from pipeline.stop_request import Stopped
 from tests.conftest import ROOT
+
+LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+HOLD_LOCK = """
+import fcntl, sys
+file = open(sys.argv[1], "a")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+STEP = Step("7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_node=1, restarts=0)
 
 
 @pytest.fixture
@@ -48,3 +63,149 @@ def test_a_setting_newer_than_the_run_has_its_default_there(recipe: Recipe) -> N
     config.write_text(yaml.safe_dump(written))
     assert "training.momentum 0.5 -> None" in differences(folder.path, recipe)[0]
     folder.close()
+
+
+def another_process_can_lock(folder: Path) -> bool:
+    command = [sys.executable, "-S", "-c", LOCK, str(folder / ".lock")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 or "BlockingIOError" in done.stderr, done.stderr
+    return done.returncode == 0
+
+
+def open_files(path: Path) -> list[int]:
+    """This process's descriptors of a file."""
+    descriptors = Path("/proc/self/fd").iterdir()
+    return [int(one.name) for one in descriptors if one.exists() and one.readlink() == path.absolute()]
+
+
+def test_a_worker_that_outlives_its_trainer_does_not_hold_the_folder(tmp_path: Path) -> None:
+    """A data loader's worker inherits the open lock file."""
+    folder = RunFolder(tmp_path / "run")
+    [lock] = open_files(tmp_path / "run" / ".lock")
+    worker = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[lock])
+    try:
+        assert not another_process_can_lock(folder.path)
+        folder.close()
+        assert another_process_can_lock(folder.path)
+        RunFolder(folder.path).close()
+    finally:
+        worker.communicate()
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    RunFolder(run).close()
+    command = [sys.executable, "-S", "-c", HOLD_LOCK, str(run / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"locked\n"
+        with pytest.raises(InputError, match=f"{run}: another fit is writing there"):
+            RunFolder(run)
+        writer.communicate()
+    RunFolder(run).close()
+
+
+MAY_CHANGE = {
+    "name": "another",
+    "decoding.beam_size": 1,
+    "run.keep_last": 9,
+    "monitoring.embedding_pieces": 7,
+    "trainer.max_steps": 77,
+    "batches.max_tokens_per_device": 50000,
+    "batches.workers": 7,
+    "corpus.folder": "elsewhere",
+}
+MAY_NOT_CHANGE = {
+    "run.seed": 9,
+    "batches.batch_tokens": 50000,
+    "batches.group_tokens": 50000,
+    "corpus.max_tokens": 9,
+    "network.dropout": 0.5,
+    "training.warmup_steps": 9,
+}
+
+
+def test_what_a_run_may_change(recipe: Recipe) -> None:
+    folder = RunFolder(recipe.run_folder())
+    folder.write_config(recipe, b"")
+    folder.close()
+    changed = recipe.as_dict()
+    for key, value in {**MAY_CHANGE, **MAY_NOT_CHANGE}.items():
+        section, _, name = key.rpartition(".")
+        (changed[section] if section else changed)[name] = value
+    path = folder.path.with_name("changed.yaml")
+    path.write_text(yaml.safe_dump(changed))
+    forbidden, allowed = differences(folder.path, load_recipe([path]))
+    for said, expected in ((forbidden, MAY_NOT_CHANGE), (allowed, MAY_CHANGE)):
+        assert [line.split(" ")[0] for line in said] == sorted(expected)
+        assert all(line.endswith(f" -> {expected[line.split(' ')[0]]}") for line in said)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(InputError, match="holds something else than a run"):
+        RunFolder(tmp_path)
+    (tmp_path / "photo.jpg").unlink()
+    # What a fit leaves that was killed before it had written its recipe.
+    for name in (".lock", ".starts-7.json", "..starts-7.json.99.tmp", ".fresh-7", ".config.yaml.99.tmp"):
+        (tmp_path / name).touch()
+    RunFolder(tmp_path).close()
+    with pytest.raises(InputError, match="is a file"):
+        RunFolder(tmp_path / ".lock")
+
+
+def test_a_run_is_removed_and_nothing_else(recipe: Recipe) -> None:
+    folder = RunFolder(recipe.run_folder())
+    folder.write_config(recipe, b"")
+    run = folder.path
+    for name in ("checkpoints", "tensorboard"):
+        (run / name).mkdir()
+        (run / name / "file").touch()
+    mine = ["notes.txt", "average.txt", "results.jsonl"]
+    theirs = ["stopped-early.json", "metrics.jsonl", "summary.json", "starts.jsonl", "average-last-5.ckpt", ".fresh-6"]
+    for name in (*mine, *theirs):
+        (run / name).touch()
+    kept = {".lock", "config.yaml", "tokenizer.model", "versions.json", *mine}
+    folder.remove_run(STEP)
+    assert {path.name for path in run.iterdir()} == {*kept, begun_afresh(run, STEP).name}
+    assert begun_afresh(run, STEP) != begun_afresh(run, replace(STEP, job="8"))
+    folder.remove_run(None)
+    assert {path.name for path in run.iterdir()} == kept
+    folder.close()
+
+
+def start(run: Path, restarts: int, checkpoint: Path | None, error: BaseException | None) -> None:
+    """A job's start from a checkpoint, ended by the error."""
+    with counted_start(run, replace(STEP, restarts=restarts), checkpoint):
+        if error is not None:
+            raise error
+
+
+def test_a_job_that_fails_from_one_checkpoint_again_and_again_is_ended(tmp_path: Path) -> None:
+    four, eight = tmp_path / "step=4.ckpt", tmp_path / "step=8.ckpt"
+    # The first start, and two after a failure; a checkpoint further on counts anew.
+    for restarts, checkpoint in enumerate([None, None, four, four, four]):
+        with pytest.raises(ArithmeticError):
+            start(tmp_path, restarts, checkpoint, ArithmeticError())
+    with pytest.raises(InputError, match=r"the job has failed 3 times from step=4\.ckpt"):
+        start(tmp_path, 5, four, ArithmeticError())
+    # Submitted again, or from another checkpoint, it starts.
+    for checkpoint, restarts in ((four, 0), (eight, 6)):
+        with pytest.raises(ArithmeticError):
+            start(tmp_path, restarts, checkpoint, ArithmeticError())
+
+
+@pytest.mark.parametrize("end", [None, Stopped("asked to stop"), InputError("a mistake")])
+def test_a_start_that_came_to_an_end_of_its_own_is_not_counted(tmp_path: Path, end: BaseException | None) -> None:
+    for restarts in range(2):
+        with pytest.raises(ArithmeticError):
+            start(tmp_path, restarts, None, ArithmeticError())
+    if end is None:
+        start(tmp_path, 2, None, None)
+    else:
+        with pytest.raises(type(end)):
+            start(tmp_path, 2, None, end)
+    assert not list(tmp_path.iterdir())
+    for restarts in (3, 4, 5):
+        with pytest.raises(ArithmeticError):
+            start(tmp_path, restarts, None, ArithmeticError())
