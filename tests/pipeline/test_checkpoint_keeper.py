@@ -1,6 +1,8 @@
 """Which checkpoints a run keeps, and the moving average in them; a real Trainer trains a single weight."""
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from data_module.tokenizer import Tokenizer
-from pipeline.checkpoint import step_checkpoints, step_of
+from pipeline.checkpoint import read_checkpoint, step_checkpoints, step_of
 from pipeline.checkpoint_keeper import CheckpointKeeper, MovingAverage, WholeCheckpointIO
 from pipeline.fit import quiet_lightning
 from pipeline.monitoring.step_clock import StepClock
 from pipeline.recipe import load_recipe
+from pipeline.stop_request import Stopped
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*", "ignore:.*sync_dist=True.*")
@@ -67,8 +70,8 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
         recipe = load_recipe([ROOT / "configs" / "demo.yaml"], overrides)
         module = OneWeight(bleu)
         keeper = CheckpointKeeper(tmp_path, recipe, tokenizer, StepClock())
-        before = [callback for callback in others if not isinstance(callback, SaveAt)]
-        after = [callback for callback in others if isinstance(callback, SaveAt)]
+        before = [callback for callback in others if not isinstance(callback, StopAt)]
+        after = [callback for callback in others if isinstance(callback, StopAt)]
         for callback in after:
             callback.keeper = keeper
         trainer = Trainer(
@@ -85,28 +88,54 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
             callbacks=[*before, keeper, *after],
             plugins=[WholeCheckpointIO()],
         )
-        trainer.fit(module, DataLoader(torch.zeros(7)), DataLoader(torch.zeros(1)), ckpt_path=ckpt_path)
+        with suppress(Stopped):
+            trainer.fit(module, DataLoader(torch.zeros(7)), DataLoader(torch.zeros(1)), ckpt_path=ckpt_path)
         return module
 
     return run
 
 
-class SaveAt(Callback):
-    """Saves after a step as a run does that is asked to stop there."""
+class StopAt(Callback):
+    """Saves and stops as a run does that is asked to: after a step, in its validation, or before the next step."""
 
     keeper: CheckpointKeeper
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, in_validation: bool = False) -> None:
+        self.step, self.in_validation = step, in_validation
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        self.stop(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if not self.in_validation:
+            self.stop(trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.stop(trainer)
+
+    def stop(self, trainer: Trainer) -> None:
         if trainer.global_step == self.step:
             self.keeper.save(trainer, stopping=True)
-            trainer.should_stop = True
+            raise Stopped("asked to stop")
+
+
+class LookBeforeValidation(Callback):
+    """Notes which checkpoints are there when a validation begins."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.seen: list[list[int]] = []
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.seen.append(steps(self.run))
+
+
+def newest(run: Path) -> Path:
+    return step_checkpoints(run)[-1]
 
 
 def step_in(checkpoint: Path) -> int:
-    return torch.load(checkpoint, weights_only=True)["global_step"]
+    return read_checkpoint(checkpoint)["global_step"]
 
 
 def steps(run: Path) -> list[int]:
@@ -118,7 +147,7 @@ def steps(run: Path) -> list[int]:
 
 def test_a_moving_average_by_hand(train: Train, tmp_path: Path) -> None:
     module = train(3, MovingAverage(decay=0.9), validate_every=2)
-    resumed = train(5, MovingAverage(decay=0.9), validate_every=2, ckpt_path=step_checkpoints(tmp_path)[-1])
+    resumed = train(5, MovingAverage(decay=0.9), validate_every=2, ckpt_path=newest(tmp_path))
     # It is what is validated and what translates; the weights themselves go on beside it.
     assert [*module.validated, *resumed.validated] == pytest.approx([AVERAGES[1], AVERAGES[3]])
     contents = [torch.load(path, weights_only=True) for path in step_checkpoints(tmp_path)]
@@ -127,14 +156,24 @@ def test_a_moving_average_by_hand(train: Train, tmp_path: Path) -> None:
     assert resumed.weight.item() == WEIGHTS[-1]
 
 
+def test_stopped_while_the_moving_average_is_validated(train: Train, tmp_path: Path) -> None:
+    """The weights and their average have changed places then."""
+    train(5, MovingAverage(decay=0.9), StopAt(4, in_validation=True), validate_every=4)
+    contents = torch.load(newest(tmp_path), weights_only=True)
+    assert contents["state_dict"]["weight"].item() == pytest.approx(AVERAGES[3])
+    assert contents["current_model_state"]["weight"].item() == WEIGHTS[3]
+    assert train(5, MovingAverage(decay=0.9), ckpt_path=newest(tmp_path)).weight.item() == WEIGHTS[4]
+    assert torch.load(newest(tmp_path), weights_only=True)["state_dict"]["weight"].item() == pytest.approx(AVERAGES[4])
+
+
 def test_the_best_by_bleu_is_kept_over_a_resume(train: Train, tmp_path: Path) -> None:
     best = tmp_path / "checkpoints" / "best.ckpt"
     bleu = {2: 10.0, 4: 30.0, 6: 20.0, 8: 25.0, 10: 30.0, 12: 40.0}
     train(6, bleu=bleu, validate_every=2)
     assert step_in(best) == 4
-    train(10, bleu=bleu, validate_every=2, ckpt_path=step_checkpoints(tmp_path)[-1])
+    train(10, bleu=bleu, validate_every=2, ckpt_path=newest(tmp_path))
     assert step_in(best) == 4
-    train(12, bleu=bleu, validate_every=2, ckpt_path=step_checkpoints(tmp_path)[-1])
+    train(12, bleu=bleu, validate_every=2, ckpt_path=newest(tmp_path))
     assert step_in(best) == 12
 
 
@@ -151,7 +190,10 @@ def test_the_newest_are_kept(train: Train, tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_validated_step_knows_of_the_validation(train: Train, tmp_path: Path) -> None:
     """A resume from it does not validate again, and has the best BLEU so far."""
     bleu = {2: 30.0, 4: 20.0}
-    train(2, bleu=bleu, checkpoint_every_steps=2, validate_every=2)
+    look = LookBeforeValidation(tmp_path)
+    train(2, look, bleu=bleu, checkpoint_every_steps=2, validate_every=2)
+    # Saved before, and killed in the validation, the run would leave it out.
+    assert look.seen == [[]]
     [second] = step_checkpoints(tmp_path)
     resumed = train(4, bleu=bleu, checkpoint_every_steps=2, validate_every=2, ckpt_path=second)
     assert len(resumed.validated) == 1
@@ -160,22 +202,32 @@ def test_a_checkpoint_of_a_validated_step_knows_of_the_validation(train: Train, 
 
 def test_a_checkpoint_of_a_stop_between_two_intervals_gives_way_to_the_next(train: Train, tmp_path: Path) -> None:
     """So that the checkpoints to average are as far apart as the recipe says."""
-    train(20, SaveAt(6), checkpoint_every_steps=4)
+    train(20, StopAt(6), checkpoint_every_steps=4)
     assert steps(tmp_path) == [4, 6]
-    train(20, SaveAt(7), checkpoint_every_steps=4, ckpt_path=step_checkpoints(tmp_path)[-1])
+    train(20, StopAt(7), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
     assert steps(tmp_path) == [4, 7]
-    train(12, checkpoint_every_steps=4, ckpt_path=step_checkpoints(tmp_path)[-1])
+    train(12, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
     assert steps(tmp_path) == [4, 8, 12]
 
 
 def test_a_stop_at_an_interval_leaves_a_regular_checkpoint(train: Train, tmp_path: Path) -> None:
-    train(20, SaveAt(4), checkpoint_every_steps=4)
-    train(8, checkpoint_every_steps=4, ckpt_path=step_checkpoints(tmp_path)[-1])
+    train(20, StopAt(4), checkpoint_every_steps=4)
+    # Stopped again before the next step, as in a validation that is done again.
+    train(20, StopAt(4), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
+    train(8, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
     assert steps(tmp_path) == [4, 8]
-    # Where the step is to be validated first, the checkpoint is still to come.
-    train(20, SaveAt(12), checkpoint_every_steps=4, validate_every=4, ckpt_path=step_checkpoints(tmp_path)[-1])
-    train(16, checkpoint_every_steps=4, ckpt_path=step_checkpoints(tmp_path)[-1])
+    # Where the step is to be validated first, the keeper has not saved it yet.
+    train(20, StopAt(12), checkpoint_every_steps=4, validate_every=4, ckpt_path=newest(tmp_path))
+    train(16, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
     assert steps(tmp_path) == [4, 8, 12, 16]
+
+
+def test_a_run_stopped_twice_at_one_step_between_two_intervals(train: Train, tmp_path: Path) -> None:
+    train(20, StopAt(6), checkpoint_every_steps=4)
+    train(20, StopAt(6), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
+    assert steps(tmp_path) == [4, 6]
+    train(8, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
+    assert steps(tmp_path) == [4, 8]
 
 
 def test_checkpoints_newer_than_where_a_run_goes_on_are_not_counted(train: Train, tmp_path: Path) -> None:
@@ -186,10 +238,17 @@ def test_checkpoints_newer_than_where_a_run_goes_on_are_not_counted(train: Train
     assert [step_of(path) for path in step_checkpoints(tmp_path)] == [4, 5, 100]
 
 
-def test_checkpoints_by_the_clock(train: Train, tmp_path: Path) -> None:
-    """Looked at every `log_every_steps`; so short an interval is always over."""
-    by_minutes = {"checkpoint_every_steps": None, "log_every_steps": 3}
-    train(7, checkpoint_every_minutes=1e-9, **by_minutes)
-    assert steps(tmp_path) == [3, 6, 7]
-    train(14, checkpoint_every_minutes=1e9, **by_minutes, ckpt_path=step_checkpoints(tmp_path)[-1])
-    assert steps(tmp_path) == [3, 6, 7, 14]
+def test_checkpoints_by_the_clock(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes 25 seconds by this clock, which is looked at every `log_every_steps`."""
+
+    class Tick(Callback):
+        seconds = 0.0
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.seconds += 25.0
+
+    tick = Tick()
+    monotonic = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + tick.seconds)
+    train(11, tick, checkpoint_every_steps=None, checkpoint_every_minutes=1.5, log_every_steps=2)
+    assert steps(tmp_path) == [4, 8, 11]
