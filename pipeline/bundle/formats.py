@@ -10,7 +10,7 @@ import torch
 
 from model.packed_linear import can_pack, pack_linears
 from pipeline.bundle import exported_program, torchscript
-from pipeline.bundle.parity import Figures, Parity, clocked, size
+from pipeline.bundle.parity import Figures, Parity, clocked, largest, size
 from pipeline.bundle.runners import CTranslate2Runner, ExportedProgramRunner, SearchRunner
 from pipeline.checkpoint import TrainedModel
 from pipeline.ctranslate2_model import write_ctranslate2
@@ -95,7 +95,7 @@ def _compare_ctranslate2(bundle: Bundle, parity: Parity) -> Figures:
     figures = {
         "load_seconds": seconds,
         "length_penalty": bundle.ctranslate2_penalty,
-        "largest_forced_score_difference": max(abs(one - other) for one, other in pairs),
+        "largest_forced_score_difference": largest(abs(one - other) for one, other in pairs),
         **parity.greedy_against(runner.greedy(parity.sources)),
         **_reported(parity, runner.beam),
     }

@@ -7,7 +7,7 @@ log-probability to TIE under the checkpoint's network (greedy), or the two answe
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -105,14 +105,15 @@ class Parity:
     def against(self, found: list[list[Answer]]) -> Figures:
         """Best answers sentence by sentence, and the largest difference between n-best scores."""
         counts = {"equal": 0, "tied": 0, "different": 0}
-        largest = 0.0
+        differences: list[float] = []
         for one, other in zip(self.beam, found, strict=True):
             same = one[0].tokens == other[0].tokens
             tie = abs(one[0].score - other[0].score) <= TIE
             counts["equal" if same else "tied" if tie else "different"] += 1
-            largest = max([largest, *(abs(a.score - b.score) for a, b in zip(one, other, strict=False))])
-            largest = float("inf") if len(one) != len(other) else largest
-        return {**counts, "largest_score_difference": largest}
+            differences += [abs(a.score - b.score) for a, b in zip(one, other, strict=False)]
+            if len(one) != len(other):
+                differences.append(float("inf"))
+        return {**counts, "largest_score_difference": largest(differences)}
 
     def greedy_against(self, found: list[Answer]) -> Figures:
         """Greedy answers sentence by sentence."""
@@ -151,15 +152,15 @@ class Parity:
     @torch.no_grad()
     def logits_difference(self, forced: Callable[..., torch.Tensor]) -> float:
         """The largest, over all steps of the checkpoint's greedy answers, a few sentences at a time."""
-        largest = 0.0
+        differences: list[float] = []
         for start in range(0, len(self.sources), 20):
             source, mask = padded(self.sources[start : start + 20], self.tokenizer.pad_id)
             answers = [[self.tokenizer.bos_id, *one.tokens[:-1]] for one in self.greedy[start : start + 20]]
             target, is_token = padded(answers, self.tokenizer.pad_id)
             expected = self.network.logits(self.network(source, target, mask))
             difference = (forced(source, mask, target) - expected).abs().amax(-1)
-            largest = max(largest, float(difference.masked_fill(~is_token, 0.0).max()))
-        return largest
+            differences.append(float(difference.masked_fill(~is_token, 0.0).max()))
+        return largest(differences)
 
     def ctranslate2_penalty(self) -> float:
         """The length penalty that ranks answers of a usual length as the checkpoint's does.
@@ -184,9 +185,14 @@ class Parity:
             if not figures.get(name, 0.0) <= bound:
                 said.append(f"{name.replace('_', ' ')} {figures[name]:.2g} is more than {bound}")
         difference = figures.get("bleu_difference", 0.0)
-        if abs(difference) > BLEU and len(self.sources) >= ENOUGH_SENTENCES:
+        if not abs(difference) <= BLEU and len(self.sources) >= ENOUGH_SENTENCES:
             said.append(f"BLEU differs by {difference:+.2f}, more than {BLEU}")
         return said
+
+
+def largest(differences: Iterable[float]) -> float:
+    """The largest of them, and 0 of none; NaN where one is NaN, which Python's `max` may leave out."""
+    return float(torch.tensor([0.0, *differences], dtype=torch.float64).max())
 
 
 def clocked(work: Callable[[], Result]) -> tuple[float, Result]:
