@@ -73,6 +73,15 @@ def require_sacremoses() -> Any:
 
 
 def _with_interval(name: str, metric: Any, hypotheses: list[str], references: list[str]) -> dict[str, Any]:
+    compute = metric._compute_score_from_stats
+
+    def compute_float(statistics: Any) -> Any:
+        # sacreBLEU draws in float32 but scores 0.0 where nothing matches, and cannot take the mean of both types.
+        drawn = compute(statistics)
+        drawn.score = float(drawn.score)
+        return drawn
+
+    metric._compute_score_from_stats = compute_float
     result = metric.corpus_score(hypotheses, [references], n_bootstrap=1000)
     # sacreBLEU gives the bootstrap's mean and half the width of its 95 % interval.
     return {

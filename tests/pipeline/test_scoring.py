@@ -4,6 +4,7 @@ import math
 import random
 import sys
 
+import numpy as np
 import pytest
 import sacrebleu
 
@@ -105,3 +106,37 @@ def test_what_references_look_like(references: list[str], words: list[str]) -> N
     said = complaints(references)
     assert len(said) == len(words)
     assert all(word in line for word, line in zip(words, said, strict=True))
+
+
+def test_intervals_against_a_bootstrap_of_ones_own() -> None:
+    """The middle 95 % of the scores of 1,000 test sets drawn from this one, with other draws."""
+    draws = random.Random(3)
+    references = [" ".join(draws.choices(["ein", "Hund", "und", "Katze", "läuft", "schnell"], k=9)) for _ in range(40)]
+    hypotheses = [" ".join("falsch" if draws.random() < 0.2 else w for w in line.split()) for line in references]
+    metric = sacrebleu.BLEU()
+    found = [metric.corpus_score([ours], [[theirs]]) for ours, theirs in zip(hypotheses, references, strict=True)]
+    sums = np.array([[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in found])
+    chosen = np.random.default_rng(7).integers(0, len(sums), (1000, len(sums)))
+    drawn = sums[chosen].sum(1)
+    # Of as many words as the references have, there is no brevity penalty: BLEU is the mean precision of four orders.
+    assert (drawn[:, 8] == drawn[:, 9]).all()
+    bleu = 100 * np.exp(np.log(drawn[:, :4] / drawn[:, 4:8]).mean(1))
+    low, high = np.percentile(bleu, [2.5, 97.5])
+    figures = score(hypotheses, references)
+    width = figures["bleu_interval"][1] - figures["bleu_interval"][0]
+    assert width == pytest.approx(high - low, rel=0.15)
+    assert sum(figures["bleu_interval"]) / 2 == pytest.approx(bleu.mean(), abs=0.1 * width)
+    assert figures["chrf_interval"][0] < figures["chrf"] < figures["chrf_interval"][1]
+
+
+def test_exact_matches_are_counted_but_for_white_space() -> None:
+    hypotheses = ["a b", " a  b ", "a B", "a", ""]
+    assert score(hypotheses, ["a b"] * 5)["exact_match"] == pytest.approx(40)
+
+
+def test_intervals_where_some_draws_match_nothing() -> None:
+    """A poor translation of few lines."""
+    figures = score(["zwei Hunde laufen schnell", "x y z", "x y"], ["zwei Hunde laufen schnell", "a b c", "a b"])
+    low, high = figures["bleu_interval"]
+    assert low < 1
+    assert high > figures["bleu"] > 1
