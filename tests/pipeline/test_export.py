@@ -101,6 +101,7 @@ def test_a_tie_is_told_from_a_difference(tokenizer: Tokenizer) -> None:
         found = [[first._replace(tokens=other, score=first.score + offset), *parity.beam[0][1:]], *parity.beam[1:]]
         figures = parity.against(found)
         assert (figures["equal"], figures[kind]) == (11, 1)
+        assert bool(parity.broken(figures)) == (kind == "different")
     # A greedy answer that takes another way where the network has a clear favourite is no tie.
     greedy = [parity.greedy[0]._replace(tokens=other), *parity.greedy[1:]]
     assert parity.greedy_against(greedy)["greedy_different"] == 1

@@ -97,6 +97,7 @@ def test_a_real_difference_and_one_by_chance() -> None:
         (["Er sagt &quot; Ja &quot;", "Vater @-@ Sohn"], ["tokenised"]),
         ([line.lower() for line in REFERENCES], ["lower-cased"]),
         (["zwei hunde laufen .", "ein mann liest ."], ["tokenised", "lower-cased"]),
+        (["zwei hunde laufen."] * 9 + ["Ein Mann liest."], []),
         (["Ça va ?", "Oui : 3,5 % !"], []),
         (["犬が走る。", "猫 3.5"], []),
         ([""], []),
