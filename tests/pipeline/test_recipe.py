@@ -1,7 +1,7 @@
 """Recipes: merged, overridden, and every mistake named at once with its place and the nearest right name."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -49,6 +49,7 @@ def test_overlays_and_overrides(tmp_path: Path) -> None:
     recipe = load_recipe(
         [base, overlay], ["--training.adam_epsilon", "1e-8", "--trainer.devices=[0,1]", "--batches.batch_tokens", "1e4"]
     )
+    assert recipe.name == "recipe"  # the first file's
     assert (recipe.network.d_model, recipe.network.d_ff) == (64, 48)
     assert recipe.trainer == {"max_steps": 7, "devices": [0, 1]}
     assert recipe.training.adam_epsilon == 1e-8  # which YAML takes for text
@@ -75,6 +76,32 @@ def test_values_that_cannot_be(tmp_path: Path) -> None:
     assert "run.patience has to be a whole number, not True" in mistakes(path, "--run.patience", "true")
 
 
+def test_values_of_another_type(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    assert "training.label_smoothing has to be a number, not True" in mistakes(path, "--training.label_smoothing=true")
+    assert "name has to be text, not nothing" in mistakes(write(tmp_path, MINIMAL + "name: null\n", "other.yaml"))
+    signature = {"devices": list[int] | str | int, "strategy": Literal["auto", "ddp"]}
+    assert "trainer.devices has to be" in mistakes(path, "--trainer.devices", "null", trainer=signature)
+    said = mistakes(path, "--trainer.strategy", "fsdp", trainer=signature)
+    assert "trainer.strategy has to be one of 'auto', 'ddp', not 'fsdp'" in said
+    assert load_recipe([path], ["--trainer.strategy", "ddp"], signature).trainer["strategy"] == "ddp"
+
+
+def test_a_wrong_type_and_a_value_out_of_range_are_named_together(tmp_path: Path) -> None:
+    said = mistakes(write(tmp_path, MINIMAL), "--corpus.max_tokens=many", "--run.keep_last=0")
+    assert said.startswith("2 mistakes: ")
+    assert "corpus.max_tokens has to be a whole number" in said
+    assert "run.keep_last 0 is not 1 or more" in said
+
+
+def test_checkpoints_by_steps_or_by_minutes(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    assert "give checkpoint_every_steps or" in mistakes(path, "--run.checkpoint_every_steps=null")
+    options = ["--run.checkpoint_every_steps=null", "--run.checkpoint_every_minutes=0.5"]
+    run = load_recipe([path], options).run
+    assert (run.checkpoint_every_steps, run.checkpoint_every_minutes) == (None, 0.5)
+
+
 def test_text_sources(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL.replace("train: {source: a.en, target: a.de}", "train: {datset: a, split: train}"))
     assert f"{path}:3: corpus.train.datset is not a key; did you mean corpus.train.dataset?" in mistakes(path)
@@ -93,7 +120,8 @@ def test_text_sources(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["run.log_every_steps=0", "run.seed=-1", "batches.workers=-1", "batches.batch_tokens=0", "decoding.beam_size=0",
+    ["run.log_every_steps=0", "run.timeout_seconds=0", "run.keep_last=0", "run.checkpoint_every_steps=0",
+     "run.seed=-1", "batches.workers=-1", "batches.batch_tokens=0", "decoding.beam_size=0",
      "decoding.max_extra_tokens=-1", "decoding.length_penalty=-1", "training.adam_beta2=1", "run.patience=0",
      "training.gradient_clip_norm=0", "training.learning_rate_factor=-1", "network.d_k=0",
      "run.checkpoint_every_minutes=0"],

@@ -147,17 +147,18 @@ def two_ranks(
 
 def test_both_stop_after_the_same_step(tiny_corpus: Path, tmp_path: Path) -> None:
     """One is asked in a step; by the end of the next the other knows."""
-    again = "the same command goes on from there (exit code 75)"
-    ends = two_ranks(tmp_path, tiny_corpus, None, Event(2))
-    assert ends == [f"asked to stop: saved after step 3; {again}, validated []"] * 2
-    assert [step_of(path) for path in step_checkpoints(tmp_path)] == [3]
-    # In a validation, which is done again from its beginning.
-    ends = two_ranks(tmp_path, tiny_corpus, Event(4, in_validation=True), None)
-    assert ends == [f"asked to stop: saved after step 4; {again}, validated []"] * 2
+    stopped = "asked to stop: saved after step 4; the same command goes on from there (exit code 75), validated []"
+    assert two_ranks(tmp_path, tiny_corpus, None, Event(3)) == [stopped] * 2
     [fourth] = step_checkpoints(tmp_path)
+    assert step_of(fourth) == 4
+    # That step's validation is still to be done; asked in it, both stop in it, and it is done again from its beginning.
+    assert validation_is_pending(fourth)
+    assert two_ranks(tmp_path, tiny_corpus, Event(4, in_validation=True), None) == [stopped] * 2
+    assert step_checkpoints(tmp_path) == [fourth]
     assert validation_is_pending(fourth)
     # In the last step there is nothing to stop.
-    assert two_ranks(tmp_path, tiny_corpus, None, Event(5), max_steps=6) == ["ended at step 6, validated [4]"] * 2
+    ends = two_ranks(tmp_path, tiny_corpus, None, Event(5), max_steps=6, max_seconds=600.0)
+    assert ends == ["ended at step 6, validated [4]"] * 2
     assert not validation_is_pending(step_checkpoints(tmp_path)[-1])
 
 
@@ -169,9 +170,12 @@ def test_both_stop_before_the_first_step(tiny_corpus: Path, tmp_path: Path) -> N
 
 
 def test_both_stop_when_the_time_is_over(tiny_corpus: Path, tmp_path: Path) -> None:
-    ends = two_ranks(tmp_path, tiny_corpus, None, None, max_seconds=0.0)
-    assert ends[0] == ends[1]
+    """And say so, but for one that was asked as well."""
+    ends = two_ranks(tmp_path, tiny_corpus, None, Event(2), max_seconds=0.0)
     assert ends[0].startswith("trainer.max_time is over: saved after step 2; ")
+    assert ends[1].startswith("asked to stop: saved after step 2; ")
+    [second] = step_checkpoints(tmp_path)
+    assert not validation_is_pending(second)
 
 
 def test_the_rank_that_failed_is_named_by_both(tiny_corpus: Path, tmp_path: Path) -> None:

@@ -46,6 +46,31 @@ def test_one_run_one_curve(tmp_path: Path) -> None:
     assert [event.step for event in events.Images("seen")] == [2, 4, 6, 8]
 
 
+def log_with_validation(run: Path, after: int, last: int, validation_pending: bool) -> None:
+    """A point a step, and behind it one of a validation at every second step."""
+    log = RunLog(run, after, writes=True, validation_pending=validation_pending)
+    log.cut_back()
+    for step in range(after + 1, last + 1):
+        log.log_metrics({"loss": float(step)}, step)
+        if step % 2 == 0:
+            log.log_metrics({"validation/loss": after + 0.5}, step)
+    log.finalize("killed")
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_validation_that_is_done_again_is_cut_off(tmp_path: Path, pending: bool) -> None:
+    """With the step's own validation still to come, and with that one done."""
+    log_with_validation(tmp_path, 0, 5, False)
+    log_with_validation(tmp_path, 4, 6, pending)
+    validations = [(2, 0.5), (6, 4.5)] if pending else [(2, 0.5), (4, 0.5), (6, 4.5)]
+    assert scalars(tmp_path, "validation/loss") == validations
+    assert [
+        (one["step"], one["validation/loss"]) for one in metrics(tmp_path) if "validation/loss" in one
+    ] == validations
+    assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5, 6]
+    assert [one["step"] for one in metrics(tmp_path) if "loss" in one] == [1, 2, 3, 4, 5, 6]
+
+
 def test_what_a_kill_has_torn_is_cut_off(tmp_path: Path) -> None:
     log_steps(tmp_path, 0, 3, 0.0)
     [events] = (tmp_path / "tensorboard").iterdir()

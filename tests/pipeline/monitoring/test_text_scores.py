@@ -37,3 +37,19 @@ def test_batches_add_up() -> None:
         assert by_length[f"validation_bleu_by_length/{name}_pieces"] == pytest.approx(alone)
     assert "tok:13a" in metric.signatures()
     assert "chrF nrefs:1" in metric.signatures()
+
+
+def test_ranks_add_up() -> None:
+    """One of them has the longest translation; the scores are those of one process with all of them."""
+    whole, first, second = TextScores(), TextScores(), TextScores()
+    whole.update(HYPOTHESES, REFERENCES, PIECES, LENGTHS)
+    first.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], LENGTHS[:1])
+    second.update(HYPOTHESES[1:], REFERENCES[1:], PIECES[1:], LENGTHS[1:])
+    first.merge_state(second)
+    assert first.compute() == whole.compute()
+
+
+def test_empty_translations_count_in_their_bucket() -> None:
+    metric = TextScores()
+    metric.update([""], ["yes"], [[]], [25])
+    assert metric.compute()["validation_bleu_by_length/21-30_pieces"] == 0.0
