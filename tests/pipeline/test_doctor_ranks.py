@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -97,7 +96,7 @@ def test_two_ranks_find_nothing_wrong(tiny_corpus: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_what_differs_between_two_ranks(tiny_corpus: Path, tmp_path: Path) -> None:
+def test_what_differs_between_two_ranks(tmp_path: Path) -> None:
     """The clock, a package, a byte of the corpus and the run folder; each is told by the rank that has it."""
 
     def fault() -> None:
@@ -105,11 +104,13 @@ def test_what_differs_between_two_ranks(tiny_corpus: Path, tmp_path: Path) -> No
         time.time = lambda: now() + 60
         doctor_ranks.version = lambda name: "0.1" if name == "numpy" else version(name)
 
-    other, run = Path(shutil.copytree(tiny_corpus, tmp_path / "corpus")), tmp_path / "elsewhere" / "run"
-    largest = max(other.iterdir(), key=lambda path: path.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-1] + b"\xff")
+    corpora, run = [tmp_path / "ours", tmp_path / "theirs"], tmp_path / "elsewhere" / "run"
+    for corpus, last in zip(corpora, (b"a", b"b"), strict=True):
+        corpus.mkdir()
+        (corpus / "manifest.json").touch()
+        (corpus / "tokens").write_bytes(bytes(4 << 20) + last)  # larger than the parts that are read
     run.mkdir(parents=True)
-    first, second = found(tmp_path, [tiny_corpus, other], [tmp_path / "run", run], [nothing, fault])
+    first, second = found(tmp_path, corpora, [tmp_path / "run", run], [nothing, fault])
     [away] = [what for well, what, _ in first if not well]
     assert re.match(r"run folder .* is not the one of ranks 1; ", away)
     said = [what for _, what, _ in second]
@@ -119,7 +120,7 @@ def test_what_differs_between_two_ranks(tiny_corpus: Path, tmp_path: Path) -> No
         (
             r"the clock is \+(59|6\d)\.\d s from rank 0's; ",
             r"numpy 0\.1, and \d\S* on rank 0; ",
-            rf"corpus {other} differs ",
+            rf"corpus {corpora[1]} differs ",
             r"run folder .* is not the one of ranks 0; ",
         ),
         strict=True,

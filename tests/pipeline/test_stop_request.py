@@ -27,6 +27,7 @@ def test_a_signal_is_noted_and_the_first_one_counts(number: signal.Signals) -> N
     install()
     stop_if_asked("nowhere")
     assert asked_by() is None
+    assert callable(signal.getsignal(number))
     os.kill(os.getpid(), number)
     os.kill(os.getpid(), signal.SIGUSR1)
     assert asked_by() == number
@@ -37,6 +38,9 @@ def test_a_signal_is_noted_and_the_first_one_counts(number: signal.Signals) -> N
 
 def test_ctrl_c_asks_once_and_then_interrupts() -> None:
     before = signal.getsignal(signal.SIGINT)
+    with keyboard_too():
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before
     with keyboard_too():
         os.kill(os.getpid(), signal.SIGINT)
         assert asked_by() == signal.SIGINT
@@ -52,6 +56,7 @@ def test_work_that_loses_nothing_ends_at_once() -> None:
     install()
     with at_once():
         assert [signal.getsignal(one) for one in SIGNALS[:2]] == [signal.SIG_DFL] * 2
+    assert callable(signal.getsignal(signal.SIGTERM))
     os.kill(os.getpid(), signal.SIGTERM)
     assert asked_by() == signal.SIGTERM
     with pytest.raises(Stopped), at_once():

@@ -42,13 +42,14 @@ class Event:
 
 
 class OneWeight(LightningModule):
-    """A rank that something happens to; it notes the steps after which it was validated."""
+    """A rank that something happens to; it notes how many batches it was validated on after which step."""
 
     def __init__(self, event: Event | None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.event = event
-        self.validated: list[int] = []
+        self.validated: dict[int, int] = {}
+        self.num_batches = 0
 
     def happens(self, step: int, in_validation: bool = False) -> None:
         if self.event is None or (self.event.step, self.event.in_validation) != (step, in_validation):
@@ -65,11 +66,12 @@ class OneWeight(LightningModule):
         return -self.weight
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.num_batches += 1
         if batch_idx == 1:
             self.happens(self.global_step, in_validation=True)
 
     def on_validation_epoch_end(self) -> None:
-        self.validated.append(self.global_step)
+        self.validated[self.global_step] = self.num_batches
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -147,8 +149,8 @@ def two_ranks(
 
 def test_both_stop_after_the_same_step(tiny_corpus: Path, tmp_path: Path) -> None:
     """One is asked in a step; by the end of the next the other knows."""
-    stopped = "asked to stop: saved after step 4; the same command goes on from there (exit code 75), validated []"
-    assert two_ranks(tmp_path, tiny_corpus, None, Event(3)) == [stopped] * 2
+    stopped = "asked to stop: saved after step 4; the same command goes on from there (exit code 75), validated {}"
+    assert two_ranks(tmp_path, tiny_corpus, None, Event(3), max_seconds=600.0) == [stopped] * 2
     [fourth] = step_checkpoints(tmp_path)
     assert step_of(fourth) == 4
     # That step's validation is still to be done; asked in it, both stop in it, and it is done again from its beginning.
@@ -157,8 +159,8 @@ def test_both_stop_after_the_same_step(tiny_corpus: Path, tmp_path: Path) -> Non
     assert step_checkpoints(tmp_path) == [fourth]
     assert validation_is_pending(fourth)
     # In the last step there is nothing to stop.
-    ends = two_ranks(tmp_path, tiny_corpus, None, Event(5), max_steps=6, max_seconds=600.0)
-    assert ends == ["ended at step 6, validated [4]"] * 2
+    ends = two_ranks(tmp_path, tiny_corpus, None, Event(5), max_steps=6)
+    assert ends == ["ended at step 6, validated {4: 6}"] * 2
     assert not validation_is_pending(step_checkpoints(tmp_path)[-1])
 
 
