@@ -1,5 +1,6 @@
 """Checkpoints: whole or refused, chosen as documented, averaged exactly."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from data_module.errors import InputError
+from pipeline.__main__ import main
 from pipeline.checkpoint import average, choose, load_model, read_checkpoint, step_checkpoints, write_whole
 from tests.conftest import pipeline
 
@@ -68,6 +70,17 @@ def test_average_of_more_than_there_are_is_refused(trained_run: Path) -> None:
     assert nothing.stderr == b"error: --last 0 is not 1 or more\n"
 
 
+def test_average_leaves_out_what_is_not_whole(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(trained_run, tmp_path / "run"))
+    newest = step_checkpoints(run)[-1]
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    assert main(["average", str(run), "--last", "2"]) == 0
+    assert "averaged step=00000080.ckpt, step=00000160.ckpt\n" in capsys.readouterr().err
+    assert read_checkpoint(run / "average-last-2.ckpt")["global_step"] == 160
+
+
 def test_average_is_summed_in_float64(trained_run: Path, tmp_path: Path) -> None:
     contents = torch.load(step_checkpoints(trained_run)[0], weights_only=True)
     paths = []
@@ -85,6 +98,12 @@ def test_which_checkpoint_a_run_folder_means(trained_run: Path, tmp_path: Path) 
     (run / "checkpoints" / "best.ckpt").unlink()
     assert choose(run).name == "step=00000240.ckpt"
     shutil.copy(choose(run), run / "average-last-3.ckpt")
+    assert choose(run).name == "average-last-3.ckpt"
+    shutil.copy(choose(run), run / "average-last-2.ckpt")
+    for name, changed in (("average-last-2.ckpt", 2), ("average-last-3.ckpt", 1)):
+        os.utime(run / name, (changed, changed))
+    assert choose(run).name == "average-last-2.ckpt"  # the newest
+    os.utime(run / "average-last-3.ckpt", (3, 3))
     assert choose(run).name == "average-last-3.ckpt"
     shutil.copy(choose(run), run / "checkpoints" / "step=00000300.ckpt")
     assert choose(run).name == "step=00000300.ckpt"  # the average is of what was before
