@@ -106,6 +106,13 @@ class ResumableLoader(DataLoader[StepShare]):
         self.on_wait: Callable[[str], None] | None = None
         """Told "data_wait" where waiting for a share begins, and "between" where it ends."""
 
+    def check_worker_number_rationality(self) -> None:
+        """Accept any number of workers.
+
+        PyTorch warns, on every rank, of more workers than processors. Here workers share a fixed amount of work and
+        sleep most of the time, so that more of them than processors slow nothing down.
+        """
+
     def __iter__(self) -> Iterator[StepShare]:  # type: ignore[override]
         self._shares.seek(*self._handed_out)
         with signals_held():

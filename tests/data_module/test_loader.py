@@ -98,6 +98,16 @@ def test_a_rank_with_nothing_keeps_company(tiny_corpus: Path) -> None:
     assert idle.num_target_tokens > 0
 
 
+def test_more_workers_than_processors(tiny_corpus: Path) -> None:
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    try:
+        shares = [pairs(share) for share in islice(loader(tiny_corpus, workers=2), 3)]
+    finally:
+        os.sched_setaffinity(0, processors)
+    assert shares == [pairs(share) for share in islice(loader(tiny_corpus), 3)]
+
+
 def test_the_global_generator_is_left_alone(tiny_corpus: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
