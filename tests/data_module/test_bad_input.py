@@ -64,11 +64,20 @@ def place(tmp_path: Path) -> Workplace:
     return Workplace(tmp_path)
 
 
-def test_unequal_line_counts(place: Workplace) -> None:
-    place.write("train.de", TARGET[:3])
-    place.fails("train.de: 3 lines, but", "train.en has 4: it is shorter")
-    place.write("train.de", TARGET)
-    place.works()
+@pytest.mark.parametrize(("shorter", "longer"), [("train.de", "train.en"), ("train.en", "train.de")])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_unequal_line_counts(place: Workplace, shorter: str, longer: str, compressed: bool) -> None:
+    ending = ".gz" if compressed else ""
+    for name in (shorter, longer):
+        text = (place.folder / name).read_bytes()
+        place.write(name + ending, gzip.compress(text) if compressed else text)
+    text = TextSource(str(place.folder / f"train.en{ending}"), str(place.folder / f"train.de{ending}"))
+    whole = (place.folder / (shorter + ending)).read_bytes()
+    cut = b"first\nsecond\nthird\n"
+    place.write(shorter + ending, gzip.compress(cut) if compressed else cut)
+    place.fails(f"{shorter}{ending}: 3 lines, but", f"{longer}{ending} has 4: it is shorter", train=[text])
+    place.write(shorter + ending, whole)
+    assert place.works(train=[text])["train"]["pairs_kept"] == 4
 
 
 def test_missing_file(place: Workplace) -> None:

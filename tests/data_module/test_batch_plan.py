@@ -60,7 +60,8 @@ def test_a_function_of_seed_and_epoch() -> None:
     assert as_lists(plan()) == as_lists(plan())
     assert as_lists(plan()) != as_lists(plan(epoch=1))
     assert as_lists(plan()) != as_lists(plan(seed=2))
-    assert as_lists(plan(seed=2)) != as_lists(plan(epoch=2))
+    assert as_lists(plan(seed=2, epoch=0)) != as_lists(plan(seed=1, epoch=1))
+    assert as_lists(plan(seed=2, epoch=1)) != as_lists(plan(seed=1, epoch=2))
 
 
 def test_pairs_meet_others_each_epoch() -> None:

@@ -37,6 +37,26 @@ def test_shared_plans_equal_computed_ones(source: PlanSource) -> None:
         assert np.array_equal(source.of(epoch).numbers, source.compute(epoch).numbers)
 
 
+def test_each_plan_is_its_own(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan of another corpus, setting or epoch is taken for the one asked for."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings = {"batch_tokens": 400, "group_tokens": 100, "seed": 1}
+    plans = []
+    for split, change in (
+        ("train", {}),
+        ("train", {"seed": 2}),
+        ("train", {"batch_tokens": 300}),
+        ("train", {"group_tokens": 80}),
+        ("validation", {}),
+    ):
+        source = PlanSource(open_corpus(tiny_corpus, split), **{**settings, **change})
+        for epoch in (0, 1):
+            plans.append(source.of(epoch))
+            assert np.array_equal(plans[-1].numbers, source.compute(epoch).numbers)
+        source.forget()
+    assert len({plan.numbers.tobytes() for plan in plans}) == len(plans)
+
+
 def make_slowly(folder: Path, said: Path) -> EpochPlan:
     """As a rank does; each making is noted."""
 
