@@ -76,6 +76,17 @@ def test_lowercase_is_in_the_model() -> None:
     assert tokenizer.decode(tokenizer.encode(["The HAUS in ZÜRICH İ"])) == ["the haus in zürich i̇"]
 
 
+def test_a_lowercase_vocabulary_has_no_capitals() -> None:
+    sentences = [*SENTENCES, "ÇA QUI ŽLUŤOUČKÝ ÉTÉ ДОМ İ"]
+    tokenizer = Tokenizer(train_tokenizer(sentences, 125, lowercase=True))
+    assert [piece for piece in tokenizer.pieces()[4:] if piece != piece.lower()] == []
+    capitals = [sentence.upper() for sentence in sentences if "ß" not in sentence]
+    ids = tokenizer.encode(capitals)
+    assert all(tokenizer.unk_id not in row for row in ids)
+    # Each character by itself: str.lower() would end a Greek word in another sigma.
+    assert tokenizer.decode(ids) == ["".join(map(str.lower, sentence)) for sentence in capitals]
+
+
 def test_lowercase_is_off_by_default(tokenizer: Tokenizer) -> None:
     assert not tokenizer.lowercase
 
