@@ -31,6 +31,16 @@ def test_bf16_wherever_the_processor_has_it() -> None:
         assert best_precision(accelerator) == ("bf16-mixed" if has_bf16 else "32-true")
 
 
+@pytest.mark.parametrize("accelerator", ["auto", "gpu", "cuda"])
+@pytest.mark.parametrize(("native", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
+def test_bf16_on_gpus_that_do_not_emulate_it(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, native: bool, precision: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    assert best_precision(accelerator) == precision
+
+
 def test_ddp_where_there_is_more_than_one_process() -> None:
     assert strategy({"accelerator": "cpu", "devices": 1}) == "auto"
     for options in ({"devices": 2}, {"devices": 1, "num_nodes": 3}, {"devices": [0, 1], "strategy": "ddp"}):

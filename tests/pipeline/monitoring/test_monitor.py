@@ -1,0 +1,80 @@
+"""The monitor's scalars, against counts taken from the batches themselves."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lightning.pytorch import Trainer
+
+from data_module.batch import SpecialIds, StepShare
+from data_module.corpus import open_corpus
+from data_module.plan_source import PlanSource
+from data_module.resumable_loader import ResumableLoader, ShareDataset
+from data_module.tokenizer import Tokenizer
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.translation_module import TranslationModule
+from pipeline.fit import quiet_lightning
+from pipeline.monitoring import METRICS
+from pipeline.monitoring.monitor import Monitor
+from pipeline.monitoring.run_log import RunLog
+
+
+def real_tokens(share: StepShare, pad: int) -> int:
+    """Source and target tokens without padding."""
+    return sum(int((side != pad).sum()) for b in share.micro_batches for side in (b.source, b.target_output))
+
+
+def padded_tokens(share: StepShare) -> int:
+    return sum(side.numel() for batch in share.micro_batches for side in (batch.source, batch.target_output))
+
+
+@pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
+@pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
+def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_path: Path) -> None:
+    """The first of two ranks, on a corpus with padded batches."""
+    quiet_lightning()
+    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
+    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+    corpus = open_corpus(tiny_corpus, "train")
+
+    def loader() -> ResumableLoader:
+        plans = PlanSource(corpus, batch_tokens=400, group_tokens=400, seed=1)
+        shares = ShareDataset(corpus, plans, special, rank=0, world_size=2, max_tokens=400)
+        return ResumableLoader(shares, workers=0, pin_memory=False)
+
+    network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1)
+    module = TranslationModule(
+        tokenizer.vocabulary_size, special, network, TrainingSettings(), DecodingSettings(), seed=1
+    )
+    every, steps = 3, 6
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        limit_val_batches=0,
+        logger=RunLog(tmp_path, 0, writes=True),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[Monitor(every)],
+    )
+    trainer.fit(module, loader())
+    logged = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert [line["step"] for line in logged] == [every, steps]
+
+    epoch = PlanSource(corpus, batch_tokens=400, group_tokens=400, seed=1).compute(0)
+    shares = list(islice(loader(), steps))
+    for line in logged:
+        first, end = line["step"] - every, line["step"]
+        pairs = np.concatenate([group.pairs for index in range(first, end) for group in epoch[index]])
+        target_tokens = int(corpus.target.lengths[pairs].sum()) + len(pairs)
+        counted = line["work/target_tokens_per_second"] * line["work/step_seconds"] * every
+        assert counted == pytest.approx(target_tokens)
+        real = sum(real_tokens(share, special.pad) for share in shares[first:end])
+        padded = sum(padded_tokens(share) for share in shares[first:end])
+        assert 0 < real < padded
+        assert line["work/padding_share"] == pytest.approx(1 - real / padded)
+        last = shares[end - 1]
+        assert line["work/epoch"] == pytest.approx(last.epoch + (last.index + 1) / len(epoch))
