@@ -116,7 +116,11 @@ def _read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = 
     place = own_places.pop("extends", str(path))
     if not isinstance(base, str):
         raise InputError(f"{place}: extends has to name one recipe, relative to this one's folder")
-    if not (path.parent / base).exists():
+    try:
+        is_there = (path.parent / base).is_file()
+    except OSError:  # such as a name that is too long
+        is_there = False
+    if not is_there:
         raise InputError(f"{place}: extends {base}, which is not there; name a recipe relative to {path.parent}")
     if path.resolve() in seen:
         raise InputError(f"{place}: extends {base}, which extends this one in turn; take one of them away")
@@ -136,16 +140,34 @@ def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read as a recipe ({error})") from None
     try:
         node = yaml.compose(text, yaml.SafeLoader)
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _Loader)
+        if values is None:
+            return {}
+        if not isinstance(values, dict):
+            raise InputError(f"{path}:1: a recipe is a mapping of sections; see configs/ for examples")
+        _note_places(node, path, "", places)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise InputError(f"{path}:{line}: not valid YAML: {error.problem}; mend that line") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise InputError(f"{path}:1: a recipe is a mapping of sections; see configs/ for examples")
-    _note_places(node, path, "", places)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise InputError(f"{path}:{line}: not valid YAML: character {error.character:#x}; remove it") from None
+    except RecursionError:
+        raise InputError(f"{path}: values are nested too deeply, or one contains itself; write them out") from None
     return values
+
+
+class _Loader(yaml.SafeLoader):
+    """Names the line of a scalar that cannot be read, such as the date 2001-99-99."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                problem=f"'{node.value}' is not a valid {kind}", problem_mark=node.start_mark
+            ) from error
 
 
 def _note_places(node: Any, path: Path, prefix: str, places: dict[str, str]) -> None:
@@ -202,8 +224,8 @@ def _override(
                 inner = section[name] = {}
             section = inner
         try:
-            section[last] = yaml.safe_load(text)
-        except yaml.YAMLError:
+            section[last] = yaml.load(text, _Loader)
+        except (yaml.YAMLError, RecursionError):
             section[last] = text
         places[key] = "command line"
     return mistakes

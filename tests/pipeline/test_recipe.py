@@ -185,6 +185,31 @@ def test_what_is_no_recipe(tmp_path: Path) -> None:
     assert "not valid YAML" in mistakes(executed)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run:\n  seed: 2001-99-99\n", ":2: not valid YAML: '2001-99-99' is not a valid timestamp; mend that line"),
+        ("run:\n  seed: !!int many\n", ":2: not valid YAML: 'many' is not a valid int; mend that line"),
+        ("run:\n  compile: !!bool maybe\n", ":2: not valid YAML: 'maybe' is not a valid bool; mend that line"),
+        ("run:\n  seed: 1\x07\n", ":2: not valid YAML: character 0x7; remove it"),
+        ("run: &a\n  seed: *a\n", ": values are nested too deeply, or one contains itself"),
+        ("run: " + 2000 * "[" + 2000 * "]", ": values are nested too deeply, or one contains itself"),
+        ('"a\\nb": 1\n', r":1: a\nb is not a key; "),
+        (f"extends: {300 * 'a'}\n", f":1: extends {300 * 'a'}, which is not there"),
+    ],
+)
+def test_values_that_yaml_cannot_read(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    assert f"{path}{said}" in mistakes(path)
+
+
+def test_overrides_that_yaml_cannot_read_are_text(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    for text in ("2001-99-99", "!!int x", 2000 * "["):
+        assert f"command line: run.seed has to be a whole number, not '{text}'" in mistakes(path, f"--run.seed={text}")
+    assert load_recipe([path], ["--run.folder", "2001-99-99"]).run.folder == "2001-99-99"
+
+
 def test_arguments_that_are_no_settings(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
     assert "argument '--fersh' is unknown; settings are given as" in mistakes(path, "--fersh")
