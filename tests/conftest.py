@@ -8,11 +8,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import yaml
 
 from tests.fork_server import ForkServer
+
+# Few examples, the same ones each time.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, max_examples=25, database=None)
+hypothesis.settings.load_profile("suite")
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {"data_module", "model", "pipeline", "tests"}

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data_module.batch_plan import FULL_ENOUGH, UNEVEN, Group, plan_epoch, plan_in_order, share_of_rank
 
@@ -121,3 +123,40 @@ def test_validation_order_is_fixed_and_longest_first() -> None:
 def test_a_sentence_too_long_for_a_group() -> None:
     with pytest.raises(ValueError, match="300 tokens"):
         plan_epoch(np.array([300]), np.array([5]), batch_tokens=BATCH, group_tokens=GROUP, seed=1, epoch=0)
+
+
+@given(st.data())
+def test_any_corpus_and_settings(data: st.DataObject) -> None:
+    """Every pair once, budgets kept, and any number of ranks share each batch."""
+    pairs = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=40))
+    source, target = np.array(pairs, dtype=np.uint16).T
+    longest = int(max(source.max(), target.max()))
+    group_tokens = data.draw(st.integers(longest, 200))
+    batch_tokens = data.draw(st.integers(group_tokens, 1000))
+    seed, epoch = data.draw(st.integers(0, 2**32)), data.draw(st.integers(0, 1000))
+    built = plan_epoch(source, target, batch_tokens=batch_tokens, group_tokens=group_tokens, seed=seed, epoch=epoch)
+    batches = [built[i] for i in range(len(built))]
+    assert sorted(pair for b in batches for g in b for pair in g.pairs.tolist()) == list(range(len(pairs)))
+    world_size, max_tokens = data.draw(st.integers(1, 9)), data.draw(st.integers(longest, 300))
+    for index, batch in enumerate(batches):
+        for group in batch:
+            assert_group_fits(group, source, target, group_tokens)
+        for side in ("source_length", "target_length"):
+            assert sum(len(group.pairs) * getattr(group, side) for group in batch) <= batch_tokens
+        members = sorted(pair for group in batch for pair in group.pairs.tolist())
+        assert built.target_tokens(index) == sum(pairs[pair][1] for pair in members)
+        shares = [share_of_rank(batch, rank, world_size, max_tokens) for rank in range(world_size)]
+        assert sorted(pair for share in shares for group in share for pair in group.pairs.tolist()) == members
+        for share in shares:
+            for group in share:
+                assert_group_fits(group, source, target, max_tokens)
+    groups = plan_in_order(source, target, max_tokens)
+    assert sorted(pair for group in groups for pair in group.pairs.tolist()) == list(range(len(pairs)))
+    for group in groups:
+        assert_group_fits(group, source, target, max_tokens)
+
+
+def assert_group_fits(group: Group, source: np.ndarray, target: np.ndarray, tokens: int) -> None:
+    assert 0 < source[group.pairs].max() <= group.source_length
+    assert 0 < target[group.pairs].max() <= group.target_length
+    assert len(group.pairs) * max(group.source_length, group.target_length) <= tokens
