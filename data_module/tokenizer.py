@@ -148,7 +148,13 @@ def train_on_words(
         try:
             model = _train(words, options)
         except RuntimeError as error:
-            largest = Tokenizer(_train(words, options | {"hard_vocab_limit": False})).vocabulary_size
+            try:
+                largest = Tokenizer(_train(words, options | {"hard_vocab_limit": False})).vocabulary_size
+            except RuntimeError:
+                raise InputError(
+                    f"corpus.vocabulary_size: {vocabulary_size} is too small for the characters that make up"
+                    f" {character_coverage:.2%} of the text; raise it, or lower corpus.character_coverage"
+                ) from error
             raise InputError(
                 f"corpus.vocabulary_size: {vocabulary_size} pieces are more than the training text affords;"
                 f" the largest that works is {largest}"

@@ -4,9 +4,9 @@ from collections import Counter
 
 import numpy as np
 
-# Everything that some program takes for the end of a line or a column, NUL, and U+2581, which is how
-# sentencepiece itself writes a space. White space that is only a width, such as U+00A0, is text and stays.
-_SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x85\u2028\u2029\u2581"
+# Everything that some program takes for the end of a line or a column, NUL, U+001F, which sentencepiece learns no
+# piece for, and U+2581, which is how it writes a space. White space that is only a width, such as U+00A0, is text.
+_SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029\u2581"
 # Training takes about 0.7 kB for each distinct word; past this many the rarest are forgotten.
 _MAX_COUNTED_WORDS = 2_000_000
 
@@ -14,7 +14,7 @@ _MAX_COUNTED_WORDS = 2_000_000
 def normalize_white_space(lines: str) -> str:
     r"""Return the "\n"-separated lines with every run of white space one space, and none at a line's ends.
 
-    Tabs, NUL, U+2581 and all the line ends of Unicode but "\n" count as white space. Works on many lines at
+    Tabs, NUL, U+001F, U+2581 and all the line ends of Unicode but "\n" count as white space. Works on many lines at
     once, because whole-text replacements are a hundred times faster than a call for each line.
     """
     for character in _SPACE_LIKE:

@@ -222,7 +222,7 @@ def test_byte_order_mark_crlf_and_nul(place: Workplace) -> None:
     assert place.source_text() == SOURCE
 
 
-@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\v", "\f", "\r", "\x1c", "\x1e"])
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\v", "\f", "\r", "\x1c", "\x1e", "\x1f"])
 def test_what_does_not_end_a_line(place: Workplace, character: str) -> None:
     place.write("train.en", [SOURCE[0], f"two{character}houses", *SOURCE[2:]])
     assert place.works()["train"]["pairs_kept"] == 4

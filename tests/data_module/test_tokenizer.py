@@ -1,11 +1,14 @@
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data_module.errors import InputError
-from data_module.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenizer import NUM_SPECIAL_IDS, Tokenizer, train_tokenizer
 from data_module.word_counts import WordCounts, normalize_white_space
 from data_module.word_encoder import WordEncoder
 
@@ -29,12 +32,12 @@ def test_white_space_is_normalized_and_nothing_else(tokenizer: Tokenizer) -> Non
     sentences = [
         " The  red\thouse ",
         "the\nred",
-        "a\u2028b\u2029c\x85d\x0be\x0cf\rg\0h\u2581i",
+        "a\u2028b\u2029c\x85d\x0be\x0cf\rg\0h\u2581i\x1fa",
         "",
         "   ",
         "½ …",
     ]
-    expected = ["The red house", "the red", "a b c d e f g h i", "", "", "½ …"]
+    expected = ["The red house", "the red", "a b c d e f g h i a", "", "", "½ …"]
     decoded = tokenizer.decode(tokenizer.encode(sentences))
     known = [text.translate(dict.fromkeys(map(ord, "bfgi"))) for text in expected]
     assert [text.translate(dict.fromkeys(map(ord, "bfgi"))) for text in decoded] == known
@@ -121,6 +124,11 @@ def test_too_small_a_vocabulary_names_the_smallest_that_works() -> None:
     assert Tokenizer(train_tokenizer(SENTENCES, smallest)).vocabulary_size == smallest
 
 
+def test_too_small_a_vocabulary_for_the_characters_that_are_covered() -> None:
+    with pytest.raises(InputError, match=r"vocabulary_size: 7 is too small .* 99.00% of the text; raise it"):
+        train_tokenizer(SENTENCES, 7, character_coverage=0.99)
+
+
 def test_text_without_words_is_an_input_error() -> None:
     with pytest.raises(InputError, match="no words"):
         train_tokenizer(["", "  "], 100)
@@ -168,3 +176,23 @@ def test_word_counts_stay_bounded_and_forget_the_rarest(monkeypatch: pytest.Monk
         words.add(f"often w{i}")
         assert len(words.counts) <= 10
     assert words.counts["often"] == 56
+
+
+@given(sentences=st.lists(st.text(max_size=20), min_size=1, max_size=6))
+def test_any_text_survives_but_for_white_space(sentences: list[str]) -> None:
+    expected = [
+        " ".join(filter(None, re.split("[ \0\t-\r\x1c-\x1f\x85\u2028\u2029\u2581]", text))) for text in sentences
+    ]
+    characters = set("".join(expected)) - {" "}
+    if not characters:
+        with pytest.raises(InputError, match="no words"):
+            train_tokenizer(sentences, 100)
+        return
+    tokenizer = Tokenizer(train_tokenizer(sentences, len(characters) + 5))
+    ids = tokenizer.encode(sentences)
+    assert tokenizer.decode(ids) == expected
+    assert all(piece >= NUM_SPECIAL_IDS for row in ids for piece in row.tolist())
+    lines = [normalize_white_space(text.replace("\n", " ")) for text in sentences]
+    encoded, lengths = WordEncoder(tokenizer, np.dtype(np.uint16)).encode(lines)
+    assert [np.frombuffer(row, np.uint16).tolist() for row in encoded] == [row.tolist() for row in ids]
+    assert lengths.tolist() == [len(row) for row in ids]
