@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data_module.errors import InputError
 from data_module.manifest import summary
-from data_module.pair_filter import HeldOutPairs, PairFilter, SeenPairs, hash_pairs
-from data_module.settings import CorpusSettings
-from data_module.text_sources import PairChunk
+from data_module.pair_filter import HeldOutPairs, PairFilter, Reason, SeenPairs, hash_pairs
+from data_module.settings import CorpusSettings, TextSource
+from data_module.text_sources import PairChunk, read_pairs
 from tests.data_module.test_preparation import assert_adds_up, contents, dropped, made, pairs_of_text, write_pairs
 
 
@@ -111,3 +113,109 @@ def test_the_summary_adds_up(settings: CorpusSettings, tmp_path: Path) -> None:
     assert validation == "validation: 20 pairs read, 20 kept, 0 dropped"
     read, kept, *parts = (int(number.replace(",", "")) for number in re.findall(r"(?<= )[\d,]+(?= )", train))
     assert parts[0] == sum(parts[1:]) == read - kept
+
+
+SPACES = "[ \0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029\u2581]"
+LINES = st.one_of(
+    st.sampled_from([b"a", b"a b", b" a\r", b"a b c d", b"", b"\xef\xbb\xbfa"]),
+    st.text(max_size=6).map(lambda line: line.replace("\n", "").encode()),
+    st.binary(max_size=6).map(lambda line: line.replace(b"\n", b"")),
+)
+
+
+def words(line: bytes) -> tuple[str, ...] | None:
+    """The words of a line; None where it is not UTF-8."""
+    try:
+        return tuple(word for word in re.split(SPACES, line.decode()) if word)
+    except UnicodeDecodeError:
+        return None
+
+
+@given(data=st.data())
+def test_any_text_is_kept_or_dropped_for_its_first_reason(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Reader and filter against a loop over pairs; lengths are in words."""
+    texts = data.draw(st.lists(st.lists(st.tuples(LINES, LINES), min_size=1, max_size=8), min_size=1, max_size=3))
+    settings = CorpusSettings(
+        "",
+        [],
+        [],
+        max_tokens=data.draw(st.integers(1, 4)),
+        max_length_ratio=data.draw(st.sampled_from([None, 1.0, 1.5, 2.0])),
+        drop_invalid_utf8=True,
+        drop_duplicates=data.draw(st.booleans()),
+        drop_overlap=data.draw(st.booleans()),
+    )
+    read = []  # words, source and target; the place; how often
+    for number, lines in enumerate(texts):
+        repeat = data.draw(st.integers(1, 3))
+        for line, sides in enumerate(lines, 1):
+            # A byte order mark is no part of a file's first line.
+            sides = tuple(side.removeprefix(b"\xef\xbb\xbf") if line == 1 else side for side in sides)
+            read.append(((words(sides[0]), words(sides[1])), f"{number}.source:{line}", repeat))
+    validation, test = (
+        {
+            tuple(" ".join(side or ()) for side in pair)
+            for pair, *_ in data.draw(st.lists(st.sampled_from(read), max_size=3))
+        }
+        for _ in range(2)
+    )
+
+    expected: dict[str | None, list[tuple[str, int]]] = {str(reason): [] for reason in Reason}
+    kept_pairs, also = [], {"validation": 0, "test": 0}
+    for (source, target), place, repeat in read:
+        pair = (" ".join(source or ()), " ".join(target or ()))
+        why = None
+        if source is None or target is None:
+            why = "invalid_utf8"
+        elif not source or not target:
+            why = "empty_side"
+        elif max(len(source), len(target)) > settings.max_tokens:
+            why = "too_long"
+        elif settings.max_length_ratio and not (
+            1 / settings.max_length_ratio <= len(source) / len(target) <= settings.max_length_ratio
+        ):
+            why = "length_ratio"
+        else:
+            also["validation"] += repeat * (pair in validation)
+            also["test"] += repeat * (pair in test)
+            if settings.drop_overlap and pair in validation:
+                why = "overlap_with_validation"
+            elif settings.drop_overlap and pair in test:
+                why = "overlap_with_test"
+            elif settings.drop_duplicates and pair in kept_pairs:
+                why = "duplicate"
+        if why is None:
+            kept_pairs.append(pair)
+        else:
+            expected[why].append((place, repeat))
+
+    folder = tmp_path_factory.getbasetemp()
+    pair_filter = PairFilter(settings, HeldOutPairs(validation, test))
+    kept = []
+    repeats = {place.split(".")[0]: repeat for _, place, repeat in read}
+    for number, lines in enumerate(texts):
+        names = [folder / f"{number}.{side}" for side in ("source", "target")]
+        for name, side in zip(names, zip(*lines, strict=True), strict=True):
+            name.write_bytes(b"\n".join(side) + (b"\n" if not side[-1] or data.draw(st.booleans()) else b""))
+        for chunk in read_pairs(TextSource(*map(str, names)), settings):
+            lengths = [
+                np.array([len(line.split(" ")) if line else 0 for line in side])
+                for side in (chunk.source, chunk.target)
+            ]
+            for i in pair_filter.keep(chunk, *lengths, repeats[str(number)]):
+                kept.append((chunk.source[i], chunk.target[i]))
+    assert kept == kept_pairs
+    account = pair_filter.account.as_dict()
+    assert account["pairs_dropped"] == {
+        why: {
+            "pairs": sum(repeat for _, repeat in pairs),
+            "first_lines": [f"{folder}/{place}" for place, _ in pairs[:5]],
+        }
+        for why, pairs in expected.items()
+    }
+    assert account["pairs_read"] == sum(repeat for *_, repeat in read)
+    dropped = sum(entry["pairs"] for entry in account["pairs_dropped"].values())
+    assert account["pairs_read"] == account["pairs_kept"] + dropped
+    assert (account["pairs_also_in_validation"], account["pairs_also_in_test"]) == (also["validation"], also["test"])
