@@ -1,13 +1,17 @@
 """Recipes: merged, overridden, and every mistake named at once with its place and the nearest right name."""
 
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data_module.errors import InputError
-from pipeline.recipe import load_recipe
+from pipeline.recipe import Recipe, load_recipe
+from pipeline.trainer_options import trainer_signature
 from tests.conftest import pipeline
 
 MINIMAL = """\
@@ -256,3 +260,69 @@ def test_what_cannot_be_extended(tmp_path: Path) -> None:
     said = mistakes(write(tmp_path, "extends: base.yaml\nnetwork: {d_fff: 5}\n"))
     assert f"{tmp_path / 'base.yaml'}:5: network.d_modle" in said
     assert f"{path}:2: network.d_fff" in said
+
+
+SIGNATURE = trainer_signature()
+SECTIONS = {one.name: [key.name for key in fields(one.type)] for one in fields(Recipe) if is_dataclass(one.type)}
+SECTIONS["trainer"] = list(SIGNATURE)
+SCALARS = st.one_of(
+    st.integers(1, 9),
+    st.sampled_from([0.5, True, "auto", "1e4", None]),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.dates(),
+    st.binary(max_size=4),
+)
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | SCALARS, inner, max_size=3),
+    max_leaves=4,
+)
+FILES = {"source": "a.en", "target": "a.de"}
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> str:
+    """A recipe that has any value in some of its places, and rarely a key that is none."""
+    recipe: dict[Any, Any] = {"corpus": {"folder": "corpus", "train": FILES, "validation": FILES}}
+    for _ in range(draw(st.integers(0, 3))):
+        section = draw(st.sampled_from(list(SECTIONS)))
+        key, value = draw(st.sampled_from(SECTIONS[section])), draw(SCALARS | ANYTHING)
+        recipe[section] = {**recipe.get(section, {}), key: value}
+    if draw(st.integers(0, 3)) == 3:
+        recipe[draw(st.sampled_from([*SECTIONS, "extends", "name"]) | SCALARS)] = draw(ANYTHING)
+    return yaml.safe_dump(recipe, allow_unicode=draw(st.booleans()))
+
+
+def read_or_refuse(path: Path, text: str, *overrides: str) -> Recipe | None:
+    path.write_text(text, encoding="utf-8")
+    try:
+        return load_recipe([path], overrides, SIGNATURE)
+    except InputError as error:
+        said = str(error)
+    assert not {"\n", "\r"} & set(said)
+    return None
+
+
+@settings(max_examples=60)
+@given(text=documents())
+def test_any_values_make_a_recipe_or_one_line(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "values.yaml"
+    if recipe := read_or_refuse(path, text):
+        # What a run writes down is the same recipe.
+        assert repr(read_or_refuse(path, yaml.safe_dump(recipe.as_dict()))) == repr(recipe)
+
+
+@settings(max_examples=60)
+@given(
+    text=st.text(alphabet="ab:-?,[]{}&*!|>%@#'\"0123. \n\t\x07", max_size=40) | st.text(max_size=20),
+    override=st.builds("--{}={}".format, st.sampled_from(["run.seed", "a.b", "trainer.devices"]), st.text())
+    | st.text(max_size=8),
+)
+def test_any_text_makes_a_recipe_or_one_line(
+    text: str, override: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "text.yaml"
+    read_or_refuse(path, text)
+    read_or_refuse(path, MINIMAL, override)
