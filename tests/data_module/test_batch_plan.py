@@ -1,11 +1,13 @@
 """The plan's promises: every pair once, budgets kept, batches full, ranks alike."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_module.batch_plan import FULL_ENOUGH, UNEVEN, Group, plan_epoch, plan_in_order, share_of_rank
+from data_module.batch_plan import CRUMB, FULL_ENOUGH, UNEVEN, Group, plan_epoch, plan_in_order, share_of_rank
 
 BATCH, GROUP = 2000, 250
 
@@ -80,6 +82,26 @@ def test_batches_come_in_random_order() -> None:
     assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.3
 
 
+def test_lengths_come_in_another_order_each_epoch() -> None:
+    first, second = ([g.source_length for batch in plan(epoch=epoch) for g in batch] for epoch in (0, 1))
+    assert np.mean([a == b for a, b in zip(first, second, strict=False)]) < 0.3
+
+
+def test_a_group_is_cut_only_to_fill_a_batch() -> None:
+    """A batch that is full enough is closed before a group that would not fit."""
+    batches = plan()
+    cut = 0
+    for batch, following in pairwise(batches):
+        last, rest = batch[-1], following[0]
+        if (last.source_length, last.target_length) == (rest.source_length, rest.target_length):
+            cut += 1
+            filled = [
+                sum(len(g.pairs) * getattr(g, side) for g in batch[:-1]) for side in ("source_length", "target_length")
+            ]
+            assert max(filled) < FULL_ENOUGH * BATCH
+    assert cut
+
+
 def test_group_as_large_as_the_batch() -> None:
     built = plan_epoch(*lengths(), batch_tokens=BATCH, group_tokens=BATCH, seed=1, epoch=0)
     seen = [pair for i in range(len(built)) for group in built[i] for pair in group.pairs.tolist()]
@@ -100,6 +122,25 @@ def test_ranks_share_a_batch(world_size: int) -> None:
     assert sum(map(len, shares)) <= len(batch) + 1.5 * world_size
 
 
+def test_groups_stay_whole_where_they_share_well() -> None:
+    """The longest first, each to the rank with the least to do, leaves both ranks the same."""
+    batch = [Group(np.arange(count) + 100 * count, 5, 5) for count in (10, 20, 60, 70)]
+    shares = [share_of_rank(batch, rank, 2, 350) for rank in range(2)]
+    assert [sorted(len(group.pairs) for group in share) for share in shares] == [[10, 70], [20, 60]]
+
+
+@pytest.mark.parametrize("world_size", [6, 7, 14])
+def test_no_rank_gets_a_crumb(world_size: int) -> None:
+    """A slice is not cut off where it would be no work to speak of."""
+    batch = plan_epoch(*lengths(), batch_tokens=20_000, group_tokens=2_500, seed=1, epoch=0)[0]
+    pieces = [piece for rank in range(world_size) for piece in share_of_rank(batch, rank, world_size, 2_500)]
+    assert len(pieces) > len(batch)
+    even = sum(group.cells() for group in batch) / world_size
+    for piece in pieces:
+        one_pair = piece.source_length + piece.target_length
+        assert piece.cells() >= CRUMB * even - one_pair
+
+
 def test_more_ranks_than_pairs() -> None:
     batch = [Group(np.array([4, 7]), 5, 6)]
     shares = [share_of_rank(batch, rank, 3, 100) for rank in range(3)]
@@ -118,11 +159,24 @@ def test_validation_order_is_fixed_and_longest_first() -> None:
     assert [g.pairs.tolist() for g in groups] == [g.pairs.tolist() for g in again]
     assert sorted(pair for g in groups for pair in g.pairs.tolist()) == list(range(3000))
     assert [g.source_length for g in groups] == sorted((g.source_length for g in groups), reverse=True)
+    # Validation text may have sentences that are longer than a group of training text.
+    for pair in ([5], [300]), ([300], [5]):
+        [group] = plan_in_order(*map(np.array, pair), GROUP)
+        assert group.pairs.tolist() == [0]
 
 
 def test_a_sentence_too_long_for_a_group() -> None:
-    with pytest.raises(ValueError, match="300 tokens"):
-        plan_epoch(np.array([300]), np.array([5]), batch_tokens=BATCH, group_tokens=GROUP, seed=1, epoch=0)
+    options = {"batch_tokens": BATCH, "group_tokens": GROUP, "seed": 1, "epoch": 0}
+    for source, target in (([300], [5]), ([5], [300]), ([GROUP + 1], [1])):
+        with pytest.raises(ValueError, match=f"{max(source + target)} tokens"):
+            plan_epoch(np.array(source), np.array(target), **options)
+    assert len(plan_epoch(np.array([GROUP]), np.array([GROUP]), **options)) == 1
+
+
+def test_no_pairs() -> None:
+    none = np.array([], dtype=np.uint16)
+    with pytest.raises(ValueError, match="no pairs"):
+        plan_epoch(none, none, batch_tokens=BATCH, group_tokens=GROUP, seed=1, epoch=0)
 
 
 @given(st.data())

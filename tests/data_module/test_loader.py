@@ -2,11 +2,13 @@
 
 import os
 import signal
+import threading
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from data_module.batch import SpecialIds, StepShare
@@ -74,6 +76,10 @@ def test_epochs_differ_and_hold_every_pair(tiny_corpus: Path) -> None:
     epochs = [[p for s in shares if s.epoch == epoch for p in pairs(s)] for epoch in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(300))
     assert epochs[0] != epochs[1]
+    for epoch in (0, 1):
+        of_epoch = [share for share in shares if share.epoch == epoch]
+        assert [share.index for share in of_epoch] == list(range(len(of_epoch)))
+        assert {share.num_batches for share in of_epoch} == {len(of_epoch)}
 
 
 def test_ranks_share_each_step_and_the_position(tiny_corpus: Path) -> None:
@@ -93,8 +99,9 @@ def test_ranks_share_each_step_and_the_position(tiny_corpus: Path) -> None:
 
 
 def test_a_rank_with_nothing_keeps_company(tiny_corpus: Path) -> None:
-    idle = next(iter(loader(tiny_corpus, rank=199, world_size=200)))
+    idle = next(iter(loader(tiny_corpus, rank=199, world_size=200, group_tokens=300)))
     assert [batch.target_output.unique().tolist() for batch in idle.micro_batches] == [[SPECIAL.pad]]
+    assert len(pairs(idle)) == 1
     assert idle.num_target_tokens > 0
 
 
@@ -106,6 +113,34 @@ def test_more_workers_than_processors(tiny_corpus: Path) -> None:
     finally:
         os.sched_setaffinity(0, processors)
     assert shares == [pairs(share) for share in islice(loader(tiny_corpus), 3)]
+
+
+def test_waiting_for_a_share_is_told(tiny_corpus: Path) -> None:
+    told = []
+    shares = loader(tiny_corpus)
+    make = shares.dataset.__getitem__
+
+    class Noting(Dataset[StepShare]):
+        def seek(self, epoch: int, batch: int) -> None:
+            shares.dataset.seek(epoch, batch)
+
+        def __getitem__(self, item: int) -> StepShare:
+            told.append("made")
+            return make(item)
+
+    noting = ResumableLoader(Noting(), workers=0, pin_memory=False)
+    noting.on_wait = told.append
+    list(islice(noting, 2))
+    assert told == ["data_wait", "made", "between"] * 2
+
+
+def test_seeking_leaves_no_thread_behind(tiny_corpus: Path) -> None:
+    """A worker is a fork, which another thread does not survive."""
+    shares = loader(tiny_corpus).dataset
+    threads = set(threading.enumerate())
+    shares[0]
+    shares.seek(0, 1)
+    assert set(threading.enumerate()) <= threads
 
 
 def test_the_global_generator_is_left_alone(tiny_corpus: Path) -> None:

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_module import batch_plan
 from data_module.batch_plan import EpochPlan
 from data_module.corpus import open_corpus
 from data_module.plan_source import PlanSource, shared_plan
@@ -55,6 +57,31 @@ def test_each_plan_is_its_own(tiny_corpus: Path, tmp_path: Path, monkeypatch: py
             assert np.array_equal(plans[-1].numbers, source.compute(epoch).numbers)
         source.forget()
     assert len({plan.numbers.tobytes() for plan in plans}) == len(plans)
+
+
+def test_the_next_plan_is_computed_in_advance(source: PlanSource, tmp_path: Path) -> None:
+    first = source.of(0)
+    source.forget()
+    assert len(plan_files(tmp_path)) == 2
+    assert len(first) > 0
+
+
+def test_other_code_makes_other_plans(source: PlanSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = source.of(0)
+    source.forget()
+    files = plan_files(tmp_path)
+    changed = tmp_path / "changed.py"
+    changed.write_text(Path(batch_plan.__file__).read_text() + "# changed")
+    monkeypatch.setattr(batch_plan, "__file__", str(changed))
+    assert np.array_equal(source.of(0).numbers, first.numbers)
+    assert plan_files(tmp_path) - files
+
+
+def test_pickles_while_the_next_plan_is_computed(source: PlanSource) -> None:
+    first = source.of(0)
+    copy = pickle.loads(pickle.dumps(source))  # noqa: S301
+    assert np.array_equal(copy.of(0).numbers, first.numbers)
+    copy.forget()
 
 
 def make_slowly(folder: Path, said: Path) -> EpochPlan:

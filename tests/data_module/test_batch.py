@@ -1,0 +1,72 @@
+"""Collation, against arrays written by hand."""
+
+from multiprocessing.reduction import ForkingPickler
+
+import numpy as np
+import pytest
+import torch
+
+from data_module.batch import SpecialIds, StepShare, collate
+from data_module.batch_plan import Group
+from data_module.corpus import ParallelCorpus, TokenStore, TokenStoreWriter
+
+SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
+SOURCE = [[15, 16], [17], [18, 19, 10], [11]]
+TARGET = [[21], [22, 23, 24], [25, 26], []]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> ParallelCorpus:
+    folder = tmp_path_factory.mktemp("stores")
+    for side, sentences in (("source", SOURCE), ("target", TARGET)):
+        with TokenStoreWriter(folder / side, np.dtype(np.uint16)) as writer:
+            writer.append_flat(np.concatenate(sentences).astype(np.int64), np.array(list(map(len, sentences))))
+    return ParallelCorpus(TokenStore(folder / "source"), TokenStore(folder / "target"), "", 3)
+
+
+def share_of(corpus: ParallelCorpus, weightless: bool = False) -> StepShare:
+    groups = [Group(np.array([2, 0]), 4, 3), Group(np.array([3, 1]), 2, 4)]
+    return collate(
+        corpus, groups, SPECIAL, num_target_tokens=99, weightless=weightless, epoch=5, index=6, num_batches=7
+    )
+
+
+def test_padding_and_special_symbols(corpus: ParallelCorpus) -> None:
+    share = share_of(corpus)
+    first, second = share.micro_batches
+    assert first.pairs.tolist() == [2, 0]
+    assert first.source.tolist() == [[18, 19, 10, 3], [15, 16, 3, 0]]
+    assert first.source_mask is not None
+    assert first.source_mask.tolist() == [[True, True, True, True], [True, True, True, False]]
+    assert first.target_output.tolist() == [[25, 26, 3], [21, 3, 0]]
+    assert [first.target_input[0].tolist(), first.target_input[1, :2].tolist()] == [[2, 25, 26], [2, 21]]
+    assert second.pairs.tolist() == [3, 1]
+    assert second.source.tolist() == [[11, 3], [17, 3]]
+    assert second.source_mask is None
+    assert second.target_output.tolist() == [[3, 0, 0, 0], [22, 23, 24, 3]]
+    assert share.ids.dtype == torch.int32
+    assert (share.num_target_tokens, share.epoch, share.index, share.num_batches) == (99, 5, 6, 7)
+    assert share.num_tokens == (4 + 3) + (3 + 2) + (2 + 2) + (1 + 4)
+
+
+def test_a_weightless_share_has_no_targets(corpus: ParallelCorpus) -> None:
+    share = share_of(corpus, weightless=True)
+    assert share.num_tokens == 0
+    assert [batch.target_output.unique().tolist() for batch in share.micro_batches] == [[0], [0]]
+    assert share.micro_batches[1].source.tolist() == [[11, 3], [17, 3]]
+
+
+def test_a_share_moves_whole(corpus: ParallelCorpus) -> None:
+    share = share_of(corpus)
+    moved = share.to("meta")
+    assert moved.ids.device.type == "meta"
+    assert {**vars(moved), "ids": None} == {**vars(share), "ids": None}
+
+
+def test_a_share_goes_to_another_process_as_bytes(corpus: ParallelCorpus) -> None:
+    """Shared memory would need a file descriptor of the sender, which may be gone."""
+    share = share_of(corpus)
+    received = ForkingPickler.loads(bytes(ForkingPickler.dumps(share)))
+    assert not share.ids.is_shared()
+    assert torch.equal(received.ids, share.ids)
+    assert {**vars(received), "ids": None} == {**vars(share), "ids": None}
