@@ -299,6 +299,8 @@ def test_test_text_is_looked_at_before_time_is_spent(place: Workplace) -> None:
 
 def test_text_that_the_tokenizer_does_not_know(place: Workplace, caplog: pytest.LogCaptureFixture) -> None:
     place.works()
+    place.write("dev.en", ["one house two houses three red houses four " * 3 + "ξ"])
+    prepare(place.settings, progress=False, force=True)
     assert "unknown" not in caplog.text
     place.write("dev.en", ["ένα σπίτι"])
     prepare(place.settings, progress=False, force=True)

@@ -15,6 +15,7 @@ from data_module.corpus import (
     read_ahead,
     store_prefix,
     token_type,
+    with_end_symbol,
 )
 from data_module.errors import InputError
 from data_module.manifest import differences
@@ -43,6 +44,7 @@ def test_what_was_appended_is_read(tmp_path: Path, dtype: type) -> None:
     assert store[-1].tolist() == SENTENCES[-1]
     assert store.tokens.dtype == dtype
     assert (store.lengths.dtype, store.lengths.tolist()) == (np.uint16, [3, 0, 1, 2])
+    assert with_end_symbol(store).tolist() == [4, 1, 2, 3]
     assert (store.offsets.dtype, store.offsets.tolist()) == (np.int64, [0, 3, 3, 4, 6])
     with pytest.raises(IndexError):
         store[4]
@@ -80,7 +82,7 @@ def test_smallest_type_that_holds_the_vocabulary() -> None:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> CorpusSettings:
-    for name, text in (("a", "one two\nthree\n"), ("b", "eins zwei\ndrei\n")):
+    for name, text in (("a", "one two\nthree\n"), ("b", "eins zwei drei\ndrei\n")):
         (tmp_path / name).write_text(text, encoding="utf-8")
     text = TextSource(source=str(tmp_path / "a"), target=str(tmp_path / "b"))
     settings = CorpusSettings(str(tmp_path / "corpus"), [text], [text], vocabulary_size=20)
@@ -92,6 +94,13 @@ def test_open_corpus(settings: CorpusSettings) -> None:
     for split in ("train", "validation"):
         corpus = open_corpus(Path(settings.folder), split)
         assert len(corpus) == len(corpus.source) == len(corpus.target) == 2
+        account = prepare(settings, progress=False)[split]
+        assert [account["source_tokens"], account["target_tokens"]] == [
+            len(side.tokens) for side in (corpus.source, corpus.target)
+        ]
+        assert corpus.longest == max(corpus.source.lengths.max(), corpus.target.lengths.max())
+        assert corpus.source.lengths.max() < corpus.target.lengths.max()
+    assert corpus.identity != open_corpus(Path(settings.folder), "train").identity
 
 
 def test_a_truncated_corpus_is_noticed_and_can_be_rebuilt(settings: CorpusSettings) -> None:

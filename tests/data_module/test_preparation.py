@@ -211,6 +211,44 @@ def test_the_tokenizer_learns_from_a_seeded_sample(settings: CorpusSettings) -> 
     assert sampled == model(tokenizer_sentences=40)
     assert sampled != model(tokenizer_sentences=40, seed=2)
     assert model() == model(seed=2) != sampled
+    # Sentences of both sides are counted: 800 are all 400 pairs.
+    assert model(tokenizer_sentences=800) == model() != model(tokenizer_sentences=400)
+
+
+def test_the_tokenizer_counts_a_repeated_source_as_often(settings: CorpusSettings, tmp_path: Path) -> None:
+    once = write_pairs(tmp_path, "once", [("ab", "ab")] * 10)
+    often = write_pairs(tmp_path, "often", [("cd", "cd")] * 4)
+    made(replace(settings, train=[once, replace(often, repeat=5)], validation=[once], vocabulary_size=10))
+    assert "cd" in Tokenizer.load(Path(settings.folder) / "tokenizer.model").pieces()
+
+
+def test_validation_text_is_repeated_as_its_pairs(settings: CorpusSettings, tmp_path: Path) -> None:
+    first, second = pairs_of_text(5, 5), pairs_of_text(6, 6)
+    sources = [replace(write_pairs(tmp_path, "first", first), repeat=2), write_pairs(tmp_path, "second", second)]
+    made(replace(settings, validation=sources))
+    assert text_of(settings, "validation") == first * 2 + second
+    lines = [
+        (Path(settings.folder) / f"validation.{side}.txt").read_text().splitlines() for side in ("source", "target")
+    ]
+    assert list(zip(*lines, strict=True)) == first * 2 + second
+
+
+def test_text_of_many_chunks(settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte the corpus that is made from one; lines keep their numbers."""
+    plain, tabbed = [*pairs_of_text(60, 8), ("", "the")], [*pairs_of_text(60, 7), ("the", "")]
+    (tmp_path / "t.tsv").write_text("".join("\t".join(pair) + "\n" for pair in tabbed), encoding="utf-8")
+    sources = [replace(write_pairs(tmp_path, "plain", plain), repeat=2), TextSource(tsv=str(tmp_path / "t.tsv"))]
+    wanted = replace(settings, train=sources, validation=sources)
+    manifests, folders = [], []
+    for chunk_bytes in (2**20, 200):
+        monkeypatch.setattr("data_module.text_sources._CHUNK_BYTES", chunk_bytes)
+        folders.append(tmp_path / f"corpus-{chunk_bytes}")
+        manifests.append(made(replace(wanted, folder=str(folders[-1]))))
+    assert contents(str(folders[0])) == contents(str(folders[1]))
+    assert manifests[1]["train"]["pairs_dropped"]["empty_side"]["first_lines"] == [
+        f"{tmp_path}/plain.en:61",
+        f"{tmp_path}/t.tsv:61",
+    ]
 
 
 def test_characters_outside_the_sample_are_known(settings: CorpusSettings, tmp_path: Path) -> None:
