@@ -256,13 +256,15 @@ def test_no_pair_is_left(place: Workplace) -> None:
         ("validation", []),
         ("vocabulary_size", 0),
         ("tokenizer_sentences", 1),
-        ("character_coverage", 0.5),
-        ("max_tokens", 65_536),
-        ("max_length_ratio", 0.5),
+        ("character_coverage", 0.97),
+        ("character_coverage", 1.01),
+        ("max_tokens", 0),
+        ("max_tokens", 65_535),
+        ("max_length_ratio", 0.99),
     ],
 )
 def test_settings_out_of_range(place: Workplace, key: str, value: Any) -> None:
-    place.fails("corpus", **{key: value})
+    place.fails(f"corpus.{key}: ", f"it is {value}", **{key: value})
 
 
 @pytest.mark.parametrize(

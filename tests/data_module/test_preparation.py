@@ -1,3 +1,4 @@
+import gc
 import gzip
 import json
 import logging
@@ -96,6 +97,28 @@ def test_same_inputs_give_the_same_bytes(settings: CorpusSettings, tmp_path: Pat
     made(other)
     assert contents(settings.folder) == contents(other.folder)
     assert {"manifest.json", "tokenizer.model", "train.source.tokens.npy"} < contents(other.folder).keys()
+
+
+def test_every_file_is_on_disk_before_the_corpus_has_its_name(
+    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    sync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    made(settings)
+    partial = tmp_path / ".corpus.partial"
+    assert {path for path in synced if path.parent == partial} == {partial / name for name in contents(settings.folder)}
+    assert synced[-2:] == [partial, tmp_path]
+
+
+def test_garbage_collection_goes_on_afterwards(settings: CorpusSettings) -> None:
+    made(settings)
+    assert gc.isenabled()
 
 
 def test_prepared_again_does_nothing(settings: CorpusSettings, caplog: pytest.LogCaptureFixture) -> None:
