@@ -82,7 +82,7 @@ def test_smallest_type_that_holds_the_vocabulary() -> None:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> CorpusSettings:
-    for name, text in (("a", "one two\nthree\n"), ("b", "eins zwei drei\ndrei\n")):
+    for name, text in (("a", "one two\nthree\n"), ("b", "eins zwei drei vier\ndrei vier\n")):
         (tmp_path / name).write_text(text, encoding="utf-8")
     text = TextSource(source=str(tmp_path / "a"), target=str(tmp_path / "b"))
     settings = CorpusSettings(str(tmp_path / "corpus"), [text], [text], vocabulary_size=20)
@@ -95,9 +95,8 @@ def test_open_corpus(settings: CorpusSettings) -> None:
         corpus = open_corpus(Path(settings.folder), split)
         assert len(corpus) == len(corpus.source) == len(corpus.target) == 2
         account = prepare(settings, progress=False)[split]
-        assert [account["source_tokens"], account["target_tokens"]] == [
-            len(side.tokens) for side in (corpus.source, corpus.target)
-        ]
+        assert account["source_tokens"] == len(corpus.source.tokens) < len(corpus.target.tokens)
+        assert account["target_tokens"] == len(corpus.target.tokens)
         assert corpus.longest == max(corpus.source.lengths.max(), corpus.target.lengths.max())
         assert corpus.source.lengths.max() < corpus.target.lengths.max()
     assert corpus.identity != open_corpus(Path(settings.folder), "train").identity
@@ -117,11 +116,12 @@ def test_a_truncated_corpus_is_noticed_and_can_be_rebuilt(settings: CorpusSettin
     assert tokens.read_bytes() == whole
 
 
-def test_a_newer_format_is_named(settings: CorpusSettings) -> None:
+@pytest.mark.parametrize(("version", "age"), [(2, "newer"), (0, "older")])
+def test_another_format_is_named(settings: CorpusSettings, version: int, age: str) -> None:
     path = Path(settings.folder) / "manifest.json"
     manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(manifest | {"format_version": 2}))
-    with pytest.raises(InputError, match=r"corpus format 2 is newer than this program's 1; .*--force"):
+    path.write_text(json.dumps(manifest | {"format_version": version}))
+    with pytest.raises(InputError, match=rf"corpus format {version} is {age} than this program's 1; .*--force"):
         open_corpus(Path(settings.folder), "train")
 
 
@@ -195,3 +195,12 @@ def test_files_that_came_and_went_are_named() -> None:
     had, wanted = {"source_files": [one, two]}, {"source_files": [two, three]}
     assert differences(had, had) == []
     assert differences(had, wanted) == ["three is new", "one is gone"]
+
+
+def test_lists_and_settings_that_came_and_went_are_named() -> None:
+    had, wanted = {"settings": {"train": [1, 2], "test": [3]}}, {"settings": {"train": [1], "seed": 4}}
+    assert differences(had, wanted) == [
+        "corpus.train was [1, 2], now [1]",
+        "corpus.seed was null, now 4",
+        "corpus.test was [3], now null",
+    ]
