@@ -41,6 +41,8 @@ def test_white_space_is_normalized_and_nothing_else(tokenizer: Tokenizer) -> Non
     decoded = tokenizer.decode(tokenizer.encode(sentences))
     known = [text.translate(dict.fromkeys(map(ord, "bfgi"))) for text in expected]
     assert [text.translate(dict.fromkeys(map(ord, "bfgi"))) for text in decoded] == known
+    for width in range(1, 20):
+        assert normalize_white_space(f"a{' ' * width}b") == "a b"
     assert normalize_white_space("\n".join(["a  b ", " c", "", "d\r"])) == "a b\nc\n\nd"
 
 
@@ -176,6 +178,10 @@ def test_word_counts_stay_bounded_and_forget_the_rarest(monkeypatch: pytest.Monk
         words.add(f"often w{i}")
         assert len(words.counts) <= 10
     assert words.counts["often"] == 56
+    monkeypatch.setattr("data_module.word_counts._MAX_COUNTED_WORDS", 3)
+    words = WordCounts()
+    words.add("a b b c c d d d e e e e e")
+    assert words.counts == {"d": 3, "e": 5}
 
 
 @given(sentences=st.lists(st.text(max_size=20), min_size=1, max_size=6))
