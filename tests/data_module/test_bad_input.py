@@ -16,6 +16,7 @@ from data_module.corpus import TokenStoreWriter, open_corpus
 from data_module.errors import InputError
 from data_module.preparation import prepare
 from data_module.settings import CorpusSettings, TextSource
+from data_module.text_sources import read_pairs
 from data_module.tokenizer import Tokenizer
 
 SOURCE = ["one house", "two houses", "three red houses", "four"]
@@ -78,6 +79,12 @@ def test_unequal_line_counts(place: Workplace, shorter: str, longer: str, compre
     place.fails(f"{shorter}{ending}: 3 lines, but", f"{longer}{ending} has 4: it is shorter", train=[text])
     place.write(shorter + ending, whole)
     assert place.works(train=[text])["train"]["pairs_kept"] == 4
+
+
+def test_a_side_that_becomes_shorter_after_it_was_counted(place: Workplace) -> None:
+    place.write("train.de", TARGET[:3])
+    with pytest.raises(InputError, match=r"train\.de: became shorter while it was read"):
+        list(read_pairs(place.settings.train[0], place.settings))
 
 
 def test_missing_file(place: Workplace) -> None:
@@ -150,7 +157,10 @@ def test_truncated_and_false_gzip(place: Workplace) -> None:
 @pytest.mark.parametrize(
     ("line", "said"), [("one", "1 tab-separated column,"), ("a\tb\tc", "3 tab-separated columns,")]
 )
-def test_tsv_line_with_other_than_two_columns(place: Workplace, line: str, said: str) -> None:
+def test_tsv_line_with_other_than_two_columns(
+    place: Workplace, line: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_module.text_sources._CHUNK_BYTES", 20)  # two lines
     rows = ["\t".join(pair) for pair in zip(SOURCE, TARGET, strict=True)]
     text = TextSource(tsv=str(place.write("train.tsv", [*rows[:2], line, *rows[2:]])))
     place.fails(f"train.tsv:3: {said} not two; mend the line", train=[text])

@@ -258,7 +258,9 @@ def test_validation_text_is_repeated_as_its_pairs(settings: CorpusSettings, tmp_
 
 def test_text_of_many_chunks(settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte for byte the corpus that is made from one; lines keep their numbers."""
-    plain, tabbed = [*pairs_of_text(60, 8), ("", "the")], [*pairs_of_text(60, 7), ("the", "")]
+    # A byte order mark is removed from a file's first line, and from no other.
+    plain = [*((f"\ufeff{source}", target) for source, target in pairs_of_text(60, 8)), ("", "the")]
+    tabbed = [*pairs_of_text(60, 7), ("the", "")]
     (tmp_path / "t.tsv").write_text("".join("\t".join(pair) + "\n" for pair in tabbed), encoding="utf-8")
     sources = [replace(write_pairs(tmp_path, "plain", plain), repeat=2), TextSource(tsv=str(tmp_path / "t.tsv"))]
     wanted = replace(settings, train=sources, validation=sources)
@@ -268,6 +270,8 @@ def test_text_of_many_chunks(settings: CorpusSettings, tmp_path: Path, monkeypat
         folders.append(tmp_path / f"corpus-{chunk_bytes}")
         manifests.append(made(replace(wanted, folder=str(folders[-1]))))
     assert contents(str(folders[0])) == contents(str(folders[1]))
+    sources = [source for source, _ in text_of(replace(wanted, folder=str(folders[1])))]
+    assert [source.startswith("\ufeff") for source in sources[:60]] == [False] + [True] * 59
     assert manifests[1]["train"]["pairs_dropped"]["empty_side"]["first_lines"] == [
         f"{tmp_path}/plain.en:61",
         f"{tmp_path}/t.tsv:61",
