@@ -5,19 +5,22 @@ import random
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 import yaml
 
 from tests.fork_server import ForkServer
 
-# Few examples, the same ones each time.
-hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, max_examples=25, database=None)
-hypothesis.settings.load_profile("suite")
+with suppress(ModuleNotFoundError):  # a machine lent with a GPU may lack it
+    import hypothesis
+
+    # Few examples, the same ones each time.
+    hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, max_examples=25, database=None)
+    hypothesis.settings.load_profile("suite")
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {"data_module", "model", "pipeline", "tests"}
