@@ -32,8 +32,6 @@ def test_a_step_that_is_smaller_than_its_job() -> None:
     step = current_step(job)
     assert step is not None
     assert (step.num_tasks, step.num_nodes, step.tasks_per_node, step.restarts) == (6, 3, 2, 0)
-    # Uneven tasks of the job are no mistake of the step's.
-    assert mistakes({**TASK, "SLURM_TASKS_PER_NODE": "2,1"}) == []
     del job["SLURM_STEP_TASKS_PER_NODE"]
     job["SLURM_TASKS_PER_NODE"] = "1,1(x2)"
     step = current_step(job)
