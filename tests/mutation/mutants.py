@@ -29,10 +29,14 @@ def _leave_out(node: cst.SimpleStatementLine) -> Iterable[cst.CSTNode]:
         yield node.with_changes(body=[cst.Pass()])
 
 
+INVISIBLE_KEYWORDS = {"device", "strict"}
+"""Left out, they change nothing on a CPU (`device`) or nothing but the message of an error (`strict` of zip)."""
+
+
 def _drop_keyword(node: cst.Call) -> Iterable[cst.CSTNode]:
     """Leave out a keyword argument, so that its default applies."""
     for place, argument in enumerate(node.args):
-        if argument.keyword is not None:
+        if argument.keyword is not None and argument.keyword.value not in INVISIBLE_KEYWORDS:
             rest = [*node.args[:place], *node.args[place + 1 :]]
             if rest:
                 rest[-1] = rest[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
