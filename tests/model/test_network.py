@@ -351,3 +351,11 @@ def test_the_rarest_dropout() -> None:
     torch.manual_seed(0)
     num_dropped = int((Dropout(2**-16)(torch.ones(2**22)) == 0).sum())
     assert 40 < num_dropped < 90  # 64 are expected, with a standard deviation of 8
+
+
+def test_the_most_frequent_dropout() -> None:
+    """A probability that rounds to 1 leaves one element in 65,536, and no infinity."""
+    torch.manual_seed(0)
+    kept = Dropout(1.0 - 1e-7)(torch.ones(2**22))
+    assert kept.isfinite().all()
+    assert 40 < int((kept != 0).sum()) < 90
