@@ -110,17 +110,19 @@ def recipe_file(tiny_corpus: Path, tmp_path: Path) -> Path:
 def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any) -> subprocess.CompletedProcess:
     """`python -m pipeline ...` as a user runs it; output as bytes.
 
-    With an `environment` in a new interpreter, which may read it as it starts; else in a fork of one that has started.
+    In a fork of a process that has imported PyTorch, or in a new interpreter if an `environment` is given which may be
+    read as PyTorch, Lightning or other packages are imported.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    added = options.pop("environment", {})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **added}
     given = text if isinstance(text, bytes) or text is None else text.encode()
     words = list(map(str, arguments))
-    if "environment" in options or "env" in options:
+    if not all(name.startswith(("SLURM_MEM_", "SLURM_CPUS_")) for name in added):
         return subprocess.run(
             [sys.executable, "-m", "pipeline", *words],
             capture_output=True,
             input=given,
-            env={**environment, **options.pop("environment")},
+            env=environment,
             check=False,
             timeout=300,
             **options,

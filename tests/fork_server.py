@@ -134,7 +134,7 @@ class ForkServer:
         arguments: list[str],
         *,
         environment: dict[str, str],
-        cwd: str | None = None,
+        cwd: Path | None = None,
         stdin: int | Any = None,
         stdout: int | Any = None,
         stderr: int | Any = None,
@@ -158,7 +158,7 @@ class ForkServer:
             ours.append(pipe)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(self._address)
-        request = {"module": module, "arguments": arguments, "environment": environment, "cwd": cwd or str(Path.cwd())}
+        request = {"module": module, "arguments": arguments, "environment": environment, "cwd": str(cwd or Path.cwd())}
         data = json.dumps(request).encode() + b"\n"
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", theirs))]
         sent = connection.sendmsg([data], ancillary)
