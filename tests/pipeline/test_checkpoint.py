@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,15 +147,20 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(trained_run: Path, tmp_pat
 
 
 class Trap:
-    def __reduce__(self):
-        return Path.write_text, (Path("/tmp/attention-pipeline-trap"), "sprung")
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.file, "sprung")
 
 
 def test_a_checkpoint_executes_nothing(tmp_path: Path) -> None:
-    torch.save({"state_dict": {}, "translation": Trap()}, tmp_path / "trap.ckpt")
+    torch.save({"state_dict": {}, "translation": Trap(tmp_path / "sprung")}, tmp_path / "trap.ckpt")
     with pytest.raises(InputError, match="cannot be read"):
         load_model(tmp_path / "trap.ckpt")
-    assert not Path("/tmp/attention-pipeline-trap").exists()
+    assert not (tmp_path / "sprung").exists()
 
 
 def test_a_failed_write_leaves_the_old_one(tmp_path: Path) -> None:
