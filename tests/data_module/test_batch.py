@@ -56,6 +56,14 @@ def test_a_weightless_share_has_no_targets(corpus: ParallelCorpus) -> None:
     assert share.micro_batches[1].source.tolist() == [[11, 3], [17, 3]]
 
 
+def test_a_share_of_no_particular_step(corpus: ParallelCorpus) -> None:
+    """As validation has it: the first and only batch of epoch 0, with targets."""
+    share = collate(corpus, [Group(np.array([0]), 3, 2)], SPECIAL, num_target_tokens=2)
+    assert (share.epoch, share.index, share.num_batches, share.weightless) == (0, 0, 1, False)
+    fields = {name: value for name, value in vars(share).items() if name != "num_tokens"}
+    assert (share.num_tokens, StepShare(**fields).num_tokens) == (5, 0)
+
+
 def test_a_share_moves_whole(corpus: ParallelCorpus) -> None:
     share = share_of(corpus)
     moved = share.to("meta")

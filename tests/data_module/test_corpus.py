@@ -18,7 +18,7 @@ from data_module.corpus import (
     with_end_symbol,
 )
 from data_module.errors import InputError
-from data_module.manifest import differences
+from data_module.manifest import differences, write_manifest
 from data_module.preparation import differs_from, prepare
 from data_module.settings import CorpusSettings, TextSource
 
@@ -190,6 +190,15 @@ def test_reading_ahead_reads_every_byte_and_leaves_what_is_too_large(
     assert "own disk" in caplog.text
 
 
+def test_a_manifest_is_legible_and_names_the_files_and_their_sizes(tmp_path: Path) -> None:
+    for name, size in (("b", 3), ("a", 0)):
+        (tmp_path / name).write_bytes(bytes(size))
+    write_manifest(tmp_path, {"text": "für.de"})
+    assert (tmp_path / "manifest.json").read_text(encoding="utf-8") == (
+        '{\n  "text": "für.de",\n  "files": {\n    "a": 0,\n    "b": 3\n  }\n}\n'
+    )
+
+
 def test_files_that_came_and_went_are_named() -> None:
     one, two, three = ({"file": name, "bytes": 1, "sha256": name} for name in ("one", "two", "three"))
     had, wanted = {"source_files": [one, two]}, {"source_files": [two, three]}
@@ -198,9 +207,9 @@ def test_files_that_came_and_went_are_named() -> None:
 
 
 def test_lists_and_settings_that_came_and_went_are_named() -> None:
-    had, wanted = {"settings": {"train": [1, 2], "test": [3]}}, {"settings": {"train": [1], "seed": 4}}
+    had, wanted = {"settings": {"train": ["ä", 2], "test": [3]}}, {"settings": {"train": ["ö"], "seed": 4}}
     assert differences(had, wanted) == [
-        "corpus.train was [1, 2], now [1]",
+        'corpus.train was ["ä", 2], now ["ö"]',
         "corpus.seed was null, now 4",
         "corpus.test was [3], now null",
     ]
