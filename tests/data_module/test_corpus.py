@@ -75,6 +75,13 @@ def test_a_sentence_beyond_16_bit_lengths_is_refused(tmp_path: Path) -> None:
             _append(writer, [[1] * (MAX_TOKENS + 1)])
 
 
+def test_empty_sentences_have_no_longest(tmp_path: Path) -> None:
+    with TokenStoreWriter(tmp_path / "s", np.dtype(np.uint16)) as writer:
+        for sentences in ([], [[], []]):
+            _append(writer, sentences)
+            assert (len(writer), writer.num_tokens, writer.longest) == (len(sentences), 0, 0)
+
+
 def test_smallest_type_that_holds_the_vocabulary() -> None:
     assert token_type(65_536) == np.uint16
     assert token_type(65_537) == np.uint32
@@ -181,7 +188,9 @@ def test_reading_ahead_reads_every_byte_and_leaves_what_is_too_large(
     opened = open_corpus(tiny_corpus, "train")
     size = sum(path.stat().st_size for path in tiny_corpus.glob("train.*.npy"))
     before = read_so_far()
-    read_ahead(opened).join()
+    reading = read_ahead(opened)
+    assert reading.daemon, "a process that ends would wait for it"
+    reading.join()
     assert read_so_far() - before >= size
     monkeypatch.setattr(corpus, "_free_memory", lambda: 2 * size - 2)
     before = read_so_far()
