@@ -16,7 +16,7 @@ from data_module.corpus import TokenStoreWriter, open_corpus
 from data_module.errors import InputError
 from data_module.preparation import prepare
 from data_module.settings import CorpusSettings, TextSource
-from data_module.text_sources import read_pairs
+from data_module.text_sources import count_pairs, read_pairs
 from data_module.tokenizer import Tokenizer
 
 SOURCE = ["one house", "two houses", "three red houses", "four"]
@@ -87,10 +87,13 @@ def test_a_side_that_becomes_shorter_after_it_was_counted(place: Workplace) -> N
         list(read_pairs(place.settings.train[0], place.settings))
 
 
-def test_missing_file(place: Workplace) -> None:
-    (place.folder / "dev.de").unlink()
-    place.fails("dev.de: no such file; correct the path")
-    place.write("dev.de", ["ein Haus"])
+@pytest.mark.parametrize("name", ["dev.en", "dev.de"])
+def test_missing_file(place: Workplace, name: str) -> None:
+    (place.folder / name).unlink()
+    place.fails(f"{name}: no such file; correct the path")
+    with pytest.raises(InputError, match=f"{name}: no such file"):
+        count_pairs(place.settings.validation[0], place.settings)
+    place.write(name, ["ein Haus"])
     place.works()
 
 
@@ -155,7 +158,11 @@ def test_truncated_and_false_gzip(place: Workplace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("one", "1 tab-separated column,"), ("a\tb\tc", "3 tab-separated columns,")]
+    ("line", "said"),
+    [
+        ("one", "1 tab-separated column, not two; mend the line"),
+        ("a\tb\tc", "3 tab-separated columns, not two; mend the line, or take two of all (cut -f1,2)"),
+    ],
 )
 def test_tsv_line_with_other_than_two_columns(
     place: Workplace, line: str, said: str, monkeypatch: pytest.MonkeyPatch
@@ -163,7 +170,7 @@ def test_tsv_line_with_other_than_two_columns(
     monkeypatch.setattr("data_module.text_sources._CHUNK_BYTES", 20)  # two lines
     rows = ["\t".join(pair) for pair in zip(SOURCE, TARGET, strict=True)]
     text = TextSource(tsv=str(place.write("train.tsv", [*rows[:2], line, *rows[2:]])))
-    place.fails(f"train.tsv:3: {said} not two; mend the line", train=[text])
+    assert place.fails(train=[text]).endswith(f"train.tsv:3: {said}")
     place.write("train.tsv", rows)
     assert place.works(train=[text])["train"]["pairs_kept"] == 4
 

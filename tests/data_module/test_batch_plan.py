@@ -165,6 +165,29 @@ def test_validation_order_is_fixed_and_longest_first() -> None:
         assert group.pairs.tolist() == [0]
 
 
+@pytest.mark.parametrize(
+    ("source", "group_tokens", "sizes"),
+    [
+        ([20, 23], 1000, [2]),
+        ([20, 24], 1000, [1, 1]),
+        ([9, 10], 1000, [2]),
+        ([9, 11], 1000, [1, 1]),
+        ([20, 20, 21, 21, 22, 22], 132, [6]),  # 6 of 22 are exactly 132
+        ([20, 20, 21, 21, 22, 22], 131, [5, 1]),
+    ],
+)
+def test_few_pairs_of_a_length_join_those_of_nearly_that_length(
+    source: list[int], group_tokens: int, sizes: list[int]
+) -> None:
+    """Up to a tenth more and one, as long as they fit."""
+    groups = plan_in_order(np.array(source, np.uint16), np.full(len(source), 5, np.uint16), group_tokens)
+    assert [len(group.pairs) for group in groups] == sizes
+
+
+def test_cells_of_a_group() -> None:
+    assert Group(np.array([4, 7, 9]), 5, 6).cells() == 33
+
+
 def test_a_sentence_too_long_for_a_group() -> None:
     options = {"batch_tokens": BATCH, "group_tokens": GROUP, "seed": 1, "epoch": 0}
     for source, target in (([300], [5]), ([5], [300]), ([GROUP + 1], [1])):
