@@ -285,6 +285,25 @@ def test_settings_out_of_range(place: Workplace, key: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer_sentences", 2),
+        ("character_coverage", 0.98),
+        ("character_coverage", 1),
+        ("max_tokens", 65_534),
+        ("max_length_ratio", 1),
+    ],
+)
+def test_settings_at_their_limits(place: Workplace, key: str, value: Any) -> None:
+    assert place.works(**{key: value})["settings"][key] == value
+
+
+def test_limits_that_leave_nothing_are_named_as_such(place: Workplace) -> None:
+    place.fails("corpus.vocabulary_size: 1 is too small for the text's 17 distinct characters", vocabulary_size=1)
+    place.fails("corpus.validation: no pair is left (too_long: 1)", max_tokens=1)
+
+
+@pytest.mark.parametrize(
     "keys",
     [
         {},

@@ -93,7 +93,7 @@ def test_validation_text_is_kept_a_line_a_pair(settings: CorpusSettings, tmp_pat
 
 def test_same_inputs_give_the_same_bytes(settings: CorpusSettings, tmp_path: Path) -> None:
     made(settings)
-    other = replace(settings, folder=str(tmp_path / "elsewhere" / "corpus"))
+    other = replace(settings, folder=str(tmp_path / "some" / "where" / "else"))
     made(other)
     assert contents(settings.folder) == contents(other.folder)
     assert {"manifest.json", "tokenizer.model", "train.source.tokens.npy"} < contents(other.folder).keys()
@@ -124,10 +124,13 @@ def test_garbage_collection_goes_on_afterwards(settings: CorpusSettings) -> None
 def test_prepared_again_does_nothing(settings: CorpusSettings, caplog: pytest.LogCaptureFixture) -> None:
     manifest = made(settings)
     before = {path: path.stat().st_mtime_ns for path in Path(settings.folder).iterdir()}
+    lock = Path(settings.folder).with_name(".corpus.lock")
+    lock.unlink()
     with caplog.at_level(logging.INFO):
         assert made(settings) == manifest
     assert "up to date" in caplog.text
     assert before == {path: path.stat().st_mtime_ns for path in Path(settings.folder).iterdir()}
+    assert not lock.exists(), "the folder beside it may be one to read only"
 
 
 def test_a_change_is_named_and_force_rebuilds(settings: CorpusSettings, tmp_path: Path) -> None:
@@ -328,8 +331,10 @@ def test_killed_half_way_and_run_again(settings: CorpusSettings, tmp_path: Path)
 def test_killed_between_the_renames_of_force_keeps_the_old_corpus(settings: CorpusSettings) -> None:
     manifest = made(settings)
     folder = Path(settings.folder)
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     folder.rename(folder.with_name(".corpus.replaced"))
     assert made(settings) == manifest
+    assert before == {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert not folder.with_name(".corpus.replaced").exists()
 
 
