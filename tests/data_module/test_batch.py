@@ -47,6 +47,7 @@ def test_padding_and_special_symbols(corpus: ParallelCorpus) -> None:
     assert share.ids.dtype == torch.int32
     assert (share.num_target_tokens, share.epoch, share.index, share.num_batches) == (99, 5, 6, 7)
     assert share.num_tokens == (4 + 3) + (3 + 2) + (2 + 2) + (1 + 4)
+    assert len(share.ids) == 2 * (1 + 4 + 1 + 3) + 2 * (1 + 2 + 1 + 4)
 
 
 def test_a_weightless_share_has_no_targets(corpus: ParallelCorpus) -> None:

@@ -26,7 +26,9 @@ def settings(tmp_path: Path) -> CorpusSettings:
     return CorpusSettings(str(tmp_path / "corpus"), [train], [validation], vocabulary_size=60)
 
 
-@pytest.mark.parametrize("bounds", [[1, 1, 10, 500, 3000], [2000, 2300, 2350, 2360, 2365, 2367, 2368, 2369, 2370, 2371]])
+@pytest.mark.parametrize(
+    "bounds", [[1, 1, 10, 500, 3000], [2000, 2300, 2350, 2360, 2365, 2367, 2368, 2369, 2370, 2371]]
+)
 def test_seen_pairs_equal_a_set(bounds: list[int]) -> None:
     """Chunks that grow, and chunks that shrink: those are kept apart for a while."""
     random_hashes = np.random.default_rng(1).integers(0, 3000, size=5000).astype(np.uint64)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from data_module.corpus import open_corpus
+from data_module.corpus_builder import learn_tokenizer
 from data_module.errors import InputError
 from data_module.preparation import prepare
 from data_module.settings import CorpusSettings, TextSource
@@ -239,6 +240,20 @@ def test_the_tokenizer_learns_from_a_seeded_sample(settings: CorpusSettings) -> 
     assert model() == model(seed=2) != sampled
     # Sentences of both sides are counted: 800 are all 400 pairs.
     assert model(tokenizer_sentences=800) == model() != model(tokenizer_sentences=400)
+
+
+@pytest.mark.parametrize("chunk_bytes", [2**20, 8])
+def test_a_sample_has_so_many_pairs_and_none_twice(
+    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    """A pair of this text is a word of its own, which three pieces build; all 20 letters are pieces anyway."""
+    monkeypatch.setattr("data_module.text_sources._CHUNK_BYTES", chunk_bytes)
+    words = ["ab", "cd", "ef", "gh", "ij", "kl", "mn", "op", "qr", "st"]
+    text = write_pairs(tmp_path, "words", [(word, word) for word in words])
+    for num_sentences, num_words in ((2, 1), (3, 1), (9, 4), (18, 9), (20, 10), (99, 10)):
+        wanted = replace(settings, train=[text], tokenizer_sentences=num_sentences, vocabulary_size=500)
+        with pytest.raises(InputError, match=f"the largest that works is {25 + 3 * num_words}$"):
+            learn_tokenizer(wanted, [len(words)], progress=False)
 
 
 def test_the_tokenizer_counts_a_repeated_source_as_often(settings: CorpusSettings, tmp_path: Path) -> None:
