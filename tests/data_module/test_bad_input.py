@@ -344,3 +344,12 @@ def test_text_that_the_tokenizer_does_not_know(place: Workplace, caplog: pytest.
     prepare(place.settings, progress=False, force=True)
     assert "20 % of the validation text's pieces are unknown to the tokenizer" in caplog.text
     assert "training text" not in caplog.text
+    tokenizer = Tokenizer.load(place.folder / "corpus" / "tokenizer.model")
+    # Of 40 pieces 2 are unknown, which is the share that is borne; then of 39.
+    for num_words, warned in ((36, False), (35, True)):
+        caplog.clear()
+        place.write("train.en", ["house " * num_words])
+        place.write("train.de", ["ξ ξ"])
+        manifest = prepare(place.settings, tokenizer, progress=False, force=True)
+        assert manifest["train"]["source_tokens"] + manifest["train"]["target_tokens"] == num_words + 4
+        assert ("5 % of the training text's pieces are unknown" in caplog.text) == warned

@@ -362,7 +362,17 @@ def test_of_two_at_once_one_writes_and_the_other_finds_it_done(settings: CorpusS
     assert text_of(settings) == pairs_of_text(400, 1)
 
 
-@pytest.mark.parametrize("make", [lambda f: (f / "notes.txt").write_text("mine"), lambda f: (f / "sub").mkdir()])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: (folder / "notes.txt").write_text("mine"),
+        lambda folder: (folder / "sub").mkdir(),
+        *[
+            lambda folder, text=text: (folder / "manifest.json").write_text(text)
+            for text in ('{"format": "of another program"}', '["format"]', "{")
+        ],
+    ],
+)
 def test_a_folder_of_something_else_is_left_alone(settings: CorpusSettings, make: Callable[[Path], Any]) -> None:
     folder = Path(settings.folder)
     folder.mkdir()
