@@ -346,10 +346,10 @@ def test_text_that_the_tokenizer_does_not_know(place: Workplace, caplog: pytest.
     assert "training text" not in caplog.text
     tokenizer = Tokenizer.load(place.folder / "corpus" / "tokenizer.model")
     # Of 40 pieces 2 are unknown, which is the share that is borne; then of 39.
-    for num_words, warned in ((36, False), (35, True)):
+    for num_known, num_unknown, warned in ((36, 2, ""), (35, 2, "5"), (7, 27, "44")):
         caplog.clear()
-        place.write("train.en", ["house " * num_words])
-        place.write("train.de", ["ξ ξ"])
-        manifest = prepare(place.settings, tokenizer, progress=False, force=True)
-        assert manifest["train"]["source_tokens"] + manifest["train"]["target_tokens"] == num_words + 4
-        assert ("5 % of the training text's pieces are unknown" in caplog.text) == warned
+        place.write("train.en", ["house " * num_known])
+        place.write("train.de", ["ξ " * num_unknown])
+        account = prepare(place.settings, tokenizer, progress=False, force=True)["train"]
+        assert (account["source_tokens"], account["target_tokens"]) == (num_known, 2 * num_unknown)
+        assert (f"{warned} % of the training text's pieces are unknown" in caplog.text) == bool(warned)

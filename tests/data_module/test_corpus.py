@@ -222,3 +222,5 @@ def test_lists_and_settings_that_came_and_went_are_named() -> None:
         "corpus.seed was null, now 4",
         "corpus.test was [3], now null",
     ]
+    assert differences({}, {"settings": {"seed": 4}}) == ['corpus was null, now {"seed": 4}']
+    assert differences({"settings": {"train": {"a": 1}}}, {"settings": {}}) == ['corpus.train was {"a": 1}, now null']

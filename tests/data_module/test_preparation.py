@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
+from data_module import corpus_builder
 from data_module.corpus import open_corpus
 from data_module.corpus_builder import learn_tokenizer
 from data_module.errors import InputError
@@ -382,6 +384,30 @@ def test_a_folder_of_something_else_is_left_alone(settings: CorpusSettings, make
         with pytest.raises(InputError, match="exists and is not a corpus; name another"):
             made(settings, force=force)
     assert before == [(path, path.stat().st_mtime_ns) for path in folder.rglob("*")]
+
+
+def test_progress_is_shown_where_it_is_wanted(
+    settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bars: list[Any] = []
+
+    class Kept(tqdm):  # type: ignore[type-arg]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options | {"delay": 0})
+            bars.append((self, options["desc"], options["total"]))
+
+    monkeypatch.setattr(corpus_builder, "tqdm", Kept)
+    prepare(replace(settings, train=[replace(settings.train[0], repeat=2), settings.validation[0]]))
+    assert "encoding: 100%" in capsys.readouterr().err
+    assert [(what, total) for _, what, total in bars] == [
+        ("reading text", 420),
+        ("training the tokenizer", None),
+        ("encoding validation", None),
+        ("encoding", 420),
+    ]
+    assert [bar.n for bar, what, _ in bars if what != "training the tokenizer"] == [420, 20, 420]
+    made(settings, force=True)
+    assert capsys.readouterr().err == ""
 
 
 def test_an_empty_folder_is_used(settings: CorpusSettings) -> None:
