@@ -1,10 +1,15 @@
 """Collation and the resumable loader: what a rank gets, and that it goes on where it stood."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import tempfile
 import threading
+import time
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from data_module.batch import SpecialIds, StepShare
+from data_module.batch_plan import EpochPlan
 from data_module.corpus import open_corpus
 from data_module.plan_source import PlanSource
 from data_module.resumable_loader import ResumableLoader, ShareDataset
@@ -103,6 +109,11 @@ def test_a_rank_with_nothing_keeps_company(tiny_corpus: Path) -> None:
     assert [batch.target_output.unique().tolist() for batch in idle.micro_batches] == [[SPECIAL.pad]]
     assert len(pairs(idle)) == 1
     assert idle.num_target_tokens > 0
+    plans = PlanSource(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=300, seed=1)
+    group = plans.of(0)[0][0]
+    plans.forget()
+    assert pairs(idle) == [group.pairs[0]]
+    assert idle.shapes == [(1, group.source_length, group.target_length)]
 
 
 def test_more_workers_than_processors(tiny_corpus: Path) -> None:
@@ -134,13 +145,72 @@ def test_waiting_for_a_share_is_told(tiny_corpus: Path) -> None:
     assert told == ["data_wait", "made", "between"] * 2
 
 
-def test_seeking_leaves_no_thread_behind(tiny_corpus: Path) -> None:
+class Unhurried(PlanSource):
+    """Computes the second epoch's plan only when it is waited for."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.waited_for = threading.Event()
+
+    def compute(self, epoch: int) -> EpochPlan:
+        if epoch:
+            self.waited_for.wait()
+        return super().compute(epoch)
+
+    def forget(self) -> None:
+        self.waited_for.set()
+        super().forget()
+
+
+def test_seeking_leaves_no_thread_behind(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker is a fork, which another thread does not survive."""
-    shares = loader(tiny_corpus).dataset
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    corpus = open_corpus(tiny_corpus, "train")
+    plans = Unhurried(corpus, batch_tokens=400, group_tokens=60, seed=1)
+    shares = ShareDataset(corpus, plans, SPECIAL, rank=0, world_size=1, max_tokens=60)
+    plans.waited_for.clear()
     threads = set(threading.enumerate())
-    shares[0]
-    shares.seek(0, 1)
-    assert set(threading.enumerate()) <= threads
+    try:
+        shares[0]
+        [computing] = set(threading.enumerate()) - threads
+        assert computing.daemon, "a process that ends would wait for it"
+        shares.seek(0, 1)
+        assert set(threading.enumerate()) <= threads
+    finally:
+        plans.forget()
+
+
+def test_a_worker_heeds_no_signal_but_the_trainers(tiny_corpus: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    begin = loader(tiny_corpus, workers=1).worker_init_fn
+    assert begin is not None
+    here, there = fork.Pipe()
+
+    def work() -> None:
+        begin(0)
+        while True:
+            there.send(there.recv())
+
+    worker = fork.Process(target=work)
+    worker.start()
+    try:
+        for kind in (None, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+            if kind is not None:
+                subprocess.run(["kill", f"-{kind.name[3:]}", str(worker.pid)], check=True)
+            for _ in range(1000):  # until it was delivered: of two pending signals of a kind one is lost
+                status = Path(f"/proc/{worker.pid}/status").read_text()
+                if not any(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("ShdPnd")):
+                    break
+                time.sleep(0.01)
+            here.send(kind)
+            assert here.poll(20)
+            assert here.recv() == kind
+        os.kill(worker.pid or 0, signal.SIGTERM)
+        worker.join(timeout=20)
+        assert worker.exitcode == 0
+    finally:
+        worker.kill()
+        worker.join()
 
 
 def test_the_global_generator_is_left_alone(tiny_corpus: Path) -> None:

@@ -59,9 +59,19 @@ def test_each_plan_is_its_own(tiny_corpus: Path, tmp_path: Path, monkeypatch: py
     assert len({plan.numbers.tobytes() for plan in plans}) == len(plans)
 
 
-def test_the_next_plan_is_computed_in_advance(source: PlanSource, tmp_path: Path) -> None:
+def test_the_next_plan_is_computed_in_advance(
+    source: PlanSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, compute = [], source.compute
+
+    def note(epoch: int) -> EpochPlan:
+        computed.append(epoch)
+        return compute(epoch)
+
+    monkeypatch.setattr(source, "compute", note)
     first = source.of(0)
     source.forget()
+    assert computed == [0, 1]
     assert len(plan_files(tmp_path)) == 2
     assert len(first) > 0
 
@@ -162,5 +172,14 @@ def test_where_nothing_can_be_written_each_computes(
     folder = tmp_path / f"epoch-plans-{os.getuid()}"
     folder.mkdir(mode=0o755)  # others could write there
     folder.chmod(0o777)
+    assert np.array_equal(source.of(3).numbers, source.compute(3).numbers)
+    assert "not shared" in caplog.text
+
+
+def test_a_folder_of_another_user_is_left_alone(
+    source: PlanSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
     assert np.array_equal(source.of(3).numbers, source.compute(3).numbers)
     assert "not shared" in caplog.text
