@@ -195,7 +195,9 @@ def test_both_sides_the_same_file(place: Workplace) -> None:
     name = place.settings.train[0].source
     place.fails("train.en: source and target are the same file", train=[TextSource(name, name)])
     (place.folder / "link.de").symlink_to(str(name))
-    place.fails("same file", train=[TextSource(name, str(place.folder / "link.de"))])
+    place.fails(
+        "train.en: source and target are the same file", train=[TextSource(name, str(place.folder / "link.de"))]
+    )
     place.works()
 
 
