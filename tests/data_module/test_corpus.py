@@ -192,6 +192,11 @@ def test_reading_ahead_reads_every_byte_and_leaves_what_is_too_large(
     assert reading.daemon, "a process that ends would wait for it"
     reading.join()
     assert read_so_far() - before >= size
+    with monkeypatch.context() as without_meminfo:
+        without_meminfo.setattr(corpus, "Path", lambda _: Path("/proc/none"))
+        before = read_so_far()
+        read_ahead(opened).join()
+        assert read_so_far() - before >= size
     monkeypatch.setattr(corpus, "_free_memory", lambda: 2 * size - 2)
     before = read_so_far()
     read_ahead(opened).join()
