@@ -113,9 +113,9 @@ def test_every_file_is_on_disk_before_the_corpus_has_its_name(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
-    num_open = len(os.listdir("/proc/self/fd"))
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
     made(settings)
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
     partial = tmp_path / ".corpus.partial"
     assert {path for path in synced if path.parent == partial} == {partial / name for name in contents(settings.folder)}
     assert synced[-2:] == [partial, tmp_path]
