@@ -109,6 +109,7 @@ class Together(Callback):
             self._roll.compare(trainer.global_step)
         if trainer.is_global_zero:
             forget_failures()
+        self._began = time.monotonic()
         if self._validation_pending:
             loop = trainer.fit_loop.epoch_loop.val_loop
             loop.restarting = False  # from its first batch on, since sums are not saved
@@ -116,7 +117,6 @@ class Together(Callback):
             loop.run()
             trainer.training = True
             self._validation_pending = False
-        self._began = time.monotonic()
 
     def _time_is_up(self) -> bool:
         return self._max_seconds is not None and time.monotonic() - self._began >= self._max_seconds
