@@ -147,13 +147,11 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(trained_run: Path, tmp_pat
 
 
 class Trap:
-    """Writes a file where it is unpickled."""
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return Path.write_text, (self.file, "sprung")
+    def __reduce__(self):
+        return Path.write_text, (self.path, "sprung")
 
 
 def test_a_checkpoint_executes_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.bundle import exported_program, formats, torchscript
-from pipeline.bundle.parity import Parity, Text
+from pipeline.bundle.parity import Text
 from pipeline.checkpoint import TrainedModel
 from pipeline.export import wanted, write_bundle
 from tests.model.search_truth import VOCABULARY_SIZE
@@ -90,75 +90,6 @@ def test_a_format_that_gives_something_else_ends_the_export(
     with pytest.raises(InputError, match=r"model\.ts \(float32\): \d+ of 12 answers differ.* nothing was written"):
         write_bundle(make_model(tokenizer), tmp_path, ["model.ts"], TEXT, [])
     assert not (tmp_path / "README.md").exists()
-
-
-def test_a_tie_is_told_from_a_difference(tokenizer: Tokenizer) -> None:
-    model = make_model(tokenizer)
-    parity = Parity(model.network, tokenizer, model.decoding, TEXT, 100)
-    first = parity.beam[0][0]
-    other = (*first.tokens[:-1], 5, first.tokens[-1])
-    for offset, kind in ((0.9e-5, "tied"), (2e-5, "different")):
-        found = [[first._replace(tokens=other, score=first.score + offset), *parity.beam[0][1:]], *parity.beam[1:]]
-        figures = parity.against(found)
-        assert (figures["equal"], figures[kind]) == (11, 1)
-        assert bool(parity.broken(figures)) == (kind == "different")
-    # A greedy answer that takes another way where the network has a clear favourite is no tie.
-    greedy = [parity.greedy[0]._replace(tokens=other), *parity.greedy[1:]]
-    assert parity.greedy_against(greedy)["greedy_different"] == 1
-    assert any("greedy answers differ" in what for what in parity.broken(parity.greedy_against(greedy)))
-
-
-NAN = float("nan")
-
-
-def test_scores_and_logits_that_are_nan_are_refused(tokenizer: Tokenizer) -> None:
-    model = make_model(tokenizer)
-    parity = Parity(model.network, tokenizer, model.decoding, TEXT, 100)
-    assert parity.broken(parity.against(parity.beam)) == []
-    # The tokens are the same, and NaN compares with nothing: in the first answer, in the middle and in the last.
-    for place in (0, len(parity.beam) // 2, len(parity.beam) - 1):
-        found = [list(answers) for answers in parity.beam]
-        found[place][-1] = found[place][-1]._replace(score=NAN)
-        figures = parity.against(found)
-        assert figures["equal"] == len(TEXT.sources)
-        [said] = parity.broken(figures)
-        assert said.startswith("largest score difference nan")
-    shorter = [parity.beam[0][:-1], *parity.beam[1:]]
-    assert "largest score difference inf" in parity.broken(parity.against(shorter))[0]
-
-    def logits(source: torch.Tensor, mask: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return model.network.logits(model.network(source, target, mask))
-
-    assert parity.logits_difference(logits) == 0.0
-    for row in (0, -1):
-
-        def wrong(*inputs: torch.Tensor, row: int = row) -> torch.Tensor:
-            return logits(*inputs).index_put((torch.tensor(row), torch.tensor(0), torch.tensor(3)), torch.tensor(NAN))
-
-        [said] = parity.broken({"largest_logit_difference": parity.logits_difference(wrong)})
-        assert said.startswith("largest logit difference nan")
-
-
-@pytest.mark.parametrize(
-    ("name", "bound"),
-    [
-        ("largest_score_difference", 1e-4),
-        ("largest_forced_score_difference", 1e-4),
-        ("largest_logit_difference", 1e-4),
-        ("bleu_difference", 0.1),
-        ("bleu_difference", -0.1),
-    ],
-)
-def test_each_bound_is_kept(tokenizer: Tokenizer, name: str, bound: float) -> None:
-    model = make_model(tokenizer)
-    parity = Parity(model.network, tokenizer, model.decoding, TEXT, 100)
-    parity.sources = [parity.sources[0]] * 500
-    assert parity.broken({name: 0.99 * bound}) == []
-    for value in (1.01 * bound, NAN, float("inf")):
-        assert len(parity.broken({name: value})) == 1
-    # Of fewer sentences a difference in BLEU says little.
-    del parity.sources[-1]
-    assert len(parity.broken({name: 1.01 * bound})) == (0 if name == "bleu_difference" else 1)
 
 
 def test_bad_input_to_the_exported_module(tokenizer: Tokenizer, tmp_path: Path) -> None:
