@@ -1,21 +1,59 @@
 """Checkpoints: whole or refused, chosen as documented, averaged exactly."""
 
+import io
 import os
+import resource
 import shutil
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from data_module.errors import InputError
+from data_module.tokenizer import Tokenizer
+from model.transformer import Transformer
 from pipeline.__main__ import main
-from pipeline.checkpoint import average, choose, load_model, read_checkpoint, step_checkpoints, write_whole
-from tests.conftest import pipeline
+from pipeline.checkpoint import (
+    average,
+    choose,
+    load_model,
+    newest_whole,
+    read_checkpoint,
+    standalone_part,
+    step_checkpoints,
+    step_path,
+    write_whole,
+)
+from pipeline.recipe import load_recipe
+from tests.conftest import tiny_recipe
 
 
-def test_a_checkpoint_moved_alone_loads(trained_run: Path, tmp_path: Path) -> None:
-    alone = Path(shutil.copy(trained_run / "checkpoints" / "step=00000240.ckpt", tmp_path / "moved.ckpt"))
+@pytest.fixture(scope="module")
+def finished_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with three checkpoints and a best one, as of a run that has ended."""
+    run = tmp_path_factory.mktemp("finished")
+    (run / "recipe.yaml").write_text(yaml.safe_dump(tiny_recipe(tiny_corpus.parent)))
+    recipe = load_recipe([run / "recipe.yaml"])
+    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
+    for step in (80, 160, 240):
+        torch.manual_seed(step)
+        weights = Transformer(tokenizer.vocabulary_size, recipe.network).state_dict()
+        contents = {
+            "state_dict": {f"network.{name}": tensor for name, tensor in weights.items()},
+            "translation": standalone_part(recipe.as_dict(), recipe.network, tokenizer),
+            "global_step": step,
+        }
+        write_whole(contents, step_path(run, step))
+    shutil.copy(step_path(run, 160), run / "checkpoints" / "best.ckpt")
+    return run
+
+
+def test_a_checkpoint_moved_alone_loads(finished_run: Path, tmp_path: Path) -> None:
+    alone = Path(shutil.copy(finished_run / "checkpoints" / "step=00000240.ckpt", tmp_path / "moved.ckpt"))
     model = load_model(alone)
     assert model.step == 240
     assert not model.network.training
@@ -23,13 +61,13 @@ def test_a_checkpoint_moved_alone_loads(trained_run: Path, tmp_path: Path) -> No
     weight = torch.load(alone, weights_only=True)["state_dict"]["network.embedding.weight"]
     torch.testing.assert_close(model.network.embedding.weight, weight, rtol=0, atol=0)
     assert model.network.positions(0, 3).abs().sum() > 0
+    assert read_checkpoint(alone)["translation"]["format_version"] == 1
 
 
-def test_average_is_the_mean(trained_run: Path, tmp_path: Path) -> None:
-    done = pipeline("average", trained_run, "--last", 3, "--output", tmp_path / "mean.ckpt")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.decode().strip() == str(tmp_path / "mean.ckpt")
-    contents = [torch.load(path, weights_only=True)["state_dict"] for path in step_checkpoints(trained_run)]
+def test_average_is_the_mean(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["average", str(finished_run), "--last", "3", "--output", str(tmp_path / "mean.ckpt")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'mean.ckpt'}\n"
+    contents = [torch.load(path, weights_only=True)["state_dict"] for path in step_checkpoints(finished_run)]
     mean = read_checkpoint(tmp_path / "mean.ckpt")["state_dict"]
     for name, tensor in mean.items():
         expected = sum(state[name].double() for state in contents) / 3
@@ -40,8 +78,8 @@ def test_average_is_the_mean(trained_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["network", "shape", "name", "vocabulary"])
-def test_average_refuses_what_does_not_fit(trained_run: Path, tmp_path: Path, other: str) -> None:
-    paths = step_checkpoints(trained_run)[:2]
+def test_average_refuses_what_does_not_fit(finished_run: Path, tmp_path: Path, other: str) -> None:
+    paths = step_checkpoints(finished_run)[:2]
     contents = torch.load(paths[0], weights_only=True)
     part, weights = contents["translation"], contents["state_dict"]
     if other == "network":
@@ -54,36 +92,47 @@ def test_average_refuses_what_does_not_fit(trained_run: Path, tmp_path: Path, ot
     else:
         part["tokenizer"] = part["tokenizer"].flip(0)
     write_whole(contents, tmp_path / "other.ckpt")
-    with pytest.raises(InputError, match="another network or vocabulary"):
-        average([tmp_path / "other.ckpt", paths[1]])
+    with pytest.raises(InputError, match=f"other.ckpt: has another network or vocabulary than {paths[1]}; "):
+        average([tmp_path / "other.ckpt", *paths])
 
 
-def test_average_of_more_than_there_are_is_refused(trained_run: Path) -> None:
-    done = pipeline("average", trained_run, "--last", 9)
-    assert done.returncode == 2
-    assert b"has 3 whole checkpoints, --last is 9; give --last 3 or less" in done.stderr
-    none = pipeline("average", trained_run / "checkpoints", "--last", 3)
-    assert none.returncode == 2
-    assert b"holds no checkpoint; give a run folder" in none.stderr
-    nowhere = pipeline("average", trained_run / "none", "--last", 3)
-    assert b"there is no such run folder" in nowhere.stderr
-    nothing = pipeline("average", trained_run, "--last", 0)
-    assert nothing.stderr == b"error: --last 0 is not 1 or more\n"
+def test_average_of_more_than_there_are_is_refused(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(run: Path, last: int) -> str:
+        assert main(["average", str(run), "--last", str(last)]) == 2
+        return capsys.readouterr().err
+
+    assert "has 3 whole checkpoints, --last is 9; give --last 3 or less" in refused(finished_run, 9)
+    assert "holds no checkpoint; give a run folder" in refused(finished_run / "checkpoints", 3)
+    assert "there is no such run folder" in refused(finished_run / "none", 3)
+    assert refused(finished_run, 0) == "error: --last 0 is not 1 or more\n"
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    for number, word in ((2, "2 whole checkpoints"), (1, "1 whole checkpoint")):
+        step_checkpoints(run)[0].unlink()
+        assert f"has {word}, --last is 3; give --last {number} or less" in refused(run, 3)
+    assert main(["average", str(run), "--last", "1"]) == 0
+    mean, only = (read_checkpoint(path)["state_dict"] for path in (run / "average-last-1.ckpt", newest_whole(run)[0]))
+    assert all(torch.equal(mean[name], only[name]) for name in only)
+    capsys.readouterr()
+    assert main(["average", str(run)]) == 2
+    assert "required: --last" in capsys.readouterr().err
 
 
 def test_average_leaves_out_what_is_not_whole(
-    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Path(shutil.copytree(trained_run, tmp_path / "run"))
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     newest = step_checkpoints(run)[-1]
     newest.write_bytes(newest.read_bytes()[:-1000])
+    assert newest_whole(run) == (step_checkpoints(run)[1], [newest])
     assert main(["average", str(run), "--last", "2"]) == 0
     assert "averaged step=00000080.ckpt, step=00000160.ckpt\n" in capsys.readouterr().err
     assert read_checkpoint(run / "average-last-2.ckpt")["global_step"] == 160
 
 
-def test_average_is_summed_in_float64(trained_run: Path, tmp_path: Path) -> None:
-    contents = torch.load(step_checkpoints(trained_run)[0], weights_only=True)
+def test_average_is_summed_in_float64(finished_run: Path, tmp_path: Path) -> None:
+    contents = torch.load(step_checkpoints(finished_run)[0], weights_only=True)
     paths = []
     # The newest is taken first; in float32 it swallows the small one.
     for number, value in enumerate((1.0, 1e8, -1e8)):
@@ -93,8 +142,8 @@ def test_average_is_summed_in_float64(trained_run: Path, tmp_path: Path) -> None
     assert average(paths)["state_dict"]["network.x"].item() == pytest.approx(1 / 3)
 
 
-def test_which_checkpoint_a_run_folder_means(trained_run: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(trained_run, tmp_path / "run"))
+def test_which_checkpoint_a_run_folder_means(finished_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     assert choose(run).name == "best.ckpt"
     (run / "checkpoints" / "best.ckpt").unlink()
     assert choose(run).name == "step=00000240.ckpt"
@@ -112,6 +161,58 @@ def test_which_checkpoint_a_run_folder_means(trained_run: Path, tmp_path: Path) 
         choose(tmp_path)
     with pytest.raises(InputError, match="no such checkpoint"):
         choose(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_without_its_step_counts_as_the_first(finished_run: Path, tmp_path: Path) -> None:
+    contents = torch.load(step_checkpoints(finished_run)[0], weights_only=True)
+    del contents["global_step"]
+    only, mean = tmp_path / "checkpoints" / "step=00000001.ckpt", tmp_path / "average-last-1.ckpt"
+    for path in (only, mean):
+        write_whole(contents, path)
+    assert load_model(only).step == average([only])["global_step"] == 0
+    assert choose(tmp_path) == only  # that average is of what was before
+
+
+def test_a_checkpoint_from_a_gpu_is_read_without_one(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = torch.load(step_checkpoints(finished_run)[0], weights_only=True)
+    with monkeypatch.context() as saving:
+        saving.setattr(torch.serialization, "location_tag", lambda _: "cuda:0")
+        write_whole(contents, tmp_path / "gpu.ckpt")
+    read = read_checkpoint(tmp_path / "gpu.ckpt")["state_dict"]
+    assert {str(tensor.device) for tensor in read.values()} == {"cpu"}
+
+
+def test_a_file_of_another_kind_is_refused_without_warnings(tmp_path: Path) -> None:
+    """By which PyTorch knows a TorchScript module."""
+    path = tmp_path / "export.ckpt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name in ("data.pkl", "constants.pkl", "version"):
+            archive.writestr(f"archive/{name}", "3\n")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with pytest.raises(InputError, match="may be an export"):
+            read_checkpoint(path)
+    assert not seen
+
+
+def test_what_a_full_disk_would_have_to_hold_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = {"weight": torch.zeros(2_500_000, dtype=torch.uint8)}
+    whole = io.BytesIO()
+    torch.save(contents, whole)
+    free = 5_000_000_000_000
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2 * free, free, free))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        with pytest.raises(InputError) as raised:
+            write_whole(contents, tmp_path / "x.ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = f"File too large: it needs {len(whole.getvalue()) / 1e6:.1f} MB and 5,000,000.0 MB are free; "
+    assert str(raised.value).startswith(f"{tmp_path / 'x.ckpt'}: {said}")
+    assert not list(tmp_path.iterdir())
 
 
 def broken_checkpoints(run: Path, folder: Path) -> dict[str, tuple[Path, str]]:
@@ -138,8 +239,8 @@ def broken_checkpoints(run: Path, folder: Path) -> dict[str, tuple[Path, str]]:
 
 
 @pytest.mark.parametrize("kind", ["truncated", "text", "foreign.ckpt", "list.ckpt", "newer.ckpt", "vocabulary.ckpt"])
-def test_what_is_no_checkpoint_is_refused_in_one_line(trained_run: Path, tmp_path: Path, kind: str) -> None:
-    path, message = broken_checkpoints(trained_run, tmp_path)[kind]
+def test_what_is_no_checkpoint_is_refused_in_one_line(finished_run: Path, tmp_path: Path, kind: str) -> None:
+    path, message = broken_checkpoints(finished_run, tmp_path)[kind]
     with pytest.raises(InputError, match=message) as caught:
         load_model(path)
     assert str(path) in str(caught.value)

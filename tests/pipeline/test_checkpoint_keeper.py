@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from data_module.tokenizer import Tokenizer
+from pipeline import checkpoint_keeper
 from pipeline.checkpoint import read_checkpoint, step_checkpoints, step_of
 from pipeline.checkpoint_keeper import CheckpointKeeper, MovingAverage, WholeCheckpointIO
 from pipeline.fit import quiet_lightning
@@ -34,7 +35,7 @@ class OneWeight(LightningModule):
     def __init__(self, bleu: dict[int, float] | None = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.bleu = bleu or {}
+        self.bleu = bleu
         self.validated: list[float] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -42,7 +43,8 @@ class OneWeight(LightningModule):
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.validated.append(self.weight.item())
-        self.log("validation/bleu", self.bleu.get(self.global_step, 0.0))
+        if self.bleu is not None:
+            self.log("validation/bleu", self.bleu.get(self.global_step, 0.0))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -63,13 +65,15 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
         bleu: dict[int, float] | None = None,
         ckpt_path: Path | None = None,
         validate_every: int = 1000,
+        is_validated: bool = True,
+        clock: StepClock | None = None,
         **settings: Any,
     ) -> OneWeight:
         settings = {"checkpoint_every_steps": 1, "keep_last": 10, **settings}
         overrides = [f"--run.{name}={'null' if value is None else value}" for name, value in settings.items()]
         recipe = load_recipe([ROOT / "configs" / "demo.yaml"], overrides)
         module = OneWeight(bleu)
-        keeper = CheckpointKeeper(tmp_path, recipe, tokenizer, StepClock())
+        keeper = CheckpointKeeper(tmp_path, recipe, tokenizer, clock or StepClock())
         before = [callback for callback in others if not isinstance(callback, StopAt)]
         after = [callback for callback in others if isinstance(callback, StopAt)]
         for callback in after:
@@ -89,7 +93,8 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
             plugins=[WholeCheckpointIO()],
         )
         with suppress(Stopped):
-            trainer.fit(module, DataLoader(torch.zeros(7)), DataLoader(torch.zeros(1)), ckpt_path=ckpt_path)
+            validation = DataLoader(torch.zeros(1)) if is_validated else None
+            trainer.fit(module, DataLoader(torch.zeros(7)), validation, ckpt_path=ckpt_path)
         return module
 
     return run
@@ -183,8 +188,43 @@ def test_the_first_validation_is_the_best_so_far(train: Train, tmp_path: Path) -
 
 
 def test_the_newest_are_kept(train: Train, tmp_path: Path) -> None:
-    train(11, checkpoint_every_steps=2, keep_last=3)
+    train(11, checkpoint_every_steps=2, keep_last=3, log_every_steps=1)
     assert steps(tmp_path) == [8, 10, 11]  # the last step is always saved
+
+
+@pytest.mark.filterwarnings("ignore:.*no `val_dataloader`.*")
+def test_a_run_without_validation(train: Train, tmp_path: Path) -> None:
+    """No checkpoint waits for one."""
+    train(3, checkpoint_every_steps=2, validate_every=2, is_validated=False)
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_an_old_checkpoint_that_someone_else_removes_is_no_error(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed_and_removed(run: Path) -> list[Path]:
+        paths = step_checkpoints(run)
+        for path in paths[:-2]:
+            path.unlink()
+        return paths
+
+    monkeypatch.setattr(checkpoint_keeper, "step_checkpoints", listed_and_removed)
+    train(4, keep_last=2)
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_writing_checkpoints_is_timed_by_itself(train: Train) -> None:
+    class Begun(StepClock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.begun: list[str] = []
+
+        def begin(self, stretch: str) -> None:
+            self.begun.append(stretch)
+
+    clock = Begun()
+    train(2, clock=clock)
+    assert clock.begun == ["checkpoint", "between"] * 2
 
 
 def test_a_checkpoint_of_a_validated_step_knows_of_the_validation(train: Train, tmp_path: Path) -> None:
@@ -226,7 +266,8 @@ def test_a_run_stopped_twice_at_one_step_between_two_intervals(train: Train, tmp
     train(20, StopAt(6), checkpoint_every_steps=4)
     train(20, StopAt(6), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
     assert steps(tmp_path) == [4, 6]
-    train(8, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
+    # Gone already when the next takes its place.
+    train(8, checkpoint_every_steps=4, ckpt_path=newest(tmp_path).rename(tmp_path / "moved.ckpt"))
     assert steps(tmp_path) == [4, 8]
 
 
@@ -239,16 +280,16 @@ def test_checkpoints_newer_than_where_a_run_goes_on_are_not_counted(train: Train
 
 
 def test_checkpoints_by_the_clock(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step takes 25 seconds by this clock, which is looked at every `log_every_steps`."""
+    """Steps take 24 seconds by this clock and later 40; it is looked at every `log_every_steps`."""
 
     class Tick(Callback):
-        seconds = 0.0
+        seconds = 1000.0
 
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.seconds += 25.0
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            self.seconds += 24.0 if trainer.global_step < 4 else 40.0
 
     tick = Tick()
-    monotonic = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + tick.seconds)
-    train(11, tick, checkpoint_every_steps=None, checkpoint_every_minutes=1.5, log_every_steps=2)
+    monkeypatch.setattr(time, "monotonic", lambda: tick.seconds)
+    train(11, tick, checkpoint_every_steps=None, checkpoint_every_minutes=1.6, log_every_steps=2)
+    # After exactly 96 seconds and after 160; the last step.
     assert steps(tmp_path) == [4, 8, 11]

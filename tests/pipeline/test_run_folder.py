@@ -1,8 +1,13 @@
 """A run folder: its lock, what it says to another recipe, what it removes, how often a job starts from one place."""
 
+import errno
+import fcntl
 import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -11,8 +16,9 @@ import pytest
 import yaml
 
 from data_module.errors import InputError
+from pipeline import run_folder, stop_request
 from pipeline.recipe import Recipe, load_recipe
-from pipeline.run_folder import RunFolder, begun_afresh, counted_start, differences
+from pipeline.run_folder import RunFolder, begun_afresh, counted_start, differences, is_run, versions
 from pipeline.slurm_job import Step
 from pipeline.stop_request import Stopped
 from tests.conftest import ROOT
@@ -45,6 +51,10 @@ def test_another_recipe(recipe: Recipe) -> None:
     noted = folder.path / "versions.json"
     noted.write_text(json.dumps({**json.loads(noted.read_text()), "torch": "2.10.0", "host": "another"}))
     assert differences(folder.path, recipe) == ([], [f"torch 2.10.0 -> {version('torch')}"])
+    noted.unlink()
+    assert f"torch None -> {version('torch')}" in differences(folder.path, recipe)[1]
+    # In the order of the recipes that people write.
+    assert list(yaml.safe_load((folder.path / "config.yaml").read_text())) == list(recipe.as_dict())
     folder.close()
 
 
@@ -92,17 +102,111 @@ def test_a_worker_that_outlives_its_trainer_does_not_hold_the_folder(tmp_path: P
         worker.communicate()
 
 
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+class Clock:
+    """Time passes in `sleep` only; what happens in the second of them may be given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, second: Callable[[], object] = lambda: None) -> None:
+        self.slept: list[float] = []
+        self._num_looks = 0
+        self._second = second
+        monkeypatch.setattr(time, "monotonic", self.now)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+
+    def now(self) -> float:
+        self._num_looks += 1
+        assert self._num_looks < 100
+        return 1000.0 + sum(self.slept)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        if len(self.slept) == 2:
+            self._second()
+
+
+def test_a_folder_in_use_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "run"
     RunFolder(run).close()
     command = [sys.executable, "-S", "-c", HOLD_LOCK, str(run / ".lock")]
+    waiting = f"{run}: another fit is writing there; waiting "
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"locked\n"
-        with pytest.raises(InputError, match=f"{run}: another fit is writing there"):
+        with pytest.raises(InputError, match=f"{run}: another fit is writing there") as raised:
             RunFolder(run)
-        writer.communicate()
+        assert not open_files(run / ".lock")
+        assert capsys.readouterr().err == ""
+        # Waiting changes nothing as long as the other goes on.
+        clock = Clock(monkeypatch)
+        with pytest.raises(InputError) as raised_later:
+            RunFolder(run, patience_seconds=1.0)
+        assert str(raised_later.value) == str(raised.value)
+        assert clock.slept == [0.5, 0.5]
+        assert capsys.readouterr().err == waiting + "1 s\n"
+        with (
+            monkeypatch.context() as asked,
+            pytest.raises(Stopped, match="asked to stop while another fit was writing"),
+        ):
+            asked.setattr(stop_request, "_ASKED", [signal.SIGUSR1])
+            RunFolder(run, patience_seconds=60.0)
+        capsys.readouterr()
+        Clock(monkeypatch, second=writer.communicate)
+        RunFolder(run, patience_seconds=60.0).close()
+        assert capsys.readouterr().err == waiting + "60 s\n"
     RunFolder(run).close()
+
+
+def test_a_file_system_that_cannot_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", cannot)
+    with pytest.raises(InputError, match=r"its file system cannot lock files \(No locks available\)"):
+        RunFolder(tmp_path / "run")
+
+
+def test_what_killed_processes_have_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    mine = [tmp_path / "checkpoints" / "step=00000004.ckpt", tmp_path / ".notes.txt.99.tmp"]
+    (tmp_path / "config.yaml").write_text("{corpus: {}, batches: {}, network: {}, training: {}, run: {}}")
+    leftovers = [tmp_path / "checkpoints" / ".step=00000008.ckpt.99.tmp"]
+    leftovers += [tmp_path / f".{name}.99.tmp" for name in ("config.yaml", "tokenizer.model", "versions.json")]
+    for path in (*mine, *leftovers):
+        path.touch()
+    RunFolder(tmp_path).close()
+    assert [path.exists() for path in (*mine, *leftovers)] == [True] * 2 + [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (b"{corpus: {}, batches: {}, network: {}, training: {}, run: {}}", True),
+        (b"{corpus: {}, batches: {}, network: {}, training: {}}", False),
+        (b"[corpus, batches, network, training, run]", False),
+        (b"corpus: [", False),
+        (b"corpus: \xff", False),
+        (None, False),
+    ],
+)
+def test_what_is_a_run(tmp_path: Path, config: bytes | None, expected: bool) -> None:
+    if config is not None:
+        (tmp_path / "config.yaml").write_bytes(config)
+    assert is_run(tmp_path) is expected
+
+
+def test_the_revision_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "pipeline" / "run_folder.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    (tmp_path / "pipeline").mkdir()
+    assert versions()["revision"] is None
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message", "Begin")
+    assert versions()["revision"] == git("rev-parse", "--short", "HEAD")
 
 
 MAY_CHANGE = {

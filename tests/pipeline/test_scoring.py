@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import sacrebleu
+from sacrebleu.significance import PairedTest, Result
 
 from data_module.errors import InputError
 from pipeline.scoring import compare, complaints, paper_score, score
@@ -87,6 +88,30 @@ def test_a_real_difference_and_one_by_chance() -> None:
     assert itself["bleu_difference"] == itself["chrf_difference"] == 0
     assert itself["bleu_difference_is_real"] is itself["chrf_difference_is_real"] is False
     assert itself["bleu_p_value"] == itself["chrf_p_value"] == 1
+    for figures in (better, same, itself):
+        for value in figures.values():
+            assert value == round(value, 4)
+
+
+def test_a_difference_that_chance_gives_in_1_of_20_test_sets_is_not_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    for p_value, is_real in ((0.05, False), (0.0499, True)):
+        column = [Result(30.0), Result(31.0, p_value)]
+        result = {"System": ["other", "this"], "BLEU": column, "chrF2": column}
+        monkeypatch.setattr(PairedTest, "__call__", lambda self, result=result: ({}, result))
+        figures = compare(["a b", "c"], ["a b", "d"], ["a b", "c"])
+        assert figures["bleu_p_value"] == p_value
+        assert figures["bleu_difference_is_real"] is figures["chrf_difference_is_real"] is is_real
+
+
+def test_scores_are_rounded_to_four_places_and_tokenised_text_is_no_surprise(caplog: pytest.LogCaptureFixture) -> None:
+    """sacreBLEU warns of text that looks tokenised, but for text that is to be."""
+    hypotheses = ["ein Hund läuft sehr schnell.", "zwei Hunde laufen schnell."] * 60
+    references = ["ein Hund läuft so schnell.", "drei Hunde laufen schnell."] * 60
+    figures = paper_score(hypotheses, references, "de")
+    assert not caplog.records
+    for name in ("bleu_paper", "bleu_moses_lowercase"):
+        for value in (figures[name], *figures[f"{name}_interval"]):
+            assert value == round(value, 4)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +123,10 @@ def test_a_real_difference_and_one_by_chance() -> None:
         ([line.lower() for line in REFERENCES], ["lower-cased"]),
         (["zwei hunde laufen .", "ein mann liest ."], ["tokenised", "lower-cased"]),
         (["zwei hunde laufen."] * 9 + ["Ein Mann liest."], []),
+        (["zwei hunde laufen."] * 49 + ["Ein Mann liest."], []),
+        (["zwei hunde laufen."] * 50 + ["Ein Mann liest."], ["lower-cased"]),
+        (["Ein Mann liest .", "Ein Hund .", *["Ein Mann liest."] * 2], []),
+        (["Ein Mann liest .", "Ein Hund .", "Ein Mann liest."], ["tokenised"]),
         (["Ça va ?", "Oui : 3,5 % !"], []),
         (["犬が走る。", "猫 3.5"], []),
         ([""], []),

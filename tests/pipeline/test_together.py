@@ -33,9 +33,7 @@ from tests.conftest import ROOT
 FORK = multiprocessing.get_context("fork")
 TIMEOUT_SECONDS = 60
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*dataloader is not resumable.*", "ignore:.*sync_dist=True.*", "ignore:.*fork.*:DeprecationWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*", "ignore:.*fork.*:DeprecationWarning")
 
 
 @dataclass(frozen=True)
@@ -72,18 +70,18 @@ class OneWeight(LightningModule):
         self.happens(0)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        assert self.trainer.training
         self.happens(self.global_step + 1)
         return -self.weight
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.num_batches += 1
-        self.log("num_batches", float(self.num_batches), reduce_fx="max")
         if batch_idx == 1:
             self.happens(self.global_step, in_validation=True)
 
-    def on_validation_end(self) -> None:
-        # As logged: outside a validation, Lightning would take it for a figure of training.
-        self.validated[self.global_step] = int(self.trainer.callback_metrics["num_batches"])
+    def on_validation_epoch_end(self) -> None:
+        assert self.trainer.validating  # by which Lightning knows where a figure that is logged belongs
+        self.validated[self.global_step] = self.num_batches
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -208,6 +206,14 @@ def test_both_stop_after_the_same_step(tiny_corpus: Path, tmp_path: Path, failur
     said = "rank 0 on node-0 went on from step 6, rank 1 on node-1 from 4: another job was still writing"
     for end in two_ranks(tmp_path, tiny_corpus, None, Event(0, misses_newest=True)):
         assert end.startswith(said)
+
+
+def test_both_stop_in_the_first_validation(tiny_corpus: Path, tmp_path: Path) -> None:
+    """Which is to be done when the run goes on."""
+    for end in two_ranks(tmp_path, tiny_corpus, None, Event(4, in_validation=True)):
+        assert end.startswith("asked to stop: saved after step 4; ")
+    [fourth] = step_checkpoints(tmp_path)
+    assert validation_is_pending(fourth)
 
 
 def test_both_stop_before_the_first_step(tiny_corpus: Path, tmp_path: Path, failures: Path) -> None:

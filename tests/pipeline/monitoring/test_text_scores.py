@@ -2,6 +2,7 @@
 
 import pytest
 import sacrebleu
+import torch
 
 from pipeline.monitoring.text_scores import TextScores
 
@@ -53,3 +54,27 @@ def test_empty_translations_count_in_their_bucket() -> None:
     metric = TextScores()
     metric.update([""], ["yes"], [[]], [25])
     assert metric.compute()["validation_bleu_by_length/21-30_pieces"] == 0.0
+
+
+def test_each_length_has_its_bucket() -> None:
+    for length, name in (
+        *((length, "01-10") for length in (1, 10)),
+        *((length, "11-20") for length in (11, 20)),
+        *((length, "21-30") for length in (21, 30)),
+        *((length, "31-40") for length in (31, 40)),
+        *((length, "41-60") for length in (41, 60)),
+        *((length, "61-") for length in (61, 500)),
+    ):
+        metric = TextScores()
+        metric.update(["yes"], ["yes"], [[4]], [length])
+        scores = metric.compute()
+        assert [key for key in scores if "length/" in key] == [f"validation_bleu_by_length/{name}_pieces"]
+        assert scores["validation/length_ratio"] == 1.0
+
+
+def test_sums_are_exact_and_lists_are_of_one_length() -> None:
+    metric = TextScores()
+    # float32 holds whole numbers up to 2 ** 24.
+    assert {metric.bleu.dtype, metric.chrf.dtype, metric.repeated.dtype} == {torch.int64}
+    with pytest.raises(ValueError, match="shorter"):
+        metric.update(["yes", "no"], ["yes", "no"], [[4], [5]], [1])
