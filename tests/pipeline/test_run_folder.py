@@ -144,12 +144,10 @@ def test_a_folder_in_use_is_refused(
         assert str(raised_later.value) == str(raised.value)
         assert clock.slept == [0.5, 0.5]
         assert capsys.readouterr().err == waiting + "1 s\n"
-        with (
-            monkeypatch.context() as asked,
-            pytest.raises(Stopped, match="asked to stop while another fit was writing"),
-        ):
+        with monkeypatch.context() as asked:
             asked.setattr(stop_request, "_ASKED", [signal.SIGUSR1])
-            RunFolder(run, patience_seconds=60.0)
+            with pytest.raises(Stopped, match="asked to stop while another fit was writing"):
+                RunFolder(run, patience_seconds=60.0)
         capsys.readouterr()
         Clock(monkeypatch, second=writer.communicate)
         RunFolder(run, patience_seconds=60.0).close()
