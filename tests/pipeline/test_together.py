@@ -296,7 +296,8 @@ def test_the_rank_that_failed_is_named_by_those_that_waited(tmp_path: Path) -> N
 
 
 def name_silent_ranks(number: int) -> str:
-    """Each in its turn."""
+    """Each in its turn; it waits for the others' words as long as it takes."""
+    together.ROLL_CALL_SECONDS = 50.0
     roll = Roll()
     Clock()
     said = ""

@@ -38,6 +38,7 @@ def test_batches_add_up() -> None:
         assert by_length[f"validation_bleu_by_length/{name}_pieces"] == pytest.approx(alone)
     assert "tok:13a" in metric.signatures()
     assert "chrF nrefs:1" in metric.signatures()
+    assert TextScores().signatures() == metric.signatures()  # known to a rank that has had no text, too
 
 
 def test_ranks_add_up() -> None:
