@@ -299,7 +299,7 @@ def name_silent_ranks(number: int) -> str:
     """Each in its turn; it waits for the others' words as long as it takes."""
     together.ROLL_CALL_SECONDS = 50.0
     roll = Roll()
-    Clock()
+    Clock(lambda: threading.Event().wait(0.1))
     said = ""
     for turn in (2, 0, 1):
         if number == turn:
