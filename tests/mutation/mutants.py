@@ -66,9 +66,19 @@ OPERATORS: list[tuple[type, Any]] = [
 ]
 
 
+class _Visitor(file_mutation.MutationVisitor):
+    """mutmut's, but it goes into decorated functions: here are no dispatchers that a decorator could not take."""
+
+    def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.FunctionDef) and node.decorators:
+            return super()._skip_node_and_children(node.with_changes(decorators=()))
+        return super()._skip_node_and_children(node)
+
+
 def mutants_of(module: str, source: str) -> list[Mutant]:
     """All mutants of a module, in the order of their lines."""
     file_mutation.mutation_operators = OPERATORS
+    file_mutation.MutationVisitor = _Visitor
     tree, mutations, *_ = file_mutation.create_mutations(module, source)
     places = MetadataWrapper(tree, unsafe_skip_copy=True).resolve(PositionProvider)
     lines = source.splitlines()
