@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import model.loss
 from model.loss import label_smoothed_loss
@@ -41,6 +42,7 @@ def test_equals_linear_and_cross_entropy(
     hold_rows(chunk_rows, cached_rows, monkeypatch)
     states, weight, targets = problem()
     sums = label_smoothed_loss(states, weight, targets, epsilon, PAD)
+    assert [one.requires_grad for one in sums] == [True, False, False]
     gradients = torch.autograd.grad(sums.smoothed * 0.37, [states, weight])
     logits = F.linear(states, weight).flatten(0, 1)
     options = {"ignore_index": PAD, "reduction": "sum"}
@@ -85,14 +87,21 @@ def test_bf16_products_stay_near_float32(cached_rows: int, monkeypatch: pytest.M
         assert (ours - theirs).norm() / theirs.norm() < 0.02
 
 
-def test_sums_over_bfloat16_states_are_float32() -> None:
-    states, weight, targets = problem(torch.float32)
-    states, weight = states.detach().bfloat16(), weight.detach().bfloat16()
-    exact = label_smoothed_loss(states.double(), weight.double(), targets, 0.1, PAD)
+def test_sums_over_bfloat16_states_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight's gradient too is added up in float32, over chunks of one row."""
+    states, weight, targets = (one.detach().repeat_interleave(30, 0) for one in problem(torch.float32))
+    states, weight = states.bfloat16().requires_grad_(), weight[::30].bfloat16().requires_grad_()
+    hold_rows(0, 0, monkeypatch)
+    exact_inputs = [one.detach().double().requires_grad_() for one in (states, weight)]
+    exact = label_smoothed_loss(*exact_inputs, targets, 0.1, PAD)
     low = label_smoothed_loss(states, weight, targets, 0.1, PAD)
     for found, expected in zip(low, exact, strict=True):
         assert found.dtype == torch.float32
         assert found.item() == pytest.approx(expected.item(), rel=0.003)
+    gradients = torch.autograd.grad(low.smoothed, [states, weight])
+    for found, expected in zip(gradients, torch.autograd.grad(exact.smoothed, exact_inputs), strict=True):
+        assert found.dtype == torch.bfloat16
+        assert (found - expected).norm() < 0.004 * expected.norm()
 
 
 def test_extreme_logits_stay_finite() -> None:
@@ -108,8 +117,19 @@ def test_extreme_logits_stay_finite() -> None:
 
 def test_validation_pays_for_no_gradient() -> None:
     states, weight, targets = problem()
-    with torch.inference_mode():
-        sums = label_smoothed_loss(states, weight, targets, 0.1, PAD)
-    assert not sums.smoothed.requires_grad
     expected = label_smoothed_loss(states, weight, targets, 0.1, PAD)
-    assert sums.smoothed.item() == expected.smoothed.item()
+    for context in (torch.inference_mode(), torch.no_grad()):
+        with context, FlopCounterMode(display=False) as counter:
+            sums = label_smoothed_loss(states, weight, targets, 0.1, PAD)
+        assert counter.get_total_flops() == 2 * states.numel() * weight.size(0)  # the logits alone
+        assert not sums.smoothed.requires_grad
+        assert sums.smoothed.item() == expected.smoothed.item()
+
+
+def test_the_gradient_of_one_input_alone() -> None:
+    states, weight, targets = problem()
+    both = torch.autograd.grad(label_smoothed_loss(states, weight, targets, 0.1, PAD).smoothed, [states, weight])
+    of_states = label_smoothed_loss(states, weight.detach(), targets, 0.1, PAD).smoothed
+    of_weight = label_smoothed_loss(states.detach(), weight, targets, 0.1, PAD).smoothed
+    assert torch.equal(torch.autograd.grad(of_states, states)[0], both[0])
+    assert torch.equal(torch.autograd.grad(of_weight, weight)[0], both[1])

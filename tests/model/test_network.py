@@ -307,13 +307,13 @@ def test_key_biases_alone_get_no_gradient_in_truth() -> None:
 
 def test_attention_maps_are_what_the_network_attends_to() -> None:
     net = network()
-    source, target = ids(2, 5), ids(2, 4)
+    source, target = ids(2, 5), ids(2, 3)
     mask = torch.arange(5)[None] < torch.tensor([[5], [3]])
     maps = attention_maps(net, source, target, mask)
     assert {kind: (len(layers), *layers[0].shape) for kind, layers in maps.items()} == {
         "encoder": (2, 2, 4, 5, 5),
-        "decoder": (2, 2, 4, 4, 4),
-        "cross": (2, 2, 4, 4, 5),
+        "decoder": (2, 2, 4, 3, 3),
+        "cross": (2, 2, 4, 3, 5),
     }
     for layers in maps.values():
         for weights in layers:
@@ -344,6 +344,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     torch.testing.assert_close(dropout(x), y)  # a function of the seed
     assert not torch.equal(dropout(x), y)
     assert dropout.eval()(x) is x
+    assert Dropout(0.0).train()(x) is x
 
 
 def test_the_rarest_dropout() -> None:
