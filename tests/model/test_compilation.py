@@ -1,17 +1,22 @@
 """torch.compile in training: the same results, one graph for every shape of batch, the same checkpoints."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import model.loss
 from data_module.batch import Batch, SpecialIds, StepShare
 from model.compilation import CompiledForward
+from model.dropout import Dropout
+from model.linear import Linear
 from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
@@ -122,12 +127,23 @@ def test_more_graphs_than_pytorch_allows_by_default() -> None:
             torch.testing.assert_close(forward(*arguments), network(*arguments))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("cached_rows", [6, 99])
+@pytest.mark.parametrize(
+    ("backend", "autocast", "cached_rows"),
+    [
+        ("eager", False, 6),
+        *[
+            pytest.param("inductor", *rest, marks=pytest.mark.slow)
+            for rest in itertools.product([False, True], [6, 99])
+        ],
+    ],
+)
 def test_the_compiled_loss_equals_the_plain_one_in_chunks_of_any_size(
-    autocast: bool, cached_rows: int, monkeypatch: pytest.MonkeyPatch
+    backend: str, autocast: bool, cached_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The backend "eager" runs what the compiler has traced without making kernels of it."""
+    if backend == "eager":
+        traced = torch.compile(model.loss._over_classes, fullgraph=True, backend=backend)
+        monkeypatch.setattr(model.loss, "_compiled_over_classes", lambda: traced)
     hold_rows(16, cached_rows, monkeypatch, VOCABULARY)
     torch.manual_seed(0)
     weight = torch.randn(VOCABULARY, 16).requires_grad_()
@@ -187,6 +203,47 @@ def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing(device
     ours.eval(), theirs.eval()
     with torch.inference_mode():
         assert torch.equal(ours.losses(every[0]).smoothed, theirs.losses(every[0]).smoothed)
+
+
+def test_training_alone_runs_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network and loss; their compiled forms are replaced by the plain ones, and counted."""
+    calls: list[str] = []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: calls.append(name) or function(*arguments)
+
+    monkeypatch.setattr(model.loss, "_compiled_over_classes", lambda: counted("loss", model.loss._over_classes))
+    [batch] = share_of([(3, 7, 7)], masked=True).micro_batches
+    for compiled in (True, False):
+        made = module(compiled)
+        if compiled:
+            made.compiled_forward = counted("network", made.network)
+        found = [made.train(training).losses(batch) for training in (True, False)]
+        torch.testing.assert_close(*found)
+        assert calls == ["network", "loss"]  # by the first pass of the compiled module
+
+
+def test_dropout_that_is_compiled_or_scripted_is_pytorchs() -> None:
+    x = torch.ones(40, 50)
+    for translate in (lambda module: torch.compile(module, backend="eager", fullgraph=True), torch.jit.script):
+        torch.manual_seed(7)
+        found = translate(Dropout(0.3))(x)
+        torch.manual_seed(7)
+        assert torch.equal(found, F.dropout(x, 0.3))
+
+
+def test_a_compiled_linear_layer_is_one_product() -> None:
+    """In bfloat16 too; its rows are not padded, which only oneDNN's kernels need."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(Linear(24, 40), backend=keep, fullgraph=True)(torch.randn(5, 24))
+    [graph] = graphs
+    assert [node.target for node in graph.graph.nodes if node.op.startswith("call")] == [F.linear]
 
 
 @pytest.mark.slow
