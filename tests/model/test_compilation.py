@@ -154,8 +154,9 @@ def test_the_compiled_loss_equals_the_plain_one_in_chunks_of_any_size(
         return [*sums, *torch.autograd.grad(sums.smoothed, [states, weight])]
 
     tolerance = 1e-2 if autocast else 1e-5
-    # 16 rows a chunk and 5 left over; only a rest; a rest of one row, which is not compiled; a chunk exactly.
-    for number, rows in enumerate((37, 7, 33, 16, 1)):
+    # A part of a chunk, then other sizes, which compile nothing: 16 rows a chunk and 5 left over; only a rest; a rest
+    # of one row, which is not compiled; a chunk exactly.
+    for number, rows in enumerate((6, 37, 7, 33, 16, 1)):
         if number == 1:
             torch.compiler.set_stance("fail_on_recompile")
         states = torch.randn(rows, 16).requires_grad_()
@@ -216,6 +217,7 @@ def test_training_alone_runs_compiled_code(monkeypatch: pytest.MonkeyPatch) -> N
     [batch] = share_of([(3, 7, 7)], masked=True).micro_batches
     for compiled in (True, False):
         made = module(compiled)
+        assert (made.compiled_forward is not None) == compiled
         if compiled:
             made.compiled_forward = counted("network", made.network)
         found = [made.train(training).losses(batch) for training in (True, False)]

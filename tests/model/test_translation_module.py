@@ -62,8 +62,9 @@ def make_module(
     torch.manual_seed(3)
     network = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=dropout)
     special = SpecialIds(pad=PAD, bos=1, eos=2)
+    options = {"scaled": True} if scaled else {}
     return TranslationModule(
-        VOCABULARY, special, network, training, DecodingSettings(max_extra_tokens=3), seed, scaled=scaled
+        VOCABULARY, special, network, training, DecodingSettings(max_extra_tokens=3), seed, **options
     )
 
 
