@@ -84,7 +84,7 @@ def test_equals_a_plain_beam_search_without_cache_batch_or_early_stop(variant: s
     ties, num_answers, lengths = 0, 0, set()
     network = make_network(1) if variant == "random" else trained_network(variant)
     search = Search(network, BOS, EOS, PAD).eval()
-    for beam_size, alpha, extra in [(4, 0.6, 8), (3, 0.0, 4), (4, 1.5, 12)]:
+    for beam_size, alpha, extra in [(4, 0.6, 8), (2, 0.0, 4), (4, 1.5, 12)]:
         found = search.beam(source, mask, beam_size, alpha, extra, beam_size)
         for sentence, length in enumerate(LENGTHS):
             expected = plain_beam(network, source[sentence, :length], beam_size, alpha, length + extra)
@@ -241,13 +241,14 @@ def test_each_sentence_has_its_own_limit(beam_size: int) -> None:
     assert total < -90
 
 
-def test_learned_positions_limit_source_and_answer() -> None:
-    network = observed(make_network(0, learned_positions=True, max_positions=8), endless=True)
+@pytest.mark.parametrize("limit", [1, 8])
+def test_learned_positions_limit_source_and_answer(limit: int) -> None:
+    network = observed(make_network(0, learned_positions=True, max_positions=limit), endless=True)
     search = Search(network, BOS, EOS, PAD).eval()
-    source, _ = make_sources([8])
-    assert search.greedy(source, None, 50).lengths.tolist() == [8]
-    longer, _ = make_sources([9])
-    with pytest.raises(ValueError, match="9 tokens is longer than the network's 8 positions"):
+    source, _ = make_sources([limit])
+    assert search.greedy(source, None, 50).lengths.tolist() == [limit]
+    longer, _ = make_sources([limit + 1])
+    with pytest.raises(ValueError, match=f"{limit + 1} tokens is longer than the network's {limit} positions"):
         search.greedy(longer, None, 50)
 
 

@@ -32,6 +32,8 @@ SOURCE = torch.tensor([[4, 5, EOS]])
 MASK = torch.ones(1, 3, dtype=torch.bool)
 BAD_ARGUMENTS = {
     "one or more of each": (SOURCE[:0], None, 4, 0.6, 5, 1),
+    r"not .*\[1, 0\]": (SOURCE[:, :0], None, 4, 0.6, 5, 1),
+    r"not .*\[1, 1, 3\]": (SOURCE[None], None, 4, 0.6, 5, 1),
     "must be int64": (SOURCE.float(), None, 4, 0.6, 5, 1),
     "ids must be 0 .. 23": (SOURCE + 19, None, 4, 0.6, 5, 1),
     "must be 0 .. 23": (-SOURCE, None, 4, 0.6, 5, 1),
@@ -56,6 +58,8 @@ def test_wrong_arguments_are_refused_in_python_and_torchscript() -> None:
             search.beam(*arguments)  # type: ignore[arg-type]
         with pytest.raises(torch.jit.Error, match=message):
             scripted.beam(*arguments)
+    for one in (search, scripted):  # the least of all arguments
+        assert one.beam(SOURCE, None, 1, 0.0, 0, 1).lengths.item() <= 3
 
 
 @pytest.mark.parametrize(("bos_id", "eos_id", "pad_id"), [(2, 2, 0), (2, 3, 24), (-1, 3, 0)])
