@@ -7,7 +7,6 @@ import shutil
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
