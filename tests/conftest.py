@@ -176,19 +176,30 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return _Module.from_parent(parent, path=module_path)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and say what `pytest -n` may run at the same time.
-
-    With `--dist loadgroup` the cluster's tests follow one another in one worker, for there is one cluster; the longest
-    test, the demo, is the first of another.
-    """
+    """Skip what needs a GPU where there is none, and begin with the demo, the longest test."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if item.path.is_relative_to(ROOT / "tests" / "slurm"):
-            item.add_marker(pytest.mark.xdist_group("slurm"))
     items.sort(key=lambda item: item.path.name != "test_demo.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadgroup`: the cluster's tests one after another in one worker, beginning at once.
+
+    pytest-xdist's own groups (3.8) are not seen by pytest 9.
+    """
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ClusterApart(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            """One scope for the cluster's tests, which is the largest and so the first; another for each other test."""
+            return "slurm" if nodeid.startswith("tests/slurm/") else nodeid
+
+    return ClusterApart(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
