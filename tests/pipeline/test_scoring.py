@@ -34,6 +34,12 @@ def test_the_papers_count_by_hand() -> None:
     assert "compounds:split" in figures["bleu_paper_signature"]
 
 
+def test_case_counts_in_bleu_and_not_in_bleu_lowercase() -> None:
+    figures = score([REFERENCES[1].upper()], [REFERENCES[1]])
+    assert figures["bleu"] < 50
+    assert figures["bleu_lowercase"] == pytest.approx(100)
+
+
 def test_the_papers_count_knows_case_and_equal_quotation_marks() -> None:
     assert paper_score(["„Ja“, sagt er heute."], ["“Ja„, sagt er heute."], "de")["bleu_paper"] < 100
     assert paper_score(["Er sagt ”Ja“ heute."], ['Er sagt "Ja" heute.'], "de")["bleu_paper"] == pytest.approx(100)
