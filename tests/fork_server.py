@@ -207,7 +207,6 @@ def serve(address: str) -> dict[str, Any]:
                 continue
             connection, _ = listener.accept()
             request, streams = _request(connection)
-            # Until the parent has said who it is, the child does nothing that could be asked about.
             child = os.fork()
             if child == 0:
                 selector.close()
