@@ -6,12 +6,12 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from data_module.batch import SpecialIds, StepShare, collate
-from data_module.batch_plan import Group, plan_in_order
-from data_module.corpus import ParallelCorpus, open_corpus, read_ahead, with_end_symbol
+from data_module.batching.batch import SpecialIds, StepShare, collate
+from data_module.batching.batch_plan import Group, plan_in_order
+from data_module.corpus.store import ParallelCorpus, open_corpus, read_ahead, with_end_symbol
 from data_module.errors import InputError
-from data_module.plan_source import PlanSource
-from data_module.resumable_loader import ResumableLoader, ShareDataset, as_it_is
+from data_module.batching.plan_cache import PlanSource
+from data_module.batching.stateful_loader import ResumableLoader, ShareDataset, as_it_is
 from data_module.settings import BatchSettings
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.linear import Linear
+from model.cpu.linear import Linear
 from model.settings import NetworkSettings
 
 

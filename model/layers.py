@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import CrossAttention, SelfAttention
-from model.dropout import Dropout
-from model.linear import Linear
+from model.cpu.dropout import Dropout
+from model.cpu.linear import Linear
 from model.settings import NetworkSettings
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.compilation import vary_in
-from model.linear import compiles_each_shape, rows_missing
+from model.cpu.linear import compiles_each_shape, rows_missing
 
 _CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits held at a time: on a CPU what makes its products large enough, on a GPU what fills it (0.7 GB)."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.dropout import Dropout
+from model.cpu.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
 from model.positions import LearnedPositions, SinusoidalPositions
 from model.settings import NetworkSettings

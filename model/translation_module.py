@@ -14,12 +14,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from data_module.batch import Batch, SpecialIds, StepShare
+from data_module.batching.batch import Batch, SpecialIds, StepShare
 from model.compilation import CompiledForward
 from model.decoding import Search
 from model.loss import LossSums, label_smoothed_loss
-from model.loss_scale import LossScale
-from model.noam_schedule import noam_learning_rate
+from model.loss_scaler import LossScale
+from model.lr_schedule import noam_learning_rate
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from pipeline import stop_request
+from pipeline.runtime import signals as stop_request
 
 if sys.argv[1:2] == ["fit"]:
     # From here on, before anything that takes time is imported.
@@ -18,8 +18,8 @@ import zlib
 from typing import NoReturn
 
 from data_module.errors import InputError
-from pipeline.slurm_job import tell_script_of_mistake
-from pipeline.whole_file import behind, full_disk
+from pipeline.runtime.slurm import tell_script_of_mistake
+from pipeline.runtime.atomic_file import behind, full_disk
 
 VERBS = {
     "prepare": "raw parallel text -> corpus folder",
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if verb not in VERBS:
             raise InputError(f"'{verb}' is not a verb; known are: {', '.join(VERBS)}")
-        module = importlib.import_module(f"pipeline.{verb}")
+        module = importlib.import_module(f"pipeline.commands.{verb}")
         parser = OneLineParser(
             prog=f"python -m pipeline {verb}",
             description=module.__doc__,

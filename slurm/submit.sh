@@ -16,7 +16,7 @@ read -r -a all <<<"${JOB_OPTIONS:-}"
 read -r -a more <<<"${TRAIN_OPTIONS:-}"
 
 # Where the recipe writes, and what it is scored on, a line each.
-places=$("${python[@]}" -m pipeline.places --config "$@") || exit 2
+places=$("${python[@]}" -m pipeline.config.paths --config "$@") || exit 2
 { read -r run; read -r source; read -r reference; } <<<"$places"
 
 submit() {

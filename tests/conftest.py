@@ -62,7 +62,7 @@ def write_text(folder: Path) -> None:
 @pytest.fixture(scope="session")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The corpus of `write_text`; the texts lie in its parent folder."""
-    from data_module.preparation import prepare
+    from data_module.corpus.preparation import prepare
     from data_module.settings import CorpusSettings, TextSource
 
     folder = tmp_path_factory.mktemp("tiny")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_module.batch import SpecialIds
+from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
 from model.positions import SinusoidalPositions
 from model.settings import NetworkSettings

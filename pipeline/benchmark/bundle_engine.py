@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from data_module.errors import InputError
-from data_module.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings
 from pipeline.benchmark.engine import Settings, Turn
-from pipeline.bundle.torchscript import load_torchscript
-from pipeline.translator import LONGEST, Translator
+from pipeline.export.torchscript import load_torchscript
+from pipeline.inference.translator import LONGEST, Translator
 
 
 def require_bundle(bundle: Path, model: Any) -> None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from data_module.batch_plan import EpochPlan
-    from data_module.corpus import ParallelCorpus
+    from data_module.batching.batch_plan import EpochPlan
+    from data_module.corpus.store import ParallelCorpus
     from data_module.settings import CorpusSettings
     from data_module.translation_data_module import TranslationDataModule
 
@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, in the order of the data's way."""
-    from data_module.batch import SpecialIds
-    from data_module.tokenizer import Tokenizer
-    from pipeline.fit import ensure_corpus
-    from pipeline.recipe import load_recipe
+    from data_module.batching.batch import SpecialIds
+    from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.commands.fit import ensure_corpus
+    from pipeline.config.recipe import load_recipe
 
     recipe = load_recipe(arguments.config, arguments.overrides)
     ensure_corpus(recipe.corpus)
@@ -64,9 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
     """Pairs cleaned, encoded and written a second, learning the tokenizer apart; in a folder that goes away."""
-    from data_module.corpus_builder import write_corpus
-    from data_module.preparation import without_garbage_collection
-    from data_module.text_sources import count_pairs, is_at_hand
+    from data_module.corpus.builder import write_corpus
+    from data_module.corpus.preparation import without_garbage_collection
+    from data_module.readers.text_sources import count_pairs, is_at_hand
 
     if not all(map(is_at_hand, settings.texts())):
         return {"pairs_per_second": None}
@@ -87,8 +87,8 @@ def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
 
 def _plan(data: "TranslationDataModule") -> dict[str, Any]:
     """The first epoch's plan, and that of the same corpus repeated to `LARGE` pairs."""
-    from data_module.batch_plan import plan_epoch
-    from data_module.corpus import with_end_symbol
+    from data_module.batching.batch_plan import plan_epoch
+    from data_module.corpus.store import with_end_symbol
 
     corpus, settings = data.train_corpus, data.settings
     source, target = with_end_symbol(corpus.source), with_end_symbol(corpus.target)

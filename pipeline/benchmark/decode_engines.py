@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_module.word_counts import normalize_white_space
+from data_module.tokenization.word_counts import normalize_white_space
 from pipeline.benchmark.engine import BATCH_TOKENS, Engine, Settings, Turn, load_pieces
 from pipeline.benchmark.huggingface_engine import HuggingFace, write_huggingface
 
@@ -28,8 +28,8 @@ def prepare(
     """
     import torch
 
-    from pipeline.checkpoint import choose, load_model
-    from pipeline.translator import search_settings
+    from pipeline.checkpointing.checkpoint import choose, load_model
+    from pipeline.inference.translator import search_settings
 
     path = choose(checkpoint)
     model = load_model(path)
@@ -57,7 +57,7 @@ class Pipeline:
     """This program, as `translate` runs it."""
 
     def __init__(self, settings: Settings) -> None:
-        from pipeline.translator import load_translator
+        from pipeline.inference.translator import load_translator
 
         self._translator = load_translator(settings.checkpoint, settings.beam_size, settings.length_penalty)
         network = self._translator.search.network
@@ -113,7 +113,7 @@ class CTranslate2:
 
 
 def _write_ctranslate2(model: Any, folder: Path) -> None:
-    from pipeline.ctranslate2_model import write_ctranslate2
+    from pipeline.export.ctranslate2_model import write_ctranslate2
 
     write_ctranslate2(model.network, model.tokenizer, folder)
 

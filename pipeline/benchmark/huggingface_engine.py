@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from data_module.errors import InputError, install
-from data_module.word_counts import normalize_white_space
+from data_module.tokenization.word_counts import normalize_white_space
 from pipeline.benchmark.engine import BATCH_TOKENS, Settings, Turn, load_pieces
 
 
@@ -47,7 +47,7 @@ class HuggingFace:
 
     def translate(self, sentences: list[str]) -> Turn:
         """As `Engine.translate`."""
-        from pipeline.translator import batches_by_length
+        from pipeline.inference.translator import batches_by_length
 
         torch, settings, tokenizer = self._torch, self._settings, self._tokenizer
         encoded = tokenizer.encode([normalize_white_space(sentence) for sentence in sentences])

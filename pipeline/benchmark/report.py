@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from model.settings import NetworkSettings
-from pipeline.measuring.flops import training_flops
+from pipeline.profiling.flops import training_flops
 
 if TYPE_CHECKING:
-    from pipeline.benchmark.contest import Contest, Turn
+    from pipeline.benchmark.side_by_side import Contest, Turn
 
 PARTS = ("data_wait", "forward", "loss", "backward", "optimizer", "rest")
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.benchmark.scaling_model import Cluster, Prediction, Step
-    from pipeline.recipe import Recipe
+    from pipeline.config.recipe import Recipe
 
 GPUS = [2**power for power in range(10)]
 SMALLER = 16
@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure or take the step, predict, report."""
     from pipeline.benchmark.report import rounded
     from pipeline.benchmark.scaling_model import ddp_buckets, pays_up_to, strong_scaling, weak_scaling
-    from pipeline.fit import quiet_lightning
-    from pipeline.recipe import load_recipe
-    from pipeline.trainer_options import trainer_signature
+    from pipeline.commands.fit import quiet_lightning
+    from pipeline.config.recipe import load_recipe
+    from pipeline.training.trainer import trainer_signature
 
     quiet_lightning()
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
@@ -141,12 +141,12 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from data_module.errors import InputError
-    from data_module.tokenizer import Tokenizer
+    from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.benchmark.report import figures_of
     from pipeline.benchmark.scaling_model import Step
     from pipeline.benchmark.train import place_of, recipe_contest
-    from pipeline.fit import ensure_corpus
-    from pipeline.training import module_and_data
+    from pipeline.commands.fit import ensure_corpus
+    from pipeline.training.build import module_and_data
 
     place = place_of(recipe.trainer)
     ensure_corpus(recipe.corpus)

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
     from torch import Tensor
 
-    from data_module.tokenizer import Tokenizer
+    from data_module.tokenization.tokenizer import Tokenizer
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
-    from pipeline.benchmark.contest import Contest
-    from pipeline.recipe import Recipe
+    from pipeline.benchmark.side_by_side import Contest
+    from pipeline.config.recipe import Recipe
 
 LOOP_TURN, LOOP_STEPS = 50, 300
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and report."""
-    from pipeline.fit import ensure_corpus, quiet_lightning
+    from pipeline.commands.fit import ensure_corpus, quiet_lightning
 
     # PyTorch's profiler, which counts memory, reports itself on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -69,10 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from data_module.errors import InputError
-    from data_module.tokenizer import Tokenizer
+    from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.benchmark.report import figures_of, loop_seconds, rounded, table
-    from pipeline.recipe import load_recipe
-    from pipeline.trainer_options import trainer_signature
+    from pipeline.config.recipe import load_recipe
+    from pipeline.training.trainer import trainer_signature
 
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if arguments.steps < 1:
@@ -110,7 +110,7 @@ def place_of(trainer: dict[str, Any]) -> _Place:
     import torch
 
     from data_module.errors import InputError
-    from pipeline.trainer_options import trainer_options
+    from pipeline.training.trainer import trainer_options
 
     kept: dict[str, Any] = {
         key: trainer[key] for key in trainer if key in ("accelerator", "precision", "deterministic")
@@ -131,8 +131,8 @@ def recipe_contest(
 ) -> "Contest":
     """The recipe's network against the baselines."""
     from pipeline.benchmark.baselines import baseline_network, cross_entropy
-    from pipeline.benchmark.contest import Contest, PlainTraining
-    from pipeline.training import module_and_data
+    from pipeline.benchmark.side_by_side import Contest, PlainTraining
+    from pipeline.training.build import module_and_data
 
     module, data = module_and_data(recipe, tokenizer)
     loss = cross_entropy(tokenizer.pad_id, recipe.training.label_smoothing)
@@ -151,10 +151,10 @@ def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "C
     from model.loss import label_smoothed_loss
     from model.settings import NetworkSettings
     from model.transformer import Transformer
-    from pipeline.benchmark.contest import Contest, PlainTraining
+    from pipeline.benchmark.side_by_side import Contest, PlainTraining
     from pipeline.monitoring.monitor import Monitor
     from pipeline.monitoring.run_log import RunLog
-    from pipeline.training import module_and_data
+    from pipeline.training.build import module_and_data
 
     longest = module_and_data(recipe, tokenizer)[1].longest
     network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1, dropout=0.0)

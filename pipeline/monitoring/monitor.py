@@ -12,11 +12,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from data_module.batch import StepShare
+from data_module.batching.batch import StepShare
 from data_module.errors import InputError
-from pipeline.monitoring.ceiling import best_rate
+from pipeline.monitoring.mfu import best_rate
 from pipeline.monitoring.progress import Progress, say
-from pipeline.monitoring.step_clock import StepClock
+from pipeline.profiling.step_clock import StepClock
 
 SKIPPED_AT_MOST = 20
 """So many steps in a row without a finite gradient are no accident."""

@@ -22,7 +22,7 @@ from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 from pipeline.monitoring import EVENTS, METRICS, SUMMARY
 from pipeline.monitoring.log_files import AppendedFile, EventFile, cut_back
 from pipeline.monitoring.progress import say
-from pipeline.whole_file import whole_file
+from pipeline.runtime.atomic_file import whole_file
 
 
 class RunLog(Logger):

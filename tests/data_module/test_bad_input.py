@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from data_module.corpus import TokenStoreWriter, open_corpus
+from data_module.corpus.store import TokenStoreWriter, open_corpus
 from data_module.errors import InputError
-from data_module.preparation import prepare
+from data_module.corpus.preparation import prepare
 from data_module.settings import CorpusSettings, TextSource
-from data_module.text_sources import count_pairs, read_pairs
-from data_module.tokenizer import Tokenizer
+from data_module.readers.text_sources import count_pairs, read_pairs
+from data_module.tokenization.tokenizer import Tokenizer
 
 SOURCE = ["one house", "two houses", "three red houses", "four"]
 TARGET = ["ein Haus", "zwei Häuser", "drei rote Häuser", "vier"]
@@ -167,7 +167,7 @@ def test_truncated_and_false_gzip(place: Workplace) -> None:
 def test_tsv_line_with_other_than_two_columns(
     place: Workplace, line: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_module.text_sources._CHUNK_BYTES", 20)  # two lines
+    monkeypatch.setattr("data_module.readers.text_sources._CHUNK_BYTES", 20)  # two lines
     rows = ["\t".join(pair) for pair in zip(SOURCE, TARGET, strict=True)]
     text = TextSource(tsv=str(place.write("train.tsv", [*rows[:2], line, *rows[2:]])))
     assert place.fails(train=[text]).endswith(f"train.tsv:3: {said}")
@@ -224,7 +224,7 @@ def test_full_disk_while_rebuilding_keeps_the_old_corpus(place: Workplace, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_module.preparation._sync", full)
+        patch.setattr("data_module.corpus.preparation._sync", full)
         with pytest.raises(InputError, match="disk is full"):
             prepare(place.settings, force=True, progress=False)
     assert place.works() == manifest

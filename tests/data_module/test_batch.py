@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from data_module.batch import SpecialIds, StepShare, collate
-from data_module.batch_plan import Group
-from data_module.corpus import ParallelCorpus, TokenStore, TokenStoreWriter
+from data_module.batching.batch import SpecialIds, StepShare, collate
+from data_module.batching.batch_plan import Group
+from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 SOURCE = [[15, 16], [17], [18, 19, 10], [11]]

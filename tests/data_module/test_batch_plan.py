@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_module.batch_plan import CRUMB, FULL_ENOUGH, UNEVEN, Group, plan_epoch, plan_in_order, share_of_rank
+from data_module.batching.batch_plan import CRUMB, FULL_ENOUGH, UNEVEN, Group, plan_epoch, plan_in_order, share_of_rank
 
 BATCH, GROUP = 2000, 250
 

@@ -16,7 +16,7 @@ import yaml
 
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
-from data_module.text_sources import read_pairs
+from data_module.readers.text_sources import read_pairs
 from tests.conftest import ROOT, pipeline, sentences
 from tests.data_module.test_preparation import made, text_of
 
@@ -278,7 +278,7 @@ def test_without_the_library(settings: CorpusSettings, monkeypatch: pytest.Monke
 def test_the_library_is_not_imported_for_text_files(tiny_corpus: Path) -> None:
     code = f"""if True:
         import sys
-        from data_module.preparation import prepare
+        from data_module.corpus.preparation import prepare
         from data_module.settings import CorpusSettings, TextSource
         texts = [TextSource(*(r"{tiny_corpus.parent}/" + f"{{split}}.{{side}}" for side in ("source", "target")))
                  for split in ("train", "validation")]

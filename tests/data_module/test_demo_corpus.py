@@ -14,9 +14,9 @@ import pytest
 import sacrebleu
 from tqdm import tqdm
 
-from data_module import demo_corpus, demo_grammar, demo_sentences
-from data_module.demo_grammar import THE, Clause, Nominal, Phrase, Verb, noun_phrase
-from data_module.demo_sentences import Lexicon, Sentence
+from data_module.demo import corpus as demo_corpus, grammar as demo_grammar, sentences as demo_sentences
+from data_module.demo.grammar import THE, Clause, Nominal, Phrase, Verb, noun_phrase
+from data_module.demo.sentences import Lexicon, Sentence
 
 LEXICON = Lexicon()
 NOUNS = {noun.english: noun for nouns in LEXICON.nouns.values() for noun in nouns}
@@ -244,7 +244,7 @@ def test_same_seed_same_bytes_and_files_left_alone(
     (tmp_path / "a" / "test.de").write_text("spoilt\n")
     os.utime(tmp_path / "a" / "train.en", ns=(1, 1))
     run = subprocess.run(
-        [sys.executable, "-m", "data_module.demo_corpus", str(tmp_path / "a")],
+        [sys.executable, "-m", "data_module.demo.corpus", str(tmp_path / "a")],
         cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": "7"},
         capture_output=True,

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from data_module import corpus_builder
-from data_module.corpus import open_corpus
-from data_module.corpus_builder import learn_tokenizer
+from data_module.corpus.store import builder as corpus_builder
+from data_module.corpus.store import open_corpus
+from data_module.corpus.builder import learn_tokenizer
 from data_module.errors import InputError
-from data_module.preparation import prepare
+from data_module.corpus.preparation import prepare
 from data_module.settings import CorpusSettings, TextSource
-from data_module.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 
 WORDS = ["the", "a", "red", "blue", "house", "tree", "cat", "sees", "likes", "½", "Straße", "№", "über"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,7 +251,7 @@ def test_a_sample_has_so_many_pairs_and_none_twice(
     settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     """A pair of this text is a word of its own, which three pieces build; all 20 letters are pieces anyway."""
-    monkeypatch.setattr("data_module.text_sources._CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("data_module.readers.text_sources._CHUNK_BYTES", chunk_bytes)
     words = ["ab", "cd", "ef", "gh", "ij", "kl", "mn", "op", "qr", "st"]
     text = write_pairs(tmp_path, "words", [(word, word) for word in words])
     for num_sentences, num_words in ((2, 1), (3, 1), (9, 4), (18, 9), (20, 10), (99, 10)):
@@ -288,7 +288,7 @@ def test_text_of_many_chunks(settings: CorpusSettings, tmp_path: Path, monkeypat
     wanted = replace(settings, train=sources, validation=sources)
     manifests, folders = [], []
     for chunk_bytes in (2**20, 200):
-        monkeypatch.setattr("data_module.text_sources._CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr("data_module.readers.text_sources._CHUNK_BYTES", chunk_bytes)
         folders.append(tmp_path / f"corpus-{chunk_bytes}")
         manifests.append(made(replace(wanted, folder=str(folders[-1]))))
     assert contents(str(folders[0])) == contents(str(folders[1]))
@@ -315,8 +315,8 @@ def test_lowercase(settings: CorpusSettings) -> None:
 
 def _start(settings: CorpusSettings, before: str) -> subprocess.Popen[str]:
     code = (
-        "import sys, time, data_module.corpus_builder as builder\n"
-        "from data_module.preparation import prepare\n"
+        "import sys, time, data_module.corpus.builder as builder\n"
+        "from data_module.corpus.preparation import prepare\n"
         "from data_module.settings import CorpusSettings, TextSource\n"
         f"settings = {settings!r}\n{before}\nprepare(settings, progress=False)\nprint('done', flush=True)\n"
     )

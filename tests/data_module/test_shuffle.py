@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data_module.shuffle import Shuffle
+from data_module.batching.shuffle import Shuffle
 
 
 def shuffle(seed: int) -> Shuffle:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_module.errors import InputError
-from data_module.tokenizer import NUM_SPECIAL_IDS, Tokenizer, train_tokenizer
-from data_module.word_counts import WordCounts, normalize_white_space
-from data_module.word_encoder import WordEncoder
+from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer, train_tokenizer
+from data_module.tokenization.word_counts import WordCounts, normalize_white_space
+from data_module.tokenization.word_encoder import WordEncoder
 
 SENTENCES = [
     f"The {adjective} {noun} sees ½ of the x² in Zürich… № {number}"
@@ -160,7 +160,7 @@ def test_pickles(tokenizer: Tokenizer) -> None:
 def test_word_encoder_equals_the_tokenizer(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     sentences = [*SENTENCES, "", "unknown 漢字 漢 字", "▅ a▅b", "one", *reversed(SENTENCES)]
     for remembered in (1_000_000, 3):
-        monkeypatch.setattr("data_module.word_encoder._MAX_REMEMBERED_WORDS", remembered)
+        monkeypatch.setattr("data_module.tokenization.word_encoder._MAX_REMEMBERED_WORDS", remembered)
         encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
         for start in range(0, len(sentences), 7):
             chunk = sentences[start : start + 7]
@@ -171,14 +171,14 @@ def test_word_encoder_equals_the_tokenizer(tokenizer: Tokenizer, monkeypatch: py
 
 
 def test_word_counts_stay_bounded_and_forget_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_module.word_counts._MAX_COUNTED_WORDS", 10)
+    monkeypatch.setattr("data_module.tokenization.word_counts._MAX_COUNTED_WORDS", 10)
     words = WordCounts()
     words.add("often often", times=3)
     for i in range(50):
         words.add(f"often w{i}")
         assert len(words.counts) <= 10
     assert words.counts["often"] == 56
-    monkeypatch.setattr("data_module.word_counts._MAX_COUNTED_WORDS", 3)
+    monkeypatch.setattr("data_module.tokenization.word_counts._MAX_COUNTED_WORDS", 3)
     words = WordCounts()
     words.add("a b b c c d d d e e e e e")
     assert words.counts == {"d": 3, "e": 5}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_module.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from tests.conftest import ROOT, pipeline
 
 HERE = Path(__file__).resolve().parent

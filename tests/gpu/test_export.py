@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.decoding import Search
-from pipeline.bundle.torchscript import load_torchscript, write_torchscript
+from pipeline.export.torchscript import load_torchscript, write_torchscript
 from tests.model.search_truth import (
     BOS,
     EOS,

@@ -13,17 +13,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_module.batch import SpecialIds
-from data_module.corpus import ParallelCorpus, TokenStore, TokenStoreWriter
+from data_module.batching.batch import SpecialIds
+from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
-from pipeline.checkpoint_keeper import MovingAverage
-from pipeline.measuring.stopwatch import PeakMemory
+from pipeline.checkpointing.callback import MovingAverage
+from pipeline.profiling.stopwatch import PeakMemory
 from pipeline.monitoring.monitor import Monitor
-from pipeline.trainer_options import precision_plugin
+from pipeline.training.trainer import precision_plugin
 from tests.model.test_compilation import DEVICES, PAD, VOCABULARY, share_of
 
 SPECIAL = SpecialIds(pad=PAD, bos=1, eos=2)

@@ -5,9 +5,9 @@ As it would where another job is saving one, and the first rank waits for that t
 
 import sys
 
-from pipeline import checkpoint
+from pipeline.checkpointing import checkpoint
 from pipeline.__main__ import main
-from pipeline.fit import process_rank
+from pipeline.commands.fit import process_rank
 
 if __name__ == "__main__":
     if process_rank() == 1:

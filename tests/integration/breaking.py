@@ -6,7 +6,7 @@ FIRST and LAST are environment variables; it is the last rank's loss.
 import os
 import sys
 
-from data_module.batch import Batch
+from data_module.batching.batch import Batch
 from model.loss import LossSums
 from model.translation_module import TranslationModule
 from pipeline.__main__ import main

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from data_module.batch import StepShare
+from data_module.batching.batch import StepShare
 from model.translation_module import TranslationModule
 from pipeline.__main__ import main
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from data_module.batch import StepShare
+from data_module.batching.batch import StepShare
 from model.translation_module import TranslationModule
 from pipeline.__main__ import main
 

@@ -26,10 +26,10 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data_module.batch import Batch, SpecialIds, StepShare, collate
-from data_module.batch_plan import plan_epoch, share_of_rank
-from data_module.corpus import with_end_symbol
-from data_module.tokenizer import Tokenizer
+from data_module.batching.batch import Batch, SpecialIds, StepShare, collate
+from data_module.batching.batch_plan import plan_epoch, share_of_rank
+from data_module.corpus.store import with_end_symbol
+from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
 from model.transformer import Transformer
@@ -43,8 +43,8 @@ from pipeline.benchmark.scaling_model import (
     strong_scaling,
     weak_scaling,
 )
-from pipeline.recipe import Recipe, load_recipe
-from pipeline.trainer_options import best_precision
+from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.training.trainer import best_precision
 
 TURNS, WARM_UP_TURNS = 30, 2
 SMALLER = 16

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_module.corpus import open_corpus
+from data_module.corpus.store import open_corpus
 from tests.integration.runs import checkpoints, kill, position, scalars, start, step_of
 
 Step = dict[int, list[int]]

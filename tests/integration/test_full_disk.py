@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from pipeline.monitoring.log_files import metrics
-from pipeline.recipe import load_recipe
+from pipeline.config.recipe import load_recipe
 from tests.conftest import pipeline
 from tests.integration.runs import checkpoints, descendants, scalars, start, step_of, still_there, temporary_files
 

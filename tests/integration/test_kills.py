@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoint import step_path
+from pipeline.checkpointing.checkpoint import step_path
 from pipeline.monitoring import STARTS
 from pipeline.monitoring.log_files import metrics
-from pipeline.run_folder import RunFolder
+from pipeline.checkpointing.run_folder import RunFolder
 from tests.conftest import pipeline
 from tests.integration.runs import (
     accumulator,

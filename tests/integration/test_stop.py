@@ -117,8 +117,8 @@ def test_signals_leave_the_compiler_alone() -> None:
     code = """
 import os, signal
 from pathlib import Path
-from pipeline.stop_request import install
-from pipeline.training import start_compiler
+from pipeline.runtime.signals import install
+from pipeline.training.build import start_compiler
 import torch._inductor.config
 from torch._inductor.async_compile import AsyncCompile
 

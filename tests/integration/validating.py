@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from data_module.batch import SpecialIds, StepShare
+from data_module.batching.batch import SpecialIds, StepShare
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
-from pipeline.checkpoint import load_model, read_checkpoint
-from pipeline.monitoring.validation_text import ValidationText
-from pipeline.trainer_options import strategy
+from pipeline.checkpointing.checkpoint import load_model, read_checkpoint
+from pipeline.monitoring.validation_samples import ValidationText
+from pipeline.training.trainer import strategy
 
 
 class Notes(ValidationText):

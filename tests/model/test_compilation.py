@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import model.loss
-from data_module.batch import Batch, SpecialIds, StepShare
+from data_module.batching.batch import Batch, SpecialIds, StepShare
 from model.compilation import CompiledForward
-from model.dropout import Dropout
-from model.linear import Linear
+from model.cpu.dropout import Dropout
+from model.cpu.linear import Linear
 from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_module.batch import SpecialIds
+from data_module.batching.batch import SpecialIds
 from model.decoding import Answers, Search
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule

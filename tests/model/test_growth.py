@@ -8,7 +8,7 @@ import torch
 from model.loss import label_smoothed_loss
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.measuring.stopwatch import PeakMemory
+from pipeline.profiling.stopwatch import PeakMemory
 
 PAD, VOCABULARY = 0, 50
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.linear import Linear
+from model.cpu.linear import Linear
 from model.loss import label_smoothed_loss
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from model.attention import CrossAttention, SelfAttention, attend, attention_weights
 from model.attention_maps import attention_maps
-from model.dropout import Dropout
+from model.cpu.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
 from model.positions import SinusoidalPositions, sinusoidal_table
 from model.settings import NetworkSettings

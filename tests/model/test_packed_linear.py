@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.decoding import Search
-from model.linear import Linear
-from model.packed_at_first_use import LatePackedLinear, LatePackedProjection
-from model.packed_linear import PackedLinear, PackedProjection, can_pack, pack_linears
+from model.cpu.linear import Linear
+from model.cpu.lazy_packed_linear import LatePackedLinear, LatePackedProjection
+from model.cpu.packed_linear import PackedLinear, PackedProjection, can_pack, pack_linears
 from tests.model.search_truth import (
     BOS,
     EOS,

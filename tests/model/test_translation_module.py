@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.data import DataLoader
 
-from data_module.batch import Batch, SpecialIds, StepShare
+from data_module.batching.batch import Batch, SpecialIds, StepShare
 from model.decoding import Search
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from data_module.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from model.settings import DecodingSettings
 from pipeline.benchmark.engine import Settings
 from pipeline.benchmark.huggingface_engine import HuggingFace, write_huggingface
-from pipeline.translator import load_translator
+from pipeline.inference.translator import load_translator
 from tests.conftest import pipeline
 from tests.model.search_truth import LENGTHS, VOCABULARY_SIZE, make_network, make_sources
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_module.batch import SpecialIds, StepShare
+from data_module.batching.batch import SpecialIds, StepShare
 from data_module.errors import InputError
-from data_module.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from model.attention import CrossAttention, SelfAttention
 from model.loss import _over_classes, label_smoothed_loss
 from model.settings import NetworkSettings
@@ -24,10 +24,10 @@ from model.translation_module import TranslationModule
 from pipeline.__main__ import main
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
 from pipeline.benchmark.train import place_of, recipe_contest
-from pipeline.measuring.flops import training_flops
-from pipeline.measuring.stopwatch import PeakMemory, Stopwatch
-from pipeline.recipe import load_recipe
-from pipeline.trainer_options import trainer_signature
+from pipeline.profiling.flops import training_flops
+from pipeline.profiling.stopwatch import PeakMemory, Stopwatch
+from pipeline.config.recipe import load_recipe
+from pipeline.training.trainer import trainer_signature
 
 SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2)
@@ -91,8 +91,8 @@ def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.M
     # Compiled in name only: that would take a minute.
     monkeypatch.setattr("model.translation_module.CompiledForward", lambda network: lambda *batch: network(*batch))
     monkeypatch.setattr("model.loss._compiled_over_classes", lambda: _over_classes)
-    monkeypatch.setattr("pipeline.training.compiles", lambda *_: True)
-    monkeypatch.setattr("pipeline.benchmark.contest.QUIET_STEPS", 10)
+    monkeypatch.setattr("pipeline.training.build.compiles", lambda *_: True)
+    monkeypatch.setattr("pipeline.benchmark.side_by_side.QUIET_STEPS", 10)
     recipe = load_recipe([recipe_file], (), trainer_signature())
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     contest = recipe_contest(recipe, tokenizer, [], 3, place_of(recipe.trainer))

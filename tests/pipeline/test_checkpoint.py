@@ -13,10 +13,10 @@ import torch
 import yaml
 
 from data_module.errors import InputError
-from data_module.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from model.transformer import Transformer
 from pipeline.__main__ import main
-from pipeline.checkpoint import (
+from pipeline.checkpointing.checkpoint import (
     average,
     choose,
     load_model,
@@ -27,7 +27,7 @@ from pipeline.checkpoint import (
     step_path,
     write_whole,
 )
-from pipeline.recipe import load_recipe
+from pipeline.config.recipe import load_recipe
 from tests.conftest import tiny_recipe
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from data_module.errors import InputError
-from data_module.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from model.decoding import Search
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.ctranslate2_model import write_ctranslate2
+from pipeline.export.ctranslate2_model import write_ctranslate2
 from tests.model.search_truth import BOS, EOS, PAD, VOCABULARY_SIZE, forced_log_probability, trained_network
 
 VARIANTS: dict[str, dict[str, object]] = {

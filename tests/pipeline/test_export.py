@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from data_module.errors import InputError
-from data_module.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
-from pipeline.bundle import exported_program, formats, torchscript
-from pipeline.bundle.parity import Text
-from pipeline.checkpoint import TrainedModel
-from pipeline.export import wanted, write_bundle
+from pipeline.commands.export import exported_program, formats, torchscript
+from pipeline.export.parity import Text
+from pipeline.checkpointing.checkpoint import TrainedModel
+from pipeline.commands.export import wanted, write_bundle
 from tests.model.search_truth import VOCABULARY_SIZE
 
 LETTERS = "abcdefg"
@@ -172,7 +172,7 @@ def test_without_ctranslate2(
     capsys: pytest.CaptureFixture[str],
     named: bool,
 ) -> None:
-    from pipeline import export
+    from pipeline.commands import export
 
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     if not named:

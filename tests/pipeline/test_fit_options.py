@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from data_module.errors import InputError
-from pipeline.doctor import machine
-from pipeline.slurm_job import Step
-from pipeline.trainer_options import (
+from pipeline.commands.doctor import machine
+from pipeline.runtime.slurm import Step
+from pipeline.training.trainer import (
     OWNED,
     best_precision,
     compiles,

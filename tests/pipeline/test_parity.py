@@ -8,9 +8,9 @@ import pytest
 import sacrebleu
 import torch
 
-from data_module.tokenizer import Tokenizer, train_tokenizer
-from pipeline.bundle.parity import Parity, Text, largest, size
-from pipeline.bundle.runners import Answer
+from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from pipeline.export.parity import Parity, Text, largest, size
+from pipeline.export.runners import Answer
 from tests.model.search_truth import VOCABULARY_SIZE
 from tests.pipeline.test_export import TEXT, make_model
 

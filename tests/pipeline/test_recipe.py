@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_module.errors import InputError
-from pipeline.recipe import Recipe, load_recipe
-from pipeline.trainer_options import trainer_signature
+from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.training.trainer import trainer_signature
 from tests.conftest import pipeline
 
 MINIMAL = """\

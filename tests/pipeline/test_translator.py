@@ -3,11 +3,11 @@ import random
 import pytest
 import torch
 
-from data_module.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from model.decoding import Search
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
-from pipeline.translator import NOTHING, Translator, batches_by_length
+from pipeline.inference.translator import NOTHING, Translator, batches_by_length
 
 WORDS = ["ein", "hund", "läuft", "über", "die", "straße", "und", "bellt", "laut"]
 

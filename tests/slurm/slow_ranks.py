@@ -21,7 +21,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline import fit, stop_request, together
+from pipeline.commands import fit
+from pipeline.runtime import signals as stop_request
+from pipeline.training.build import graceful_stop as together
 
 SECONDS = 0.1
 SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", "0.1"))
@@ -55,7 +57,7 @@ if __name__ == "__main__":
         together.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
         fit.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", fit.LOCK_PATIENCE_SECONDS))
         from model.translation_module import TranslationModule
-        from pipeline.checkpoint_keeper import WholeCheckpointIO
+        from pipeline.checkpointing.callback import WholeCheckpointIO
 
         for owner, name, moment in (
             (TranslationModule, "training_step", "training"),

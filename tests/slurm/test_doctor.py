@@ -39,9 +39,9 @@ from datetime import timedelta
 def exchange(ranks, value):
     os.kill(os.getpid(), signal.SIGSTOP)
 def wait():
-    while not hasattr(sys.modules.get("pipeline.doctor_ranks"), "check"):
+    while not hasattr(sys.modules.get("pipeline.preflight.distributed"), "check"):
         time.sleep(0.001)
-    module = sys.modules["pipeline.doctor_ranks"]
+    module = sys.modules["pipeline.preflight.distributed"]
     module.WAIT = timedelta(seconds=4)
     if os.environ["SLURM_PROCID"] == "1":
         module.Ranks.exchange = exchange

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from data_module.batch import SpecialIds, StepShare
+from data_module.batching.batch import SpecialIds, StepShare
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 # No length is a multiple of 8: such lengths compile to graphs of their own, and there is no time for them.

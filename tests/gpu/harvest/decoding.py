@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from data_module.batch import SpecialIds
+from data_module.batching.batch import SpecialIds
 from model.decoding import Search
 from model.settings import NetworkSettings
 from model.transformer import Transformer

@@ -7,7 +7,7 @@ import torch
 
 import model.loss
 from model.loss import label_smoothed_loss
-from pipeline.measuring.stopwatch import PeakMemory
+from pipeline.profiling.stopwatch import PeakMemory
 from tests.gpu.harvest.job import Job, per_second
 
 CHUNKS = [2**power for power in range(26, 31)]

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.measuring.compilations import Compilations
+from pipeline.profiling.compilations import Compilations
 from tests.gpu.harvest.job import Job
 
 QUIET_STEPS, TIMED_STEPS, HOST_STEPS, PROFILED_STEPS = 8, 20, 5, 3

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from pipeline.monitoring.step_clock import StepClock
+from pipeline.profiling.step_clock import StepClock
 
 
 def test_stretches_add_up_and_others_do_not_count() -> None:

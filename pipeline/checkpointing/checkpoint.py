@@ -1,0 +1,227 @@
+"""Checkpoints as files: written whole or not at all, found, read back, averaged.
+
+A checkpoint stands alone: under the key `translation` it carries the network's settings, the tokenizer and the
+recipe, as plain values and tensors, so that it loads with `weights_only`.
+"""
+
+import io
+import re
+import shutil
+import warnings
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data_module.errors import InputError
+from data_module.tokenization.tokenizer import Tokenizer
+from model.settings import DecodingSettings, NetworkSettings
+from model.transformer import Transformer
+from pipeline.runtime.atomic_file import full_disk, whole_file
+
+FORMAT_VERSION = 1
+_STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
+_PREFIX = "network."
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What a checkpoint holds, ready to translate."""
+
+    network: Transformer
+    """In evaluation mode, float32, on the CPU."""
+    tokenizer: Tokenizer
+    decoding: DecodingSettings
+    recipe: dict[str, Any]
+    path: Path
+    step: int
+
+
+def step_path(run: Path, step: int) -> Path:
+    """Where the checkpoint after an optimizer step lies."""
+    return run / "checkpoints" / f"step={step:08d}.ckpt"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer steps that a checkpoint has behind it, from its name."""
+    return int(checkpoint.stem.removeprefix("step="))
+
+
+def step_checkpoints(run: Path) -> list[Path]:
+    """The run's checkpoints by step, the newest last; whole or not."""
+    paths = (run / "checkpoints").glob("step=*.ckpt")
+    return sorted(path for path in paths if _STEP_NAME.fullmatch(path.name))
+
+
+def standalone_part(recipe: dict[str, Any], network: NetworkSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What makes a checkpoint stand alone; goes under its key `translation`."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "network": asdict(network),
+        "tokenizer": torch.frombuffer(bytearray(tokenizer.model), dtype=torch.uint8),
+        "recipe": recipe,
+    }
+
+
+def write_whole(contents: dict[str, Any], path: Path) -> None:
+    """Save a checkpoint whole or not at all.
+
+    Raises InputError when there is no room for it.
+    """
+    try:
+        with whole_file(path) as file:
+            torch.save(contents, file)
+    except Exception as error:
+        full = full_disk(error)
+        if full is None:
+            raise
+        counter = _Counter()
+        torch.save(contents, counter)
+        free = shutil.disk_usage(path.parent).free
+        raise InputError(
+            f"{path}: {full.strerror}: it needs {counter.size / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free; "
+            "earlier checkpoints are whole; make room, then run the same command again"
+        ) from error
+
+
+class _Counter(io.BytesIO):
+    """A file that only counts what is written to it."""
+
+    size = 0
+
+    def write(self, data: Any) -> int:
+        self.size += len(data)
+        return len(data)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the file is a complete archive; its directory stands at the end, so this reads little."""
+    return zipfile.is_zipfile(path)
+
+
+def newest_whole(run: Path) -> tuple[Path | None, list[Path]]:
+    """The newest whole checkpoint of a run, and the newer ones that are not whole."""
+    skipped: list[Path] = []
+    for path in reversed(step_checkpoints(run)):
+        if is_whole(path):
+            return path, skipped
+        skipped.append(path)
+    return None, skipped
+
+
+def choose(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or for a run folder its average, else its best, else its newest.
+
+    Raises InputError when there is none.
+    """
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise InputError(f"{path}: there is no such checkpoint or run folder; fit names the folder it writes to")
+    averages = sorted(path.glob("average*.ckpt"), key=lambda p: p.stat().st_mtime)
+    best = path / "checkpoints" / "best.ckpt"
+    newest, _ = newest_whole(path)
+    if averages and newest is not None:
+        # An average of earlier checkpoints is not what a run that went on has come to.
+        step = step_of(newest)
+        averages = [average for average in averages if read_checkpoint(average).get("global_step", 0) >= step]
+    for candidate in (averages[-1] if averages else None, best if best.is_file() else None, newest):
+        if candidate is not None:
+            return candidate
+    raise InputError(f"{path}: holds no checkpoint; give a .ckpt file or a run folder that fit has written")
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The file's contents, memory-mapped, nothing in it executed.
+
+    Raises InputError for a file that is no checkpoint of this project, is cut short, or is of another format.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such checkpoint")
+    if not is_whole(path):
+        raise InputError(f"{path}: is cut short or no checkpoint; copy it again or take an earlier one")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about files of other kinds, which are refused below
+            contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:
+        raise InputError(
+            f"{path}: cannot be read as a checkpoint: it may be an export, or damaged, or hold more than plain "
+            "tensors; give a .ckpt file that fit has written, or its run folder"
+        ) from None
+    part = contents.get("translation") if isinstance(contents, dict) else None
+    if not isinstance(part, dict) or "state_dict" not in contents:
+        raise InputError(f"{path}: is a checkpoint, but not one of this program; give one that fit has written")
+    if part.get("format_version") != FORMAT_VERSION:
+        raise InputError(
+            f"{path}: has checkpoint format {part.get('format_version')}, this program reads {FORMAT_VERSION}; "
+            "use the version of the program that wrote it"
+        )
+    return contents
+
+
+def load_model(path: Path) -> TrainedModel:
+    """The network and tokenizer of a checkpoint.
+
+    Raises InputError as `read_checkpoint` does, and when the weights do not fit the settings beside them.
+    """
+    contents = read_checkpoint(path)
+    part = contents["translation"]
+    tokenizer = Tokenizer(part["tokenizer"].numpy().tobytes())
+    with torch.device("meta"):
+        network = Transformer(tokenizer.vocabulary_size, NetworkSettings(**part["network"]))
+    network = network.to_empty(device="cpu")
+    network.positions = Transformer(2, NetworkSettings(**{**part["network"], "num_layers": 1})).positions
+    try:
+        network.load_state_dict(network_weights(contents))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{path}: its weights do not fit its own settings and vocabulary of {tokenizer.vocabulary_size} "
+            f"pieces ({reason[:200]}); take another checkpoint"
+        ) from None
+    decoding = DecodingSettings(**part["recipe"]["decoding"])
+    step = int(contents.get("global_step", 0))
+    return TrainedModel(network.eval(), tokenizer, decoding, part["recipe"], path, step)
+
+
+def network_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
+    """The network's own state, by the names that `Transformer` gives it."""
+    return {
+        name.removeprefix(_PREFIX): tensor
+        for name, tensor in contents["state_dict"].items()
+        if name.startswith(_PREFIX)
+    }
+
+
+def average(paths: list[Path]) -> dict[str, Any]:
+    """A checkpoint whose weights are the mean of those given, summed in float64 (section 6.1).
+
+    It holds no optimizer: one translates with it, or starts another run from it.
+
+    Raises InputError when networks or vocabularies differ.
+    """
+    first = read_checkpoint(paths[-1])
+    sums = {name: tensor.double() for name, tensor in first["state_dict"].items()}
+    for path in paths[:-1]:
+        other = read_checkpoint(path)
+        parts = first["translation"], other["translation"]
+        fits = _shapes(first) == _shapes(other) and parts[0]["network"] == parts[1]["network"]
+        if not fits or not torch.equal(parts[0]["tokenizer"], parts[1]["tokenizer"]):
+            raise InputError(f"{path}: has another network or vocabulary than {paths[-1]}; average one run only")
+        for name, tensor in other["state_dict"].items():
+            sums[name] += tensor.double()
+    return {
+        "state_dict": {name: (total / len(paths)).to(first["state_dict"][name].dtype) for name, total in sums.items()},
+        "translation": first["translation"],
+        "global_step": first.get("global_step", 0),
+        "averaged": [path.name for path in paths],
+        "pytorch-lightning_version": first.get("pytorch-lightning_version"),
+    }
+
+
+def _shapes(contents: dict[str, Any]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in contents["state_dict"].items()}

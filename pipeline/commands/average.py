@@ -1,0 +1,38 @@
+"""A run's last N checkpoints -> one averaged checkpoint (section 6.1: 5 for base, 20 for big)."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("--last", type=int, required=True, metavar="N", help="how many, counted from the newest")
+    parser.add_argument("--output", type=Path, help="RUN/average-last-N.ckpt unless told otherwise")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the averaged checkpoint and print its path."""
+    from data_module.errors import InputError
+    from pipeline.checkpointing.checkpoint import average, is_whole, step_checkpoints, write_whole
+
+    if not arguments.run.is_dir():
+        raise InputError(f"{arguments.run}: there is no such run folder; fit names the folder it writes to")
+    if arguments.last < 1:
+        raise InputError(f"--last {arguments.last} is not 1 or more")
+    paths = [path for path in step_checkpoints(arguments.run) if is_whole(path)]
+    if not paths:
+        raise InputError(f"{arguments.run}: holds no checkpoint; give a run folder that fit has written")
+    if arguments.last > len(paths):
+        has = f"{len(paths)} whole checkpoint{'s' if len(paths) > 1 else ''}"
+        raise InputError(
+            f"{arguments.run}: has {has}, --last is {arguments.last}; give --last {len(paths)} or less, and keep more "
+            "with run.keep_last"
+        )
+    output = arguments.output or arguments.run / f"average-last-{arguments.last}.ckpt"
+    chosen = paths[-arguments.last :]
+    write_whole(average(chosen), output)
+    print(f"averaged {', '.join(path.name for path in chosen)}", file=sys.stderr)
+    print(output)
+    return 0

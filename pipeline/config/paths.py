@@ -1,0 +1,34 @@
+"""Where a recipe writes and what it is scored on, for scripts: run folder, source and reference, a line each."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from data_module.errors import InputError
+from pipeline.config.recipe import Recipe, load_recipe
+
+
+def places(recipe: Recipe) -> tuple[Path, Path, Path]:
+    """Run folder, source and reference: the first test text, where that is two files, else the validation text."""
+    for text in recipe.corpus.test:
+        if text.source and text.target:
+            return recipe.run_folder(), Path(text.source), Path(text.target)
+    folder = Path(recipe.corpus.folder)
+    return recipe.run_folder(), folder / "validation.source.txt", folder / "validation.target.txt"
+
+
+def main() -> int:
+    """Print them."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, action="append", required=True)
+    arguments, overrides = parser.parse_known_args()
+    try:
+        print(*places(load_recipe(arguments.config, overrides)), sep="\n")
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""A recipe: YAML files and dotted overrides, checked against typed signatures, all mistakes at once."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data_module.errors import InputError
+from data_module.settings import BatchSettings, CorpusSettings
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from pipeline.config.monitoring_settings import MonitoringSettings
+from pipeline.config.schema import Checker, Signature
+from pipeline.training.trainer import OWNED
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The recipe's `run:` section: where a run lies, what it keeps, when it stops early."""
+
+    folder: str | None = None
+    """`runs/<recipe's name>` if null."""
+    seed: int = 1
+    checkpoint_every_steps: int | None = 1000
+    checkpoint_every_minutes: float | None = None
+    """Looked at every `log_every_steps`."""
+    keep_last: int = 5
+    """Checkpoints kept, the newest ones; the best by validation BLEU is kept besides."""
+    patience: int | None = None
+    """Stop after this many validations without a better BLEU."""
+    log_every_steps: int = 50
+    compile: bool | None = None
+    """Train through torch.compile; if null, on a GPU only. The first steps then take a few minutes."""
+    timeout_seconds: int = 600
+    """How long a rank waits for another before it gives up, names it, and ends."""
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "log_every_steps", "timeout_seconds", "checkpoint_every_steps", "patience"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"run.{name} {value} is not 1 or more")
+        if self.checkpoint_every_minutes is not None and self.checkpoint_every_minutes <= 0:
+            raise ValueError(f"run.checkpoint_every_minutes {self.checkpoint_every_minutes} is not more than 0")
+        if self.seed < 0:
+            raise ValueError(f"run.seed {self.seed} is not 0 or more")
+        if self.checkpoint_every_steps is None and self.checkpoint_every_minutes is None:
+            raise ValueError("run: give checkpoint_every_steps or checkpoint_every_minutes")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run needs to know. `trainer` goes to Lightning's Trainer as it is."""
+
+    name: str
+    corpus: CorpusSettings
+    batches: BatchSettings = field(default_factory=BatchSettings)
+    network: NetworkSettings = field(default_factory=NetworkSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    decoding: DecodingSettings = field(default_factory=DecodingSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    def run_folder(self) -> Path:
+        """Where `fit` writes."""
+        return Path(self.run.folder) if self.run.folder else Path("runs") / self.name
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, as YAML and a checkpoint hold them."""
+        return asdict(self)
+
+
+def load_recipe(
+    paths: Iterable[Path], overrides: Iterable[str] = (), trainer_signature: Signature | None = None
+) -> Recipe:
+    """Read, merge and check a recipe.
+
+    A recipe may begin from another: `extends: FILE`, relative to its own folder, and then says only what it changes.
+
+    Args:
+        paths: a recipe and its overlays; later ones win, mappings are merged and lists replaced.
+        overrides: `--section.key`, `value` or `--section.key=value`, as on the command line.
+        trainer_signature: what `trainer:` may hold; unchecked if None (for commands that do not train).
+
+    Raises InputError that names every mistake at once.
+    """
+    paths = list(paths)
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for path in paths:
+        _merge(values, _read_extended(path, places))
+    mistakes = _override(values, places, list(overrides), trainer_signature or {})
+    values.setdefault("name", paths[0].stem)
+    places[""] = str(paths[0])
+    check = Checker(places, {f"trainer.{key}": why or "this program sets it itself" for key, why in OWNED.items()})
+    recipe = check.dataclass(values, Recipe, "")
+    if trainer_signature is not None and isinstance(values.get("trainer"), dict):
+        check.signature(values["trainer"], trainer_signature, "trainer")
+    mistakes += check.mistakes
+    if mistakes:
+        many = f"{len(mistakes)} mistakes: " if len(mistakes) > 1 else ""
+        raise InputError(many + "; ".join(mistakes))
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def _read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """What a file says, merged into what the file says that it extends."""
+    own_places: dict[str, str] = {}
+    own = _read(path, own_places)
+    base = own.pop("extends", None)
+    if base is None:
+        places |= own_places
+        return own
+    place = own_places.pop("extends", str(path))
+    if not isinstance(base, str):
+        raise InputError(f"{place}: extends has to name one recipe, relative to this one's folder")
+    try:
+        is_there = (path.parent / base).is_file()
+    except OSError:  # such as a name that is too long
+        is_there = False
+    if not is_there:
+        raise InputError(f"{place}: extends {base}, which is not there; name a recipe relative to {path.parent}")
+    if path.resolve() in seen:
+        raise InputError(f"{place}: extends {base}, which extends this one in turn; take one of them away")
+    values = _read_extended(path.parent / base, places, (*seen, path.resolve()))
+    places |= own_places
+    _merge(values, own)
+    return values
+
+
+def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
+    """A YAML mapping; `places` gets file and line of each dotted key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such recipe; configs/ holds the ones that come along") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as a recipe ({error})") from None
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        values = yaml.load(text, _Loader)
+        if values is None:
+            return {}
+        if not isinstance(values, dict):
+            raise InputError(f"{path}:1: a recipe is a mapping of sections; see configs/ for examples")
+        _note_places(node, path, "", places)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise InputError(f"{path}:{line}: not valid YAML: {error.problem}; mend that line") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise InputError(f"{path}:{line}: not valid YAML: character {error.character:#x}; remove it") from None
+    except RecursionError:
+        raise InputError(f"{path}: values are nested too deeply, or one contains itself; write them out") from None
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """Names the line of a scalar that cannot be read, such as the date 2001-99-99."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                problem=f"'{node.value}' is not a valid {kind}", problem_mark=node.start_mark
+            ) from error
+
+
+def _note_places(node: Any, path: Path, prefix: str, places: dict[str, str]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        names = [key.value for key, _ in node.value]
+        for key, value in node.value:
+            dotted = f"{prefix}{key.value}"
+            if names.count(key.value) > 1:
+                raise InputError(f"{path}:{key.start_mark.line + 1}: {dotted} is given twice; take one of them away")
+            places[dotted] = f"{path}:{key.start_mark.line + 1}"
+            _note_places(value, path, dotted + ".", places)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:  # without a number: a mistake is seldom made in two of them
+            _note_places(item, path, prefix, places)
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _override(
+    values: dict[str, Any], places: dict[str, str], arguments: list[str], trainer_signature: Signature
+) -> list[str]:
+    """Puts `--a.b value` and `--a.b=value` into `values`; returns mistakes."""
+    mistakes = []
+    while arguments:
+        argument = arguments.pop(0)
+        key, equals, text = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or "." not in key:
+            as_what = "settings are given as --section.key value"
+            if argument.endswith(".yaml"):
+                as_what = "overlays are given as --config FILE"
+            elif meant := [f"--{place}" for place in _settings_named(key, trainer_signature)]:
+                as_what = f"did you mean {' or '.join(meant)}?"
+                if not equals and arguments and not arguments[0].startswith("--"):
+                    arguments.pop(0)
+            mistakes.append(f"argument '{argument}' is unknown; {as_what}")
+            continue
+        if not equals:
+            if not arguments:
+                mistakes.append(f"argument '{argument}' needs a value")
+                continue
+            text = arguments.pop(0)
+        *sections, last = key.split(".")
+        section = values
+        for depth, name in enumerate(sections, 1):
+            places.setdefault(".".join(sections[:depth]), "command line")
+            inner = section.setdefault(name, {})
+            if not isinstance(inner, dict):
+                inner = section[name] = {}
+            section = inner
+        try:
+            section[last] = yaml.load(text, _Loader)
+        except (yaml.YAMLError, RecursionError):
+            section[last] = text
+        places[key] = "command line"
+    return mistakes
+
+
+def _settings_named(key: str, trainer_signature: Signature) -> list[str]:
+    """The settings of any section with this name."""
+    sections = {section.name: section.type for section in fields(Recipe)}
+    named = {name: {one.name for one in fields(kind)} for name, kind in sections.items() if is_dataclass(kind)}
+    named["trainer"] = set(trainer_signature)
+    return [f"{section}.{key}" for section, keys in named.items() if key in keys]

@@ -1,0 +1,75 @@
+"""`card.json`: what one has to know of a model to use it, and to know what it is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from data_module.errors import InputError
+from data_module.corpus.manifest import read_manifest
+from pipeline.checkpointing.checkpoint import TrainedModel
+from pipeline.checkpointing.run_folder import versions
+
+FORMAT_VERSION = 1
+
+
+def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str], max_positions: int) -> dict[str, Any]:
+    """The card; all values are plain.
+
+    Args:
+        model: the checkpoint.
+        scores: BLEU, its signature and the text that it is on.
+        licences: of the data, as the user gave them.
+        max_positions: the most tokens a source may have, 0 for no end.
+    """
+    tokenizer, decoding, corpus = model.tokenizer, model.decoding, model.recipe["corpus"]
+    return {
+        "format_version": FORMAT_VERSION,
+        "name": model.recipe.get("name"),
+        "checkpoint": model.path.name,
+        "step": model.step,
+        "source_language": corpus["source_language"],
+        "target_language": corpus["target_language"],
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "tokenizer_sha256": tokenizer.sha256,
+        "pad_id": tokenizer.pad_id,
+        "unk_id": tokenizer.unk_id,
+        "bos_id": tokenizer.bos_id,
+        "eos_id": tokenizer.eos_id,
+        "max_source_tokens": max_positions or None,
+        "beam_size": decoding.beam_size,
+        "length_penalty": decoding.length_penalty,
+        "max_extra_tokens": decoding.max_extra_tokens,
+        "scores": scores,
+        "data": _data(Path(corpus["folder"]), tokenizer.sha256),
+        "data_licences": licences or "not given",
+        "code": {"trained": _trained_with(model.path), "exported": _without_host(versions())},
+        "recipe": model.recipe,
+    }
+
+
+def _data(corpus: Path, tokenizer_sha256: str) -> dict[str, Any] | str:
+    """What the manifest says of the texts, where the corpus is still at hand and is the one that was trained on."""
+    try:
+        manifest = read_manifest(corpus)
+    except InputError:
+        return "the corpus was not at hand"
+    if manifest["tokenizer"]["sha256"] != tokenizer_sha256:
+        return "the corpus at hand is another one"
+    pairs = {f"{split}_pairs": manifest[split]["pairs_kept"] for split in ("train", "validation")}
+    return {**pairs, "source_files": manifest["source_files"], "hub_revisions": manifest.get("hub_revisions", {})}
+
+
+def _trained_with(checkpoint: Path) -> dict[str, Any] | str:
+    """The versions that `fit` noted in the run folder."""
+    for folder in (checkpoint.parent, checkpoint.parent.parent):
+        try:
+            noted = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(noted, dict):
+            return _without_host(noted)
+    return "the run folder was not at hand"
+
+
+def _without_host(noted: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in noted.items() if name != "host"}

@@ -1,0 +1,141 @@
+"""A trained network in CTranslate2's format, made by its Python API; CTranslate2 is an optional extra.
+
+What CTranslate2 gives is what this program gives, but for two things: its beam search stops earlier, and its
+scores are log-probability over length ** alpha, not over the paper's ((5 + length) / 6) ** alpha.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data_module.errors import InputError, install
+from data_module.tokenization.tokenizer import Tokenizer
+from model.attention import CrossAttention, SelfAttention
+from model.layers import FeedForward, Residual
+from model.positions import LearnedPositions, sinusoidal_table
+from model.transformer import Transformer
+
+NUM_POSITIONS = 2048
+"""Sinusoids written into a model; CTranslate2 refuses a sentence or an answer that is longer."""
+
+
+def require_ctranslate2() -> Any:
+    """The package; raises InputError where it is not installed."""
+    try:
+        import ctranslate2
+    except ImportError:
+        raise InputError(f"ctranslate2 is not installed; run: {install('ctranslate2')}") from None
+    return ctranslate2
+
+
+def require_shape(trained: Transformer) -> None:
+    """Raises InputError where CTranslate2 is not installed, or has no such network."""
+    require_ctranslate2()
+    network: Any = trained
+    attention = network.encoder[0].self_attention
+    d_model = network.embedding.embedding_dim
+    if not attention.d_k == attention.d_v == d_model / attention.num_heads:
+        raise InputError(
+            f"CTranslate2 takes d_k = d_v = d_model / num_heads only; this network has d_k {attention.d_k}, "
+            f"d_v {attention.d_v}, d_model {d_model}, num_heads {attention.num_heads}"
+        )
+
+
+def write_ctranslate2(
+    network: Transformer, tokenizer: Tokenizer, folder: Path, quantization: str | None = None
+) -> None:
+    """Write model.bin, config.json and shared_vocabulary.json into a folder that is made if missing.
+
+    In float32, or with weights as `quantization` says, int8 say.
+
+    Sources must be given with their end symbol, as pieces of the tokenizer.
+
+    Raises InputError where CTranslate2 is not installed, or has no such network.
+    """
+    require_shape(network)
+    specification = _specification(network, tokenizer)
+    specification.validate()
+    # Finds the three tied matrices to be one.
+    specification.optimize(quantization=quantization)
+    folder.mkdir(parents=True, exist_ok=True)
+    specification.save(str(folder))
+
+
+def _specification(trained: Transformer, tokenizer: Tokenizer) -> Any:
+    from ctranslate2.specs import TransformerSpec
+    from ctranslate2.specs.common_spec import Activation
+
+    network: Any = trained  # what stands in a ModuleList has no type of its own
+    attention = network.encoder[0].self_attention
+    d_model = network.embedding.embedding_dim
+    is_pre_norm = isinstance(network.encoder_norm, nn.LayerNorm)
+    spec = TransformerSpec.from_config(
+        (len(network.encoder), len(network.decoder)),
+        attention.num_heads,
+        pre_norm=is_pre_norm,
+        activation=Activation.RELU,
+    )
+    table = (
+        network.positions.table
+        if isinstance(network.positions, LearnedPositions)
+        else sinusoidal_table(NUM_POSITIONS, d_model)
+    )
+    for side in (spec.encoder, spec.decoder):
+        side.scale_embeddings = True
+        side.position_encodings.encodings = _array(table)
+    spec.encoder.embeddings[0].weight = _array(network.embedding.weight)
+    spec.decoder.embeddings.weight = _array(network.embedding.weight)
+    spec.decoder.projection.weight = _array(network.embedding.weight)
+    for target, layer in zip(spec.encoder.layer, network.encoder, strict=True):
+        _self_attention(target.self_attention, layer.self_attention, layer.self_attention_residual)
+        _feed_forward(target.ffn, layer.feed_forward, layer.feed_forward_residual)
+    for target, layer in zip(spec.decoder.layer, network.decoder, strict=True):
+        _self_attention(target.self_attention, layer.self_attention, layer.self_attention_residual)
+        _cross_attention(target.attention, layer.cross_attention, layer.cross_attention_residual)
+        _feed_forward(target.ffn, layer.feed_forward, layer.feed_forward_residual)
+    if is_pre_norm:
+        _norm(spec.encoder.layer_norm, network.encoder_norm)
+        _norm(spec.decoder.layer_norm, network.decoder_norm)
+    pieces = tokenizer.pieces()
+    spec.register_source_vocabulary(pieces)
+    spec.register_target_vocabulary(pieces)
+    config = spec.config
+    config.bos_token = config.decoder_start_token = pieces[tokenizer.bos_id]
+    config.eos_token, config.unk_token = pieces[tokenizer.eos_id], pieces[tokenizer.unk_id]
+    config.add_source_bos = config.add_source_eos = False
+    config.layer_norm_epsilon = network.encoder[0].feed_forward_residual.norm.eps
+    return spec
+
+
+def _self_attention(target: Any, attention: SelfAttention, residual: Residual) -> None:
+    _linear(target.linear[0], attention.query_key_value)
+    _linear(target.linear[1], attention.output)
+    _norm(target.layer_norm, residual.norm)
+
+
+def _cross_attention(target: Any, attention: CrossAttention, residual: Residual) -> None:
+    _linear(target.linear[0], attention.query)
+    _linear(target.linear[1], attention.key_value)
+    _linear(target.linear[2], attention.output)
+    _norm(target.layer_norm, residual.norm)
+
+
+def _feed_forward(target: Any, feed_forward: FeedForward, residual: Residual) -> None:
+    _linear(target.linear_0, feed_forward.inner)
+    _linear(target.linear_1, feed_forward.outer)
+    _norm(target.layer_norm, residual.norm)
+
+
+def _linear(target: Any, linear: nn.Linear) -> None:
+    target.weight, target.bias = _array(linear.weight), _array(linear.bias)
+
+
+def _norm(target: Any, norm: nn.LayerNorm) -> None:
+    target.gamma, target.beta = _array(norm.weight), _array(norm.bias)
+
+
+def _array(tensor: Tensor) -> Any:
+    # A copy: quantization rounds in place.
+    return tensor.detach().to("cpu", torch.float32, copy=True).numpy()

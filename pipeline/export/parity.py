@@ -1,0 +1,207 @@
+"""Whether a bundle's files give what the checkpoint gives, on real sentences; `parity.json`.
+
+Bounds hold for float32; int8 and bfloat16 are only reported. A tie: where two searches part, both tokens have the same
+log-probability to TIE under the checkpoint's network (greedy), or the two answers the same score (beam).
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from data_module.tokenization.tokenizer import Tokenizer
+from model.decoding import Search
+from model.settings import DecodingSettings
+from model.transformer import Transformer
+from pipeline.export.runners import Answer, Ids, SearchRunner
+from pipeline.inference.translator import padded
+
+TIE = 1e-5
+SCORES = 1e-4
+LOGITS = 1e-4
+BLEU = 0.1
+ENOUGH_SENTENCES = 500
+"""On fewer, one sentence that differs moves BLEU by more than its bound; the difference is then only reported."""
+BOUNDS = {
+    "tie": TIE,
+    "score_difference": SCORES,
+    "logit_difference": LOGITS,
+    "bleu_difference": BLEU,
+    "bleu_difference_from_sentences_on": ENOUGH_SENTENCES,
+}
+SINGLE_SENTENCES = 20
+
+Result = TypeVar("Result")
+Figures = dict[str, Any]
+
+
+class Text(NamedTuple):
+    """What formats are compared on."""
+
+    name: str
+    sources: list[str]
+    references: list[str] | None
+
+
+class Parity:
+    """The checkpoint's own answers to a text, and how other formats' compare with them."""
+
+    def __init__(
+        self, network: Transformer, tokenizer: Tokenizer, settings: DecodingSettings, text: Text, longest: int
+    ) -> None:
+        """Search the text with the checkpoint; sources are cut to `longest` tokens, empty ones left out."""
+        self.network, self.tokenizer, self.settings = network, tokenizer, settings
+        encoded = [[*ids.tolist()[: longest - 1], tokenizer.eos_id] for ids in tokenizer.encode(text.sources)]
+        kept = [index for index, ids in enumerate(encoded) if len(ids) > 1]
+        self.sources = [encoded[index] for index in kept]
+        self.references = [text.references[index] for index in kept] if text.references else None
+        self._search()
+
+    def _search(self) -> None:
+        tokenizer = self.tokenizer
+        search = Search(self.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+        runner = SearchRunner(search, tokenizer, self.settings)
+        self.beam, self.figures = self.timed(runner.beam)
+        self.greedy = runner.greedy(self.sources)
+        self.bleu = self.figures.get("bleu")
+
+    def with_network(self, network: Transformer) -> "Parity":
+        """The same text, searched with another form of the network."""
+        other = copy.copy(self)
+        other.network = network
+        other._search()
+        return other
+
+    def timed(self, beam: Callable[[list[Ids]], list[list[Answer]]]) -> tuple[list[list[Answer]], Figures]:
+        """Answers to the text, BLEU, and how fast they came once the format was warm."""
+        few = self.sources[:: max(1, len(self.sources) // SINGLE_SENTENCES)][:SINGLE_SENTENCES]
+        first, _ = clocked(lambda: beam(few))
+        beam(few)
+        seconds, answers = clocked(lambda: beam(self.sources))
+        latencies = [clocked(lambda one=one: beam([one]))[0] for one in few]  # type: ignore[misc]
+        num_tokens = sum(len(best[0].tokens) for best in answers)
+        figures = {
+            "target_tokens_per_second": round(num_tokens / seconds, 1),
+            "latency_median_seconds": round(statistics.median(latencies), 5),
+            "first_batch_seconds": round(first, 4),
+            **self._bleu([best[0] for best in answers]),
+        }
+        return answers, figures
+
+    def _bleu(self, answers: list[Answer]) -> Figures:
+        if self.references is None:
+            return {}
+        from sacrebleu.metrics import BLEU as Metric
+
+        metric = Metric()
+        texts = self.tokenizer.decode([answer.tokens for answer in answers])
+        bleu = metric.corpus_score(texts, [self.references]).score
+        return {"bleu": round(bleu, 4), "bleu_signature": str(metric.get_signature())}
+
+    def against(self, found: list[list[Answer]]) -> Figures:
+        """Best answers sentence by sentence, and the largest difference between n-best scores."""
+        counts = {"equal": 0, "tied": 0, "different": 0}
+        differences: list[float] = []
+        for one, other in zip(self.beam, found, strict=True):
+            same = one[0].tokens == other[0].tokens
+            tie = abs(one[0].score - other[0].score) <= TIE
+            counts["equal" if same else "tied" if tie else "different"] += 1
+            differences += [abs(a.score - b.score) for a, b in zip(one, other, strict=False)]
+            if len(one) != len(other):
+                differences.append(float("inf"))
+        return {**counts, "largest_score_difference": largest(differences)}
+
+    def greedy_against(self, found: list[Answer]) -> Figures:
+        """Greedy answers sentence by sentence."""
+        counts = {"equal": 0, "tied": 0, "different": 0}
+        for source, one, other in zip(self.sources, self.greedy, found, strict=True):
+            same = one.tokens == other.tokens
+            counts["equal" if same else "tied" if self._is_tie(source, one, other) else "different"] += 1
+        return {f"greedy_{name}": count for name, count in counts.items()}
+
+    @torch.no_grad()
+    def _is_tie(self, source: Ids, one: Answer, other: Answer) -> bool:
+        place = next(
+            (i for i, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if len(set(pair)) > 1), None
+        )
+        if place is None:
+            return False
+        target = torch.tensor([[self.tokenizer.bos_id, *one.tokens[:place]]])
+        chances = self.network.logits(self.network(torch.tensor([source]), target)[0, -1]).log_softmax(-1)
+        return bool((chances[one.tokens[place]] - chances[other.tokens[place]]).abs() <= TIE)
+
+    def share_equal(self, found: list[list[Answer]]) -> float:
+        """The share of sentences whose best answers are the same."""
+        pairs = zip(self.beam, found, strict=True)
+        return round(sum(one[0].tokens == other[0].tokens for one, other in pairs) / len(found), 4)
+
+    @torch.no_grad()
+    def log_probabilities(self) -> list[float]:
+        """Of the checkpoint's greedy answers, by teacher forcing."""
+        totals = []
+        for source, answer in zip(self.sources, self.greedy, strict=True):
+            target = torch.tensor([[self.tokenizer.bos_id, *answer.tokens]])
+            chances = self.network.logits(self.network(torch.tensor([source]), target[:, :-1])).log_softmax(-1)
+            totals.append(float(chances.gather(2, target[:, 1:, None]).double().sum()))
+        return totals
+
+    @torch.no_grad()
+    def logits_difference(self, forced: Callable[..., torch.Tensor]) -> float:
+        """The largest, over all steps of the checkpoint's greedy answers, a few sentences at a time."""
+        differences: list[float] = []
+        for start in range(0, len(self.sources), 20):
+            source, mask = padded(self.sources[start : start + 20], self.tokenizer.pad_id)
+            answers = [[self.tokenizer.bos_id, *one.tokens[:-1]] for one in self.greedy[start : start + 20]]
+            target, is_token = padded(answers, self.tokenizer.pad_id)
+            expected = self.network.logits(self.network(source, target, mask))
+            difference = (forced(source, mask, target) - expected).abs().amax(-1)
+            differences.append(float(difference.masked_fill(~is_token, 0.0).max()))
+        return largest(differences)
+
+    def ctranslate2_penalty(self) -> float:
+        """The length penalty that ranks answers of a usual length as the checkpoint's does.
+
+        CTranslate2 divides by length ** alpha, the paper by ((5 + length) / 6) ** alpha. Both fall alike around a
+        length L where the former's alpha is L / (5 + L) of the latter's.
+        """
+        length = statistics.mean(len(answers[0].tokens) for answers in self.beam)
+        return round(self.settings.length_penalty * length / (5.0 + length), 3)
+
+    def broken(self, figures: Figures) -> list[str]:
+        """The bounds that a format's figures do not keep, in words."""
+        said = []
+        for kind in ("", "greedy_"):
+            if count := figures.get(f"{kind}different"):
+                said.append(f"{count} of {len(self.sources)} {kind.replace('_', ' ')}answers differ, and are no ties")
+        for name, bound in (
+            ("largest_score_difference", SCORES),
+            ("largest_forced_score_difference", SCORES),
+            ("largest_logit_difference", LOGITS),
+        ):
+            if not figures.get(name, 0.0) <= bound:
+                said.append(f"{name.replace('_', ' ')} {figures[name]:.2g} is more than {bound}")
+        difference = figures.get("bleu_difference", 0.0)
+        if not abs(difference) <= BLEU and len(self.sources) >= ENOUGH_SENTENCES:
+            said.append(f"BLEU differs by {difference:+.2f}, more than {BLEU}")
+        return said
+
+
+def largest(differences: Iterable[float]) -> float:
+    """The largest of them, and 0 of none; NaN where one is NaN, which Python's `max` may leave out."""
+    return float(torch.tensor([0.0, *differences], dtype=torch.float64).max())
+
+
+def clocked(work: Callable[[], Result]) -> tuple[float, Result]:
+    """How many seconds something takes, and what it returns."""
+    started = time.perf_counter()
+    result = work()
+    return time.perf_counter() - started, result
+
+
+def size(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    return sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size

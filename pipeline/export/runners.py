@@ -1,0 +1,176 @@
+"""Each format of a bundle as something that translates ids, so that their answers can be laid side by side."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from data_module.tokenization.tokenizer import Tokenizer
+from model.settings import DecodingSettings
+from pipeline.inference.translator import batches_by_length, padded
+
+BATCH_TOKENS = 4096
+Ids = list[int]
+
+
+class Answer(NamedTuple):
+    """One answer to a sentence."""
+
+    tokens: tuple[int, ...]
+    """With the end symbol."""
+    score: float
+    """Log-probability over length penalty; of a greedy answer the log-probability."""
+
+
+class SearchRunner:
+    """`Search`: the checkpoint's own, or one that TorchScript has loaded."""
+
+    def __init__(self, search: Any, tokenizer: Tokenizer, settings: DecodingSettings) -> None:
+        self.search, self.tokenizer, self.settings = search, tokenizer, settings
+
+    def beam(self, sources: list[Ids]) -> list[list[Answer]]:
+        """All answers that the beam ends with, the best first."""
+        settings = self.settings
+        options = (settings.beam_size, settings.length_penalty, settings.max_extra_tokens, settings.beam_size)
+        return self._all(sources, lambda source, mask: self.search.beam(source, mask, *options)[:3])
+
+    def greedy(self, sources: list[Ids]) -> list[Answer]:
+        """The likeliest next token at each step."""
+
+        def search(source: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+            return tuple(one.unsqueeze(1) for one in self.search.greedy(source, mask, self.settings.max_extra_tokens))
+
+        return [answers[0] for answers in self._all(sources, search)]
+
+    def _all(self, sources: list[Ids], search: Callable[..., tuple[Tensor, ...]]) -> list[list[Answer]]:
+        found: list[list[Answer]] = [[] for _ in sources]
+        for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
+            source, mask = padded([sources[index] for index in batch], self.tokenizer.pad_id)
+            answers = [one.tolist() for one in search(source, None if bool(mask.all()) else mask)]
+            for index, *rows in zip(batch, *answers, strict=True):
+                found[index] = [
+                    Answer(tuple(tokens[:length]), score) for tokens, length, score in zip(*rows, strict=True) if length
+                ]
+        return found
+
+
+class ExportedProgramRunner:
+    """`model.pt2` with the loop that this project states for it: greedy, over batches."""
+
+    def __init__(
+        self, programs: dict[str, Any], tokenizer: Tokenizer, settings: DecodingSettings, max_positions: int
+    ) -> None:
+        self.encode, self.step = programs["encode"], programs["step"]
+        self.tokenizer, self.settings, self.max_positions = tokenizer, settings, max_positions
+
+    @torch.no_grad()
+    def greedy(self, sources: list[Ids]) -> list[Answer]:
+        """The likeliest next token at each step, but for padding and the begin symbol; at its limit a row ends."""
+        found: list[Answer] = [Answer((), 0.0) for _ in sources]
+        tokenizer = self.tokenizer
+        for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
+            source, mask = padded([sources[index] for index in batch], tokenizer.pad_id)
+            limits = mask.sum(1) + self.settings.max_extra_tokens
+            limits = limits.clamp(max=self.max_positions) if self.max_positions else limits
+            cross_keys, cross_values = self.encode(source, mask)
+            keys, values = cross_keys[:, :, :, :0], cross_values[:, :, :, :0]
+            last = torch.full([len(batch)], tokenizer.bos_id)
+            ended = torch.zeros(len(batch), dtype=torch.bool)
+            totals = torch.zeros(len(batch))
+            tokens: list[Tensor] = []
+            while not bool(ended.all()):
+                logits, keys, values = self.step(last, keys, values, cross_keys, cross_values, mask)
+                chances = logits.log_softmax(-1)
+                chances[:, [tokenizer.pad_id, tokenizer.bos_id]] = float("-inf")
+                last = chances.argmax(-1).masked_fill(limits <= len(tokens) + 1, tokenizer.eos_id)
+                totals += chances.gather(1, last.unsqueeze(1)).squeeze(1).masked_fill(ended, 0.0)
+                tokens.append(last)
+                ended |= last == tokenizer.eos_id
+            for index, row, total in zip(batch, torch.stack(tokens, 1).tolist(), totals.tolist(), strict=True):
+                found[index] = Answer(tuple(row[: row.index(tokenizer.eos_id) + 1]), total)
+        return found
+
+    @torch.no_grad()
+    def logits(self, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        """Forced: ids [B, S] and [B, T], the begin symbol first -> [B, T, vocabulary]."""
+        cross_keys, cross_values = self.encode(source, mask)
+        keys, values = cross_keys[:, :, :, :0], cross_values[:, :, :, :0]
+        steps = []
+        for last in target.unbind(1):
+            one, keys, values = self.step(last, keys, values, cross_keys, cross_values, mask)
+            steps.append(one)
+        return torch.stack(steps, 1)
+
+
+class CTranslate2Runner:
+    """A `ctranslate2/` folder; its beam's length penalty is what comes nearest to the checkpoint's."""
+
+    def __init__(
+        self,
+        folder: Path,
+        compute_type: str,
+        tokenizer: Tokenizer,
+        settings: DecodingSettings,
+        length_penalty: float,
+        max_positions: int,
+    ) -> None:
+        from pipeline.export.ctranslate2_model import require_ctranslate2
+
+        threads = torch.get_num_threads()
+        self.translator = require_ctranslate2().Translator(
+            str(folder), compute_type=compute_type, inter_threads=1, intra_threads=threads
+        )
+        self.tokenizer, self.settings, self.length_penalty = tokenizer, settings, length_penalty
+        self.max_positions = max_positions
+        self.pieces = tokenizer.pieces()
+
+    @functools.cached_property
+    def _ids(self) -> dict[str, int]:
+        return {piece: number for number, piece in enumerate(self.pieces)}
+
+    def _spelt(self, rows: list[Ids]) -> list[list[str]]:
+        return [[self.pieces[i] for i in row] for row in rows]
+
+    def _translate(self, sources: list[Ids], longest: int, **options: Any) -> list[list[Answer]]:
+        tokenizer = self.tokenizer
+        limit = longest + self.settings.max_extra_tokens
+        results = self.translator.translate_batch(
+            self._spelt(sources),
+            # Without the end symbol, which our limit counts.
+            max_decoding_length=(min(limit, self.max_positions) if self.max_positions else limit) - 1,
+            min_decoding_length=0,
+            max_batch_size=BATCH_TOKENS,
+            batch_type="tokens",
+            return_scores=True,
+            suppress_sequences=self._spelt([[tokenizer.pad_id], [tokenizer.bos_id]]),
+            **options,
+        )
+        return [
+            [
+                Answer((*(self._ids[piece] for piece in pieces), tokenizer.eos_id), score)
+                for pieces, score in zip(result.hypotheses, result.scores, strict=True)
+            ]
+            for result in results
+        ]
+
+    def beam(self, sources: list[Ids]) -> list[list[Answer]]:
+        """Its best answers."""
+        options = {"beam_size": self.settings.beam_size, "length_penalty": self.length_penalty}
+        return self._translate(sources, max(map(len, sources)), **options)
+
+    def greedy(self, sources: list[Ids]) -> list[Answer]:
+        """Sentences of one length at a time, since its limit is one for all."""
+        found: dict[int, Answer] = {}
+        for length in sorted({len(source) for source in sources}):
+            indices = [index for index, source in enumerate(sources) if len(source) == length]
+            answers = self._translate([sources[index] for index in indices], length, beam_size=1)
+            found |= {index: answer[0] for index, answer in zip(indices, answers, strict=True)}
+        return [found[index] for index in range(len(sources))]
+
+    def forced(self, sources: list[Ids], answers: list[Answer]) -> list[float]:
+        """The log-probability of each answer, end symbol included."""
+        targets = self._spelt([list(answer.tokens[:-1]) for answer in answers])
+        return [sum(one.log_probs) for one in self.translator.score_batch(self._spelt(sources), targets)]

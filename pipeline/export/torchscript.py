@@ -1,0 +1,72 @@
+"""`model.ts`: network, greedy and beam search, tokenizer and card in one TorchScript file.
+
+Inside it lies `packed.ts`, the same search without weights, for CPUs: see `model/cpu/lazy_packed_linear.py`.
+"""
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data_module.tokenization.tokenizer import Tokenizer
+from model.decoding import Search
+from model.cpu.lazy_packed_linear import without_weights
+from model.cpu.packed_linear import can_pack
+from model.transformer import Transformer
+from pipeline.runtime.atomic_file import whole_file
+
+NAME, INT8_NAME = "model.ts", "model.int8.ts"
+
+
+def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, path: Path) -> None:
+    """Write the file; `card` is the text that goes inside it."""
+    extra = {"card.json": card, "tokenizer.model": tokenizer.model}
+    if can_pack(network):
+        extra["packed.ts"] = _saved(without_weights(network), tokenizer, {})
+    with whole_file(path) as file:
+        file.write(_saved(network, tokenizer, extra))
+
+
+def write_int8(network: Transformer, tokenizer: Tokenizer, card: str, path: Path) -> None:
+    """As `write_torchscript`, for CPUs, with int8 weights in all linear layers but the output projection.
+
+    Inputs of a layer are rounded to int8 as they come, by the range of each call.
+    """
+    with warnings.catch_warnings():
+        # Deprecated upstream in favour of a package that does not script.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor|.*reduce_range", UserWarning)
+        quantized = torch.ao.quantization.quantize_dynamic(network, {nn.Linear}, dtype=torch.qint8)
+    with whole_file(path) as file:
+        file.write(_saved(quantized, tokenizer, {"card.json": card, "tokenizer.model": tokenizer.model}))
+
+
+def _saved(network: Transformer, tokenizer: Tokenizer, extra: dict[str, Any]) -> bytes:
+    search = Search(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    with warnings.catch_warnings():
+        # TorchScript is deprecated upstream, and is what this file is made of.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        buffer = io.BytesIO()
+        torch.jit.save(torch.jit.script(search), buffer, _extra_files=extra)
+    return buffer.getvalue()
+
+
+def load_torchscript(path: Path, device: str = "cpu", *, packed: bool = True) -> Any:
+    """The search of a file that this program has written, as its README says to load it.
+
+    On a CPU, with weights packed if the file can do that, this PyTorch too, and `packed` asks for it.
+    """
+    extra: dict[str, Any] = {"packed.ts": ""}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.load(path, map_location=device, _extra_files=extra)
+        if not (packed and extra["packed.ts"] and device == "cpu" and torch.backends.mkldnn.is_available()):
+            return model
+        fast = torch.jit.load(io.BytesIO(extra["packed.ts"]))
+    weights = model.state_dict()
+    for name, parameter in fast.named_parameters():
+        parameter.data = weights[name]
+    return fast

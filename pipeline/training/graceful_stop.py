@@ -1,0 +1,242 @@
+"""Ranks that stop together: they agree on a signal, save one checkpoint, and name the rank that has failed.
+
+After every step, and after every validation batch, each rank posts whether it was asked to stop, on a group of the
+CPU's own, and reads what all had posted one step earlier. That reduction has had a whole step to travel: nobody waits
+for it, no device is synchronised, and since all ranks read the same one they stop after the same step, however far
+apart the signal found them.
+"""
+
+import os
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from pipeline.runtime import signals as stop_request
+from pipeline.checkpointing.checkpoint import read_checkpoint
+from pipeline.checkpointing.callback import CheckpointKeeper, validation_is_due
+from pipeline.runtime.slurm import forget_failures, node_name
+from pipeline.runtime.signals import Stopped
+
+ROLL_CALL_SECONDS = 3.0
+"""How long the others have to say that they have failed too."""
+MARGIN_SECONDS = 30
+"""How much later than this group the gradients' group gives up, so that an error comes up where it can be told."""
+
+
+def validation_is_pending(checkpoint: Path) -> bool:
+    """Whether the run was stopped in the validation after the checkpoint's step, which is to be done again."""
+    states = read_checkpoint(checkpoint).get("callbacks", {})
+    return bool(states.get(Together.__qualname__, {}).get("validation_pending"))
+
+
+def own_signals(trainer: Trainer) -> None:
+    """Keep Lightning's hands off SIGTERM.
+
+    Its handler talks to other ranks from inside the signal, which deadlocks when they are elsewhere; and at each step
+    it asks all of them about the signal and waits for the device.
+    """
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+class Agreement:
+    """Whether any rank was asked to stop, told to all of them alike."""
+
+    def __init__(self, timeout_seconds: int) -> None:
+        self._group: Any = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self._posted: tuple[torch.Tensor, dist.Work] | None = None
+
+    def asked(self, time_is_up: bool = False) -> bool:
+        """What all ranks had posted at the last call, a signal or that; all must call it equally often."""
+        wanted = time_is_up or stop_request.asked_by() is not None
+        if self._group is None:
+            return wanted
+        answer = self._read()
+        if not answer:
+            flag = torch.tensor([wanted], dtype=torch.uint8)
+            work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            assert work is not None
+            self._posted = flag, work
+        return answer
+
+    def asked_now(self) -> bool:
+        """The same without the delay: ranks wait for one another."""
+        return self.asked() or self.asked()
+
+    def _read(self) -> bool:
+        if self._posted is None:
+            return False
+        flag, work = self._posted
+        self._posted = None
+        work.wait()
+        return bool(flag.item())
+
+
+class Together(Callback):
+    """Saves and raises Stopped on all ranks after the same step. Stands last, behind the keeper."""
+
+    def __init__(self, keeper: CheckpointKeeper, timeout_seconds: int, max_seconds: float | None = None) -> None:
+        """Ranks wait `timeout_seconds` for one another; stop after `max_seconds` of training, as if asked to."""
+        self._keeper = keeper
+        self._timeout_seconds = timeout_seconds
+        self._max_seconds = max_seconds
+        self._began = 0.0
+        self._agreement: Agreement | None = None
+        self._roll: Roll | None = None
+        self._validation_pending = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Meet."""
+        self._agreement = Agreement(self._timeout_seconds)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._roll = Roll()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Heed what came during start-up, and do the validation that the run was stopped in."""
+        assert self._agreement is not None
+        if self._agreement.asked_now():
+            raise Stopped("asked to stop during start-up; nothing was lost, the same command goes on")
+        if self._roll is not None:
+            self._roll.compare(trainer.global_step)
+        if trainer.is_global_zero:
+            forget_failures()
+        self._began = time.monotonic()
+        if self._validation_pending:
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            loop.restarting = False  # from its first batch on, since sums are not saved
+            trainer.validating = True
+            loop.run()
+            trainer.training = True
+            self._validation_pending = False
+
+    def _time_is_up(self) -> bool:
+        return self._max_seconds is not None and time.monotonic() - self._began >= self._max_seconds
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Between two steps."""
+        assert self._agreement is not None
+        if self._agreement.asked(self._time_is_up()):
+            self._stop(trainer, validation_pending=validation_is_due(trainer))
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Between two validation batches, of which all ranks have equally many."""
+        assert self._agreement is not None
+        if self._agreement.asked():
+            self._stop(trainer, validation_pending=True)
+
+    def _stop(self, trainer: Trainer, validation_pending: bool) -> None:
+        if trainer.global_step >= trainer.max_steps:
+            return  # nothing is left but to end; stopped here, a run would count as finished without its last score
+        self._validation_pending = validation_pending
+        if validation_pending or self._keeper.saved_step < trainer.global_step:
+            self._keeper.save(trainer, stopping=True)
+        only_time = self._time_is_up() and stop_request.asked_by() is None
+        why = "trainer.max_time is over" if only_time else "asked to stop"
+        raise Stopped(f"{why}: saved after step {trainer.global_step}; the same command goes on from there")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Say at the end of the error where it came from."""
+        if self._roll is not None and not isinstance(exception, Stopped | KeyboardInterrupt):
+            exception.add_note(f"step {trainer.global_step}: {self._roll.call(exception)}")
+        if self._roll is not None:
+            # Whatever waits without limit for a rank that is silent: this one ends, so that the job can.
+            code = exception.exit_code if isinstance(exception, Stopped) else 1
+            end = threading.Timer(MARGIN_SECONDS, os._exit, [code])
+            end.daemon = True
+            end.start()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Carried over a resume."""
+        return {"validation_pending": self._validation_pending}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `state_dict` gave it."""
+        self._validation_pending = state_dict["validation_pending"]
+
+
+class Roll:
+    """Who is where, and who has failed first. Kept with the group's key-value store, which needs no other rank."""
+
+    def __init__(self) -> None:
+        self._rank, size = dist.get_rank(), dist.get_world_size()
+        self._store = dist.PrefixStore("roll", dist.distributed_c10d._get_default_store())
+        names: list[str] = [""] * size
+        dist.all_gather_object(names, node_name())
+        self._names = [f"rank {rank} on {name}" for rank, name in enumerate(names)]
+
+    def compare(self, step: int) -> None:
+        """Raises RuntimeError when ranks have not gone on from one checkpoint; all call it.
+
+        Each has looked for the newest by itself, and another job may have been saving one meanwhile.
+        """
+        steps: list[int] = [0] * len(self._names)
+        dist.all_gather_object(steps, step)
+        others = [rank for rank, theirs in enumerate(steps) if theirs != steps[0]]
+        if others:
+            raise RuntimeError(
+                f"{self._names[0]} went on from step {steps[0]}, {self._names[others[0]]} from {steps[others[0]]}: "
+                "another job was still writing to the run folder; start again"
+            )
+
+    def call(self, error: BaseException) -> str:
+        """Which rank has failed and where, as far as this one can tell; waits a few seconds for the others' word."""
+        here = self._names[self._rank]
+        if not _came_from_another(error):
+            said = str(error).splitlines()[:1]
+            self._tell(f"failed|{type(error).__name__}: {said[0] if said else ''}")
+            return f"{here} failed"
+        self._tell("waiting|")
+        heard = self._listen()
+        if heard is None:
+            return f"{self._names[0]} has died or hangs; {here} waited for it"
+        for rank, word in heard.items():
+            kind, _, what = word.partition("|")
+            if kind == "failed":
+                return f"{self._names[rank]} failed: {what}"
+        silent = [name for rank, name in enumerate(self._names) if rank not in heard]
+        return f"{', '.join(silent) or 'no rank'} has died or hangs; {here} waited for it"
+
+    def _tell(self, word: str) -> None:
+        self._store.set_timeout(timedelta(seconds=ROLL_CALL_SECONDS))
+        try:
+            self._store.set(str(self._rank), word)
+        except (RuntimeError, dist.DistError):
+            return
+
+    def _listen(self) -> dict[int, str] | None:
+        """Every rank's word so far; None if the store does not answer, which lives in rank 0."""
+        answers: list[dict[int, str]] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError, dist.DistError):
+                answers.append(self._words())
+
+        # A store that hangs, or that a link was cut to, gives no answer ever.
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(2 * ROLL_CALL_SECONDS)
+        return answers[0] if answers else None
+
+    def _words(self) -> dict[int, str]:
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        while True:
+            there = [rank for rank in range(len(self._names)) if self._store.check([str(rank)])]
+            heard = {rank: self._store.get(str(rank)).decode() for rank in there}
+            told = any(word.startswith("failed") for word in heard.values())
+            if told or len(heard) == len(self._names) or time.monotonic() > deadline:
+                return heard
+            time.sleep(0.1)
+
+
+def _came_from_another(error: BaseException) -> bool:
+    """Whether a collective has failed, and not this rank's own work."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()

@@ -1,0 +1,54 @@
+"""Another run's weights and tokenizer, to begin a new run from."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_module.errors import InputError
+from data_module.corpus.manifest import is_corpus, read_manifest
+from data_module.tokenization.tokenizer import Tokenizer
+from pipeline.config.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MAY_DIFFER = ("dropout",)
+"""Of the network's settings: what has no part in the shape of its weights or in what they compute."""
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """What a new run takes over; everything else, the schedule among it, begins anew."""
+
+    path: Path
+    tokenizer: Tokenizer
+    weights: "dict[str, Tensor]"
+    """By the names that `Transformer` gives them; memory-mapped."""
+
+
+def starting_point(path: Path, recipe: Recipe) -> StartingPoint:
+    """What the recipe's run would take over from a checkpoint or run folder.
+
+    Raises InputError when there is no checkpoint, or its network or the corpus's vocabulary is another one.
+    """
+    from pipeline.checkpointing.checkpoint import choose, network_weights, read_checkpoint
+
+    path = choose(path)
+    contents = read_checkpoint(path)
+    part = contents["translation"]
+    theirs, ours = part["network"], asdict(recipe.network)
+    different = [
+        f"network.{key} {theirs.get(key)} there, {ours[key]} here"
+        for key in ours
+        if theirs.get(key) != ours[key] and key not in _MAY_DIFFER
+    ]
+    if different:
+        raise InputError(f"{path}: has another network: {'; '.join(different)}; give the recipe the same")
+    tokenizer = Tokenizer(part["tokenizer"].numpy().tobytes())
+    folder = Path(recipe.corpus.folder)
+    if is_corpus(folder) and read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:
+        raise InputError(
+            f"{folder}: was made with another vocabulary than {path} has; name another corpus.folder, "
+            "which fit then makes with that one"
+        )
+    return StartingPoint(path, tokenizer, network_weights(contents))

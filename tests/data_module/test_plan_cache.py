@@ -1,0 +1,185 @@
+"""An epoch's plan is computed once a node; plans that nobody uses go, those in use stay."""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_module.batching import batch_plan
+from data_module.batching.batch_plan import EpochPlan
+from data_module.corpus.store import open_corpus
+from data_module.batching.plan_cache import PlanSource, shared_plan
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanSource]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = PlanSource(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=100, seed=1)
+    yield source
+    source.forget()  # or it would compute on, in the next test's folder
+
+
+def plan_files(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("**/*.plan")}
+
+
+def test_shared_plans_equal_computed_ones(source: PlanSource) -> None:
+    for epoch in (0, 1, 2, 1):
+        assert np.array_equal(source.of(epoch).numbers, source.compute(epoch).numbers)
+
+
+def test_each_plan_is_its_own(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan of another corpus, setting or epoch is taken for the one asked for."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings = {"batch_tokens": 400, "group_tokens": 100, "seed": 1}
+    plans = []
+    for split, change in (
+        ("train", {}),
+        ("train", {"seed": 2}),
+        ("train", {"batch_tokens": 300}),
+        ("train", {"group_tokens": 80}),
+        ("validation", {}),
+    ):
+        source = PlanSource(open_corpus(tiny_corpus, split), **{**settings, **change})
+        for epoch in (0, 1):
+            plans.append(source.of(epoch))
+            assert np.array_equal(plans[-1].numbers, source.compute(epoch).numbers)
+        source.forget()
+    assert len({plan.numbers.tobytes() for plan in plans}) == len(plans)
+
+
+def test_the_next_plan_is_computed_in_advance(
+    source: PlanSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, compute = [], source.compute
+
+    def note(epoch: int) -> EpochPlan:
+        computed.append(epoch)
+        return compute(epoch)
+
+    monkeypatch.setattr(source, "compute", note)
+    first = source.of(0)
+    source.forget()
+    assert computed == [0, 1]
+    assert len(plan_files(tmp_path)) == 2
+    assert len(first) > 0
+
+
+def test_other_code_makes_other_plans(source: PlanSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = source.of(0)
+    source.forget()
+    files = plan_files(tmp_path)
+    changed = tmp_path / "changed.py"
+    changed.write_text(Path(batch_plan.__file__).read_text() + "# changed")
+    monkeypatch.setattr(batch_plan, "__file__", str(changed))
+    assert np.array_equal(source.of(0).numbers, first.numbers)
+    assert plan_files(tmp_path) - files
+
+
+def test_pickles_while_the_next_plan_is_computed(source: PlanSource) -> None:
+    first = source.of(0)
+    copy = pickle.loads(pickle.dumps(source))  # noqa: S301
+    assert np.array_equal(copy.of(0).numbers, first.numbers)
+    copy.forget()
+
+
+def make_slowly(folder: Path, said: Path) -> EpochPlan:
+    """As a rank does; each making is noted."""
+
+    def make() -> EpochPlan:
+        with said.open("a") as file:
+            file.write("made\n")
+        time.sleep(0.5)
+        return EpochPlan(np.array([1, 1, 0, 1, 7, 0, 2, 3, 3, 0, 1], dtype=np.uint32))
+
+    return shared_plan(folder, "one", make)
+
+
+def test_of_several_processes_one_computes(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    ranks = [FORK.Process(target=make_slowly, args=(tmp_path, said)) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * 4
+    assert said.read_text() == "made\n"
+    assert make_slowly(tmp_path, said).target_tokens(0) == 7
+
+
+def test_a_killed_owner_leaves_nothing_locked_or_half_written(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    owner = FORK.Process(target=make_slowly, args=(tmp_path, said))
+    owner.start()
+    while not (said.exists() and said.read_text()):
+        time.sleep(0.01)
+    os.kill(owner.pid or 0, signal.SIGKILL)
+    owner.join()
+    assert not plan_files(tmp_path)
+    make_slowly(tmp_path, said)
+    assert said.read_text() == "made\nmade\n"
+
+
+def test_a_process_forked_meanwhile_holds_nothing_back(tmp_path: Path) -> None:
+    """A loader's worker starts while a thread computes a plan: the file that it inherits is a locked one."""
+    said = tmp_path / "said"
+    computing = threading.Thread(target=make_slowly, args=(tmp_path, said))
+    computing.start()
+    while not said.exists():
+        time.sleep(0.01)
+    worker = FORK.Process(target=time.sleep, args=(60,))
+    worker.start()
+    computing.join()
+    try:
+        later = FORK.Process(target=shared_plan, args=(tmp_path, "two", lambda: EpochPlan(np.zeros(2, np.uint32))))
+        later.start()
+        later.join(timeout=20)
+        assert later.exitcode == 0, "the lock outlived its owner"
+    finally:
+        worker.kill()
+        worker.join()
+        later.kill()
+
+
+def test_unused_plans_go_and_used_ones_stay(source: PlanSource, tmp_path: Path) -> None:
+    first = source.of(0)
+    used = plan_files(tmp_path)
+    for epoch in range(1, 6):
+        source.of(epoch)
+    gc.collect()
+    source.of(6)  # its next plan finds those that nobody holds
+    source.of(7)
+    files = plan_files(tmp_path)
+    assert len(files) <= 4
+    assert used & files, "a plan in use was removed"
+    assert len(first) > 0
+
+
+def test_where_nothing_can_be_written_each_computes(
+    source: PlanSource, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / f"epoch-plans-{os.getuid()}"
+    folder.mkdir(mode=0o755)  # others could write there
+    folder.chmod(0o777)
+    assert np.array_equal(source.of(3).numbers, source.compute(3).numbers)
+    assert "not shared" in caplog.text
+
+
+def test_a_folder_of_another_user_is_left_alone(
+    source: PlanSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert np.array_equal(source.of(3).numbers, source.compute(3).numbers)
+    assert "not shared" in caplog.text

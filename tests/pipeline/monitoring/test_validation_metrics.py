@@ -1,0 +1,81 @@
+"""Scores over batches and ranks are sacreBLEU's over all at once."""
+
+import pytest
+import sacrebleu
+import torch
+
+from pipeline.monitoring.validation_metrics import TextScores
+
+HYPOTHESES = ["the cat sat on the mat", "a dog runs through deep snow", "", "he says nothing at all today"]
+REFERENCES = ["the cat sat on a mat", "a dog runs through the deep snow", "yes", "he said nothing at all"]
+PIECES = [[4, 5, 6, 7, 8], [4, 5, 6, 7, 4, 5, 6, 7, 4, 5], [], [9, 9, 9, 9, 9]]
+LENGTHS = [10, 11, 75, 61]
+
+
+def test_batches_add_up() -> None:
+    metric = TextScores()
+    metric.update([], [], [], [])
+    assert metric.compute()["validation/bleu"] == 0.0
+    metric.reset()
+    metric.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], LENGTHS[:1])
+    metric.update([], [], [], [])
+    metric.update(HYPOTHESES[1:], REFERENCES[1:], PIECES[1:], LENGTHS[1:])
+    expected = [
+        sacrebleu.sentence_chrf(*pair).score for pair in zip(HYPOTHESES, [[r] for r in REFERENCES], strict=True)
+    ]
+    assert metric.sentence_scores == pytest.approx(expected[1:])
+    scores = metric.compute()
+    assert scores["validation/bleu"] == pytest.approx(sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score)
+    assert scores["validation/chrf"] == pytest.approx(sacrebleu.corpus_chrf(HYPOTHESES, [REFERENCES]).score)
+    # 6 + 6 + 0 + 6 words where 6 + 7 + 1 + 5 were asked for.
+    assert scores["validation/length_ratio"] == pytest.approx(18 / 19)
+    # Of 2 + 7 + 0 + 2 runs of four pieces, 3 of the second and 1 of the fourth had been there before.
+    assert scores["validation/repetition"] == pytest.approx(4 / 11)
+    by_length = {name: value for name, value in scores.items() if "length/" in name}
+    assert list(by_length) == [f"validation_bleu_by_length/{name}_pieces" for name in ("01-10", "11-20", "61-")]
+    for name, chosen in (("01-10", slice(0, 1)), ("11-20", slice(1, 2)), ("61-", slice(2, 4))):
+        alone = sacrebleu.corpus_bleu(HYPOTHESES[chosen], [REFERENCES[chosen]]).score
+        assert by_length[f"validation_bleu_by_length/{name}_pieces"] == pytest.approx(alone)
+    assert "tok:13a" in metric.signatures()
+    assert "chrF nrefs:1" in metric.signatures()
+    assert TextScores().signatures() == metric.signatures()  # known to a rank that has had no text, too
+
+
+def test_ranks_add_up() -> None:
+    """One of them has the longest translation; the scores are those of one process with all of them."""
+    whole, first, second = TextScores(), TextScores(), TextScores()
+    whole.update(HYPOTHESES, REFERENCES, PIECES, LENGTHS)
+    first.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], LENGTHS[:1])
+    second.update(HYPOTHESES[1:], REFERENCES[1:], PIECES[1:], LENGTHS[1:])
+    first.merge_state(second)
+    assert first.compute() == whole.compute()
+
+
+def test_empty_translations_count_in_their_bucket() -> None:
+    metric = TextScores()
+    metric.update([""], ["yes"], [[]], [25])
+    assert metric.compute()["validation_bleu_by_length/21-30_pieces"] == 0.0
+
+
+def test_each_length_has_its_bucket() -> None:
+    for length, name in (
+        *((length, "01-10") for length in (1, 10)),
+        *((length, "11-20") for length in (11, 20)),
+        *((length, "21-30") for length in (21, 30)),
+        *((length, "31-40") for length in (31, 40)),
+        *((length, "41-60") for length in (41, 60)),
+        *((length, "61-") for length in (61, 500)),
+    ):
+        metric = TextScores()
+        metric.update(["yes"], ["yes"], [[4]], [length])
+        scores = metric.compute()
+        assert [key for key in scores if "length/" in key] == [f"validation_bleu_by_length/{name}_pieces"]
+        assert scores["validation/length_ratio"] == 1.0
+
+
+def test_sums_are_exact_and_lists_are_of_one_length() -> None:
+    metric = TextScores()
+    # float32 holds whole numbers up to 2 ** 24.
+    assert {metric.bleu.dtype, metric.chrf.dtype, metric.repeated.dtype} == {torch.int64}
+    with pytest.raises(ValueError, match="shorter"):
+        metric.update(["yes", "no"], ["yes", "no"], [[4], [5]], [1])

@@ -1,0 +1,98 @@
+"""Files written under a temporary name: the order of what reaches the disk, and what an error leaves."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.runtime.atomic_file import full_disk, remove_leftovers, whole_file
+
+
+def test_data_reaches_the_disk_before_the_name_and_the_name_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut at any moment leaves the old file or the new one."""
+    calls: list[tuple[object, ...]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        synced = Path(f"/proc/self/fd/{descriptor}").readlink()
+        # What is still in Python's buffer is not synchronised.
+        calls.append(("fsync", synced, synced.read_bytes() if synced.is_file() else None))
+        fsync(descriptor)
+
+    def record_replace(source: object, target: object, **directories: int) -> None:
+        calls.append(("replace", Path(str(source)), Path(str(target))))
+        replace(source, target, **directories)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    for name in ("replace", "rename"):
+        monkeypatch.setattr(os, name, record_replace)
+    path = tmp_path / "folder" / "file"
+    for contents in (b"old", b"new"):
+        calls.clear()
+        with whole_file(path) as file:
+            file.write(contents)
+            temporary = Path(file.name)
+        assert calls == [
+            ("fsync", temporary, contents),
+            ("replace", temporary, path),
+            ("fsync", path.parent, None),
+        ]
+        assert temporary.parent == path.parent  # a rename is atomic inside one file system only
+        assert path.read_bytes() == contents
+        assert [entry.name for entry in path.parent.iterdir()] == ["file"]
+
+
+def write_half(path: Path, error: BaseException, implicitly: bool = False) -> None:
+    with whole_file(path) as file:
+        file.write(b"new")
+        file.flush()
+        if not implicitly:
+            raise error
+        try:
+            raise error
+        except OSError:
+            raise RuntimeError("cannot write")  # noqa: B904
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    for error in (ArithmeticError(), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            write_half(path, error)
+        assert path.read_bytes() == b"old"
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        # Libraries raise errors of their own in place of the full disk, with and without `from`.
+        for implicitly in (False, True):
+            disk = OSError(number, os.strerror(number))
+            error = disk if implicitly else RuntimeError("cannot write")
+            error.__cause__ = None if implicitly else disk
+            with pytest.raises(RuntimeError) as caught:
+                write_half(path, error, implicitly)
+            assert full_disk(caught.value) is disk
+            assert disk.filename == str(path)
+    assert full_disk(OSError(errno.EACCES, "no permission")) is None
+    path.mkdir()
+    with pytest.raises(IsADirectoryError) as refused, whole_file(path):
+        pass
+    assert refused.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    ours = [".step=4.ckpt.99.tmp", ".config.yaml.7.tmp"]
+    others = ["notes.tmp", ".hidden", "step=4.ckpt"]
+    for name in (*ours, *others):
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path, "config.yaml")
+    assert {path.name for path in tmp_path.iterdir()} == {ours[0], *others}
+    remove_leftovers(tmp_path, "")
+    assert {path.name for path in tmp_path.iterdir()} == set(others)

@@ -1,0 +1,295 @@
+"""Which checkpoints a run keeps, and the moving average in them; a real Trainer trains a single weight."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from data_module.tokenization.tokenizer import Tokenizer
+from pipeline.checkpointing import callback as checkpoint_keeper
+from pipeline.checkpointing.checkpoint import read_checkpoint, step_checkpoints, step_of
+from pipeline.checkpointing.callback import CheckpointKeeper, MovingAverage, WholeCheckpointIO
+from pipeline.commands.fit import quiet_lightning
+from pipeline.profiling.step_clock import StepClock
+from pipeline.config.recipe import load_recipe
+from pipeline.runtime.signals import Stopped
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*", "ignore:.*sync_dist=True.*")
+
+WEIGHTS = [1.0, 3.0, 7.0, 15.0, 31.0]
+"""After each step: step n adds 2 ** (n - 1)."""
+AVERAGES = [1.0, 0.9 * 1 + 0.1 * 3, 0.9 * 1.2 + 0.1 * 7, 0.9 * 1.78 + 0.1 * 15, 0.9 * 3.102 + 0.1 * 31]
+"""With a decay of 0.9."""
+
+
+class OneWeight(LightningModule):
+    """Its validation BLEU after a step is as given."""
+
+    def __init__(self, bleu: dict[int, float] | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.bleu = bleu
+        self.validated: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return -self.weight * 2.0**self.global_step
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.validated.append(self.weight.item())
+        if self.bleu is not None:
+            self.log("validation/bleu", self.bleu.get(self.global_step, 0.0))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+Train = Callable[..., OneWeight]
+
+
+@pytest.fixture
+def train(tiny_corpus: Path, tmp_path: Path) -> Train:
+    """Train up to a step, in `tmp_path`, with these settings of the recipe's `run:`."""
+    quiet_lightning()
+    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
+
+    def run(
+        max_steps: int,
+        *others: Callback,
+        bleu: dict[int, float] | None = None,
+        ckpt_path: Path | None = None,
+        validate_every: int = 1000,
+        is_validated: bool = True,
+        clock: StepClock | None = None,
+        **settings: Any,
+    ) -> OneWeight:
+        settings = {"checkpoint_every_steps": 1, "keep_last": 10, **settings}
+        overrides = [f"--run.{name}={'null' if value is None else value}" for name, value in settings.items()]
+        recipe = load_recipe([ROOT / "configs" / "demo.yaml"], overrides)
+        module = OneWeight(bleu)
+        keeper = CheckpointKeeper(tmp_path, recipe, tokenizer, clock or StepClock())
+        before = [callback for callback in others if not isinstance(callback, StopAt)]
+        after = [callback for callback in others if isinstance(callback, StopAt)]
+        for callback in after:
+            callback.keeper = keeper
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=max_steps,
+            max_epochs=-1,
+            val_check_interval=validate_every,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[*before, keeper, *after],
+            plugins=[WholeCheckpointIO()],
+        )
+        with suppress(Stopped):
+            validation = DataLoader(torch.zeros(1)) if is_validated else None
+            trainer.fit(module, DataLoader(torch.zeros(7)), validation, ckpt_path=ckpt_path)
+        return module
+
+    return run
+
+
+class StopAt(Callback):
+    """Saves and stops as a run does that is asked to: after a step, in its validation, or before the next step."""
+
+    keeper: CheckpointKeeper
+
+    def __init__(self, step: int, in_validation: bool = False) -> None:
+        self.step, self.in_validation = step, in_validation
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        self.stop(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if not self.in_validation:
+            self.stop(trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.stop(trainer)
+
+    def stop(self, trainer: Trainer) -> None:
+        if trainer.global_step == self.step:
+            self.keeper.save(trainer, stopping=True)
+            raise Stopped("asked to stop")
+
+
+class LookBeforeValidation(Callback):
+    """Notes which checkpoints are there when a validation begins."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.seen: list[list[int]] = []
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.seen.append(steps(self.run))
+
+
+def newest(run: Path) -> Path:
+    return step_checkpoints(run)[-1]
+
+
+def step_in(checkpoint: Path) -> int:
+    return read_checkpoint(checkpoint)["global_step"]
+
+
+def steps(run: Path) -> list[int]:
+    """Of the checkpoints there, each of which holds what its name says."""
+    found = [step_of(path) for path in step_checkpoints(run)]
+    assert [step_in(path) for path in step_checkpoints(run)] == found
+    return found
+
+
+def test_a_moving_average_by_hand(train: Train, tmp_path: Path) -> None:
+    module = train(3, MovingAverage(decay=0.9), validate_every=2)
+    resumed = train(5, MovingAverage(decay=0.9), validate_every=2, ckpt_path=newest(tmp_path))
+    # It is what is validated and what translates; the weights themselves go on beside it.
+    assert [*module.validated, *resumed.validated] == pytest.approx([AVERAGES[1], AVERAGES[3]])
+    contents = [torch.load(path, weights_only=True) for path in step_checkpoints(tmp_path)]
+    assert [one["state_dict"]["weight"].item() for one in contents] == pytest.approx(AVERAGES)
+    assert [one["current_model_state"]["weight"].item() for one in contents] == WEIGHTS
+    assert resumed.weight.item() == WEIGHTS[-1]
+
+
+def test_stopped_while_the_moving_average_is_validated(train: Train, tmp_path: Path) -> None:
+    """The weights and their average have changed places then."""
+    train(5, MovingAverage(decay=0.9), StopAt(4, in_validation=True), validate_every=4)
+    contents = torch.load(newest(tmp_path), weights_only=True)
+    assert contents["state_dict"]["weight"].item() == pytest.approx(AVERAGES[3])
+    assert contents["current_model_state"]["weight"].item() == WEIGHTS[3]
+    assert train(5, MovingAverage(decay=0.9), ckpt_path=newest(tmp_path)).weight.item() == WEIGHTS[4]
+    assert torch.load(newest(tmp_path), weights_only=True)["state_dict"]["weight"].item() == pytest.approx(AVERAGES[4])
+
+
+def test_the_best_by_bleu_is_kept_over_a_resume(train: Train, tmp_path: Path) -> None:
+    best = tmp_path / "checkpoints" / "best.ckpt"
+    bleu = {2: 10.0, 4: 30.0, 6: 20.0, 8: 25.0, 10: 30.0, 12: 40.0}
+    train(6, bleu=bleu, validate_every=2)
+    assert step_in(best) == 4
+    train(10, bleu=bleu, validate_every=2, ckpt_path=newest(tmp_path))
+    assert step_in(best) == 4
+    train(12, bleu=bleu, validate_every=2, ckpt_path=newest(tmp_path))
+    assert step_in(best) == 12
+
+
+def test_the_first_validation_is_the_best_so_far(train: Train, tmp_path: Path) -> None:
+    train(2, bleu={2: 0.0}, validate_every=2)
+    assert step_in(tmp_path / "checkpoints" / "best.ckpt") == 2
+
+
+def test_the_newest_are_kept(train: Train, tmp_path: Path) -> None:
+    train(11, checkpoint_every_steps=2, keep_last=3, log_every_steps=1)
+    assert steps(tmp_path) == [8, 10, 11]  # the last step is always saved
+
+
+@pytest.mark.filterwarnings("ignore:.*no `val_dataloader`.*")
+def test_a_run_without_validation(train: Train, tmp_path: Path) -> None:
+    """No checkpoint waits for one."""
+    train(3, checkpoint_every_steps=2, validate_every=2, is_validated=False)
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_an_old_checkpoint_that_someone_else_removes_is_no_error(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listed_and_removed(run: Path) -> list[Path]:
+        paths = step_checkpoints(run)
+        for path in paths[:-2]:
+            path.unlink()
+        return paths
+
+    monkeypatch.setattr(checkpoint_keeper, "step_checkpoints", listed_and_removed)
+    train(4, keep_last=2)
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_writing_checkpoints_is_timed_by_itself(train: Train) -> None:
+    class Begun(StepClock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.begun: list[str] = []
+
+        def begin(self, stretch: str) -> None:
+            self.begun.append(stretch)
+
+    clock = Begun()
+    train(2, clock=clock)
+    assert clock.begun == ["checkpoint", "between"] * 2
+
+
+def test_a_checkpoint_of_a_validated_step_knows_of_the_validation(train: Train, tmp_path: Path) -> None:
+    """A resume from it does not validate again, and has the best BLEU so far."""
+    bleu = {2: 30.0, 4: 20.0}
+    look = LookBeforeValidation(tmp_path)
+    train(2, look, bleu=bleu, checkpoint_every_steps=2, validate_every=2)
+    # Saved before, and killed in the validation, the run would leave it out.
+    assert look.seen == [[]]
+    [second] = step_checkpoints(tmp_path)
+    resumed = train(4, bleu=bleu, checkpoint_every_steps=2, validate_every=2, ckpt_path=second)
+    assert len(resumed.validated) == 1
+    assert step_in(tmp_path / "checkpoints" / "best.ckpt") == 2
+
+
+def test_a_checkpoint_of_a_stop_between_two_intervals_gives_way_to_the_next(train: Train, tmp_path: Path) -> None:
+    """So that the checkpoints to average are as far apart as the recipe says."""
+    train(20, StopAt(6), checkpoint_every_steps=4)
+    assert steps(tmp_path) == [4, 6]
+    train(20, StopAt(7), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
+    assert steps(tmp_path) == [4, 7]
+    train(12, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
+    assert steps(tmp_path) == [4, 8, 12]
+
+
+def test_a_stop_at_an_interval_leaves_a_regular_checkpoint(train: Train, tmp_path: Path) -> None:
+    train(20, StopAt(4), checkpoint_every_steps=4)
+    # Stopped again before the next step, as in a validation that is done again.
+    train(20, StopAt(4), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
+    train(8, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
+    assert steps(tmp_path) == [4, 8]
+    # Where the step is to be validated first, the keeper has not saved it yet.
+    train(20, StopAt(12), checkpoint_every_steps=4, validate_every=4, ckpt_path=newest(tmp_path))
+    train(16, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
+    assert steps(tmp_path) == [4, 8, 12, 16]
+
+
+def test_a_run_stopped_twice_at_one_step_between_two_intervals(train: Train, tmp_path: Path) -> None:
+    train(20, StopAt(6), checkpoint_every_steps=4)
+    train(20, StopAt(6), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
+    assert steps(tmp_path) == [4, 6]
+    # Gone already when the next takes its place.
+    train(8, checkpoint_every_steps=4, ckpt_path=newest(tmp_path).rename(tmp_path / "moved.ckpt"))
+    assert steps(tmp_path) == [4, 8]
+
+
+def test_checkpoints_newer_than_where_a_run_goes_on_are_not_counted(train: Train, tmp_path: Path) -> None:
+    train(3)
+    later = tmp_path / "checkpoints" / "step=00000100.ckpt"
+    later.write_bytes(b"cut short")
+    train(5, keep_last=2, ckpt_path=step_checkpoints(tmp_path)[-2])
+    assert [step_of(path) for path in step_checkpoints(tmp_path)] == [4, 5, 100]
+
+
+def test_checkpoints_by_the_clock(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take 24 seconds by this clock and later 40; it is looked at every `log_every_steps`."""
+
+    class Tick(Callback):
+        seconds = 1000.0
+
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            self.seconds += 24.0 if trainer.global_step < 4 else 40.0
+
+    tick = Tick()
+    monkeypatch.setattr(time, "monotonic", lambda: tick.seconds)
+    train(11, tick, checkpoint_every_steps=None, checkpoint_every_minutes=1.6, log_every_steps=2)
+    # After exactly 96 seconds and after 160; the last step.
+    assert steps(tmp_path) == [4, 8, 11]

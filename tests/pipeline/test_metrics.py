@@ -1,0 +1,178 @@
+"""Scores by hand-worked numbers and against sacreBLEU's own; what references look like."""
+
+import math
+import random
+import sys
+
+import numpy as np
+import pytest
+import sacrebleu
+from sacrebleu.significance import PairedTest, Result
+
+from data_module.errors import InputError
+from pipeline.inference.metrics import compare, complaints, paper_score, score
+
+REFERENCES = [
+    "Der Vater-Sohn-Tag ist heute.",
+    "Zwei Hunde laufen durch den Schnee.",
+    "Ein Mann, der liest, sitzt auf einer Bank.",
+    "Die Frau sagt nichts.",
+]
+
+
+def test_the_papers_count_by_hand() -> None:
+    # Tokens: Der Vater ##AT##-##AT## Sohn ##AT##-##AT## Tag ist heute . (9), and one of them wrong.
+    reference, hypothesis = "Der Vater-Sohn-Tag ist heute.", "Der Vater-Sohn-Tag war heute."
+    # n-grams of 9 tokens: 8 of 9, 6 of 8, 4 of 7, 3 of 6 are right.
+    expected = 100 * math.exp(sum(map(math.log, (8 / 9, 6 / 8, 4 / 7, 3 / 6))) / 4)
+    figures = paper_score([hypothesis], [reference], "de")
+    assert figures["bleu_paper"] == pytest.approx(expected, abs=1e-3)
+    # Unsplit, four right n-grams are not to be had.
+    assert figures["bleu_paper"] > sacrebleu.corpus_bleu([hypothesis], [[reference]]).score
+    assert "case:mixed" in figures["bleu_paper_signature"]
+    assert "smooth:none" in figures["bleu_paper_signature"]
+    assert "compounds:split" in figures["bleu_paper_signature"]
+
+
+def test_case_counts_in_bleu_and_not_in_bleu_lowercase() -> None:
+    figures = score([REFERENCES[1].upper()], [REFERENCES[1]])
+    assert figures["bleu"] < 50
+    assert figures["bleu_lowercase"] == pytest.approx(100)
+
+
+def test_the_papers_count_knows_case_and_equal_quotation_marks() -> None:
+    assert paper_score(["„Ja“, sagt er heute."], ["“Ja„, sagt er heute."], "de")["bleu_paper"] < 100
+    assert paper_score(["Er sagt ”Ja“ heute."], ['Er sagt "Ja" heute.'], "de")["bleu_paper"] == pytest.approx(100)
+    assert paper_score([REFERENCES[1].lower()], [REFERENCES[1]], "de")["bleu_paper"] < 90
+
+
+def test_the_count_of_lower_cased_tokens_by_hand() -> None:
+    # Tokens: zwei vater-sohn-paare laufen heute durch den tiefen schnee . (9), and the seventh wrong.
+    reference = "Zwei Vater-Sohn-Paare laufen heute durch den tiefen Schnee."
+    hypothesis = "zwei Vater-Sohn-Paare laufen heute durch den Weißen schnee."
+    expected = 100 * math.exp(sum(map(math.log, (8 / 9, 6 / 8, 4 / 7, 3 / 6))) / 4)
+    figures = paper_score([hypothesis], [reference], "de")
+    assert figures["bleu_moses_lowercase"] == pytest.approx(expected, abs=1e-3)
+    assert "case:lc" in figures["bleu_moses_lowercase_signature"]
+    assert "compounds:whole" in figures["bleu_moses_lowercase_signature"]
+
+
+def test_without_sacremoses_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sacremoses", None)
+    with pytest.raises(InputError, match=r"\.\[paper-score\]"):
+        paper_score(REFERENCES, REFERENCES, "de")
+
+
+def test_intervals_hold_the_score() -> None:
+    hypotheses = [*REFERENCES[:2], "Ein Mann sitzt auf der Bank.", "Die Frau sagte etwas."] * 10
+    figures = score(hypotheses, REFERENCES * 10)
+    assert figures["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [REFERENCES * 10]).score, abs=1e-3)
+    for name in ("bleu", "bleu_lowercase", "chrf"):
+        low, high = figures[f"{name}_interval"]
+        assert low < figures[name] < high
+        assert "bs:1000|seed:12345" in figures[f"{name}_signature"]
+
+
+def test_a_real_difference_and_one_by_chance() -> None:
+    draws = random.Random(1)
+    references = [" ".join(draws.choices(["ein", "Hund", "und", "Katze", "läuft", "schnell"], k=12)) for _ in range(60)]
+
+    def spoilt(share: float, seed: int) -> list[str]:
+        draws = random.Random(seed)
+        return [" ".join("falsch" if draws.random() < share else w for w in line.split()) for line in references]
+
+    good, as_good, bad = spoilt(0.1, 1), spoilt(0.1, 2), spoilt(0.3, 3)
+    better = compare(good, bad, references)
+    assert better["bleu"] == pytest.approx(sacrebleu.corpus_bleu(bad, [references]).score, abs=1e-3)
+    assert better["bleu_difference"] > 10
+    assert better["bleu_difference_is_real"] is better["chrf_difference_is_real"] is True
+    assert compare(bad, good, references)["bleu_difference"] == -better["bleu_difference"]
+    same = compare(good, as_good, references)
+    assert same["bleu_difference_is_real"] is same["chrf_difference_is_real"] is False
+    assert same["bleu_p_value"] > 0.05
+    itself = compare(good, good, references)
+    assert itself["bleu_difference"] == itself["chrf_difference"] == 0
+    assert itself["bleu_difference_is_real"] is itself["chrf_difference_is_real"] is False
+    assert itself["bleu_p_value"] == itself["chrf_p_value"] == 1
+    for figures in (better, same, itself):
+        for value in figures.values():
+            assert value == round(value, 4)
+
+
+def test_a_difference_that_chance_gives_in_1_of_20_test_sets_is_not_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    for p_value, is_real in ((0.05, False), (0.0499, True)):
+        column = [Result(30.0), Result(31.0, p_value)]
+        result = {"System": ["other", "this"], "BLEU": column, "chrF2": column}
+        monkeypatch.setattr(PairedTest, "__call__", lambda self, result=result: ({}, result))
+        figures = compare(["a b", "c"], ["a b", "d"], ["a b", "c"])
+        assert figures["bleu_p_value"] == p_value
+        assert figures["bleu_difference_is_real"] is figures["chrf_difference_is_real"] is is_real
+
+
+def test_scores_are_rounded_to_four_places_and_tokenised_text_is_no_surprise(caplog: pytest.LogCaptureFixture) -> None:
+    """sacreBLEU warns of text that looks tokenised, but for text that is to be."""
+    hypotheses = ["ein Hund läuft sehr schnell.", "zwei Hunde laufen schnell."] * 60
+    references = ["ein Hund läuft so schnell.", "drei Hunde laufen schnell."] * 60
+    figures = paper_score(hypotheses, references, "de")
+    assert not caplog.records
+    for name in ("bleu_paper", "bleu_moses_lowercase"):
+        for value in (figures[name], *figures[f"{name}_interval"]):
+            assert value == round(value, 4)
+
+
+@pytest.mark.parametrize(
+    ("references", "words"),
+    [
+        (REFERENCES, []),
+        (["Zwei Hunde laufen , und dann nicht mehr .", "Ein Mann liest ."], ["tokenised"]),
+        (["Er sagt &quot; Ja &quot;", "Vater @-@ Sohn"], ["tokenised"]),
+        ([line.lower() for line in REFERENCES], ["lower-cased"]),
+        (["zwei hunde laufen .", "ein mann liest ."], ["tokenised", "lower-cased"]),
+        (["zwei hunde laufen."] * 9 + ["Ein Mann liest."], []),
+        (["zwei hunde laufen."] * 49 + ["Ein Mann liest."], []),
+        (["zwei hunde laufen."] * 50 + ["Ein Mann liest."], ["lower-cased"]),
+        (["Ein Mann liest .", "Ein Hund .", *["Ein Mann liest."] * 2], []),
+        (["Ein Mann liest .", "Ein Hund .", "Ein Mann liest."], ["tokenised"]),
+        (["Ça va ?", "Oui : 3,5 % !"], []),
+        (["犬が走る。", "猫 3.5"], []),
+        ([""], []),
+    ],
+)
+def test_what_references_look_like(references: list[str], words: list[str]) -> None:
+    said = complaints(references)
+    assert len(said) == len(words)
+    assert all(word in line for word, line in zip(words, said, strict=True))
+
+
+def test_intervals_against_a_bootstrap_of_ones_own() -> None:
+    """The middle 95 % of the scores of 1,000 test sets drawn from this one, with other draws."""
+    draws = random.Random(3)
+    references = [" ".join(draws.choices(["ein", "Hund", "und", "Katze", "läuft", "schnell"], k=9)) for _ in range(40)]
+    hypotheses = [" ".join("falsch" if draws.random() < 0.2 else w for w in line.split()) for line in references]
+    metric = sacrebleu.BLEU()
+    found = [metric.corpus_score([ours], [[theirs]]) for ours, theirs in zip(hypotheses, references, strict=True)]
+    sums = np.array([[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in found])
+    chosen = np.random.default_rng(7).integers(0, len(sums), (1000, len(sums)))
+    drawn = sums[chosen].sum(1)
+    # Of as many words as the references have, there is no brevity penalty: BLEU is the mean precision of four orders.
+    assert (drawn[:, 8] == drawn[:, 9]).all()
+    bleu = 100 * np.exp(np.log(drawn[:, :4] / drawn[:, 4:8]).mean(1))
+    low, high = np.percentile(bleu, [2.5, 97.5])
+    figures = score(hypotheses, references)
+    width = figures["bleu_interval"][1] - figures["bleu_interval"][0]
+    assert width == pytest.approx(high - low, rel=0.15)
+    assert sum(figures["bleu_interval"]) / 2 == pytest.approx(bleu.mean(), abs=0.1 * width)
+    assert figures["chrf_interval"][0] < figures["chrf"] < figures["chrf_interval"][1]
+
+
+def test_exact_matches_are_counted_but_for_white_space() -> None:
+    hypotheses = ["a b", " a  b ", "a B", "a", ""]
+    assert score(hypotheses, ["a b"] * 5)["exact_match"] == pytest.approx(40)
+
+
+def test_intervals_where_some_draws_match_nothing() -> None:
+    """A poor translation of few lines."""
+    figures = score(["zwei Hunde laufen schnell", "x y z", "x y"], ["zwei Hunde laufen schnell", "a b c", "a b"])
+    low, high = figures["bleu_interval"]
+    assert low < 1
+    assert high > figures["bleu"] > 1

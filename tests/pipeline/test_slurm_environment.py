@@ -1,0 +1,86 @@
+"""The job step as its environment tells it."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from data_module.errors import InputError
+from pipeline.runtime.slurm import current_step, forget_failures, node_name, tell_script_of_mistake
+
+TASK = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+}
+
+
+def test_a_task_of_a_step() -> None:
+    step = current_step({**TASK, "SLURM_RESTART_COUNT": "3"})
+    assert step is not None
+    assert (step.job, step.rank, step.local_rank, step.restarts) == ("7", 5, 1, 3)
+    assert (step.num_tasks, step.num_nodes, step.tasks_per_node) == (6, 3, 2)
+
+
+def test_a_step_that_is_smaller_than_its_job() -> None:
+    """Tasks on nodes are the step's, and the job's where srun does not say the step's."""
+    job = {**TASK, "SLURM_TASKS_PER_NODE": "4(x2),1", "SLURM_RESTART_COUNT": "0"}
+    step = current_step(job)
+    assert step is not None
+    assert (step.num_tasks, step.num_nodes, step.tasks_per_node, step.restarts) == (6, 3, 2, 0)
+    del job["SLURM_STEP_TASKS_PER_NODE"]
+    job["SLURM_TASKS_PER_NODE"] = "1,1(x2)"
+    step = current_step(job)
+    assert step is not None
+    assert (step.num_tasks, step.num_nodes, step.tasks_per_node) == (3, 3, 1)
+
+
+def test_what_the_jobs_script_is_told(tmp_path: Path) -> None:
+    mistake, failures = tmp_path / "mistake", tmp_path / "failures"
+    failures.touch()
+    tell_script_of_mistake({})
+    forget_failures({})
+    assert list(tmp_path.iterdir()) == [failures]
+    tell_script_of_mistake({"MISTAKE_FILE": str(mistake)})
+    for _ in range(2):  # every rank does
+        forget_failures({"FAILURES_FILE": str(failures)})
+    assert list(tmp_path.iterdir()) == [mistake]
+
+
+def test_the_nodes_name_is_slurms() -> None:
+    assert node_name({"SLURMD_NODENAME": "gpu-17"}) == "gpu-17"
+    assert node_name({}) == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"},  # a batch script of one task, without srun
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "4294967290"},  # the shell of salloc
+        {**TASK, "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "bash"},  # srun --pty bash
+        {**TASK, "TORCHELASTIC_RUN_ID": "none"},  # torchrun inside a job
+    ],
+)
+def test_no_step(environment: dict[str, str]) -> None:
+    assert current_step(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"SLURM_STEP_ID": ""}, "not started by srun"),
+        ({"SLURM_STEP_ID": "4294967290"}, "not started by srun"),
+        ({"SLURM_STEP_ID": str(0xFFFFFFF0), "SLURM_NTASKS": "2"}, "not started by srun"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3"}, r"'2\(x3' is not understood"),
+        ({"SLURM_JOB_NAME": "interactive"}, "named 'interactive'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, r"\[2, 2, 1\] tasks"),
+    ],
+)
+def test_started_the_wrong_way(changed: dict[str, str], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        current_step({**TASK, **changed})
