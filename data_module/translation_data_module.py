@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_module.batching.batch import SpecialIds, StepShare, collate
 from data_module.batching.batch_plan import Group, plan_in_order
-from data_module.corpus.store import ParallelCorpus, open_corpus, read_ahead, with_end_symbol
-from data_module.errors import InputError
 from data_module.batching.plan_cache import PlanSource
 from data_module.batching.stateful_loader import ResumableLoader, ShareDataset, as_it_is
+from data_module.corpus.store import ParallelCorpus, open_corpus, read_ahead, with_end_symbol
+from data_module.errors import InputError
 from data_module.settings import BatchSettings
 
 

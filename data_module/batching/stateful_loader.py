@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data_module.batching.batch import SpecialIds, StepShare, collate
 from data_module.batching.batch_plan import EpochPlan, share_of_rank
-from data_module.corpus.store import ParallelCorpus
 from data_module.batching.plan_cache import PlanSource
+from data_module.corpus.store import ParallelCorpus
 
 NEVER_ENDS = 1 << 40
 """What `len` says of an endless loader; with a length Lightning fetches nothing in advance."""

@@ -15,13 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_module.corpus.store import MAX_TOKENS
 from data_module.corpus.builder import learn_tokenizer, write_corpus
-from data_module.readers.dataset_sources import hub_revision
-from data_module.errors import InputError
 from data_module.corpus.manifest import differences, is_corpus, read_manifest
-from data_module.settings import CorpusSettings
+from data_module.corpus.store import MAX_TOKENS
+from data_module.errors import InputError
+from data_module.readers.dataset_sources import hub_revision
 from data_module.readers.text_sources import count_pairs, files_of, fingerprint
+from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

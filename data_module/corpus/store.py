@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from data_module.errors import InputError
 from data_module.corpus.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
+from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

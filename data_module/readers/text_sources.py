@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data_module.readers.dataset_sources import split_files, split_lines, split_name
 from data_module.errors import InputError
+from data_module.readers.dataset_sources import split_files, split_lines, split_name
 from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.word_counts import normalize_white_space
 

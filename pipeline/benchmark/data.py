@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, in the order of the data's way."""
     from data_module.batching.batch import SpecialIds
     from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.commands.fit import ensure_corpus
     from pipeline.config.recipe import load_recipe
+    from pipeline.training.corpus import ensure_corpus
 
     recipe = load_recipe(arguments.config, arguments.overrides)
     ensure_corpus(recipe.corpus)

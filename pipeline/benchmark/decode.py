@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.errors import InputError
     from pipeline.benchmark.decode_engines import prepare
     from pipeline.benchmark.report import rounded
-    from pipeline.commands.translate import read_sentences
+    from pipeline.inference.text_io import read_sentences
 
     sentences = [sentence for sentence in read_sentences(arguments.source) if sentence.strip()]
     if not sentences:

@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure or take the step, predict, report."""
     from pipeline.benchmark.report import rounded
     from pipeline.benchmark.scaling_model import ddp_buckets, pays_up_to, strong_scaling, weak_scaling
-    from pipeline.commands.fit import quiet_lightning
     from pipeline.config.recipe import load_recipe
-    from pipeline.training.trainer import trainer_signature
+    from pipeline.config.trainer_keys import trainer_signature
+    from pipeline.runtime.console import quiet_lightning
 
     quiet_lightning()
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
@@ -145,8 +145,8 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
     from pipeline.benchmark.report import figures_of
     from pipeline.benchmark.scaling_model import Step
     from pipeline.benchmark.train import place_of, recipe_contest
-    from pipeline.commands.fit import ensure_corpus
     from pipeline.training.build import module_and_data
+    from pipeline.training.corpus import ensure_corpus
 
     place = place_of(recipe.trainer)
     ensure_corpus(recipe.corpus)

@@ -60,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and report."""
-    from pipeline.commands.fit import ensure_corpus, quiet_lightning
+    from pipeline.runtime.console import quiet_lightning
+    from pipeline.training.corpus import ensure_corpus
 
     # PyTorch's profiler, which counts memory, reports itself on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.benchmark.report import figures_of, loop_seconds, rounded, table
     from pipeline.config.recipe import load_recipe
-    from pipeline.training.trainer import trainer_signature
+    from pipeline.config.trainer_keys import trainer_signature
 
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if arguments.steps < 1:

@@ -2,25 +2,30 @@
 
 import fcntl
 import json
-import platform
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
 from data_module.errors import InputError
-from pipeline.monitoring import METRICS, STARTS, SUMMARY
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.runtime.slurm import Step
-from pipeline.runtime.signals import Stopped, stop_if_asked
 from pipeline.runtime.atomic_file import is_leftover, remove_leftovers, whole_file
+from pipeline.runtime.signals import Stopped, stop_if_asked
+from pipeline.runtime.slurm import Step
+from pipeline.runtime.versions import versions
+
+EVENTS = "tensorboard"
+
+METRICS = "metrics.jsonl"
+
+STARTS = "starts.jsonl"
+
+SUMMARY = "summary.json"
 
 MAY_CHANGE = ("name", "decoding", "run", "monitoring", "trainer")
 """Sections that another config may change on resume; the others would make it another run."""
@@ -179,22 +184,6 @@ def counted_start(path: Path, step: Step, checkpoint: Path | None) -> Iterator[N
         note.unlink(missing_ok=True)
         raise
     note.unlink(missing_ok=True)
-
-
-def versions() -> dict[str, Any]:
-    """Revision of the code and versions of what it runs on."""
-    packages = ("torch", "lightning", "sentencepiece", "sacrebleu", "numpy")
-    here = Path(__file__).resolve().parent
-    revision = None
-    if shutil.which("git"):
-        describe = ["git", "-C", str(here), "describe", "--always", "--dirty"]
-        revision = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip() or None
-    return {
-        "revision": revision,
-        "python": platform.python_version(),
-        "host": platform.node(),
-        **{name: version(name) for name in packages},
-    }
 
 
 def _is_foreign(entry: Path) -> bool:

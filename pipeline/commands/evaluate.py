@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipeline.inference.text_io import paired_texts
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
@@ -60,23 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
     figures |= {"beam_size": settings.beam_size, "length_penalty": settings.length_penalty}
     print(json.dumps({**figures, "sentences": len(sources), "checkpoint": translators[0].name}))
     return 0
-
-
-def paired_texts(source: Path, reference: Path) -> tuple[list[str], list[str]]:
-    """The lines of both; raises InputError where they cannot be read, do not pair up or are none."""
-    from data_module.errors import InputError
-    from pipeline.commands.translate import read_sentences
-
-    sources, references = read_sentences(source), read_sentences(reference)
-    if len(sources) != len(references):
-        shorter = source if len(sources) < len(references) else reference
-        raise InputError(
-            f"{source} has {len(sources)} lines and {reference} {len(references)}; "
-            f"{shorter} is shorter: give texts whose lines pair up"
-        )
-    if not sources:
-        raise InputError(f"{source}: is empty; there is nothing to score")
-    return sources, references
 
 
 def check_output(output: Path | None) -> None:

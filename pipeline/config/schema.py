@@ -27,7 +27,7 @@ class Checker:
     def dataclass(self, values: Any, kind: type, prefix: str) -> Any:
         """An instance of the dataclass, or None with mistakes noted."""
         if not isinstance(values, dict):
-            self._wrong(prefix.rstrip("."), f"{prefix.rstrip('.')} has to be a mapping, not {_say(values)}")
+            self._wrong(prefix.rstrip("."), f"{prefix.rstrip('.')} has to be a mapping, not {_value_name(values)}")
             return None
         before = len(self.mistakes)
         hints = typing.get_type_hints(kind)
@@ -90,7 +90,7 @@ class Checker:
                     pass
         # YAML reads the languages' names no and on as false and true.
         quoted = "; put it in quotes" if kind is str and isinstance(value, bool) else ""
-        self._wrong(key, f"{key} has to be {_say_kind(kind)}, not {_say(value)}{quoted}")
+        self._wrong(key, f"{key} has to be {_kind_name(kind)}, not {_value_name(value)}{quoted}")
         return None
 
     def _union(self, value: Any, kinds: tuple[Any, ...], key: str) -> Any:
@@ -106,7 +106,7 @@ class Checker:
             converted = attempt.value(value, kind, key)
             if not attempt.mistakes:
                 return converted
-        self._wrong(key, f"{key} has to be {' or '.join(_say_kind(k) for k in kinds)}, not {_say(value)}")
+        self._wrong(key, f"{key} has to be {' or '.join(_kind_name(k) for k in kinds)}, not {_value_name(value)}")
         return None
 
 
@@ -144,13 +144,13 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def _say(value: Any) -> str:
+def _value_name(value: Any) -> str:
     if isinstance(value, dict):
         return "a mapping"
     return "nothing" if value is None else repr(value)
 
 
-def _say_kind(kind: Any) -> str:
+def _kind_name(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a mapping"}
     if typing.get_origin(kind) is typing.Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(kind)))

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_module.errors import InputError
 from data_module.corpus.manifest import read_manifest
+from data_module.errors import InputError
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.checkpointing.run_folder import versions
+from pipeline.runtime.versions import versions
 
 FORMAT_VERSION = 1
 

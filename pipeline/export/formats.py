@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from model.cpu.packed_linear import can_pack, pack_linears
-from pipeline.commands.export import exported_program, torchscript
+from pipeline.checkpointing.checkpoint import TrainedModel
+from pipeline.export import exported_program, torchscript
+from pipeline.export.ctranslate2_model import write_ctranslate2
 from pipeline.export.parity import Figures, Parity, clocked, largest, size
 from pipeline.export.runners import CTranslate2Runner, ExportedProgramRunner, SearchRunner
-from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export.ctranslate2_model import write_ctranslate2
 
 
 class Bundle(NamedTuple):

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from data_module.tokenization.tokenizer import Tokenizer
-from model.decoding import Search
 from model.cpu.lazy_packed_linear import without_weights
 from model.cpu.packed_linear import can_pack
+from model.decoding import Search
 from model.transformer import Transformer
 from pipeline.runtime.atomic_file import whole_file
 

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
-from model.decoding import Search
 from model.cpu.packed_linear import can_pack, pack_linears
+from model.decoding import Search
 from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 

@@ -12,10 +12,10 @@ from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
 from model.attention_maps import attention_maps
 from model.settings import NetworkSettings
 from model.translation_module import TranslationModule
-from pipeline.monitoring import EVENTS
+from pipeline.checkpointing.run_folder import EVENTS
+from pipeline.config.monitoring_settings import MonitoringSettings
 from pipeline.monitoring.heatmaps import Panel, heat_maps, matrix_picture
 from pipeline.monitoring.run_log import RunLog
-from pipeline.config.monitoring_settings import MonitoringSettings
 from pipeline.monitoring.validation_samples import ValidationText
 
 _LONGEST, _LONGEST_SOUGHT = 40, 16
@@ -32,6 +32,11 @@ _WHAT = {
 
 class Pictures(Callback):
     """Draws on rank 0 at validations. Stands behind `texts`, and before what swaps weights back."""
+
+    @property
+    def state_key(self) -> str:
+        """Key of the state in checkpoints: the class name in version 0.1.0."""
+        return "Pictures"
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-from pipeline.monitoring import EVENTS, METRICS
+from pipeline.checkpointing.run_folder import EVENTS, METRICS
 
 _HEADER, _CRC = 12, 4
 """Bytes of a record's length with its checksum, and of the checksum of its data."""

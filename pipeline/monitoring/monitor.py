@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from data_module.batching.batch import StepShare
 from data_module.errors import InputError
 from pipeline.monitoring.mfu import best_rate
-from pipeline.monitoring.progress import Progress, say
+from pipeline.monitoring.progress import Progress
+from pipeline.runtime.console import say
 from pipeline.profiling.step_clock import StepClock
 
 SKIPPED_AT_MOST = 20
@@ -27,6 +28,11 @@ class Monitor(Callback):
 
     Sums stay on the device; they are read, over all ranks, at the interval only, and so is how many steps were skipped.
     """
+
+    @property
+    def state_key(self) -> str:
+        """Key of the state in checkpoints: the class name in version 0.1.0."""
+        return "Monitor"
 
     def __init__(self, every_steps: int, flops_per_target_token: float = 0.0) -> None:
         self._every = every_steps

@@ -2,11 +2,12 @@
 
 import sys
 import time
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from tqdm import tqdm
+
+from pipeline.runtime.console import say
 
 SECONDS_BETWEEN_LINES = 60.0
 
@@ -56,13 +57,6 @@ class Progress:
         """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.close()
-
-
-def say(message: str) -> None:
-    """A line of its own on standard error, whether or not a bar stands there."""
-    # It may lead to a file, on a disk that is full.
-    with suppress(OSError):
-        tqdm.write(message, file=sys.stderr)
 
 
 def _duration(seconds: float) -> str:

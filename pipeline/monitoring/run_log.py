@@ -19,9 +19,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import Tensor
 from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
-from pipeline.monitoring import EVENTS, METRICS, SUMMARY
+from pipeline.checkpointing.run_folder import EVENTS, METRICS, SUMMARY
 from pipeline.monitoring.log_files import AppendedFile, EventFile, cut_back
-from pipeline.monitoring.progress import say
+from pipeline.runtime.console import say
 from pipeline.runtime.atomic_file import whole_file
 
 

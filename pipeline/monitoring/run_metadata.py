@@ -12,15 +12,15 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from pipeline.monitoring import SUMMARY
-from pipeline.monitoring.starts import first_submission
+from pipeline.checkpointing.run_folder import SUMMARY
+from pipeline.config.recipe import Recipe
 from pipeline.monitoring.log_files import metrics
 from pipeline.monitoring.monitor import Monitor
 from pipeline.monitoring.run_log import RunLog
+from pipeline.monitoring.starts import first_submission
 from pipeline.monitoring.tables import code, facts, table
-from pipeline.config.recipe import Recipe
-from pipeline.checkpointing.run_folder import versions
 from pipeline.runtime.slurm import node_name
+from pipeline.runtime.versions import versions
 
 SCORES = (
     "validation/best_bleu",

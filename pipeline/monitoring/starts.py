@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.monitoring import STARTS
+from pipeline.checkpointing.run_folder import STARTS
 from pipeline.monitoring.run_log import RunLog
 from pipeline.runtime.slurm import Step, node_name
 

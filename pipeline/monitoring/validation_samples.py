@@ -34,6 +34,11 @@ class ValidationText(Callback):
     Shown are the same sentences at each validation, spread evenly over the text, and the longest ones; and the worst.
     """
 
+    @property
+    def state_key(self) -> str:
+        """Key of the state in checkpoints: the class name in version 0.1.0."""
+        return "ValidationText"
+
     def __init__(
         self,
         sources: list[str],

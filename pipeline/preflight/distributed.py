@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.preflight.check_result import Finding
 from pipeline.config.recipe import Recipe
+from pipeline.preflight.check_result import Finding
 from pipeline.runtime.slurm import Step, node_name, tell_script_of_mistake
 
 WAIT = timedelta(seconds=20)

@@ -4,7 +4,6 @@ SLURM sends SIGUSR1 (`--signal`) or SIGTERM before it takes the nodes away, to e
 work. Installed before anything that takes time is imported.
 """
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,14 +78,3 @@ def keyboard_too() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def speaks_for_all(rank: int) -> bool:
-    """Whether this rank's exit code counts: under Lightning's own launcher only the first one's does.
-
-    The launcher would take the others' for a crash and kill the first.
-    """
-    launched_by_lightning = (
-        "LOCAL_RANK" in os.environ and "RANK" not in os.environ and "SLURM_STEP_ID" not in os.environ
-    )
-    return rank == 0 or not launched_by_lightning

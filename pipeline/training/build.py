@@ -2,53 +2,42 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data_module.batching.batch import SpecialIds
-from data_module.errors import InputError
 from data_module.corpus.manifest import read_manifest
-from data_module.batching.stateful_loader import signals_held
+from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.translation_module import TranslationModule
-from pipeline.runtime import signals as stop_request
+from pipeline.checkpointing.callback import CheckpointKeeper, WholeCheckpointIO
 from pipeline.checkpointing.checkpoint import step_of
-from pipeline.checkpointing.callback import CheckpointKeeper, MovingAverage, WholeCheckpointIO
-from pipeline.training.memory_probe import MemoryProbe
+from pipeline.checkpointing.ema import MovingAverage
+from pipeline.checkpointing.run_folder import STOPPED_EARLY, RunFolder
+from pipeline.config.recipe import Recipe
+from pipeline.config.trainer_keys import seconds_allowed
+from pipeline.monitoring.attention_plots import Pictures
 from pipeline.monitoring.mfu import flops_per_target_token
+from pipeline.monitoring.monitor import Monitor
+from pipeline.runtime.console import say
+from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.run_metadata import Description
 from pipeline.monitoring.starts import first_submission, note_start
-from pipeline.monitoring.attention_plots import Pictures
-from pipeline.monitoring.monitor import Monitor
-from pipeline.monitoring.progress import say
-from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.validation_samples import ValidationText
-from pipeline.config.recipe import Recipe
-from pipeline.checkpointing.run_folder import STOPPED_EARLY, RunFolder
-from pipeline.runtime.slurm import Step
-from pipeline.training.init_from import StartingPoint
-from pipeline.training.graceful_stop import Together, own_signals, validation_is_pending
-from pipeline.training.trainer import (
-    cluster_environment,
-    compiles,
-    precision_plugin,
-    seconds_allowed,
-    trainer_options,
-)
+from pipeline.runtime import signals as stop_request
 from pipeline.runtime.atomic_file import whole_file
-
-
-class Patience(EarlyStopping):
-    """Lightning's, with the recipe's patience also where a run goes on that had another."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `state_dict` gave it."""
-        super().load_state_dict({**state_dict, "patience": self.patience})
+from pipeline.runtime.slurm import Step
+from pipeline.training.compilation import compiles, start_compiler
+from pipeline.training.early_stopping import Patience
+from pipeline.training.graceful_stop import Together, own_signals, validation_is_pending
+from pipeline.training.init_from import StartingPoint
+from pipeline.training.memory_probe import MemoryProbe
+from pipeline.training.precision import precision_plugin
+from pipeline.training.trainer import cluster_environment, trainer_options
 
 
 def module_and_data(
@@ -68,17 +57,6 @@ def module_and_data(
         scaled=scaled,
     )
     return module, TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
-
-
-def start_compiler() -> None:
-    """Start the processes that compile kernels for a GPU, SLURM's signals held back.
-
-    One that died of a signal would never give its kernel back, and a run that was to save and stop would wait for it.
-    """
-    from torch._inductor.async_compile import AsyncCompile
-
-    with signals_held():
-        AsyncCompile.warm_pool()
 
 
 def train(

@@ -9,7 +9,6 @@ apart the signal found them.
 import os
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from pipeline.runtime import signals as stop_request
-from pipeline.checkpointing.checkpoint import read_checkpoint
 from pipeline.checkpointing.callback import CheckpointKeeper, validation_is_due
-from pipeline.runtime.slurm import forget_failures, node_name
+from pipeline.checkpointing.checkpoint import read_checkpoint
+from pipeline.runtime import signals as stop_request
 from pipeline.runtime.signals import Stopped
+from pipeline.runtime.slurm import forget_failures
+from pipeline.training.failure_report import Roll
 
-ROLL_CALL_SECONDS = 3.0
-"""How long the others have to say that they have failed too."""
 MARGIN_SECONDS = 30
 """How much later than this group the gradients' group gives up, so that an error comes up where it can be told."""
 
@@ -33,7 +31,7 @@ MARGIN_SECONDS = 30
 def validation_is_pending(checkpoint: Path) -> bool:
     """Whether the run was stopped in the validation after the checkpoint's step, which is to be done again."""
     states = read_checkpoint(checkpoint).get("callbacks", {})
-    return bool(states.get(Together.__qualname__, {}).get("validation_pending"))
+    return bool(states.get("Together", {}).get("validation_pending"))
 
 
 def own_signals(trainer: Trainer) -> None:
@@ -83,6 +81,11 @@ class Agreement:
 
 class Together(Callback):
     """Saves and raises Stopped on all ranks after the same step. Stands last, behind the keeper."""
+
+    @property
+    def state_key(self) -> str:
+        """Key of the state in checkpoints: the class name in version 0.1.0."""
+        return "Together"
 
     def __init__(self, keeper: CheckpointKeeper, timeout_seconds: int, max_seconds: float | None = None) -> None:
         """Ranks wait `timeout_seconds` for one another; stop after `max_seconds` of training, as if asked to."""
@@ -161,82 +164,3 @@ class Together(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `state_dict` gave it."""
         self._validation_pending = state_dict["validation_pending"]
-
-
-class Roll:
-    """Who is where, and who has failed first. Kept with the group's key-value store, which needs no other rank."""
-
-    def __init__(self) -> None:
-        self._rank, size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore("roll", dist.distributed_c10d._get_default_store())
-        names: list[str] = [""] * size
-        dist.all_gather_object(names, node_name())
-        self._names = [f"rank {rank} on {name}" for rank, name in enumerate(names)]
-
-    def compare(self, step: int) -> None:
-        """Raises RuntimeError when ranks have not gone on from one checkpoint; all call it.
-
-        Each has looked for the newest by itself, and another job may have been saving one meanwhile.
-        """
-        steps: list[int] = [0] * len(self._names)
-        dist.all_gather_object(steps, step)
-        others = [rank for rank, theirs in enumerate(steps) if theirs != steps[0]]
-        if others:
-            raise RuntimeError(
-                f"{self._names[0]} went on from step {steps[0]}, {self._names[others[0]]} from {steps[others[0]]}: "
-                "another job was still writing to the run folder; start again"
-            )
-
-    def call(self, error: BaseException) -> str:
-        """Which rank has failed and where, as far as this one can tell; waits a few seconds for the others' word."""
-        here = self._names[self._rank]
-        if not _came_from_another(error):
-            said = str(error).splitlines()[:1]
-            self._tell(f"failed|{type(error).__name__}: {said[0] if said else ''}")
-            return f"{here} failed"
-        self._tell("waiting|")
-        heard = self._listen()
-        if heard is None:
-            return f"{self._names[0]} has died or hangs; {here} waited for it"
-        for rank, word in heard.items():
-            kind, _, what = word.partition("|")
-            if kind == "failed":
-                return f"{self._names[rank]} failed: {what}"
-        silent = [name for rank, name in enumerate(self._names) if rank not in heard]
-        return f"{', '.join(silent) or 'no rank'} has died or hangs; {here} waited for it"
-
-    def _tell(self, word: str) -> None:
-        self._store.set_timeout(timedelta(seconds=ROLL_CALL_SECONDS))
-        try:
-            self._store.set(str(self._rank), word)
-        except (RuntimeError, dist.DistError):
-            return
-
-    def _listen(self) -> dict[int, str] | None:
-        """Every rank's word so far; None if the store does not answer, which lives in rank 0."""
-        answers: list[dict[int, str]] = []
-
-        def ask() -> None:
-            with suppress(RuntimeError, dist.DistError):
-                answers.append(self._words())
-
-        # A store that hangs, or that a link was cut to, gives no answer ever.
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(2 * ROLL_CALL_SECONDS)
-        return answers[0] if answers else None
-
-    def _words(self) -> dict[int, str]:
-        deadline = time.monotonic() + ROLL_CALL_SECONDS
-        while True:
-            there = [rank for rank in range(len(self._names)) if self._store.check([str(rank)])]
-            heard = {rank: self._store.get(str(rank)).decode() for rank in there}
-            told = any(word.startswith("failed") for word in heard.values())
-            if told or len(heard) == len(self._names) or time.monotonic() > deadline:
-                return heard
-            time.sleep(0.1)
-
-
-def _came_from_another(error: BaseException) -> bool:
-    """Whether a collective has failed, and not this rank's own work."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_module.errors import InputError
 from data_module.corpus.manifest import is_corpus, read_manifest
+from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.config.recipe import Recipe
 

@@ -1,10 +1,7 @@
 """How much memory training takes, tried out before the first step, and how much there is."""
 
-import ctypes
-import os
 import sys
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,41 +10,24 @@ from lightning.pytorch.utilities import rank_zero_only
 from data_module.batching.batch import Batch
 from data_module.errors import InputError
 from model.translation_module import TranslationModule
+from pipeline.runtime.console import say
+from pipeline.runtime.memory import (
+    _RESIDENT_PEAK_RESET,
+    Room,
+    _reset_resident_peak,
+    _resident_peak,
+    cpu_room,
+    give_back_freed_memory,
+    keep_freed_memory,
+    own_memory,
+)
 
 _PLAIN_ATTENTION_LENGTH = 256
 """Up to here attention on a CPU holds its weights: the longest sentences are not its worst."""
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-_RESIDENT_PEAK_RESET = Path("/proc/self/clear_refs")
 _SLACK = 3.0
 """So many times what the largest micro-batches took is kept between steps, on a CPU: with half of that there were runs
 that gave memory back in every step, a seventh of their time."""
 _GB = 1e9
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep what it frees, for the next step.
-
-    By default glibc hands large blocks back at once, and the system fills each anew with zeros, page by page: up to
-    a fifth of a step on a CPU. Does nothing with another allocator.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(_MMAP_MAX, 0)
-
-
-def give_back_freed_memory() -> None:
-    """Undo what `keep_freed_memory` has led to so far: blocks of ever other sizes leave more and more gaps."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
-
-
-class Room(NamedTuple):
-    """Memory that a process may use, in bytes, and whose it is."""
-
-    size: int
-    owner: str
 
 
 class MemoryProbe(Callback):
@@ -78,7 +58,7 @@ class MemoryProbe(Callback):
         if not devices:
             peak = int(min(_SLACK * peak, max(peak, 0.95 * room.size)))
             self._kept_at_most = peak
-        _say(
+        say(
             f"memory: at most {peak / _GB:.1f} of {room.size / _GB:.1f} GB with micro-batches of "
             f"{self._tokens:,} tokens a side"
         )
@@ -152,51 +132,3 @@ def _step(trainer: Trainer, module: TranslationModule, pairs: int, length: int) 
     with trainer.precision_plugin.train_step_context():
         module.losses(batch).smoothed.backward()
 
-
-def cpu_room(processes: int) -> Room:
-    """What each of a node's processes may use: its share of the job's limit, or of the machine.
-
-    Limits are SLURM's and the control groups' (both versions), the lowest counts.
-    """
-    rooms = [Room(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
-    if "SLURM_MEM_PER_NODE" in os.environ:
-        rooms.append(Room(int(os.environ["SLURM_MEM_PER_NODE"]) << 20, "this job"))
-    elif "SLURM_MEM_PER_CPU" in os.environ:
-        cpus = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
-        rooms.append(Room(cpus * int(os.environ["SLURM_MEM_PER_CPU"]) << 20, "this job"))
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            mount = Path("/sys/fs/cgroup") / controllers
-            group = mount / path.lstrip("/")
-            # A group's limit holds for all below it. In a container the path may be the host's, and only the top there.
-            for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
-                for limit in (folder / "memory.max", folder / "memory.limit_in_bytes"):
-                    if limit.exists() and (size := limit.read_text().strip()).isdigit():
-                        rooms.append(Room(int(size), "this process's control group"))
-    room = min(room for room in rooms if room.size > 0)
-    if processes == 1:
-        return room
-    return Room(room.size // processes, f"each of the {processes} processes on {room.owner}")
-
-
-def own_memory() -> int:
-    """Bytes in memory that are this process's own, and no file's."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _reset_resident_peak() -> None:
-    """The kernel counts from now on."""
-    _RESIDENT_PEAK_RESET.write_text("5")
-
-
-def _resident_peak() -> int:
-    """Bytes that were in memory at once since `_reset_resident_peak`."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) << 10
-
-
-@rank_zero_only
-def _say(message: str) -> None:
-    print(message, file=sys.stderr)

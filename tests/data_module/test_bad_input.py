@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from data_module.corpus.preparation import prepare
 from data_module.corpus.store import TokenStoreWriter, open_corpus
 from data_module.errors import InputError
-from data_module.corpus.preparation import prepare
-from data_module.settings import CorpusSettings, TextSource
 from data_module.readers.text_sources import count_pairs, read_pairs
+from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 
 SOURCE = ["one house", "two houses", "three red houses", "four"]

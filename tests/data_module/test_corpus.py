@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_module.corpus.store import store as corpus
+from data_module.corpus.manifest import differences, write_manifest
+from data_module.corpus.preparation import differs_from, prepare
 from data_module.corpus.store import (
     MAX_TOKENS,
     TokenStore,
@@ -17,9 +18,8 @@ from data_module.corpus.store import (
     token_type,
     with_end_symbol,
 )
+from data_module.corpus import store as corpus
 from data_module.errors import InputError
-from data_module.corpus.manifest import differences, write_manifest
-from data_module.corpus.preparation import differs_from, prepare
 from data_module.settings import CorpusSettings, TextSource
 
 SENTENCES = [[5, 6, 7], [], [65_535], [8, 9]]

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from data_module.errors import InputError
-from pipeline.commands.fit import ensure_corpus
 from pipeline.config.recipe import load_recipe
+from pipeline.training.corpus import ensure_corpus
 from tests.conftest import pipeline
 from tests.data_module.test_dataset_sources import rows, wmt_like, write_parquet
 

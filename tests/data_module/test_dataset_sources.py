@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from data_module.errors import InputError
-from data_module.settings import CorpusSettings, TextSource
 from data_module.readers.text_sources import read_pairs
+from data_module.settings import CorpusSettings, TextSource
 from tests.conftest import ROOT, pipeline, sentences
 from tests.data_module.test_preparation import made, text_of
 

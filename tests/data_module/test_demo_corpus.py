@@ -14,7 +14,9 @@ import pytest
 import sacrebleu
 from tqdm import tqdm
 
-from data_module.demo import corpus as demo_corpus, grammar as demo_grammar, sentences as demo_sentences
+from data_module.demo import corpus as demo_corpus
+from data_module.demo import grammar as demo_grammar
+from data_module.demo import sentences as demo_sentences
 from data_module.demo.grammar import THE, Clause, Nominal, Phrase, Verb, noun_phrase
 from data_module.demo.sentences import Lexicon, Sentence
 

@@ -16,8 +16,8 @@ import pytest
 
 from data_module.batching import batch_plan
 from data_module.batching.batch_plan import EpochPlan
-from data_module.corpus.store import open_corpus
 from data_module.batching.plan_cache import PlanSource, shared_plan
+from data_module.corpus.store import open_corpus
 
 FORK = multiprocessing.get_context("fork")
 

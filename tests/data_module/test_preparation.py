@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from data_module.corpus.store import builder as corpus_builder
-from data_module.corpus.store import open_corpus
 from data_module.corpus.builder import learn_tokenizer
-from data_module.errors import InputError
 from data_module.corpus.preparation import prepare
+from data_module.corpus import builder as corpus_builder
+from data_module.corpus.store import open_corpus
+from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 

@@ -18,9 +18,9 @@ from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from data_module.batching.batch import SpecialIds, StepShare
 from data_module.batching.batch_plan import EpochPlan
-from data_module.corpus.store import open_corpus
 from data_module.batching.plan_cache import PlanSource
 from data_module.batching.stateful_loader import ResumableLoader, ShareDataset
+from data_module.corpus.store import open_corpus
 from data_module.tokenization.tokenizer import Tokenizer
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)

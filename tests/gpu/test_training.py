@@ -20,10 +20,10 @@ from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
-from pipeline.checkpointing.callback import MovingAverage
-from pipeline.profiling.stopwatch import PeakMemory
+from pipeline.checkpointing.ema import MovingAverage
 from pipeline.monitoring.monitor import Monitor
-from pipeline.training.trainer import precision_plugin
+from pipeline.profiling.stopwatch import PeakMemory
+from pipeline.training.precision import precision_plugin
 from tests.model.test_compilation import DEVICES, PAD, VOCABULARY, share_of
 
 SPECIAL = SpecialIds(pad=PAD, bos=1, eos=2)

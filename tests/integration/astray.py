@@ -5,9 +5,9 @@ As it would where another job is saving one, and the first rank waits for that t
 
 import sys
 
-from pipeline.checkpointing import checkpoint
 from pipeline.__main__ import main
-from pipeline.commands.fit import process_rank
+from pipeline.checkpointing import checkpoint
+from pipeline.runtime.launch import process_rank
 
 if __name__ == "__main__":
     if process_rank() == 1:

@@ -44,7 +44,7 @@ from pipeline.benchmark.scaling_model import (
     weak_scaling,
 )
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.training.trainer import best_precision
+from pipeline.training.precision import best_precision
 
 TURNS, WARM_UP_TURNS = 30, 2
 SMALLER = 16

@@ -14,8 +14,8 @@ import pytest
 import torch
 import yaml
 
-from pipeline.monitoring.log_files import metrics
 from pipeline.config.recipe import load_recipe
+from pipeline.monitoring.log_files import metrics
 from tests.conftest import pipeline
 from tests.integration.runs import checkpoints, descendants, scalars, start, step_of, still_there, temporary_files
 

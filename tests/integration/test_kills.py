@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from pipeline.checkpointing.checkpoint import step_path
-from pipeline.monitoring import STARTS
+from pipeline.checkpointing.run_folder import STARTS, RunFolder
 from pipeline.monitoring.log_files import metrics
-from pipeline.checkpointing.run_folder import RunFolder
 from tests.conftest import pipeline
 from tests.integration.runs import (
     accumulator,

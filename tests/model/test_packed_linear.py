@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.decoding import Search
-from model.cpu.linear import Linear
 from model.cpu.lazy_packed_linear import LatePackedLinear, LatePackedProjection
+from model.cpu.linear import Linear
 from model.cpu.packed_linear import PackedLinear, PackedProjection, can_pack, pack_linears
+from model.decoding import Search
 from tests.model.search_truth import (
     BOS,
     EOS,

@@ -24,10 +24,10 @@ from model.translation_module import TranslationModule
 from pipeline.__main__ import main
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
 from pipeline.benchmark.train import place_of, recipe_contest
+from pipeline.config.recipe import load_recipe
+from pipeline.config.trainer_keys import trainer_signature
 from pipeline.profiling.flops import training_flops
 from pipeline.profiling.stopwatch import PeakMemory, Stopwatch
-from pipeline.config.recipe import load_recipe
-from pipeline.training.trainer import trainer_signature
 
 SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2)

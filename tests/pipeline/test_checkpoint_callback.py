@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader
 
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import callback as checkpoint_keeper
+from pipeline.checkpointing.callback import CheckpointKeeper, WholeCheckpointIO
 from pipeline.checkpointing.checkpoint import read_checkpoint, step_checkpoints, step_of
-from pipeline.checkpointing.callback import CheckpointKeeper, MovingAverage, WholeCheckpointIO
-from pipeline.commands.fit import quiet_lightning
-from pipeline.profiling.step_clock import StepClock
+from pipeline.checkpointing.ema import MovingAverage
 from pipeline.config.recipe import load_recipe
+from pipeline.profiling.step_clock import StepClock
+from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.signals import Stopped
 from tests.conftest import ROOT
 

@@ -11,7 +11,7 @@ from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.training.trainer import trainer_signature
+from pipeline.config.trainer_keys import trainer_signature
 from tests.conftest import ROOT
 
 CONFIGS = ROOT / "configs"

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from pipeline.config.recipe import load_recipe
 from pipeline.preflight import distributed as doctor_ranks
 from pipeline.preflight.distributed import Ranks, check, gpus, hardware_keys
-from pipeline.config.recipe import load_recipe
 from pipeline.runtime.slurm import Step
 from tests.conftest import ROOT
 

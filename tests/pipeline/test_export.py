@@ -13,10 +13,10 @@ from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
-from pipeline.commands.export import exported_program, formats, torchscript
-from pipeline.export.parity import Text
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.commands.export import wanted, write_bundle
+from pipeline.export import exported_program, formats, torchscript
+from pipeline.export.bundle import wanted, write_bundle
+from pipeline.export.parity import Text
 from tests.model.search_truth import VOCABULARY_SIZE
 
 LETTERS = "abcdefg"

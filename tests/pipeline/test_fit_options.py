@@ -10,19 +10,12 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from data_module.errors import InputError
-from pipeline.commands.doctor import machine
+from pipeline.config.trainer_keys import OWNED, refuse, seconds_allowed, trainer_signature
+from pipeline.preflight.machine import machine
 from pipeline.runtime.slurm import Step
-from pipeline.training.trainer import (
-    OWNED,
-    best_precision,
-    compiles,
-    precision_plugin,
-    refuse,
-    seconds_allowed,
-    strategy,
-    trainer_options,
-    trainer_signature,
-)
+from pipeline.training.compilation import compiles
+from pipeline.training.precision import best_precision, precision_plugin
+from pipeline.training.trainer import strategy, trainer_options
 
 
 def test_bf16_wherever_the_processor_has_it() -> None:

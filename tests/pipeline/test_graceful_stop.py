@@ -20,15 +20,16 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.runtime import signals as stop_request
-from pipeline.training.build import graceful_stop as together
-from pipeline.checkpointing.checkpoint import step_checkpoints, step_of
 from pipeline.checkpointing.callback import CheckpointKeeper, WholeCheckpointIO
-from pipeline.commands.fit import quiet_lightning
-from pipeline.profiling.step_clock import StepClock
+from pipeline.checkpointing.checkpoint import step_checkpoints, step_of
 from pipeline.config.recipe import load_recipe
+from pipeline.profiling.step_clock import StepClock
+from pipeline.runtime import signals as stop_request
+from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.signals import Stopped
-from pipeline.training.graceful_stop import Agreement, Roll, Together, own_signals, validation_is_pending
+from pipeline.training import graceful_stop as together
+from pipeline.training.failure_report import Roll
+from pipeline.training.graceful_stop import Agreement, Together, own_signals, validation_is_pending
 from tests.conftest import ROOT
 
 FORK = multiprocessing.get_context("fork")

@@ -18,8 +18,9 @@ from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
-from pipeline.commands.fit import quiet_lightning
-from pipeline.training.memory_probe import MemoryProbe, cpu_room
+from pipeline.runtime.console import quiet_lightning
+from pipeline.runtime.memory import cpu_room
+from pipeline.training.memory_probe import MemoryProbe
 from tests.conftest import ROOT, pipeline
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data_module.errors import InputError
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.training.trainer import trainer_signature
+from pipeline.config.trainer_keys import trainer_signature
 from tests.conftest import pipeline
 
 MINIMAL = """\

@@ -17,11 +17,12 @@ import yaml
 
 from data_module.errors import InputError
 from pipeline.checkpointing import run_folder
-from pipeline.runtime import signals as stop_request
+from pipeline.checkpointing.run_folder import RunFolder, begun_afresh, counted_start, differences, is_run
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.checkpointing.run_folder import RunFolder, begun_afresh, counted_start, differences, is_run, versions
-from pipeline.runtime.slurm import Step
+from pipeline.runtime import signals as stop_request
 from pipeline.runtime.signals import Stopped
+from pipeline.runtime.slurm import Step
+from pipeline.runtime.versions import versions
 from tests.conftest import ROOT
 
 LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.runtime import signals as stop_request
-from pipeline.runtime.signals import Stopped, asked_by, at_once, install, keyboard_too, speaks_for_all, stop_if_asked
+from pipeline.runtime.launch import speaks_for_all
+from pipeline.runtime.signals import Stopped, asked_by, at_once, install, keyboard_too, stop_if_asked
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.commands.translate import CHUNK, sentences, translated
+from pipeline.inference.text_io import CHUNK, sentences, translated
 from tests.conftest import pipeline
 
 PLAIN = b"the dog sees a cat"

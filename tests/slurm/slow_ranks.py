@@ -23,7 +23,7 @@ from typing import Any
 
 from pipeline.commands import fit
 from pipeline.runtime import signals as stop_request
-from pipeline.training.build import graceful_stop as together
+from pipeline.training import graceful_stop as together
 
 SECONDS = 0.1
 SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", "0.1"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.monitoring import STARTS, SUMMARY
+from pipeline.checkpointing.run_folder import STARTS, SUMMARY
 from tests.conftest import pipeline
 from tests.integration.runs import assert_same_state, checkpoints, scalars
 from tests.slurm.cluster import Cluster, Job

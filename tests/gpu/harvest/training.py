@@ -8,10 +8,10 @@ from lightning.pytorch import Trainer
 
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
-from pipeline.commands.fit import quiet_lightning
 from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.flops import training_flops
 from pipeline.profiling.machine import MatrixProduct
+from pipeline.runtime.console import quiet_lightning
 from tests.gpu.harvest.batches import LENGTHS, SPECIAL, Shares
 from tests.gpu.harvest.job import Job, per_second
 from tests.gpu.harvest.measurement import Measurement

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipeline.monitoring import METRICS
+from pipeline.checkpointing.run_folder import METRICS
 from pipeline.monitoring.log_files import metrics
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.tables import table

@@ -9,16 +9,16 @@ import pytest
 from lightning.pytorch import Trainer
 
 from data_module.batching.batch import SpecialIds, StepShare
-from data_module.corpus.store import open_corpus
 from data_module.batching.plan_cache import PlanSource
 from data_module.batching.stateful_loader import ResumableLoader, ShareDataset
+from data_module.corpus.store import open_corpus
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
-from pipeline.commands.fit import quiet_lightning
-from pipeline.monitoring import METRICS
+from pipeline.checkpointing.run_folder import METRICS
 from pipeline.monitoring.monitor import Monitor
 from pipeline.monitoring.run_log import RunLog
+from pipeline.runtime.console import quiet_lightning
 
 
 def real_tokens(share: StepShare, pad: int) -> int:

@@ -1,0 +1,32 @@
+"""Messages on standard error, and warnings of libraries that are not shown."""
+
+import logging
+import sys
+import warnings
+
+from contextlib import suppress
+
+from tqdm import tqdm
+
+from pipeline.runtime.launch import process_rank
+
+
+def quiet_lightning() -> None:
+    """Lightning's greetings and its advice on loaders it does not know."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
+    warnings.filterwarnings("ignore", ".*overridden `transfer_batch_to_device`.*")  # which is meant
+    warnings.filterwarnings("ignore", ".*`srun` command is available.*")
+    # Scores are summed over ranks before they are logged.
+    warnings.filterwarnings("ignore", ".*recommended to use .*sync_dist=True.*")
+
+
+def say(message: str) -> None:
+    """Print one line on standard error, above a progress bar if there is one; on rank 0 only."""
+    if process_rank() > 0:
+        return
+    # Standard error may be a file on a full disk; training must not end because of that.
+    with suppress(OSError):
+        tqdm.write(message, file=sys.stderr)

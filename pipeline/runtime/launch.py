@@ -1,0 +1,25 @@
+"""How this process was launched: its rank, and whether its exit code is the job's."""
+
+import os
+from typing import TYPE_CHECKING
+
+
+
+def process_rank() -> int:
+    """This process's rank before Lightning has set anything up."""
+    # Lightning's own launcher sets LOCAL_RANK, also inside an interactive SLURM job, where SLURM_PROCID is 0 for all.
+    for names in (("RANK",), ("LOCAL_RANK", "NODE_RANK"), ("SLURM_PROCID",)):
+        if os.environ.get(names[0], "").isdigit():
+            return sum(int(os.environ.get(name, 0)) for name in names)
+    return 0
+
+
+def speaks_for_all(rank: int) -> bool:
+    """Whether this rank's exit code counts: under Lightning's own launcher only the first one's does.
+
+    The launcher would take the others' for a crash and kill the first.
+    """
+    launched_by_lightning = (
+        "LOCAL_RANK" in os.environ and "RANK" not in os.environ and "SLURM_STEP_ID" not in os.environ
+    )
+    return rank == 0 or not launched_by_lightning

@@ -1,0 +1,24 @@
+"""Versions of the code and of the packages it runs on."""
+
+import platform
+import shutil
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def versions() -> dict[str, Any]:
+    """Revision of the code and versions of what it runs on."""
+    packages = ("torch", "lightning", "sentencepiece", "sacrebleu", "numpy")
+    here = Path(__file__).resolve().parent
+    revision = None
+    if shutil.which("git"):
+        describe = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+        revision = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip() or None
+    return {
+        "revision": revision,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        **{name: version(name) for name in packages},
+    }
