@@ -6,10 +6,10 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from data_module.batching.batch import SpecialIds, StepShare, collate
-from data_module.batching.batch_plan import Group, plan_in_order
-from data_module.batching.plan_cache import PlanSource
-from data_module.batching.stateful_loader import ResumableLoader, ShareDataset, as_it_is
+from data_module.batching.batch import RankBatch, SpecialIds, collate
+from data_module.batching.batch_plan import LengthBucket, plan_in_order
+from data_module.batching.plan_cache import PlanCache
+from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader, identity
 from data_module.corpus.store import ParallelCorpus, open_corpus, read_ahead, with_end_symbol
 from data_module.errors import InputError
 from data_module.settings import BatchSettings
@@ -18,7 +18,7 @@ from data_module.settings import BatchSettings
 class TranslationDataModule(LightningDataModule):
     """Training batches by token count from a prepared corpus folder, and validation batches in fixed order.
 
-    Training: an endless `ResumableLoader` of `StepShare`, one an optimizer step. Validation: a `StepShare` of one
+    Training: an endless `StatefulLoader` of `RankBatch`, one an optimizer step. Validation: a `RankBatch` of one
     micro-batch at a time, each rank its share.
     """
 
@@ -44,15 +44,15 @@ class TranslationDataModule(LightningDataModule):
                 f"{settings.batch_tokens}; lower it"
             )
 
-    def train_dataloader(self) -> ResumableLoader:
-        """One `StepShare` an optimizer step, for ever."""
+    def train_dataloader(self) -> StatefulLoader:
+        """One `RankBatch` an optimizer step, for ever."""
         rank, world_size = self._rank_and_size()
         if self.trainer is None or self.trainer.local_rank == 0:
             read_ahead(self.train_corpus)
-        plans = PlanSource(
+        plans = PlanCache(
             self.train_corpus, batch_tokens=self.settings.batch_tokens, group_tokens=self.group_tokens, seed=self.seed
         )
-        shares = ShareDataset(
+        shares = RankBatchDataset(
             self.train_corpus,
             plans,
             self.special,
@@ -60,9 +60,9 @@ class TranslationDataModule(LightningDataModule):
             world_size=world_size,
             max_tokens=self.micro_batch_tokens,
         )
-        return ResumableLoader(shares, workers=self.settings.workers, pin_memory=torch.cuda.is_available())
+        return StatefulLoader(shares, workers=self.settings.workers, pin_memory=torch.cuda.is_available())
 
-    def val_dataloader(self) -> DataLoader[StepShare]:
+    def val_dataloader(self) -> DataLoader[RankBatch]:
         """This rank's share of the validation pairs, the longest first; every pair once over all ranks."""
         rank, world_size = self._rank_and_size()
         corpus = self.validation_corpus
@@ -74,7 +74,7 @@ class TranslationDataModule(LightningDataModule):
         return DataLoader(
             _GroupDataset(corpus, groups, self.special, rank, world_size),
             batch_size=None,
-            collate_fn=as_it_is,  # type: ignore[arg-type]
+            collate_fn=identity,  # type: ignore[arg-type]
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -90,9 +90,9 @@ class TranslationDataModule(LightningDataModule):
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
 
-class _GroupDataset(Dataset[StepShare]):
+class _GroupDataset(Dataset[RankBatch]):
     def __init__(
-        self, corpus: ParallelCorpus, groups: list[Group], special: SpecialIds, rank: int, world_size: int
+        self, corpus: ParallelCorpus, groups: list[LengthBucket], special: SpecialIds, rank: int, world_size: int
     ) -> None:
         self._corpus, self._special = corpus, special
         self._groups = groups[rank::world_size]
@@ -103,10 +103,10 @@ class _GroupDataset(Dataset[StepShare]):
     def __len__(self) -> int:
         return self._num_batches
 
-    def __getitem__(self, index: int) -> StepShare:
+    def __getitem__(self, index: int) -> RankBatch:
         if index >= self._num_batches:
             raise IndexError(index)
-        weightless = index >= len(self._groups)
-        group = self._company if weightless else self._groups[index]
+        is_filler = index >= len(self._groups)
+        group = self._company if is_filler else self._groups[index]
         tokens = int(self._corpus.target.lengths[group.pairs].sum()) + len(group.pairs)
-        return collate(self._corpus, [group], self._special, num_target_tokens=tokens, weightless=weightless)
+        return collate(self._corpus, [group], self._special, num_target_tokens=tokens, is_filler=is_filler)

@@ -38,7 +38,7 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal
     return scores.softmax(-1)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     """softmax(Q K^T / sqrt(d_k)) V (equation 1). Give a mask or is_causal, never both.
 
     By the fused kernel, but where its backward pass is slow: for bf16 on a CPU it takes eight times as long as
@@ -65,7 +65,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
     return scores.softmax(-1) @ value
 
 
-def attend_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+def attention_step(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
     """As `attend` without a gradient, for the few queries of a decoding step.
 
     For many sentences on a CPU plain products are faster than the fused kernel: at one query twice (torch 2.13).
@@ -86,7 +86,7 @@ def attend_few(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -
     return scores.softmax(-1) @ value
 
 
-def with_room(
+def grow_cache(
     cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], paths: Tensor, used_slots: int, num_new: int
 ) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], Tensor]:
     """A larger cache of those slots that are on some path, and the paths through it.
@@ -142,7 +142,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """[B, T, D] -> [B, T, D]. Give a mask or is_causal, never both."""
         query, key, value = self.project(x)
-        heads = attend(query, key, value, mask, is_causal)
+        heads = attention(query, key, value, mask, is_causal)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, keys: Tensor, values: Tensor, start: int, bias: Tensor | None) -> Tensor:
@@ -162,7 +162,7 @@ class SelfAttention(nn.Module):
         keys.narrow(2, start, num_hypotheses).copy_(key)
         values.narrow(2, start, num_hypotheses).copy_(value)
         end = start + num_hypotheses
-        heads = attend_few(query, keys.narrow(2, 0, end), values.narrow(2, 0, end), bias)
+        heads = attention_step(query, keys.narrow(2, 0, end), values.narrow(2, 0, end), bias)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     @torch.jit.unused
@@ -197,13 +197,13 @@ class CrossAttention(nn.Module):
     def attend(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """[B, T, D] over given keys and values -> [B, T, D]."""
         query = split_heads(self.query(x), self.num_heads)
-        heads = attend(query, keys, values, mask, False)
+        heads = attention(query, keys, values, mask, False)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         """As `attend`, for the N hypotheses of a decoding step: [B, N, D] -> [B, N, D]; bias [B, 1, 1, S]."""
         query = split_heads(self.query(x), self.num_heads)
-        heads = attend_few(query, keys, values, bias)
+        heads = attention_step(query, keys, values, bias)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:

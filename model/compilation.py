@@ -36,13 +36,13 @@ class CompiledForward:
             return self._network(source, target, source_mask)
         # Past the last learned position this raises here, and not in a graph.
         self._network.positions(0, max(source.size(1), target.size(1)))
-        vary_in(source, 0, 1)
-        vary_in(target, 0, 1)
+        mark_dynamic(source, 0, 1)
+        mark_dynamic(target, 0, 1)
         if source_mask is not None:
-            vary_in(source_mask, 0, 1)
+            mark_dynamic(source_mask, 0, 1)
         return self._compiled(source, target, source_mask)
 
 
-def vary_in(tensor: Tensor, *dimensions: int) -> None:
+def mark_dynamic(tensor: Tensor, *dimensions: int) -> None:
     """Tell the compiler that these sizes vary, also where two of them happen to be equal at first."""
     torch._dynamo.maybe_mark_dynamic(tensor, list(dimensions))

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.attention import with_room
+from model.attention import grow_cache
 from model.transformer import Transformer
 
 
 class Greedy(NamedTuple):
-    """What `Search.greedy` returns."""
+    """What `BeamSearch.greedy` returns."""
 
     tokens: Tensor
     """int64 [B, L], each row ending with the end symbol, then padding."""
@@ -32,8 +32,8 @@ class Greedy(NamedTuple):
     """float32 [B]."""
 
 
-class Answers(NamedTuple):
-    """What `Search.beam` returns: M different answers a sentence, the best first.
+class BeamResult(NamedTuple):
+    """What `BeamSearch.beam` returns: M different answers a sentence, the best first.
 
     Where a sentence has fewer than M answers (a vocabulary of toys), the rest have score -inf and length 0.
     """
@@ -53,7 +53,7 @@ def penalty(length: Tensor, length_penalty: float) -> Tensor:
     return ((5.0 + length.float()) / 6.0) ** length_penalty
 
 
-class Search(nn.Module):
+class BeamSearch(nn.Module):
     """Greedy and beam search over a Transformer; scripts as it is and is exported so.
 
     Put it into evaluation mode: otherwise dropout is at work. A sentence's answers do not depend on what else
@@ -94,7 +94,7 @@ class Search(nn.Module):
         length_penalty: float,
         max_extra_tokens: int,
         n_best: int,
-    ) -> Answers:
+    ) -> BeamResult:
         """Beam search; of one hypothesis it is greedy search.
 
         At each step the 2 * beam_size likeliest continuations of a sentence are looked at, as in the authors'
@@ -166,7 +166,7 @@ class Search(nn.Module):
         length_penalty: float,
         max_extra_tokens: int,
         n_best: int,
-    ) -> Answers:
+    ) -> BeamResult:
         batch_size, device = source.size(0), source.device
         limits = self._limits(source, source_mask, max_extra_tokens)
         shortest_limit, longest_limit = int(limits.min()), int(limits.max())
@@ -196,7 +196,7 @@ class Search(nn.Module):
             if used_slots + num_open > cache[0][0].size(2):
                 if beam_size == 1:
                     paths = paths.new_ones([rows.size(0), 1, used_slots + 1])
-                cache, paths = with_room(cache, paths, used_slots, num_open)
+                cache, paths = grow_cache(cache, paths, used_slots, num_open)
                 used_slots = paths.size(2) - num_open
             states = self.network.decode_step(
                 last, position, used_slots, cache, source_mask, paths if beam_size > 1 else None
@@ -251,7 +251,7 @@ class Search(nn.Module):
                     entries.index_copy_(0, gaps, entries[movers])
             cache = [(k[:num_left], v[:num_left], ck[:num_left], cv[:num_left]) for k, v, ck, cv in cache]
 
-        return self._spell(found[0], found[1], found[2], history)
+        return self._backtrace(found[0], found[1], found[2], history)
 
     def _continuations(
         self, states: Tensor, totals: Tensor, must_end: Tensor | None, beam_size: int
@@ -280,7 +280,7 @@ class Search(nn.Module):
         values, best = (values + totals.unsqueeze(-1)).flatten(1).topk(min(count, values.size(1) * values.size(2)))
         return values, best.div(ids.size(2), rounding_mode="floor"), ids.flatten(1).gather(1, best)
 
-    def _spell(self, scores: Tensor, totals: Tensor, ends: Tensor, history: Tensor) -> Answers:
+    def _backtrace(self, scores: Tensor, totals: Tensor, ends: Tensor, history: Tensor) -> BeamResult:
         """Answers [B, M], from their scores, log-probabilities, ends and the steps' history [L, B, N]."""
         beam_size = history.size(2)
         lengths = (ends.div(beam_size, rounding_mode="floor") + 1).masked_fill(scores == float("-inf"), 0)
@@ -295,4 +295,4 @@ class Search(nn.Module):
         tokens = history[:longest].remainder(self.vocabulary_size).gather(2, path).permute(1, 2, 0)
         after = torch.arange(longest, device=ends.device) - (lengths.unsqueeze(-1) - 1)
         tokens = tokens.masked_fill(after == 0, self.eos_id).masked_fill(after > 0, self.pad_id)
-        return Answers(tokens, lengths, scores, totals)
+        return BeamResult(tokens, lengths, scores, totals)

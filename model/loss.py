@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.compilation import vary_in
+from model.compilation import mark_dynamic
 from model.cpu.linear import compiles_each_shape, rows_missing
 
 _CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
@@ -192,7 +192,7 @@ def _over_rows(compiled: bool, logits: Tensor, target: Tensor, mean_logits: Tens
     if not compiled or logits.size(0) == 1:  # the compiler takes a size of one for a constant
         return _over_classes(logits, target, mean_logits, *options)
     for tensor in (logits, target, mean_logits):
-        vary_in(tensor, 0)
+        mark_dynamic(tensor, 0)
     return _compiled_over_classes()(logits, target, mean_logits, *options)
 
 

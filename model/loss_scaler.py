@@ -7,7 +7,7 @@ _FIRST = 2.0**16
 _GROWS_AFTER = 2000
 
 
-class LossScale:
+class LossScaler:
     """Halved by a gradient that is not finite, doubled after 2,000 that are.
 
     As in PyTorch's GradScaler, but the host never waits for a device, and gradients may be clipped in between: they

@@ -14,11 +14,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from data_module.batching.batch import Batch, SpecialIds, StepShare
+from data_module.batching.batch import MicroBatch, RankBatch, SpecialIds
 from model.compilation import CompiledForward
-from model.decoding import Search
+from model.decoding import BeamSearch
 from model.loss import LossSums, label_smoothed_loss
-from model.loss_scaler import LossScale
+from model.loss_scaler import LossScaler
 from model.lr_schedule import noam_learning_rate
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
@@ -50,12 +50,12 @@ class TranslationModule(LightningModule):
         self.network_settings = network
         self.network = Transformer(vocabulary_size, network)
         self.compiled_forward = CompiledForward(self.network) if compiled else None
-        self.loss_scale = LossScale() if scaled else None
+        self.loss_scale = LossScaler() if scaled else None
         self.validation_sums: dict[str, Tensor] = {}
         self._skipped, self._skipped_in_a_row = torch.zeros(()), torch.zeros(())
         """Steps without a finite gradient: in all, and up to now without one between. On the network's device."""
 
-    def transfer_batch_to_device(self, batch: StepShare, device: torch.device, dataloader_idx: int) -> StepShare:
+    def transfer_batch_to_device(self, batch: RankBatch, device: torch.device, dataloader_idx: int) -> RankBatch:
         """One copy, which the host does not wait for; left to itself Lightning would."""
         return batch.to(device, non_blocking=True)
 
@@ -64,13 +64,13 @@ class TranslationModule(LightningModule):
         # On some GPUs PyTorch prefers cuDNN's to its flash kernel; they are planned anew for every shape of batch.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def states(self, batch: Batch) -> Tensor:
+    def states(self, batch: MicroBatch) -> Tensor:
         """The decoder's states [B, T, D]."""
         # Validation is short, and has a graph of its own to compile.
         compiled = self.compiled_forward if self.training else None
         return (compiled or self.network)(batch.source, batch.target_input, batch.source_mask)
 
-    def losses(self, batch: Batch) -> LossSums:
+    def losses(self, batch: MicroBatch) -> LossSums:
         """Sums of the loss over a micro-batch's target tokens."""
         return label_smoothed_loss(
             self.states(batch),
@@ -81,7 +81,7 @@ class TranslationModule(LightningModule):
             compiled=self.compiled_forward is not None and self.training,
         )
 
-    def training_step(self, share: StepShare, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, share: RankBatch, batch_idx: int) -> dict[str, Any]:
         """One optimizer step over this rank's share of a global batch.
 
         A step whose gradient is not finite is skipped: weights and moments stay, its batch and its place in the
@@ -169,7 +169,7 @@ class TranslationModule(LightningModule):
         }
 
     def validation_step(  # type: ignore[override]
-        self, share: StepShare, batch_idx: int
+        self, share: RankBatch, batch_idx: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Adds to the validation loss, and decodes greedily: pair indices [B], ids [B, L] and their lengths [B]."""
         [batch] = share.micro_batches
@@ -180,7 +180,7 @@ class TranslationModule(LightningModule):
         sums["correct"] += losses.num_correct
         sums["tokens"] += (batch.target_output != self.special.pad).sum()
         # Made anew, since as an attribute it would double the network's weights in every checkpoint.
-        search = Search(self.network, self.special.bos, self.special.eos, self.special.pad)
+        search = BeamSearch(self.network, self.special.bos, self.special.eos, self.special.pad)
         # What a search holds grows with its answers: the shortest sentences come in parts, lest they need more memory
         # than a training step.
         most = max(1, batch.source.numel() // SHORTEST)

@@ -16,9 +16,9 @@ import threading
 from typing import NoReturn
 
 from data_module.errors import InputError
-from pipeline.runtime.atomic_file import full_disk
-from pipeline.runtime.errors import explained
-from pipeline.runtime.slurm import tell_script_of_mistake
+from pipeline.runtime.atomic_file import disk_full_error
+from pipeline.runtime.errors import user_message
+from pipeline.runtime.slurm import report_mistake_to_script
 
 VERBS = {
     "prepare": "raw parallel text -> corpus folder",
@@ -80,17 +80,17 @@ def main(arguments: list[str] | None = None) -> int:
         print("stopped by the keyboard", file=sys.stderr)
         return 130
     except Exception as error:
-        line = explained(error)
+        line = user_message(error)
         if line is None:
             raise
         print(f"error: {line}", file=sys.stderr)
-        tell_script_of_mistake()
+        report_mistake_to_script()
         return 2
 
 
 def _thread_ended(told: threading.ExceptHookArgs) -> None:
     """TensorBoard's writer hands its error on to the next call; of a full disk, that one's line is enough."""
-    if told.exc_value is None or not full_disk(told.exc_value):
+    if told.exc_value is None or not disk_full_error(told.exc_value):
         threading.__excepthook__(told)
 
 

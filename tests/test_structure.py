@@ -1,42 +1,148 @@
-"""Imports go one way, and every room keeps to its own."""
+"""The architecture that docs/architecture.md describes: packages, rooms, no circles, functions of a readable size."""
 
 import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 
-ALLOWED = {
+PACKAGES = {
     "data_module": {"data_module"},
     "model": {"model", "data_module.batching.batch"},
     "pipeline": {"pipeline", "model", "data_module"},
 }
-FILES = sorted(path for package in ALLOWED for path in (ROOT / package).glob("**/*.py"))
+"""What each package may import of the project."""
+ROOMS = {
+    "data_module": [
+        "translation_data_module",
+        "batching",
+        "demo",
+        "corpus",
+        "readers",
+        "tokenization",
+        "settings",
+        "errors",
+    ],
+    "model": ["model", "cpu"],
+    "pipeline": [
+        "__main__",
+        "commands",
+        "benchmark",
+        "preflight",
+        "training",
+        "export",
+        "monitoring",
+        "inference",
+        "checkpointing",
+        "profiling",
+        "config",
+        "runtime",
+    ],
+}
+"""A package's rooms, from the top down: a room may import from itself and from those below it.
+
+A room is a folder, or a file beside the folders. The files of `model` beside `cpu` are one room.
+"""
+LONGEST_FUNCTION = 60
+MOST_PARAMETERS = 8
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).glob("**/*.py"))
 
 
-def imported(path: Path) -> set[str]:
-    names = set()
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Names of imported modules, those imported inside functions and for type checking included."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names.add(node.module or "")
+            assert node.level == 0 and node.module, f"{path}: relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else node.module
         elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return names
+            yield from (alias.name for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_imports_go_one_way(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
+def room(module: str) -> str:
+    package, *rest = module.split(".")
+    if package == "model":
+        return "cpu" if rest[:1] == ["cpu"] else "model"
+    return rest[0] if rest else package
+
+
+def within(name: str, allowed: str) -> bool:
+    return name == allowed or name.startswith(allowed + ".")
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """One circle of the graph, its first member repeated at the end; empty where there is none."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_go_down(path: Path) -> None:
+    module = module_name(path)
+    package = module.split(".")[0]
     for name in imported(path):
-        if name.split(".")[0] in ALLOWED:
-            allowed = any(name == ok or name.startswith(ok + ".") for ok in ALLOWED[package])
-            assert allowed, f"{path.name} imports {name}"
-    if package == "model" and path.name != "translation_module.py":
-        assert not any(name.startswith("lightning") for name in imported(path))
+        if name.split(".")[0] not in PACKAGES:
+            continue
+        assert any(within(name, allowed) for allowed in PACKAGES[package]), f"{module} imports {name}"
+        if within(name, package) and package in (name, module):
+            continue
+        if within(name, package):
+            rooms = ROOMS[package]
+            assert rooms.index(room(module)) <= rooms.index(room(name)), f"{module} imports {name}, which is above it"
 
 
-def test_no_file_is_too_long() -> None:
-    long = [path.name for path in FILES if len(path.read_text().splitlines()) > 300]
-    assert not long
+def test_only_the_lightning_module_knows_lightning() -> None:
+    for path in FILES:
+        if room(module_name(path)) in ("model", "cpu") and path.name != "translation_module.py":
+            assert not any(within(name, "lightning") for name in imported(path)), path
+
+
+def test_no_circles() -> None:
+    edges = {module: {name for name in imported(path) if name in MODULES} for module, path in MODULES.items()}
+    assert not circle(edges)
+
+
+def test_a_circle_inside_a_function_is_found(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text("from pipeline.config import recipe\n")
+    other.write_text("def load():\n    from pipeline.training.start import fit\n    return fit\n")
+    edges = {"pipeline.training.start": set(imported(one)), "pipeline.config.recipe": set(imported(other))}
+    assert len(circle(edges)) == 3
+
+
+def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions and methods but for those of autograd functions and Triton kernels, whose signatures are given."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            given = any("autograd.Function" in ast.unparse(base) for base in node.bases)
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef) and not given:
+                    yield f"{node.name}.{member.name}", member
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(one) for one in node.decorator_list):
+            yield node.name, node
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_functions_have_a_readable_size(path: Path) -> None:
+    for name, function in functions(path):
+        lines = (function.end_lineno or 0) - function.lineno + 1
+        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        parameters = [one for one in arguments if one.arg not in ("self", "cls")]
+        assert lines <= LONGEST_FUNCTION, f"{path.name}: {name} has {lines} lines"
+        assert len(parameters) <= MOST_PARAMETERS, f"{path.name}: {name} has {len(parameters)} parameters"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_module.batching.batch_plan import Group
+from data_module.batching.batch_plan import LengthBucket
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +25,7 @@ class SpecialIds:
 
 
 @dataclass(frozen=True)
-class Batch:
+class MicroBatch:
     """One micro-batch. Shapes: B pairs, S and T the longest source and target, end symbol counted."""
 
     source: Tensor
@@ -41,15 +41,15 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class StepShare:
+class RankBatch:
     """What one rank computes of one optimizer step, as one array: it moves to another process or a GPU at once."""
 
     ids: Tensor
     """int32: for each micro-batch its pairs [B], sources [B, S] and targets [B, 1 + T], the begin symbol first."""
     shapes: list[tuple[int, int, int]]
-    """(B, S, T) of each micro-batch. Never empty: see `weightless`."""
+    """(B, S, T) of each micro-batch. Never empty: see `is_filler`."""
     pad: int
-    weightless: bool
+    is_filler: bool
     """The rank has nothing to do: it runs one pair whose targets are all padding, so that collectives match."""
     num_target_tokens: int
     """Target tokens of the whole global batch, over all ranks: what the loss is divided by."""
@@ -64,7 +64,7 @@ class StepShare:
     """Source and target tokens of this rank's share, of all its cells."""
 
     @property
-    def micro_batches(self) -> list[Batch]:
+    def micro_batches(self) -> list[MicroBatch]:
         """Views into `ids`."""
         batches, start = [], 0
         for (pairs, source_length, target_length), one_length in zip(self.shapes, self.one_length, strict=True):
@@ -73,11 +73,11 @@ class StepShare:
             source, target = source.view(pairs, source_length), target.view(pairs, target_length + 1)
             output = target[:, 1:]
             batches.append(
-                Batch(
+                MicroBatch(
                     source=source,
                     source_mask=None if one_length else source != self.pad,
                     target_input=target[:, :-1],
-                    target_output=torch.full_like(output, self.pad) if self.weightless else output,
+                    target_output=torch.full_like(output, self.pad) if self.is_filler else output,
                     pairs=indices,
                 )
             )
@@ -89,30 +89,30 @@ class StepShare:
         fields = {**vars(self), "ids": self.ids.numpy()}
         return _share_of_bytes, (fields,)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "StepShare":
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "RankBatch":
         """The share on another device."""
         return replace(self, ids=self.ids.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> "StepShare":
+    def pin_memory(self) -> "RankBatch":
         """The share in page-locked memory, for asynchronous copies."""
         return replace(self, ids=self.ids.pin_memory())
 
 
-def _share_of_bytes(fields: dict[str, Any]) -> StepShare:
-    return StepShare(**{**fields, "ids": torch.from_numpy(fields["ids"])})
+def _share_of_bytes(fields: dict[str, Any]) -> RankBatch:
+    return RankBatch(**{**fields, "ids": torch.from_numpy(fields["ids"])})
 
 
 def collate(
     corpus: "ParallelCorpus",
-    groups: list[Group],
+    groups: list[LengthBucket],
     special: SpecialIds,
     *,
     num_target_tokens: int,
-    weightless: bool = False,
+    is_filler: bool = False,
     epoch: int = 0,
     index: int = 0,
     num_batches: int = 1,
-) -> StepShare:
+) -> RankBatch:
     """Groups of pairs as one array, built by whole arrays."""
     shapes = [(len(group.pairs), group.source_length, group.target_length) for group in groups]
     ids = np.empty(sum(pairs * (source + target + 2) for pairs, source, target in shapes), dtype=np.int32)
@@ -127,17 +127,17 @@ def collate(
         target_lengths = _fill(target[:, 1:], corpus.target, group.pairs, special)
         num_tokens += int(lengths.sum()) + int(target_lengths.sum())
         start = end
-    return StepShare(
+    return RankBatch(
         ids=torch.from_numpy(ids),
         shapes=shapes,
         pad=special.pad,
-        weightless=weightless,
+        is_filler=is_filler,
         num_target_tokens=num_target_tokens,
         epoch=epoch,
         index=index,
         num_batches=num_batches,
         one_length=one_length,
-        num_tokens=0 if weightless else num_tokens,
+        num_tokens=0 if is_filler else num_tokens,
     )
 
 

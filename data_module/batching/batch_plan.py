@@ -17,13 +17,13 @@ from data_module.batching.shuffle import Shuffle
 
 FULL_ENOUGH = 0.9
 """A global batch filled to this share on one side is closed; otherwise the next group is cut to fill it."""
-UNEVEN = 1.1
+MAX_IMBALANCE = 1.1
 """Groups are cut where whole ones would give a rank more than this many times its even share."""
-CRUMB = 0.05
+MIN_SLICE = 0.05
 """Of an even share: so little is not worth a micro-batch of its own."""
 
 
-class Group(NamedTuple):
+class LengthBucket(NamedTuple):
     """Pairs that one micro-batch can hold without much padding."""
 
     pairs: NDArray[np.integer]
@@ -58,11 +58,11 @@ class EpochPlan:
     def __len__(self) -> int:
         return len(self._batch_target_tokens)
 
-    def __getitem__(self, index: int) -> list[Group]:
+    def __getitem__(self, index: int) -> list[LengthBucket]:
         groups = slice(int(self._batch_starts[index]), int(self._batch_starts[index + 1]))
         starts = self._group_starts[groups.start : groups.stop + 1].tolist()
         source, target = self._source_lengths[groups].tolist(), self._target_lengths[groups].tolist()
-        return [Group(self._order[starts[i] : starts[i + 1]], source[i], target[i]) for i in range(len(source))]
+        return [LengthBucket(self._order[starts[i] : starts[i + 1]], source[i], target[i]) for i in range(len(source))]
 
     def target_tokens(self, index: int) -> int:
         """Target tokens of a global batch, end symbols counted."""
@@ -103,13 +103,13 @@ def plan_epoch(
 
 def plan_in_order(
     source_lengths: NDArray[np.integer], target_lengths: NDArray[np.integer], group_tokens: int
-) -> list[Group]:
+) -> list[LengthBucket]:
     """The same groups every time, for validation; the longest sentences first, so that memory peaks at once."""
     random = np.random.Generator(np.random.PCG64(0))
     longest = int(max(source_lengths.max(), target_lengths.max(), group_tokens))
     cut = _cut_groups(source_lengths, target_lengths, longest, random)
     groups = [
-        Group(cut.order[cut.starts[i] : cut.starts[i + 1]], int(source), int(target))
+        LengthBucket(cut.order[cut.starts[i] : cut.starts[i + 1]], int(source), int(target))
         for i, (source, target) in enumerate(cut.lengths)
     ]
     return sorted(groups, key=lambda group: -group.source_length)
@@ -223,7 +223,7 @@ def _fill_batches(cut: _Groups, batch_tokens: int, random: np.random.Generator) 
     return EpochPlan(np.concatenate([np.asarray(part, dtype=np.uint32) for part in (*numbers, *parts)]))
 
 
-def share_of_rank(groups: list[Group], rank: int, world_size: int, max_tokens: int) -> list[Group]:
+def rank_batch(groups: list[LengthBucket], rank: int, world_size: int, max_tokens: int) -> list[LengthBucket]:
     """The micro-batches of one rank: whole groups by cost, slices where whole ones would leave ranks waiting.
 
     All ranks together have every pair once. A rank may get nothing when there are fewer pairs than ranks.
@@ -236,25 +236,25 @@ def share_of_rank(groups: list[Group], rank: int, world_size: int, max_tokens: i
     for slices in dict.fromkeys((1, max(1, round(world_size / len(pieces))))):
         shares = _deal([part for piece in pieces for part in _in_slices(piece, slices)], world_size)
         costs = [sum(piece.cells() for piece in share) for share in shares]
-        if max(costs) * world_size <= UNEVEN * sum(costs):
+        if max(costs) * world_size <= MAX_IMBALANCE * sum(costs):
             return shares[rank]
-    return _stretch(pieces, rank, world_size)
+    return _split_evenly(pieces, rank, world_size)
 
 
-def _sliced(group: Group, max_tokens: int) -> list[Group]:
+def _sliced(group: LengthBucket, max_tokens: int) -> list[LengthBucket]:
     """A group in as few equal slices as fit."""
     fitting = max(1, max_tokens // max(group.source_length, group.target_length))
     return _in_slices(group, -(-len(group.pairs) // fitting))
 
 
-def _in_slices(group: Group, count: int) -> list[Group]:
+def _in_slices(group: LengthBucket, count: int) -> list[LengthBucket]:
     count = min(count, len(group.pairs))
     return [group] if count == 1 else [group._replace(pairs=pairs) for pairs in np.array_split(group.pairs, count)]
 
 
-def _deal(pieces: list[Group], world_size: int) -> list[list[Group]]:
+def _deal(pieces: list[LengthBucket], world_size: int) -> list[list[LengthBucket]]:
     """Longest job first, each to the rank with the least to do."""
-    shares: list[list[Group]] = [[] for _ in range(world_size)]
+    shares: list[list[LengthBucket]] = [[] for _ in range(world_size)]
     least = [(0, rank) for rank in range(world_size)]
     for piece in sorted(pieces, key=lambda piece: -piece.cells()):
         cost, rank = least[0]
@@ -263,7 +263,7 @@ def _deal(pieces: list[Group], world_size: int) -> list[list[Group]]:
     return shares
 
 
-def _stretch(pieces: list[Group], rank: int, world_size: int) -> list[Group]:
+def _split_evenly(pieces: list[LengthBucket], rank: int, world_size: int) -> list[LengthBucket]:
     """Laid end to end, the pieces between two of as many equal marks as there are ranks; few are cut, and in two."""
     ends = list(accumulate(piece.cells() for piece in pieces))
     even = ends[-1] / world_size
@@ -276,7 +276,7 @@ def _stretch(pieces: list[Group], rank: int, world_size: int) -> list[Group]:
         index = bisect_right(ends, place)
         piece = pieces[index]
         before, after = place - ends[index] + piece.cells(), ends[index] - place
-        if min(before, after) < CRUMB * even:
+        if min(before, after) < MIN_SLICE * even:
             return (index, 0) if before <= after else (index + 1, 0)
         return index, round(before * len(piece.pairs) / piece.cells())
 

@@ -26,7 +26,7 @@ from data_module.corpus.store import ParallelCorpus, with_end_symbol
 log = logging.getLogger(__name__)
 
 
-class PlanSource:
+class PlanCache:
     """Gives one epoch's plan after another, and computes the next in the background, before it is asked for."""
 
     def __init__(self, corpus: ParallelCorpus, *, batch_tokens: int, group_tokens: int, seed: int) -> None:

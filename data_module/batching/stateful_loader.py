@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from data_module.batching.batch import SpecialIds, StepShare, collate
-from data_module.batching.batch_plan import EpochPlan, share_of_rank
-from data_module.batching.plan_cache import PlanSource
+from data_module.batching.batch import RankBatch, SpecialIds, collate
+from data_module.batching.batch_plan import EpochPlan, rank_batch
+from data_module.batching.plan_cache import PlanCache
 from data_module.corpus.store import ParallelCorpus
 
 NEVER_ENDS = 1 << 40
 """What `len` says of an endless loader; with a length Lightning fetches nothing in advance."""
 
 
-class ShareDataset(Dataset[StepShare]):
+class RankBatchDataset(Dataset[RankBatch]):
     """One rank's share of every global batch from a position on, epoch after epoch.
 
     All work is done where an item is asked for, in a worker process if there are any: the trainer's own process
@@ -34,7 +34,7 @@ class ShareDataset(Dataset[StepShare]):
     def __init__(
         self,
         corpus: ParallelCorpus,
-        plans: PlanSource,
+        plans: PlanCache,
         special: SpecialIds,
         *,
         rank: int,
@@ -51,7 +51,7 @@ class ShareDataset(Dataset[StepShare]):
         self._plan: EpochPlan | None = None
         self._epoch, self._first_item = epoch, -batch
 
-    def __getitem__(self, item: int) -> StepShare:
+    def __getitem__(self, item: int) -> RankBatch:
         """The share of the global batch `item` places after the one sought; to be asked for in rising order."""
         if self._plan is None:
             self._plan = self._plans.of(self._epoch)
@@ -61,14 +61,14 @@ class ShareDataset(Dataset[StepShare]):
             self._plan = self._plans.of(self._epoch)
         index = item - self._first_item
         groups = self._plan[index]
-        share = share_of_rank(groups, self._rank, self._world_size, self._max_tokens)
+        share = rank_batch(groups, self._rank, self._world_size, self._max_tokens)
         company = [groups[0]._replace(pairs=groups[0].pairs[:1])]
         return collate(
             self._corpus,
             share or company,
             self._special,
             num_target_tokens=self._plan.target_tokens(index),
-            weightless=not share,
+            is_filler=not share,
             epoch=self._epoch,
             index=index,
             num_batches=len(self._plan),
@@ -85,16 +85,16 @@ class _Forever(Sampler[int]):
         return NEVER_ENDS
 
 
-class ResumableLoader(DataLoader[StepShare]):
-    """Yields this rank's `StepShare` of one optimizer step after another, for ever."""
+class StatefulLoader(DataLoader[RankBatch]):
+    """Yields this rank's `RankBatch` of one optimizer step after another, for ever."""
 
-    def __init__(self, dataset: ShareDataset, *, workers: int, pin_memory: bool) -> None:
+    def __init__(self, dataset: RankBatchDataset, *, workers: int, pin_memory: bool) -> None:
         super().__init__(
             dataset,
             sampler=_Forever(),
             batch_size=None,
             num_workers=workers,
-            collate_fn=as_it_is,  # type: ignore[arg-type]
+            collate_fn=identity,  # type: ignore[arg-type]
             pin_memory=pin_memory,
             worker_init_fn=_leave_signals_to_trainer,
             prefetch_factor=4 if workers else None,
@@ -113,9 +113,9 @@ class ResumableLoader(DataLoader[StepShare]):
         sleep most of the time, so that more of them than processors slow nothing down.
         """
 
-    def __iter__(self) -> Iterator[StepShare]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[RankBatch]:  # type: ignore[override]
         self._shares.seek(*self._handed_out)
-        with signals_held():
+        with signals_blocked():
             shares = super().__iter__()
         while True:
             self._say("data_wait")
@@ -141,13 +141,13 @@ class ResumableLoader(DataLoader[StepShare]):
         self._handed_out = (state["epoch"], state["next_batch"])
 
 
-def as_it_is(share: StepShare) -> StepShare:
+def identity(share: RankBatch) -> RankBatch:
     """What collates batches that come collated."""
     return share
 
 
 @contextmanager
-def signals_held() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Let processes begin with SLURM's signals held back, which come to them too and would end them.
 
     The loader's workers then see to it themselves, in `_leave_signals_to_trainer`.

@@ -1,4 +1,4 @@
-"""What the demo's sentences say: the lexicon (demo_lexicon.yaml), and an author who makes sense with it."""
+"""What the demo's sentences say: the lexicon (lexicon.yaml), and an author who makes sense with it."""
 
 import random
 import re
@@ -44,10 +44,10 @@ from data_module.demo.grammar import (
 
 
 class Lexicon:
-    """The words of demo_lexicon.yaml."""
+    """The words of lexicon.yaml."""
 
     def __init__(self) -> None:
-        words = yaml.safe_load(Path(__file__).with_name("demo_lexicon.yaml").read_text(encoding="utf-8"))
+        words = yaml.safe_load(Path(__file__).with_name("lexicon.yaml").read_text(encoding="utf-8"))
         self.names = [Nominal(name, dict.fromkeys(CASES, name)) for name in words["names"]]
         self.numerals = [Determiner(*numeral) for numeral in words["numerals"].items()]
         self.nouns = {

@@ -53,7 +53,7 @@ def files_of(text: TextSource) -> dict[str, Path]:
     return split_files(text) if text.dataset else {name: Path(name) for name in _names(text)}
 
 
-def is_at_hand(text: TextSource) -> bool:
+def is_available(text: TextSource) -> bool:
     """Return whether a source lies on this machine; looks nothing up on the hub."""
     return all(Path(name).exists() for name in _names(text))
 

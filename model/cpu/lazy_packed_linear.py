@@ -14,7 +14,7 @@ from model.cpu.packed_linear import SMALL_PRODUCT
 from model.transformer import Transformer
 
 
-class LatePackedLinear(nn.Module):
+class LazyPackedLinear(nn.Module):
     """As `PackedLinear`, with the weight and bias that it finds in its parameters when it is first called."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
@@ -33,7 +33,7 @@ class LatePackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
-class LatePackedProjection(nn.Module):
+class LazyPackedProjection(nn.Module):
     """As `transformer.Projection`, with the matrix that it is first called with."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class LatePackedProjection(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(states, self.packed, None, "none", [], "")
 
 
-def without_weights(network: Transformer) -> Transformer:
+def strip_weights(network: Transformer) -> Transformer:
     """A copy for scripting that packs at first use, whose parameters have the network's names and shapes and no bytes.
 
     Before it is used, each parameter's data must be set to the network's.
@@ -56,8 +56,8 @@ def without_weights(network: Transformer) -> Transformer:
     for module in list(hollow.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(module, name, LatePackedLinear(child.weight, child.bias))
-    hollow.projection = LatePackedProjection()
+                setattr(module, name, LazyPackedLinear(child.weight, child.bias))
+    hollow.projection = LazyPackedProjection()
     for parameter in hollow.parameters():
         parameter.requires_grad_(False)
         parameter.data = torch.zeros(1).expand(parameter.shape)

@@ -66,9 +66,9 @@ def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
     """Pairs cleaned, encoded and written a second, learning the tokenizer apart; in a folder that goes away."""
     from data_module.corpus.builder import write_corpus
     from data_module.corpus.preparation import without_garbage_collection
-    from data_module.readers.text_sources import count_pairs, is_at_hand
+    from data_module.readers.text_sources import count_pairs, is_available
 
-    if not all(map(is_at_hand, settings.texts())):
+    if not all(map(is_available, settings.texts())):
         return {"pairs_per_second": None}
     place = Path(settings.folder).parent
     with tempfile.TemporaryDirectory(dir=place, prefix=".benchmark-") as folder:

@@ -28,10 +28,10 @@ def prepare(
     """
     import torch
 
-    from pipeline.checkpointing.checkpoint import choose, load_model
+    from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
     from pipeline.inference.translator import search_settings
 
-    path = choose(checkpoint)
+    path = resolve_checkpoint(checkpoint)
     model = load_model(path)
     decoding = search_settings(model.decoding, beam_size, length_penalty)
     if bundle is not None:

@@ -8,12 +8,12 @@ from model.settings import NetworkSettings
 from pipeline.profiling.flops import training_flops
 
 if TYPE_CHECKING:
-    from pipeline.benchmark.side_by_side import Contest, Turn
+    from pipeline.benchmark.side_by_side import SideBySide, Turn
 
 PARTS = ("data_wait", "forward", "loss", "backward", "optimizer", "rest")
 
 
-def figures_of(contest: "Contest", network: NetworkSettings, vocabulary_size: int) -> dict[str, Any]:
+def figures_of(contest: "SideBySide", network: NetworkSettings, vocabulary_size: int) -> dict[str, Any]:
     """Our figures, then the ratios, then under `baselines` each baseline's own; seconds, bytes and FLOP/s.
 
     See `train` for what they mean.
@@ -37,7 +37,7 @@ def figures_of(contest: "Contest", network: NetworkSettings, vocabulary_size: in
     return figures | {"baselines": {name: _of_network(contest, name, flops, ceiling) for name in contest.others}}
 
 
-def _of_network(contest: "Contest", name: str, flops: float, ceiling: float) -> dict[str, Any]:
+def _of_network(contest: "SideBySide", name: str, flops: float, ceiling: float) -> dict[str, Any]:
     turns = contest.turns
     rates = [turn.tokens / _total(turn, name) for turn in turns]
     parts = {f"{p}_seconds": float(np.median([turn.seconds[name].get(p, 0.0) for turn in turns])) for p in PARTS}
@@ -51,7 +51,7 @@ def _of_network(contest: "Contest", name: str, flops: float, ceiling: float) -> 
     }
 
 
-def loop_seconds(contest: "Contest") -> float:
+def loop_seconds(contest: "SideBySide") -> float:
     """What a step takes in Lightning's Trainer beyond the same step in a bare loop."""
     return float(np.median([_total(turn, "ours") - _total(turn, "bare") for turn in contest.turns]))
 

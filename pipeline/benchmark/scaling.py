@@ -144,11 +144,11 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
     from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.benchmark.report import figures_of
     from pipeline.benchmark.scaling_model import Step
-    from pipeline.benchmark.train import place_of, recipe_contest
+    from pipeline.benchmark.train import benchmark_device, recipe_comparison
     from pipeline.training.build import module_and_data
     from pipeline.training.corpus import ensure_corpus
 
-    place = place_of(recipe.trainer)
+    place = benchmark_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     batch_tokens, longest = recipe.batches.batch_tokens, module_and_data(recipe, tokenizer)[1].longest
@@ -160,7 +160,7 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
         )
     smaller = replace(recipe.batches, batch_tokens=few, group_tokens=few, max_tokens_per_device=None)
     whole, part = (
-        recipe_contest(replace(recipe, batches=batches), tokenizer, [], steps, place)
+        recipe_comparison(replace(recipe, batches=batches), tokenizer, [], steps, place)
         for batches in (recipe.batches, smaller)
     )
     figures, figures_of_part = (figures_of(one, recipe.network, tokenizer.vocabulary_size) for one in (whole, part))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data_module.batching.batch import Batch, StepShare
+from data_module.batching.batch import MicroBatch, RankBatch
 from model.lr_schedule import noam_learning_rate
 from model.settings import TrainingSettings
 from model.translation_module import TranslationModule
@@ -28,7 +28,7 @@ MEMORY_STEPS = 2
 """After the warm-up, measured for memory, which slows them, and not for time."""
 
 
-class PlainTraining:
+class BareLoop:
     """A training step as short as PyTorch allows: no Lightning, no statistics."""
 
     def __init__(
@@ -58,7 +58,7 @@ class PlainTraining:
             network.parameters(), lr=0.0, betas=betas, eps=settings.adam_epsilon, fused=True
         )
 
-    def step(self, share: StepShare, watch: Stopwatch) -> None:
+    def step(self, share: RankBatch, watch: Stopwatch) -> None:
         """One optimizer step."""
         self._steps += 1
         settings = self._settings
@@ -98,7 +98,7 @@ class Turn:
     """FLOP/s of a large matrix product right after."""
 
 
-class Contest(Callback):
+class SideBySide(Callback):
     """Stands beside `fit`'s training step, times it, and lets the others take the same steps.
 
     Of our step, `data_wait` is the loader's, `loss` lasts from the decoder's states to the backward pass (so it
@@ -110,7 +110,7 @@ class Contest(Callback):
 
     def __init__(
         self,
-        others: dict[str, PlainTraining],
+        others: dict[str, BareLoop],
         steps: int,
         turn_steps: int,
         device: torch.device,
@@ -134,7 +134,7 @@ class Contest(Callback):
         self._watch, self._product = Stopwatch(device), MatrixProduct(device, product_dtype)
         self._peak: PeakMemory | None = None
         self._turn = 0
-        self._shares: list[StepShare] = []
+        self._shares: list[RankBatch] = []
         self._micro_batches_left = 0
         self._bar = tqdm(total=self.num_steps, desc="measuring", unit="step", mininterval=1.0, leave=False)
 
@@ -155,7 +155,7 @@ class Contest(Callback):
             self._bar.total = self.num_steps + QUIET_STEPS
         states = pl_module.states
 
-        def timed_states(batch: Batch) -> Tensor:
+        def timed_states(batch: MicroBatch) -> Tensor:
             self._watch.begin("forward")
             result = states(batch)
             self._watch.begin("loss")
@@ -164,7 +164,7 @@ class Contest(Callback):
         pl_module.states = timed_states  # type: ignore[method-assign]
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: StepShare, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: RankBatch, batch_idx: int
     ) -> None:
         """Count down to the last backward pass."""
         self._micro_batches_left = len(batch.shapes)
@@ -179,7 +179,7 @@ class Contest(Callback):
         self._watch.begin("rest" if self._micro_batches_left else "optimizer")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepShare, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RankBatch, batch_idx: int
     ) -> None:
         """After our turn come the others'."""
         self._watch.begin("rest")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from data_module.tokenization.tokenizer import Tokenizer
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
-    from pipeline.benchmark.side_by_side import Contest
+    from pipeline.benchmark.side_by_side import SideBySide
     from pipeline.config.recipe import Recipe
 
 LOOP_TURN, LOOP_STEPS = 50, 300
@@ -78,14 +78,14 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: must be 1 or more")
-    place = place_of(recipe.trainer)
+    place = benchmark_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    contest = recipe_contest(recipe, tokenizer, list(dict.fromkeys(arguments.baseline)), arguments.steps, place)
+    contest = recipe_comparison(recipe, tokenizer, list(dict.fromkeys(arguments.baseline)), arguments.steps, place)
     figures = {
         "recipe": recipe.name,
         **figures_of(contest, recipe.network, tokenizer.vocabulary_size),
-        "loop_seconds_per_step": loop_seconds(_loop_contest(recipe, tokenizer, place)),
+        "loop_seconds_per_step": loop_seconds(_loop_comparison(recipe, tokenizer, place)),
         "precision": str(place.options["precision"]),
         "device": torch.cuda.get_device_name() if place.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
@@ -106,7 +106,7 @@ class _Place(NamedTuple):
     """What matrix products run in."""
 
 
-def place_of(trainer: dict[str, Any]) -> _Place:
+def benchmark_device(trainer: dict[str, Any]) -> _Place:
     """One device, and what else of the recipe's `trainer:` has to do with its speed."""
     import torch
 
@@ -127,12 +127,12 @@ def place_of(trainer: dict[str, Any]) -> _Place:
     return _Place(options, torch.device("cpu" if on_cpu else "cuda"), dtype)
 
 
-def recipe_contest(
+def recipe_comparison(
     recipe: "Recipe", tokenizer: "Tokenizer", baselines: list[str], steps: int, place: _Place
-) -> "Contest":
+) -> "SideBySide":
     """The recipe's network against the baselines."""
     from pipeline.benchmark.baselines import baseline_network, cross_entropy
-    from pipeline.benchmark.side_by_side import Contest, PlainTraining
+    from pipeline.benchmark.side_by_side import BareLoop, SideBySide
     from pipeline.training.build import module_and_data
 
     module, data = module_and_data(recipe, tokenizer)
@@ -140,19 +140,19 @@ def recipe_contest(
     others = {}
     for name in baselines:
         network = baseline_network(name, tokenizer.vocabulary_size, recipe.network, data.special, data.longest)
-        others[name] = PlainTraining(network, loss, recipe.training, recipe.network.d_model, place.device, place.dtype)
+        others[name] = BareLoop(network, loss, recipe.training, recipe.network.d_model, place.device, place.dtype)
     # On a GPU a turn ends with a wait for it, so it has to be long beside that.
-    contest = Contest(others, steps, 1 if place.device.type == "cpu" else 10, place.device, place.dtype)
+    contest = SideBySide(others, steps, 1 if place.device.type == "cpu" else 10, place.device, place.dtype)
     _fit(module, data, contest, place.options, [], False)
     return contest
 
 
-def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "Contest":
+def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "SideBySide":
     """A tiny network on a few sentences, trained as `fit` does it and in a bare loop."""
     from model.loss import label_smoothed_loss
     from model.settings import NetworkSettings
     from model.transformer import Transformer
-    from pipeline.benchmark.side_by_side import Contest, PlainTraining
+    from pipeline.benchmark.side_by_side import BareLoop, SideBySide
     from pipeline.monitoring.monitor import Monitor
     from pipeline.monitoring.run_log import RunLog
     from pipeline.training.build import module_and_data
@@ -169,8 +169,8 @@ def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "C
         smoothing = recipe.training.label_smoothing
         return label_smoothed_loss(states, bare.embedding.weight, targets, smoothing, tokenizer.pad_id).smoothed
 
-    others = {"bare": PlainTraining(bare, loss, recipe.training, network.d_model, place.device, place.dtype)}
-    contest = Contest(others, LOOP_STEPS, LOOP_TURN, place.device, place.dtype)
+    others = {"bare": BareLoop(bare, loss, recipe.training, network.d_model, place.device, place.dtype)}
+    contest = SideBySide(others, LOOP_STEPS, LOOP_TURN, place.device, place.dtype)
     # The Monitor's progress bar is part of the cost, but nothing to look at here.
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
         _fit(module, data, contest, place.options, [Monitor(LOOP_TURN)], RunLog(Path(folder), 0, writes=True))
@@ -180,7 +180,7 @@ def _loop_contest(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "C
 def _fit(
     module: "TranslationModule",
     data: "TranslationDataModule",
-    contest: "Contest",
+    contest: "SideBySide",
     options: dict[str, Any],
     callbacks: "list[Callback]",
     logger: Any,

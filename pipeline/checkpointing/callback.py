@@ -8,32 +8,32 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.checkpointing.checkpoint import standalone_part, step_checkpoints, step_of, step_path, write_whole
+from pipeline.checkpointing.checkpoint import metadata, step_checkpoints, step_of, step_path, write_atomic
 from pipeline.config.recipe import Recipe
 from pipeline.profiling.step_clock import StepClock
 
 
-class WholeCheckpointIO(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's checkpoints, written under a temporary name and renamed."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Whole or not at all."""
-        write_whole(checkpoint, Path(path))
+        write_atomic(checkpoint, Path(path))
 
 
-class CheckpointKeeper(Callback):
+class CheckpointCallback(Callback):
     """Saves every so many steps or minutes and at the end, keeps the newest few and the best by validation BLEU."""
 
     @property
     def state_key(self) -> str:
         """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "CheckpointKeeper"
+        return "CheckpointCallback"
 
     def __init__(self, run: Path, recipe: Recipe, tokenizer: Tokenizer, clock: StepClock) -> None:
         self._run = run
         self._settings = recipe.run
         self._clock = clock
-        self._part = standalone_part(recipe.as_dict(), recipe.network, tokenizer)
+        self._part = metadata(recipe.as_dict(), recipe.network, tokenizer)
         self._last_saved = time.monotonic()
         self.saved_step = 0
         """The last step whose checkpoint is there."""

@@ -20,7 +20,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
-from pipeline.runtime.atomic_file import full_disk, whole_file
+from pipeline.runtime.atomic_file import atomic_file, disk_full_error
 
 FORMAT_VERSION = 1
 _STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
@@ -56,7 +56,7 @@ def step_checkpoints(run: Path) -> list[Path]:
     return sorted(path for path in paths if _STEP_NAME.fullmatch(path.name))
 
 
-def standalone_part(recipe: dict[str, Any], network: NetworkSettings, tokenizer: Tokenizer) -> dict[str, Any]:
+def metadata(recipe: dict[str, Any], network: NetworkSettings, tokenizer: Tokenizer) -> dict[str, Any]:
     """What makes a checkpoint stand alone; goes under its key `translation`."""
     return {
         "format_version": FORMAT_VERSION,
@@ -66,16 +66,16 @@ def standalone_part(recipe: dict[str, Any], network: NetworkSettings, tokenizer:
     }
 
 
-def write_whole(contents: dict[str, Any], path: Path) -> None:
+def write_atomic(contents: dict[str, Any], path: Path) -> None:
     """Save a checkpoint whole or not at all.
 
     Raises InputError when there is no room for it.
     """
     try:
-        with whole_file(path) as file:
+        with atomic_file(path) as file:
             torch.save(contents, file)
     except Exception as error:
-        full = full_disk(error)
+        full = disk_full_error(error)
         if full is None:
             raise
         counter = _Counter()
@@ -97,22 +97,22 @@ class _Counter(io.BytesIO):
         return len(data)
 
 
-def is_whole(path: Path) -> bool:
+def is_valid(path: Path) -> bool:
     """Whether the file is a complete archive; its directory stands at the end, so this reads little."""
     return zipfile.is_zipfile(path)
 
 
-def newest_whole(run: Path) -> tuple[Path | None, list[Path]]:
+def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
     """The newest whole checkpoint of a run, and the newer ones that are not whole."""
     skipped: list[Path] = []
     for path in reversed(step_checkpoints(run)):
-        if is_whole(path):
+        if is_valid(path):
             return path, skipped
         skipped.append(path)
     return None, skipped
 
 
-def choose(path: Path) -> Path:
+def resolve_checkpoint(path: Path) -> Path:
     """The checkpoint that a path means: itself, or for a run folder its average, else its best, else its newest.
 
     Raises InputError when there is none.
@@ -123,7 +123,7 @@ def choose(path: Path) -> Path:
         raise InputError(f"{path}: there is no such checkpoint or run folder; fit names the folder it writes to")
     averages = sorted(path.glob("average*.ckpt"), key=lambda p: p.stat().st_mtime)
     best = path / "checkpoints" / "best.ckpt"
-    newest, _ = newest_whole(path)
+    newest, _ = latest_valid(path)
     if averages and newest is not None:
         # An average of earlier checkpoints is not what a run that went on has come to.
         step = step_of(newest)
@@ -141,7 +141,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise InputError(f"{path}: there is no such checkpoint")
-    if not is_whole(path):
+    if not is_valid(path):
         raise InputError(f"{path}: is cut short or no checkpoint; copy it again or take an earlier one")
     try:
         with warnings.catch_warnings():

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 
 
-class MovingAverage(WeightAveraging):
+class EMA(WeightAveraging):
     """A moving average of the weights, kept as Lightning keeps one: it is what is validated and what translates.
 
     Lightning's own stays on the CPU, where a module still is when callbacks are set up, and copies all weights there in
@@ -21,7 +21,7 @@ class MovingAverage(WeightAveraging):
     @property
     def state_key(self) -> str:
         """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "MovingAverage"
+        return "EMA"
 
     def __init__(self, decay: float) -> None:
         """After each step the average is `decay` of itself and the rest of the weights."""

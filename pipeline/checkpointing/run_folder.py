@@ -14,9 +14,9 @@ import yaml
 
 from data_module.errors import InputError
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.runtime.atomic_file import is_leftover, remove_leftovers, whole_file
-from pipeline.runtime.signals import Stopped, stop_if_asked
-from pipeline.runtime.slurm import Step
+from pipeline.runtime.atomic_file import atomic_file, is_temporary_file, remove_temporary_files
+from pipeline.runtime.signals import Stopped, raise_if_stopped
+from pipeline.runtime.slurm import JobStep
 from pipeline.runtime.versions import versions
 
 EVENTS = "tensorboard"
@@ -77,7 +77,7 @@ class RunFolder:
                 if not said:
                     said = True
                     print(f"{path}: another fit is writing there; waiting {patience_seconds:.0f} s", file=sys.stderr)
-                stop_if_asked("while another fit was writing")
+                raise_if_stopped("while another fit was writing")
                 time.sleep(0.5)
         except BaseException as error:
             self._lock.close()
@@ -86,9 +86,9 @@ class RunFolder:
             raise InputError(
                 f"{path}: its file system cannot lock files ({error.strerror}); give a run.folder on another one"
             ) from None
-        remove_leftovers(path / "checkpoints", "")
+        remove_temporary_files(path / "checkpoints", "")
         for name in _OWN_FILES:
-            remove_leftovers(path, name)
+            remove_temporary_files(path, name)
 
     def _take(self) -> bool:
         try:
@@ -102,7 +102,7 @@ class RunFolder:
         """Let go of the folder."""
         self._lock.close()
 
-    def remove_run(self, step: Step | None) -> None:
+    def remove_run(self, step: JobStep | None) -> None:
         """Remove the run that is here, and nothing else; `write_config` replaces what makes the folder a run's.
 
         A job notes that it has: when it comes back from the queue, it is to go on.
@@ -116,7 +116,7 @@ class RunFolder:
         for note in self.path.glob(".fresh-*"):
             note.unlink()
         if step is not None:
-            begun_afresh(self.path, step).touch()
+            reset_marker(self.path, step).touch()
 
     def write_config(self, recipe: Recipe, tokenizer: bytes) -> None:
         """Recipe, tokenizer, and the versions of everything that had a part in it."""
@@ -149,19 +149,19 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     return forbidden, allowed
 
 
-def another_run(path: Path, forbidden: list[str]) -> str:
+def another_run_message(path: Path, forbidden: list[str]) -> str:
     """What to say of differences that make the recipe's another run than the folder's."""
     way_out = "use --fresh to start over, or another run.folder"
     return f"{path}: holds a run of another recipe: {'; '.join(forbidden)}; {way_out}"
 
 
-def begun_afresh(path: Path, step: Step) -> Path:
+def reset_marker(path: Path, step: JobStep) -> Path:
     """What is there once a job has removed the run that it had found."""
     return path / f".fresh-{step.job}"
 
 
 @contextmanager
-def counted_start(path: Path, step: Step, checkpoint: Path | None) -> Iterator[None]:
+def count_start(path: Path, step: JobStep, checkpoint: Path | None) -> Iterator[None]:
     """Count a job's starts from one checkpoint that came to no end of their own.
 
     Whoever stops, finishes or ends by a mistake removes the note; a crash, a hang or a lost node leaves it.
@@ -189,11 +189,11 @@ def counted_start(path: Path, step: Step, checkpoint: Path | None) -> Iterator[N
 def _is_foreign(entry: Path) -> bool:
     """Whether an entry is none that a fit leaves which was killed before it had written its recipe."""
     ours = entry.name == ".lock" or entry.name.startswith((".starts-", ".fresh-"))
-    return not ours and not any(is_leftover(entry, name) for name in ("config.yaml", ".starts-"))
+    return not ours and not any(is_temporary_file(entry, name) for name in ("config.yaml", ".starts-"))
 
 
 def _replace(path: Path, contents: bytes) -> None:
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(contents)
 
 

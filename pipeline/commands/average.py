@@ -15,13 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the averaged checkpoint and print its path."""
     from data_module.errors import InputError
-    from pipeline.checkpointing.checkpoint import average, is_whole, step_checkpoints, write_whole
+    from pipeline.checkpointing.checkpoint import average, is_valid, step_checkpoints, write_atomic
 
     if not arguments.run.is_dir():
         raise InputError(f"{arguments.run}: there is no such run folder; fit names the folder it writes to")
     if arguments.last < 1:
         raise InputError(f"--last {arguments.last} is not 1 or more")
-    paths = [path for path in step_checkpoints(arguments.run) if is_whole(path)]
+    paths = [path for path in step_checkpoints(arguments.run) if is_valid(path)]
     if not paths:
         raise InputError(f"{arguments.run}: holds no checkpoint; give a run folder that fit has written")
     if arguments.last > len(paths):
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     output = arguments.output or arguments.run / f"average-last-{arguments.last}.ckpt"
     chosen = paths[-arguments.last :]
-    write_whole(average(chosen), output)
+    write_atomic(average(chosen), output)
     print(f"averaged {', '.join(path.name for path in chosen)}", file=sys.stderr)
     print(output)
     return 0

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.preflight.check_result import Finding
+from pipeline.preflight.check_result import CheckResult
 from pipeline.preflight.machine import machine
 from pipeline.preflight.recipe import load, recipe
 
 if TYPE_CHECKING:
-    from pipeline.preflight.distributed import Ranks
-    from pipeline.runtime.slurm import Step
+    from pipeline.preflight.distributed import RankGroup
+    from pipeline.runtime.slurm import JobStep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print all findings; of several ranks, the first one does for all."""
-    from pipeline.runtime.slurm import tell_script_of_mistake
+    from pipeline.runtime.slurm import report_mistake_to_script
 
     if code := examine(arguments):
-        tell_script_of_mistake()
+        report_mistake_to_script()
     return code
 
 
@@ -37,7 +37,7 @@ def examine(arguments: argparse.Namespace) -> int:
     """Look at everything; returns the exit code."""
     from pipeline.runtime.slurm import current_step, mistakes
 
-    started_wrong = [Finding(False, mistake) for mistake in mistakes()]
+    started_wrong = [CheckResult(False, mistake) for mistake in mistakes()]
     step = current_step() if not started_wrong else None
     if step is None or step.num_tasks == 1:
         findings = [*started_wrong, *machine(step), *recipe(arguments, step)]
@@ -45,16 +45,16 @@ def examine(arguments: argparse.Namespace) -> int:
     return together(step, arguments)
 
 
-def alone(step: "Step | None", arguments: argparse.Namespace) -> Iterator[Finding]:
+def alone(step: "JobStep | None", arguments: argparse.Namespace) -> Iterator[CheckResult]:
     """What a recipe says of devices that the job's only task has not."""
     from pipeline.preflight.distributed import hardware_keys
 
     loaded = load(arguments.config, arguments.overrides)
-    if step is not None and not isinstance(loaded, Finding):
+    if step is not None and not isinstance(loaded, CheckResult):
         yield from hardware_keys(step, loaded)
 
 
-def report(findings: list[Finding]) -> int:
+def report(findings: list[CheckResult]) -> int:
     """Print findings; what several ranks have found alike, once. Returns the exit code."""
     places: dict[tuple[bool, str], list[str]] = {}
     for finding in findings:
@@ -65,21 +65,21 @@ def report(findings: list[Finding]) -> int:
     return 0 if all(finding.well for finding in findings) else 1
 
 
-def together(step: "Step", arguments: argparse.Namespace) -> int:
+def together(step: "JobStep", arguments: argparse.Namespace) -> int:
     """All ranks of a job step."""
-    from pipeline.preflight.distributed import WAIT, Ranks, SilentError
+    from pipeline.preflight.distributed import WAIT, RankGroup, SilentError
 
-    ranks = Ranks(step)
+    ranks = RankGroup(step)
     ranks.give_up_after(3 * WAIT)
     if apart := ranks.meet():
         return report(apart)
     try:
         return exchange(ranks, arguments)
     except SilentError as silent:
-        return report([Finding(False, str(silent), ranks.here)])
+        return report([CheckResult(False, str(silent), ranks.here)])
 
 
-def exchange(ranks: "Ranks", arguments: argparse.Namespace) -> int:
+def exchange(ranks: "RankGroup", arguments: argparse.Namespace) -> int:
     """What all find, said by the first rank."""
     from pipeline.preflight.distributed import check
 
@@ -88,8 +88,8 @@ def exchange(ranks: "Ranks", arguments: argparse.Namespace) -> int:
     loaded = load(arguments.config, arguments.overrides)
     if step.rank == 0:
         findings += recipe(arguments, step)
-    findings += check(ranks, None if isinstance(loaded, Finding) else loaded)
-    everything = [Finding(*one) for theirs in ranks.exchange(findings) for one in theirs]
+    findings += check(ranks, None if isinstance(loaded, CheckResult) else loaded)
+    everything = [CheckResult(*one) for theirs in ranks.exchange(findings) for one in theirs]
     if step.rank > 0:
         # Whoever ends with an error ends the others: not before the first has spoken, whose store this is.
         ranks.wait_for("said", [0])

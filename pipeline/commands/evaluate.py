@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Translate, score, print."""
-    from pipeline.inference.metrics import compare, complaints, paper_score, require_sacremoses, score
+    from pipeline.inference.metrics import compare, paper_score, reference_warnings, require_sacremoses, score
     from pipeline.inference.translator import load_translator
 
     sources, references = paired_texts(arguments.source, arguments.reference)
     check_output(arguments.output)
-    for complaint in complaints(references):
+    for complaint in reference_warnings(references):
         print(f"{arguments.reference}: its lines {complaint}", file=sys.stderr)
     if arguments.paper:
         require_sacremoses()

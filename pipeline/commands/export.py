@@ -8,18 +8,16 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline.export.bundle import (
     DEFAULT_SENTENCES,
     FORMATS,
-    check_folder,
-    not_for_ctranslate2,
+    bundle_files,
+    check_bundle_folder,
+    ctranslate2_obstacle,
     parity_text,
-    wanted,
     write_bundle,
 )
-
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,18 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the bundle and print its path."""
     from data_module.errors import InputError
-    from pipeline.checkpointing.checkpoint import choose, load_model
+    from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 
     folder: Path = arguments.folder
-    check_folder(folder, arguments.force)
-    names = wanted(arguments.format, arguments.quantize)
+    check_bundle_folder(folder, arguments.force)
+    names = bundle_files(arguments.format, arguments.quantize)
     if arguments.parity_reference and not arguments.parity_source:
         raise InputError("--parity-reference: give --parity-source, the sentences that it translates")
-    path = choose(arguments.checkpoint)
+    path = resolve_checkpoint(arguments.checkpoint)
     print(f"exporting {path}", file=sys.stderr)
     model = load_model(path)
     text = parity_text(model, arguments.parity_source, arguments.parity_reference)
-    if "ctranslate2" in names and not arguments.format and (reason := not_for_ctranslate2(model)):
+    if "ctranslate2" in names and not arguments.format and (reason := ctranslate2_obstacle(model)):
         print(f"without ctranslate2/: {reason}", file=sys.stderr)
         names = [name for name in names if not name.startswith("ctranslate2")]
     try:

@@ -5,13 +5,11 @@ Settings of the recipe may be given as --section.key value, Lightning's as --tra
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline.runtime import signals as stop_request
-from pipeline.runtime.launch import process_rank, speaks_for_all
+from pipeline.runtime.launch import process_rank, reports_exit_code
 from pipeline.runtime.signals import Stopped
 from pipeline.training.start import fit
-
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return fit(arguments)
     except Stopped as stop:
-        if not speaks_for_all(process_rank()):
+        if not reports_exit_code(process_rank()):
             return 0
         raise stop if process_rank() == 0 else SystemExit(stop.exit_code) from None
     finally:

@@ -24,10 +24,10 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.corpus.manifest import summary
     from data_module.corpus.preparation import prepare
     from pipeline.config.recipe import load_recipe
-    from pipeline.training.init_from import starting_point
+    from pipeline.training.init_from import load_initial_weights
 
     recipe = load_recipe(arguments.config, arguments.overrides)
-    tokenizer = starting_point(arguments.init_from, recipe).tokenizer if arguments.init_from else None
+    tokenizer = load_initial_weights(arguments.init_from, recipe).tokenizer if arguments.init_from else None
     manifest = prepare(recipe.corpus, tokenizer, force=arguments.force)
     print(f"{summary(manifest)}\nthe corpus lies in {recipe.corpus.folder}", file=sys.stderr, flush=True)
     print(json.dumps(manifest))

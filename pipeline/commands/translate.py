@@ -8,10 +8,8 @@ tab before it; with --scores its score and a tab (log-probability over length pe
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline.inference.text_io import CHUNK, open_text, sentences, translated, warn
-
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from data_module.errors import InputError
 from pipeline.config.recipe import Recipe, load_recipe
 
 
-def places(recipe: Recipe) -> tuple[Path, Path, Path]:
+def recipe_paths(recipe: Recipe) -> tuple[Path, Path, Path]:
     """Run folder, source and reference: the first test text, where that is two files, else the validation text."""
     for text in recipe.corpus.test:
         if text.source and text.target:
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, action="append", required=True)
     arguments, overrides = parser.parse_known_args()
     try:
-        print(*places(load_recipe(arguments.config, overrides)), sep="\n")
+        print(*recipe_paths(load_recipe(arguments.config, overrides)), sep="\n")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

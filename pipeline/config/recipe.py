@@ -13,7 +13,7 @@ from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.monitoring_settings import MonitoringSettings
 from pipeline.config.run_settings import RunSettings
 from pipeline.config.schema import Checker, Signature
-from pipeline.config.trainer_keys import OWNED
+from pipeline.config.trainer_keys import RESERVED_KEYS
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,9 @@ def load_recipe(
     mistakes = _override(values, places, list(overrides), trainer_signature or {})
     values.setdefault("name", paths[0].stem)
     places[""] = str(paths[0])
-    check = Checker(places, {f"trainer.{key}": why or "this program sets it itself" for key, why in OWNED.items()})
+    check = Checker(
+        places, {f"trainer.{key}": why or "this program sets it itself" for key, why in RESERVED_KEYS.items()}
+    )
     recipe = check.dataclass(values, Recipe, "")
     if trainer_signature is not None and isinstance(values.get("trainer"), dict):
         check.signature(values["trainer"], trainer_signature, "trainer")

@@ -24,7 +24,7 @@ def refuse(options: dict[str, Any]) -> None:
         raise InputError(f"trainer.strategy {strategy} is not for this program, which trains by ddp; leave it out")
 
 
-def seconds_allowed(max_time: Any) -> float | None:
+def max_seconds(max_time: Any) -> float | None:
     """A recipe's `trainer.max_time` in seconds.
 
     Lightning would end the run as if it had finished, and make all ranks wait for one another at each step.
@@ -44,7 +44,7 @@ def seconds_allowed(max_time: Any) -> float | None:
         ) from None
 
 
-OWNED = {
+RESERVED_KEYS = {
     "callbacks": "this program has its own",
     "logger": "TensorBoard is always written",
     "plugins": "this program has its own",
@@ -79,4 +79,4 @@ def trainer_signature() -> dict[str, Any]:
 
     names = inspect.signature(Trainer.__init__).parameters
     hints = typing.get_type_hints(Trainer.__init__)
-    return {name: hints[name] for name in names if name != "self" and name not in OWNED}
+    return {name: hints[name] for name in names if name != "self" and name not in RESERVED_KEYS}

@@ -16,7 +16,7 @@ INT8 = {"model.ts": "model.int8.ts", "ctranslate2": "ctranslate2-int8"}
 DEFAULT_SENTENCES = 200
 
 
-def check_folder(folder: Path, force: bool) -> None:
+def check_bundle_folder(folder: Path, force: bool) -> None:
     """Raises InputError where something else is, or a bundle that may not be replaced."""
     from data_module.errors import InputError
 
@@ -28,7 +28,7 @@ def check_folder(folder: Path, force: bool) -> None:
             raise InputError(f"{folder}: holds a bundle already; use --force to replace it")
 
 
-def wanted(formats: list[str] | None, quantize: str | None) -> list[str]:
+def bundle_files(formats: list[str] | None, quantize: str | None) -> list[str]:
     """The files and folders to write."""
     from data_module.errors import InputError
 
@@ -38,7 +38,7 @@ def wanted(formats: list[str] | None, quantize: str | None) -> list[str]:
     return [one for name in names for one in (name, *([INT8[name]] if quantize and name in INT8 else []))]
 
 
-def not_for_ctranslate2(model: "TrainedModel") -> str | None:
+def ctranslate2_obstacle(model: "TrainedModel") -> str | None:
     """Why this model cannot become CTranslate2's, in a line; None if it can."""
     from data_module.errors import InputError
     from pipeline.export.ctranslate2_model import require_shape

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.attention import attend
+from model.attention import attention
 from model.positions import LearnedPositions
 from model.transformer import Transformer
-from pipeline.runtime.atomic_file import whole_file
+from pipeline.runtime.atomic_file import atomic_file
 
 NAME = "model.pt2"
 
@@ -101,7 +101,7 @@ class Step(nn.Module):
             residual = layer.self_attention_residual
             query, key, value = layer.self_attention.project(residual.before(x))
             key, value = torch.cat([keys[index], key], 2), torch.cat([values[index], value], 2)
-            heads = attend(query, key, value, None, False)
+            heads = attention(query, key, value, None, False)
             x = residual(x, layer.self_attention.output(heads.transpose(1, 2).flatten(2)))
             residual = layer.cross_attention_residual
             attended = layer.cross_attention.attend(residual.before(x), cross_keys[index], cross_values[index], mask)
@@ -123,7 +123,7 @@ def write_exported_program(network: Transformer, card: str, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         package_pt2(buffer, exported_programs=programs, extra_files={"card.json": card})
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(buffer.getvalue())
 
 

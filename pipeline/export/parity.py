@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from data_module.tokenization.tokenizer import Tokenizer
-from model.decoding import Search
+from model.decoding import BeamSearch
 from model.settings import DecodingSettings
 from model.transformer import Transformer
 from pipeline.export.runners import Answer, Ids, SearchRunner
@@ -63,7 +63,7 @@ class Parity:
 
     def _search(self) -> None:
         tokenizer = self.tokenizer
-        search = Search(self.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+        search = BeamSearch(self.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
         runner = SearchRunner(search, tokenizer, self.settings)
         self.beam, self.figures = self.timed(runner.beam)
         self.greedy = runner.greedy(self.sources)

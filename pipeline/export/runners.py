@@ -26,7 +26,7 @@ class Answer(NamedTuple):
 
 
 class SearchRunner:
-    """`Search`: the checkpoint's own, or one that TorchScript has loaded."""
+    """`BeamSearch`: the checkpoint's own, or one that TorchScript has loaded."""
 
     def __init__(self, search: Any, tokenizer: Tokenizer, settings: DecodingSettings) -> None:
         self.search, self.tokenizer, self.settings = search, tokenizer, settings

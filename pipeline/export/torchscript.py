@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from data_module.tokenization.tokenizer import Tokenizer
-from model.cpu.lazy_packed_linear import without_weights
+from model.cpu.lazy_packed_linear import strip_weights
 from model.cpu.packed_linear import can_pack
-from model.decoding import Search
+from model.decoding import BeamSearch
 from model.transformer import Transformer
-from pipeline.runtime.atomic_file import whole_file
+from pipeline.runtime.atomic_file import atomic_file
 
 NAME, INT8_NAME = "model.ts", "model.int8.ts"
 
@@ -25,8 +25,8 @@ def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, pat
     """Write the file; `card` is the text that goes inside it."""
     extra = {"card.json": card, "tokenizer.model": tokenizer.model}
     if can_pack(network):
-        extra["packed.ts"] = _saved(without_weights(network), tokenizer, {})
-    with whole_file(path) as file:
+        extra["packed.ts"] = _saved(strip_weights(network), tokenizer, {})
+    with atomic_file(path) as file:
         file.write(_saved(network, tokenizer, extra))
 
 
@@ -40,12 +40,12 @@ def write_int8(network: Transformer, tokenizer: Tokenizer, card: str, path: Path
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", "torch.quantize_per_tensor|.*reduce_range", UserWarning)
         quantized = torch.ao.quantization.quantize_dynamic(network, {nn.Linear}, dtype=torch.qint8)
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(_saved(quantized, tokenizer, {"card.json": card, "tokenizer.model": tokenizer.model}))
 
 
 def _saved(network: Transformer, tokenizer: Tokenizer, extra: dict[str, Any]) -> bytes:
-    search = Search(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
     with warnings.catch_warnings():
         # TorchScript is deprecated upstream, and is what this file is made of.
         warnings.simplefilter("ignore", DeprecationWarning)

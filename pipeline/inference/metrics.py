@@ -113,7 +113,7 @@ def compare(hypotheses: list[str], others: list[str], references: list[str]) -> 
     return figures
 
 
-def complaints(references: list[str]) -> list[str]:
+def reference_warnings(references: list[str]) -> list[str]:
     """What makes references look as if they were not text as people write it."""
     found = []
     punctuated = sum(bool(_PUNCTUATED.search(line)) for line in references)

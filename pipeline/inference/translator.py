@@ -13,7 +13,7 @@ from tqdm import tqdm
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.cpu.packed_linear import can_pack, pack_linears
-from model.decoding import Search
+from model.decoding import BeamSearch
 from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 
@@ -74,7 +74,7 @@ class Translator:
         """Put the network into evaluation mode and, where a device is given, on it.
 
         Args:
-            network: a Transformer, or an exported `Search`.
+            network: a Transformer, or an exported `BeamSearch`.
             tokenizer: the one that the network was trained with.
             settings: how to search.
             batch_tokens: at most this many padded source tokens are searched at once, and a sixteenth as many
@@ -90,7 +90,7 @@ class Translator:
         # Any: what TorchScript has loaded has a search's methods, but no type of its own.
         search: Any = network
         if isinstance(network, Transformer):
-            search = Search(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+            search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
         if search.vocabulary_size != tokenizer.vocabulary_size:
             raise ValueError(
                 f"the network knows {search.vocabulary_size} pieces and the tokenizer "
@@ -110,7 +110,7 @@ class Translator:
 
         With `progress`, a bar on standard error counts sentences.
 
-        Raises ValueError where `n_best` or the settings are out of bounds (see `Search.beam`).
+        Raises ValueError where `n_best` or the settings are out of bounds (see `BeamSearch.beam`).
         """
         sources = [[*ids.tolist(), self.tokenizer.eos_id] for ids in self.tokenizer.encode(sentences)]
         found: list[list[Hypothesis]] = [[NOTHING] for _ in sources]
@@ -171,9 +171,9 @@ def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: flo
     Raises InputError where there is no checkpoint or it cannot be read, or a setting is out of bounds.
     """
     # Only the commands need files; whoever has a network does not.
-    from pipeline.checkpointing.checkpoint import choose, load_model
+    from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 
-    path = choose(checkpoint)
+    path = resolve_checkpoint(checkpoint)
     print(f"translating with {path}", file=sys.stderr)
     model = load_model(path)
     settings = search_settings(model.decoding, beam_size, length_penalty)

@@ -16,7 +16,7 @@ from pipeline.checkpointing.run_folder import EVENTS
 from pipeline.config.monitoring_settings import MonitoringSettings
 from pipeline.monitoring.heatmaps import Panel, heat_maps, matrix_picture
 from pipeline.monitoring.run_log import RunLog
-from pipeline.monitoring.validation_samples import ValidationText
+from pipeline.monitoring.validation_samples import ValidationSamples
 
 _LONGEST, _LONGEST_SOUGHT = 40, 16
 """Pieces of a sentence that are drawn at most; sentences are chosen among those of about so many."""
@@ -30,18 +30,18 @@ _WHAT = {
 }
 
 
-class Pictures(Callback):
+class AttentionPlots(Callback):
     """Draws on rank 0 at validations. Stands behind `texts`, and before what swaps weights back."""
 
     @property
     def state_key(self) -> str:
         """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "Pictures"
+        return "AttentionPlots"
 
     def __init__(
         self,
         settings: MonitoringSettings,
-        texts: ValidationText,
+        texts: ValidationSamples,
         sources: list[str],
         tokenizer: Tokenizer,
         corpus: ParallelCorpus,

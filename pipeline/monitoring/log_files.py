@@ -78,7 +78,7 @@ class EventFile:
         self._file.close()
 
 
-def cut_back(run: Path, step: int, validation_too: bool) -> None:
+def truncate_after(run: Path, step: int, validation_too: bool) -> None:
     """Remove from a run's curves what was logged after a step, or from its validation on: that will be logged again.
 
     Logs are in the order of their steps, so that they are cut off in place, for which a full disk has room. Raises

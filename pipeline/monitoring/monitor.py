@@ -12,12 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from data_module.batching.batch import StepShare
+from data_module.batching.batch import RankBatch
 from data_module.errors import InputError
 from pipeline.monitoring.mfu import best_rate
 from pipeline.monitoring.progress import Progress
-from pipeline.runtime.console import say
 from pipeline.profiling.step_clock import StepClock
+from pipeline.runtime.console import say
 
 SKIPPED_AT_MOST = 20
 """So many steps in a row without a finite gradient are no accident."""
@@ -58,13 +58,13 @@ class Monitor(Callback):
         self._restart()
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: StepShare, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: RankBatch, batch_idx: int
     ) -> None:
         """The step itself begins."""
         self.clock.begin("compute")
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepShare, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RankBatch, batch_idx: int
     ) -> None:
         """Add up, and at the interval read and log."""
         self.clock.begin("between")
@@ -80,7 +80,7 @@ class Monitor(Callback):
             self._log(trainer, outputs, batch)
             self._restart()
 
-    def _log(self, trainer: Trainer, outputs: dict[str, Any], batch: StepShare) -> None:
+    def _log(self, trainer: Trainer, outputs: dict[str, Any], batch: RankBatch) -> None:
         assert self._sums is not None
         cells = torch.tensor([self._cells, self._tokens], device=self._sums.device)
         total = trainer.strategy.reduce(torch.cat((self._sums, cells)), reduce_op="sum")

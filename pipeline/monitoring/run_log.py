@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
 from pipeline.checkpointing.run_folder import EVENTS, METRICS, SUMMARY
-from pipeline.monitoring.log_files import AppendedFile, EventFile, cut_back
+from pipeline.monitoring.log_files import AppendedFile, EventFile, truncate_after
+from pipeline.runtime.atomic_file import atomic_file
 from pipeline.runtime.console import say
-from pipeline.runtime.atomic_file import whole_file
 
 
 class RunLog(Logger):
@@ -44,11 +44,11 @@ class RunLog(Logger):
         self._events = EventFile(run / EVENTS, step + 1)
         self._lines = AppendedFile(run / METRICS)
 
-    def cut_back(self) -> None:
+    def truncate_after(self) -> None:
         """Remove what an earlier process has logged after the step that this one goes on from, and its summary."""
         with self._tolerant(self.run / EVENTS):
             (self.run / SUMMARY).unlink(missing_ok=True)
-            cut_back(self.run, self.step, self._validation_pending)
+            truncate_after(self.run, self.step, self._validation_pending)
 
     def log_metrics(self, metrics: Mapping[str, float | Tensor], step: int | None = None) -> None:
         """Points of curves, and a line of metrics.jsonl with the same."""
@@ -88,7 +88,7 @@ class RunLog(Logger):
     def write(self, name: str, contents: bytes) -> None:
         """A file of the run folder, replaced as a whole."""
         if self.writes:
-            with self._tolerant(self.run / name), whole_file(self.run / name) as file:
+            with self._tolerant(self.run / name), atomic_file(self.run / name) as file:
                 file.write(contents)
 
     def append(self, name: str, values: dict[str, Any]) -> None:

@@ -53,14 +53,14 @@ LAYOUT = {
 }
 
 
-class Description(Callback):
+class RunMetadata(Callback):
     """Says in the text tab what runs and where, in HPARAMS what was chosen, and at the end writes the summary."""
 
     def __init__(self, recipe: Recipe, manifest: dict[str, Any], monitor: Monitor) -> None:
         self._recipe, self._manifest, self._monitor = recipe, manifest, monitor
         self._parameters: dict[str, int] = {}
         self.starts: list[dict[str, Any]] = []
-        """As `note_start` gave them; the last one is this process."""
+        """As `record_start` gave them; the last one is this process."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Describe."""

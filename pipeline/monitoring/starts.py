@@ -9,10 +9,10 @@ from typing import Any
 
 from pipeline.checkpointing.run_folder import STARTS
 from pipeline.monitoring.run_log import RunLog
-from pipeline.runtime.slurm import Step, node_name
+from pipeline.runtime.slurm import JobStep, node_name
 
 
-def note_start(log: RunLog, job: Step | None) -> list[dict[str, Any]]:
+def record_start(log: RunLog, job: JobStep | None) -> list[dict[str, Any]]:
     """Add this start to the run's; returns all of them, the oldest first.
 
     A start says when it began, and when its job was submitted, both in seconds since the epoch.

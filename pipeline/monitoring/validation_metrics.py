@@ -13,7 +13,7 @@ REPEATED = 4
 """So many pieces in a row that occurred before in the same translation are a repetition."""
 
 
-class TextScores(Metric):
+class ValidationMetrics(Metric):
     """Scores of all translations on all ranks, the very numbers that one process with all of them would give."""
 
     full_state_update = False

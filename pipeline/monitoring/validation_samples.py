@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from data_module.batching.batch import StepShare
+from data_module.batching.batch import RankBatch
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.tables import table
-from pipeline.monitoring.validation_metrics import TextScores
+from pipeline.monitoring.validation_metrics import ValidationMetrics
 
 NUM_WORST, NUM_LONGEST = 6, 4
 _ROOM = 40 * "\u00a0"
@@ -28,7 +28,7 @@ class Translation(NamedTuple):
     """Ids of its pieces, without special ones."""
 
 
-class ValidationText(Callback):
+class ValidationSamples(Callback):
     """Validation's scores against the references as they were written, and translations to read.
 
     Shown are the same sentences at each validation, spread evenly over the text, and the longest ones; and the worst.
@@ -37,7 +37,7 @@ class ValidationText(Callback):
     @property
     def state_key(self) -> str:
         """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "ValidationText"
+        return "ValidationSamples"
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class ValidationText(Callback):
         self.samples = [index * len(sources) // count for index in range(count)]
         self._longest = heapq.nlargest(NUM_LONGEST, range(len(sources)), key=lambda pair: (self._lengths[pair], -pair))
         self._shown = {*self.samples, *self._longest}
-        self._scores = TextScores()
+        self._scores = ValidationMetrics()
         self._kept: dict[int, Translation] = {}
         self._worst: list[Translation] = []
         self.best_bleu = -1.0
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin anew."""
-        self._scores = TextScores().to(pl_module.device)
+        self._scores = ValidationMetrics().to(pl_module.device)
         self._kept, self._worst = {}, []
 
     def on_validation_batch_end(
@@ -67,12 +67,12 @@ class ValidationText(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: Any,
-        batch: StepShare,
+        batch: RankBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
         """Back to text, and counted."""
-        if batch.weightless:
+        if batch.is_filler:
             return
         pairs, tokens, lengths = (tensor.tolist() for tensor in outputs)
         ids = [row[: length - 1] for row, length in zip(tokens, lengths, strict=True)]

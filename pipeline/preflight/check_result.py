@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One thing looked at: ok, or what is wrong and what to do."""
 
     well: bool

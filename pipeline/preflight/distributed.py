@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.recipe import Recipe
-from pipeline.preflight.check_result import Finding
-from pipeline.runtime.slurm import Step, node_name, tell_script_of_mistake
+from pipeline.preflight.check_result import CheckResult
+from pipeline.runtime.slurm import JobStep, node_name, report_mistake_to_script
 
 WAIT = timedelta(seconds=20)
 CLOCK_SECONDS = 2.0
@@ -38,10 +38,10 @@ class SilentError(Exception):
         super().__init__(f"ranks {names} have stopped answering: they hang, or their link is cut; look at their nodes")
 
 
-class Ranks:
+class RankGroup:
     """This rank among the others, from the first node's name on."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: JobStep) -> None:
         self.step = step
         self.here = f"{node_name()} rank {step.rank}"
         self.first_on_node = step.local_rank == 0
@@ -54,14 +54,14 @@ class Ranks:
 
         def end() -> None:
             print(f"WRONG {self.waits_for or SilentError([0])} [{self.here}]", flush=True)
-            tell_script_of_mistake()
+            report_mistake_to_script()
             os._exit(1)
 
         timer = threading.Timer(limit.total_seconds(), end)
         timer.daemon = True
         timer.start()
 
-    def meet(self) -> list[Finding]:
+    def meet(self) -> list[CheckResult]:
         """Find the first node, and wait for all ranks; findings only where that fails."""
         from lightning.pytorch.plugins.environments import SLURMEnvironment
 
@@ -73,7 +73,9 @@ class Ranks:
         except OSError as error:
             hint = "have it in DNS or /etc/hosts, or export MASTER_ADDR=its address"
             return [
-                Finding(False, f"the first node's name {host} does not resolve ({error.strerror}); {hint}", self.here)
+                CheckResult(
+                    False, f"the first node's name {host} does not resolve ({error.strerror}); {hint}", self.here
+                )
             ]
         self.first_is_local = str(address).startswith("127.") or address == "::1"
         try:
@@ -84,11 +86,11 @@ class Ranks:
                 said = f"cannot listen on {host}:{port}, where ranks are to meet; export another MASTER_PORT"
             else:
                 said = f"does not reach {host}:{port} of rank 0; see firewalls between nodes, or export MASTER_PORT"
-            return [Finding(False, said, self.here)]
+            return [CheckResult(False, said, self.here)]
         missing = self.wait_for("here", list(range(self.step.num_tasks)))
         names = ", ".join(map(str, missing))
         hint = "see above why, or look at their nodes"
-        return [Finding(False, f"ranks {names} did not come; {hint}", self.here)] if missing else []
+        return [CheckResult(False, f"ranks {names} did not come; {hint}", self.here)] if missing else []
 
     def wait_for(self, what: str, whom: list[int]) -> list[int]:
         """Wait until these ranks have set a key; returns those that have not."""
@@ -112,7 +114,7 @@ class Ranks:
         return [json.loads(self.store.get(one)) for one in keys]
 
 
-def check(ranks: Ranks, recipe: Recipe | None) -> Iterator[Finding]:
+def check(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult]:
     """All findings of this rank; every rank runs the same checks in the same order."""
     yield from _clock(ranks)
     yield from _same_versions(ranks)
@@ -128,47 +130,47 @@ def check(ranks: Ranks, recipe: Recipe | None) -> Iterator[Finding]:
         yield from _all_reduce(ranks)
 
 
-def gpus(step: Step, seen: int, promised: str | None) -> Iterator[Finding]:
+def gpus(step: JobStep, seen: int, promised: str | None) -> Iterator[CheckResult]:
     """A task a GPU, and a GPU a task."""
     tasks = step.tasks_per_node
     if promised and promised.isdigit() and int(promised) != seen:
-        yield Finding(
+        yield CheckResult(
             False, f"SLURM gave this node {promised} GPUs and torch sees {seen}; see nvidia-smi, and torch's CUDA build"
         )
     elif seen and seen != tasks:
-        yield Finding(
+        yield CheckResult(
             False, f"{seen} GPUs are seen by {tasks} tasks of the node; give --ntasks-per-node={seen}, or other GPUs"
         )
 
 
-def hardware_keys(step: Step, recipe: Recipe) -> Iterator[Finding]:
+def hardware_keys(step: JobStep, recipe: Recipe) -> Iterator[CheckResult]:
     """Nodes and devices come from the job: what a recipe says of them is told, and does not count."""
     for key, count in (("devices", step.tasks_per_node), ("num_nodes", step.num_nodes)):
         asked = recipe.trainer.get(key, "auto")
         if asked not in ("auto", -1, "-1", count, str(count)):
-            yield Finding(True, f"trainer.{key} {asked} of the recipe does not count: the job gives {count}")
+            yield CheckResult(True, f"trainer.{key} {asked} of the recipe does not count: the job gives {count}")
 
 
-def _clock(ranks: Ranks) -> Iterator[Finding]:
+def _clock(ranks: RankGroup) -> Iterator[CheckResult]:
     ranks.exchange(None)  # so that all look at about the same time
     clocks = ranks.exchange(time.time())
     away = clocks[ranks.step.rank] - clocks[0]
     if abs(away) > CLOCK_SECONDS:
-        yield Finding(
+        yield CheckResult(
             False, f"the clock is {away:+.1f} s from rank 0's; have the node's time service mended", ranks.here
         )
 
 
-def _same_versions(ranks: Ranks) -> Iterator[Finding]:
+def _same_versions(ranks: RankGroup) -> Iterator[CheckResult]:
     ours = {name: version(name) for name in ("torch", "lightning", "numpy")}
     first = ranks.exchange(ours)[0]
     for name, number in ours.items():
         if number != first[name]:
             hint = "give all nodes one environment, on a shared disk or in one container"
-            yield Finding(False, f"{name} {number}, and {first[name]} on rank 0; {hint}", ranks.here)
+            yield CheckResult(False, f"{name} {number}, and {first[name]} on rank 0; {hint}", ranks.here)
 
 
-def _interfaces(first_is_local: bool) -> Iterator[Finding]:
+def _interfaces(first_is_local: bool) -> Iterator[CheckResult]:
     """Whether other nodes can find this one, by the interface named or by its own name."""
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -176,21 +178,21 @@ def _interfaces(first_is_local: bool) -> Iterator[Finding]:
         # NCCL's "^" and "=" before a name mean other than these, and exactly this; its names are beginnings.
         wanted = [name for name in asked.lstrip("=").split(",") if name and not asked.startswith("^")]
         if wanted and not any(one.startswith(name) for one in there for name in wanted):
-            yield Finding(False, f"{variable}={asked}: there is no such interface; there are {', '.join(there)}")
+            yield CheckResult(False, f"{variable}={asked}: there is no such interface; there are {', '.join(there)}")
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
         addresses = set()
     lost = all(str(address).startswith("127.") or address == "::1" for address in addresses)
     if lost and not first_is_local and not os.environ.get("GLOO_SOCKET_IFNAME"):
-        yield Finding(
+        yield CheckResult(
             False,
             f"this node's own name {socket.gethostname()} leads to itself, so gloo would wait there for the others; "
             f"export GLOO_SOCKET_IFNAME=the interface between nodes ({', '.join(there)})",
         )
 
 
-def _corpus(ranks: Ranks, folder: Path) -> Iterator[Finding]:
+def _corpus(ranks: RankGroup, folder: Path) -> Iterator[CheckResult]:
     """The same bytes from every node: all files' names and sizes, and a megabyte at begin, middle and end of each."""
     digest = None
     if ranks.first_on_node and (folder / "manifest.json").exists():
@@ -207,10 +209,10 @@ def _corpus(ranks: Ranks, folder: Path) -> Iterator[Finding]:
     if ranks.first_on_node and digest != first:
         what = "is not there" if digest is None else "is there, but not on rank 0" if first is None else "differs"
         hint = "give one that all nodes share, or copy it anew to each node"
-        yield Finding(False, f"corpus {folder} {what} (rank 0's is taken for the right one); {hint}", ranks.here)
+        yield CheckResult(False, f"corpus {folder} {what} (rank 0's is taken for the right one); {hint}", ranks.here)
 
 
-def _run_folder(ranks: Ranks, run: Path) -> Iterator[Finding]:
+def _run_folder(ranks: RankGroup, run: Path) -> Iterator[CheckResult]:
     """Each node writes there, sees what the others wrote, and heeds their locks."""
     place = next(parent for parent in [run, *run.absolute().parents] if parent.exists())
     probe = place / f".doctor-{ranks.step.job}-{ranks.step.rank}"
@@ -239,7 +241,7 @@ def _run_folder(ranks: Ranks, run: Path) -> Iterator[Finding]:
         lock.close()
         probe.unlink(missing_ok=True)
     if problem is not None:
-        yield Finding(False, problem, ranks.here)
+        yield CheckResult(False, problem, ranks.here)
 
 
 def _can_lock(path: Path) -> bool:
@@ -251,7 +253,7 @@ def _can_lock(path: Path) -> bool:
     return True
 
 
-def _all_reduce(ranks: Ranks) -> Iterator[Finding]:
+def _all_reduce(ranks: RankGroup) -> Iterator[CheckResult]:
     """A real one over all ranks, on CPUs and, where there are, on GPUs."""
     on_gpu = all(ranks.exchange(torch.cuda.is_available()))
     for backend in ("gloo", "nccl") if on_gpu else ("gloo",):
@@ -273,11 +275,13 @@ def _all_reduce(ranks: Ranks) -> Iterator[Finding]:
             seconds = time.monotonic() - begin
             dist.destroy_process_group()
         except (RuntimeError, dist.DistError) as error:
-            yield Finding(False, f"all-reduce over {backend} failed: {str(error).splitlines()[0]}; {hint}", ranks.here)
+            yield CheckResult(
+                False, f"all-reduce over {backend} failed: {str(error).splitlines()[0]}; {hint}", ranks.here
+            )
             return
         finally:
             ranks.waits_for = None
         right = last == float(ranks.step.num_tasks**2)
         speed = f"all-reduce over {backend}, {ranks.step.num_tasks} ranks: {REDUCED_BYTES / seconds / 1e6:,.0f} MB/s"
         if ranks.step.rank == 0 or not right:
-            yield Finding(right, speed + ("" if right else "; its sum is wrong; see the node's memory and network"))
+            yield CheckResult(right, speed + ("" if right else "; its sum is wrong; see the node's memory and network"))

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.preflight.check_result import Finding
+from pipeline.preflight.check_result import CheckResult
 
 if TYPE_CHECKING:
     from data_module.settings import CorpusSettings, TextSource
     from pipeline.config.recipe import Recipe
-    from pipeline.runtime.slurm import Step
+    from pipeline.runtime.slurm import JobStep
 
 
-def load(paths: list[Path], overrides: list[str]) -> "Recipe | Finding":
+def load(paths: list[Path], overrides: list[str]) -> "Recipe | CheckResult":
     """The recipe, or what is wrong with it."""
     from data_module.errors import InputError
     from pipeline.config.recipe import load_recipe
@@ -23,26 +23,28 @@ def load(paths: list[Path], overrides: list[str]) -> "Recipe | Finding":
 
     if not paths:
         if overrides:
-            return Finding(False, f"argument '{overrides[0]}' is unknown without a recipe; give one as --config FILE")
-        return Finding(True, "no recipe to look at; give one with --config")
+            return CheckResult(
+                False, f"argument '{overrides[0]}' is unknown without a recipe; give one as --config FILE"
+            )
+        return CheckResult(True, "no recipe to look at; give one with --config")
     try:
         loaded = load_recipe(paths, overrides, trainer_signature())
         refuse(loaded.trainer)
         return loaded
     except InputError as error:
-        return Finding(False, str(error))
+        return CheckResult(False, str(error))
 
 
-def recipe(arguments: argparse.Namespace, step: "Step | None") -> Iterator[Finding]:
+def recipe(arguments: argparse.Namespace, step: "JobStep | None") -> Iterator[CheckResult]:
     """The recipe, its texts, what it begins from, and the places it writes to."""
-    from pipeline.checkpointing.checkpoint import newest_whole
-    from pipeline.training.start import begins_afresh
+    from pipeline.checkpointing.checkpoint import latest_valid
+    from pipeline.training.start import should_reset
 
     loaded = load(arguments.config, arguments.overrides)
-    if isinstance(loaded, Finding):
+    if isinstance(loaded, CheckResult):
         yield loaded
         return
-    yield Finding(True, f"recipe {loaded.name}")
+    yield CheckResult(True, f"recipe {loaded.name}")
     yield from accelerator(loaded.trainer.get("accelerator", "auto"))
     corpus = Path(loaded.corpus.folder)
     if (corpus / "manifest.json").exists():
@@ -51,41 +53,41 @@ def recipe(arguments: argparse.Namespace, step: "Step | None") -> Iterator[Findi
         for text in [*loaded.corpus.train, *loaded.corpus.validation, *loaded.corpus.test]:
             yield from texts(text)
     run = loaded.run_folder()
-    if not begins_afresh(arguments.fresh, run, step) and newest_whole(run)[0] is not None:
+    if not should_reset(arguments.fresh, run, step) and latest_valid(run)[0] is not None:
         yield from going_on(run, loaded)
     elif arguments.init_from:
         yield from beginning(arguments, loaded)
     place = next(parent for parent in [run, *run.absolute().parents] if parent.exists())
     problem = unwritable(place)
     hint = f": {place} is not writable ({problem}); give another run.folder"
-    yield Finding(problem is None, f"run folder {run}" + ("" if problem is None else hint))
+    yield CheckResult(problem is None, f"run folder {run}" + ("" if problem is None else hint))
     free = shutil.disk_usage(place).free
     needed = checkpoint_bytes(loaded) * (loaded.run.keep_last + 2)
     enough = free > needed
     message = f"{free / 2**30:.1f} GiB free, its checkpoints need {needed / 2**30:.1f}"
-    yield Finding(enough, message + ("" if enough else "; lower run.keep_last or give another run.folder"))
+    yield CheckResult(enough, message + ("" if enough else "; lower run.keep_last or give another run.folder"))
 
 
-def beginning(arguments: argparse.Namespace, loaded: "Recipe") -> Iterator[Finding]:
+def beginning(arguments: argparse.Namespace, loaded: "Recipe") -> Iterator[CheckResult]:
     """Whether a new run could begin from the weights it is to have."""
     from data_module.errors import InputError
-    from pipeline.training.init_from import starting_point
+    from pipeline.training.init_from import load_initial_weights
 
     try:
-        yield Finding(True, f"begins from the weights of {starting_point(arguments.init_from, loaded).path}")
+        yield CheckResult(True, f"begins from the weights of {load_initial_weights(arguments.init_from, loaded).path}")
     except InputError as error:
-        yield Finding(False, str(error))
+        yield CheckResult(False, str(error))
 
 
-def going_on(run: Path, loaded: "Recipe") -> Iterator[Finding]:
+def going_on(run: Path, loaded: "Recipe") -> Iterator[CheckResult]:
     """Whether the run that is there is the recipe's."""
-    from pipeline.checkpointing.run_folder import another_run, differences
+    from pipeline.checkpointing.run_folder import another_run_message, differences
 
     if forbidden := differences(run, loaded)[0]:
-        yield Finding(False, another_run(run, forbidden))
+        yield CheckResult(False, another_run_message(run, forbidden))
 
 
-def prepared(corpus: Path, settings: "CorpusSettings") -> Finding:
+def prepared(corpus: Path, settings: "CorpusSettings") -> CheckResult:
     """Whether the corpus that is there is whole and the recipe's."""
     from data_module.corpus.manifest import read_manifest
     from data_module.corpus.preparation import differs_from
@@ -94,17 +96,17 @@ def prepared(corpus: Path, settings: "CorpusSettings") -> Finding:
     try:
         found = differs_from(read_manifest(corpus), settings)
     except InputError as error:
-        return Finding(False, str(error))
+        return CheckResult(False, str(error))
     hint = f" with other settings: {'; '.join(found)}; name another corpus.folder, or run `prepare --force`"
-    return Finding(not found, f"corpus {corpus} is prepared" + (hint if found else ""))
+    return CheckResult(not found, f"corpus {corpus} is prepared" + (hint if found else ""))
 
 
-def accelerator(asked: str) -> Iterator[Finding]:
+def accelerator(asked: str) -> Iterator[CheckResult]:
     """Whether what the recipe asks for is here."""
-    from pipeline.training.precision import no_gpu
+    from pipeline.training.precision import missing_gpu
 
-    if missing := no_gpu(asked):
-        yield Finding(False, missing)
+    if missing := missing_gpu(asked):
+        yield CheckResult(False, missing)
 
 
 def unwritable(place: Path) -> str | None:
@@ -116,7 +118,7 @@ def unwritable(place: Path) -> str | None:
         return error.strerror
 
 
-def texts(text: "TextSource") -> Iterator[Finding]:
+def texts(text: "TextSource") -> Iterator[CheckResult]:
     """Whether a source's files are there, or its data set can be read."""
     from importlib.util import find_spec
 
@@ -125,14 +127,14 @@ def texts(text: "TextSource") -> Iterator[Finding]:
     for name in filter(None, (text.source, text.target, text.tsv)):
         there = Path(name).is_file()
         hint = " is missing; put it there or correct its path in corpus:"
-        yield Finding(there, f"text {name}" + ("" if there else hint))
+        yield CheckResult(there, f"text {name}" + ("" if there else hint))
     if text.dataset:
         known = find_spec("datasets") is not None
         hint = f"; it needs: {install('datasets')}"
         where = (
             "lies here" if Path(text.dataset).is_dir() else "comes from the Hugging Face hub: prepare needs a network"
         )
-        yield Finding(known, f"data set {text.dataset} {where}" + ("" if known else hint))
+        yield CheckResult(known, f"data set {text.dataset} {where}" + ("" if known else hint))
 
 
 def checkpoint_bytes(recipe: "Recipe") -> int:

@@ -19,7 +19,7 @@ class StepClock:
 
     def __init__(self) -> None:
         self._watch: Stopwatch | None = None
-        self._stretch = ""
+        self._split_evenly = ""
         self._since_lap: Counter[str] = Counter()
         self.counted_seconds = 0.0
         """In steps, up to the last reading; a run that goes on sets what its checkpoint says."""
@@ -33,7 +33,7 @@ class StepClock:
         """The last stretch ends here."""
         if self._watch is not None:
             self._watch.begin(stretch)
-            self._stretch = stretch
+            self._split_evenly = stretch
 
     def read(self) -> None:
         """Bring sums up to date; waits for the device."""
@@ -41,7 +41,7 @@ class StepClock:
             seconds = self._watch.read()
             self._since_lap.update(seconds)
             self.counted_seconds += sum(seconds.get(name, 0.0) for name in STEP)
-            self.begin(self._stretch)
+            self.begin(self._split_evenly)
 
     def lap(self) -> dict[str, float]:
         """Seconds in each of a step's stretches since the last lap."""

@@ -11,7 +11,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A file under a temporary name, at the end flushed to the disk and renamed: what has the name is whole.
 
     After an error nothing is left of it; one that a full disk is behind names the file.
@@ -32,26 +32,26 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if (full := full_disk(error)) is not None:
+        if (full := disk_full_error(error)) is not None:
             full.filename = str(path)
         if isinstance(error, OSError) and str(error.filename) == str(temporary):
             error.filename = str(path)
         raise
 
 
-def is_leftover(entry: Path, name: str) -> bool:
+def is_temporary_file(entry: Path, name: str) -> bool:
     """Whether a process that was killed while it wrote a file of this name has left the entry; "" is any name."""
     return entry.name.startswith(f".{name}") and entry.name.endswith(".tmp")
 
 
-def remove_leftovers(folder: Path, name: str) -> None:
+def remove_temporary_files(folder: Path, name: str) -> None:
     """Remove what killed processes have left of a file; none may be writing it now."""
     for entry in folder.glob(".*.tmp"):
-        if is_leftover(entry, name):
+        if is_temporary_file(entry, name):
             entry.unlink()
 
 
-def full_disk(error: BaseException) -> OSError | None:
+def disk_full_error(error: BaseException) -> OSError | None:
     """The full disk, used-up quota or size limit behind an error; libraries raise errors of their own in its place."""
     return next((e for e in behind(error) if isinstance(e, OSError) and e.errno in _NO_ROOM), None)
 

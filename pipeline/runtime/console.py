@@ -3,7 +3,6 @@
 import logging
 import sys
 import warnings
-
 from contextlib import suppress
 
 from tqdm import tqdm

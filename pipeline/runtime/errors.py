@@ -5,15 +5,15 @@ import sys
 import zlib
 
 from data_module.errors import InputError
-from pipeline.runtime.atomic_file import behind, full_disk
+from pipeline.runtime.atomic_file import behind, disk_full_error
 
 
-def explained(error: Exception) -> str | None:
+def user_message(error: Exception) -> str | None:
     """The line to say of a mistake, of unreadable input, of a full disk or of a package that is not installed.
 
     None for an error of the program's own.
     """
-    full = full_disk(error)
+    full = disk_full_error(error)
     # A full disk brings errors on errors: the line that was made first knows the most.
     lines = [str(e) for e in (behind(error) if full else (error,)) if isinstance(e, InputError)]
     if lines:

@@ -1,8 +1,6 @@
 """How this process was launched: its rank, and whether its exit code is the job's."""
 
 import os
-from typing import TYPE_CHECKING
-
 
 
 def process_rank() -> int:
@@ -14,7 +12,7 @@ def process_rank() -> int:
     return 0
 
 
-def speaks_for_all(rank: int) -> bool:
+def reports_exit_code(rank: int) -> bool:
     """Whether this rank's exit code counts: under Lightning's own launcher only the first one's does.
 
     The launcher would take the others' for a crash and kill the first.

@@ -22,31 +22,31 @@ def keep_freed_memory() -> None:
         mallopt(_MMAP_MAX, 0)
 
 
-def give_back_freed_memory() -> None:
+def release_freed_memory() -> None:
     """Undo what `keep_freed_memory` has led to so far: blocks of ever other sizes leave more and more gaps."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
 
 
-class Room(NamedTuple):
+class MemoryLimit(NamedTuple):
     """Memory that a process may use, in bytes, and whose it is."""
 
     size: int
     owner: str
 
 
-def cpu_room(processes: int) -> Room:
+def host_memory_limit(processes: int) -> MemoryLimit:
     """What each of a node's processes may use: its share of the job's limit, or of the machine.
 
     Limits are SLURM's and the control groups' (both versions), the lowest counts.
     """
-    rooms = [Room(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
+    rooms = [MemoryLimit(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
     if "SLURM_MEM_PER_NODE" in os.environ:
-        rooms.append(Room(int(os.environ["SLURM_MEM_PER_NODE"]) << 20, "this job"))
+        rooms.append(MemoryLimit(int(os.environ["SLURM_MEM_PER_NODE"]) << 20, "this job"))
     elif "SLURM_MEM_PER_CPU" in os.environ:
         cpus = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
-        rooms.append(Room(cpus * int(os.environ["SLURM_MEM_PER_CPU"]) << 20, "this job"))
+        rooms.append(MemoryLimit(cpus * int(os.environ["SLURM_MEM_PER_CPU"]) << 20, "this job"))
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
@@ -56,14 +56,14 @@ def cpu_room(processes: int) -> Room:
             for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
                 for limit in (folder / "memory.max", folder / "memory.limit_in_bytes"):
                     if limit.exists() and (size := limit.read_text().strip()).isdigit():
-                        rooms.append(Room(int(size), "this process's control group"))
+                        rooms.append(MemoryLimit(int(size), "this process's control group"))
     room = min(room for room in rooms if room.size > 0)
     if processes == 1:
         return room
-    return Room(room.size // processes, f"each of the {processes} processes on {room.owner}")
+    return MemoryLimit(room.size // processes, f"each of the {processes} processes on {room.owner}")
 
 
-def own_memory() -> int:
+def private_memory() -> int:
     """Bytes in memory that are this process's own, and no file's."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")

@@ -24,7 +24,7 @@ class Stopped(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.exit_code = INTERRUPTED if asked_by() == signal.SIGINT else STOPPED
+        self.exit_code = INTERRUPTED if first_signal() == signal.SIGINT else STOPPED
 
 
 def note(signum: int, _frame: FrameType | None) -> None:
@@ -47,21 +47,21 @@ def ignore() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def asked_by() -> int | None:
+def first_signal() -> int | None:
     """The first signal that has come, or None."""
     return _ASKED[0] if _ASKED else None
 
 
-def stop_if_asked(where: str) -> None:
+def raise_if_stopped(where: str) -> None:
     """Raises Stopped where nothing is there to be saved yet."""
     if _ASKED:
         raise Stopped(f"asked to stop {where}; nothing was lost, the same command goes on")
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
+def default_signals() -> Iterator[None]:
     """Inside, the signals end the program as they would any other: for long work that loses nothing."""
-    stop_if_asked("at the start")
+    raise_if_stopped("at the start")
     for signum in _ASKING:
         signal.signal(signum, signal.SIG_DFL)
     try:
@@ -71,7 +71,7 @@ def at_once() -> Iterator[None]:
 
 
 @contextmanager
-def keyboard_too() -> Iterator[None]:
+def keyboard_interrupt_noted() -> Iterator[None]:
     """Inside, Ctrl-C asks to stop as well; outside it ends the program."""
     before = signal.signal(signal.SIGINT, note)
     try:

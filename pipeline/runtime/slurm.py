@@ -25,7 +25,7 @@ FAILURES_FILE = "FAILURES_FILE"
 
 
 @dataclass(frozen=True)
-class Step:
+class JobStep:
     """The job step that this process is a task of."""
 
     job: str
@@ -57,7 +57,7 @@ def mistakes(environment: Mapping[str, str] = os.environ) -> list[str]:
     return []
 
 
-def current_step(environment: Mapping[str, str] = os.environ) -> Step | None:
+def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
     """The step that srun has started this process in; None outside a job, or where one process is all there is.
 
     Raises InputError for what `mistakes` finds.
@@ -67,7 +67,7 @@ def current_step(environment: Mapping[str, str] = os.environ) -> Step | None:
     if not _in_step(environment) or environment.get("SLURM_JOB_NAME") in _SHELLS:
         return None
     counts = _tasks_by_node(environment)
-    return Step(
+    return JobStep(
         job=environment["SLURM_JOB_ID"],
         rank=int(environment["SLURM_PROCID"]),
         local_rank=int(environment["SLURM_LOCALID"]),
@@ -83,13 +83,13 @@ def node_name(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def tell_script_of_mistake(environment: Mapping[str, str] = os.environ) -> None:
+def report_mistake_to_script(environment: Mapping[str, str] = os.environ) -> None:
     """Leave the file that keeps the job's script from starting the same again."""
     if name := environment.get(MISTAKE_FILE):
         Path(name).touch()
 
 
-def forget_failures(environment: Mapping[str, str] = os.environ) -> None:
+def clear_failure_count(environment: Mapping[str, str] = os.environ) -> None:
     """Training begins, and counts by itself from now on."""
     if name := environment.get(FAILURES_FILE):
         Path(name).unlink(missing_ok=True)

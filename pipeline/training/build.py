@@ -14,27 +14,27 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.translation_module import TranslationModule
-from pipeline.checkpointing.callback import CheckpointKeeper, WholeCheckpointIO
+from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
 from pipeline.checkpointing.checkpoint import step_of
-from pipeline.checkpointing.ema import MovingAverage
+from pipeline.checkpointing.ema import EMA
 from pipeline.checkpointing.run_folder import STOPPED_EARLY, RunFolder
 from pipeline.config.recipe import Recipe
-from pipeline.config.trainer_keys import seconds_allowed
-from pipeline.monitoring.attention_plots import Pictures
+from pipeline.config.trainer_keys import max_seconds
+from pipeline.monitoring.attention_plots import AttentionPlots
 from pipeline.monitoring.mfu import flops_per_target_token
 from pipeline.monitoring.monitor import Monitor
-from pipeline.runtime.console import say
 from pipeline.monitoring.run_log import RunLog
-from pipeline.monitoring.run_metadata import Description
-from pipeline.monitoring.starts import first_submission, note_start
-from pipeline.monitoring.validation_samples import ValidationText
+from pipeline.monitoring.run_metadata import RunMetadata
+from pipeline.monitoring.starts import first_submission, record_start
+from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.runtime import signals as stop_request
-from pipeline.runtime.atomic_file import whole_file
-from pipeline.runtime.slurm import Step
-from pipeline.training.compilation import compiles, start_compiler
-from pipeline.training.early_stopping import Patience
-from pipeline.training.graceful_stop import Together, own_signals, validation_is_pending
-from pipeline.training.init_from import StartingPoint
+from pipeline.runtime.atomic_file import atomic_file
+from pipeline.runtime.console import say
+from pipeline.runtime.slurm import JobStep
+from pipeline.training.compilation import should_compile, start_compiler
+from pipeline.training.early_stopping import ResumableEarlyStopping
+from pipeline.training.graceful_stop import GracefulStop, disable_lightning_signals, validation_is_pending
+from pipeline.training.init_from import InitialWeights
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.precision import precision_plugin
 from pipeline.training.trainer import cluster_environment, trainer_options
@@ -53,7 +53,7 @@ def module_and_data(
         recipe.training,
         recipe.decoding,
         recipe.run.seed,
-        compiled=compiles(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
+        compiled=should_compile(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
         scaled=scaled,
     )
     return module, TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
@@ -63,9 +63,9 @@ def train(
     recipe: Recipe,
     folder: RunFolder | None,
     tokenizer: Tokenizer,
-    begin: Path | StartingPoint | None,
+    begin: Path | InitialWeights | None,
     fresh: bool,
-    step: Step | None,
+    step: JobStep | None,
 ) -> None:
     """Wire and run Lightning's Trainer. The folder is None on all ranks but the first, which alone writes.
 
@@ -76,7 +76,7 @@ def train(
     path = recipe.run_folder()
     checkpoint = begin if isinstance(begin, Path) else None
     options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
-    plugins = [WholeCheckpointIO(), cluster_environment(step), float16 := precision_plugin(options)]
+    plugins = [AtomicCheckpointIO(), cluster_environment(step), float16 := precision_plugin(options)]
     module, data = module_and_data(recipe, tokenizer, scaled=float16 is not None)
     if module.compiled_forward is not None and torch.cuda.is_available():
         start_compiler()
@@ -96,23 +96,23 @@ def train(
         recipe.run.log_every_steps,
         flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus),
     )
-    texts = ValidationText(sources, references, tokenizer)
-    description = Description(recipe, read_manifest(data.folder), monitor)
+    texts = ValidationSamples(sources, references, tokenizer)
+    description = RunMetadata(recipe, read_manifest(data.folder), monitor)
     callbacks: list[Callback] = [
         MemoryProbe(data.micro_batch_tokens, data.longest),
         texts,
-        Pictures(recipe.monitoring, texts, sources, tokenizer, data.train_corpus, recipe.network),
+        AttentionPlots(recipe.monitoring, texts, sources, tokenizer, data.train_corpus, recipe.network),
         monitor,
         description,
     ]
     patience = recipe.run.patience
-    early_stopping = Patience("validation/bleu", mode="max", patience=patience or 1)
+    early_stopping = ResumableEarlyStopping("validation/bleu", mode="max", patience=patience or 1)
     if patience is not None:
         callbacks.append(early_stopping)
     if recipe.training.ema_decay is not None:
-        callbacks.append(MovingAverage(decay=recipe.training.ema_decay))
-    keeper = CheckpointKeeper(path, recipe, tokenizer, monitor.clock)
-    callbacks += [keeper, Together(keeper, recipe.run.timeout_seconds, seconds_allowed(options.pop("max_time", None)))]
+        callbacks.append(EMA(decay=recipe.training.ema_decay))
+    keeper = CheckpointCallback(path, recipe, tokenizer, monitor.clock)
+    callbacks += [keeper, GracefulStop(keeper, recipe.run.timeout_seconds, max_seconds(options.pop("max_time", None)))]
     step_before, pending = (step_of(checkpoint), validation_is_pending(checkpoint)) if checkpoint else (0, False)
     log = RunLog(path, step_before, writes=folder is not None, validation_pending=pending)
     try:
@@ -136,14 +136,14 @@ def train(
         if fresh:
             folder.remove_run(step)
         folder.write_config(recipe, tokenizer.model)
-        log.cut_back()
-        description.starts = note_start(log, step)
+        log.truncate_after()
+        description.starts = record_start(log, step)
         monitor.submitted = first_submission(description.starts)
-    own_signals(trainer)
-    with stop_request.keyboard_too():
+    disable_lightning_signals(trainer)
+    with stop_request.keyboard_interrupt_noted():
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     if folder is not None and patience is not None and early_stopping.wait_count >= patience:
         stop = {"step": trainer.global_step, "patience": patience}
-        with whole_file(path / STOPPED_EARLY) as file:
+        with atomic_file(path / STOPPED_EARLY) as file:
             file.write(json.dumps(stop).encode())
         say(f"stopped early at step {trainer.global_step} after {patience} validations without a better BLEU")

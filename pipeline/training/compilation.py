@@ -7,10 +7,10 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from data_module.batching.stateful_loader import signals_held
+from data_module.batching.stateful_loader import signals_blocked
 
 
-def compiles(asked: bool | None, accelerator: Any) -> bool:
+def should_compile(asked: bool | None, accelerator: Any) -> bool:
     """Whether to train through torch.compile: as asked (`run.compile`), or else on a GPU where that is possible.
 
     Raises InputError when it is asked for where no compiler is, or Python's C headers are not.
@@ -44,5 +44,5 @@ def start_compiler() -> None:
     """
     from torch._inductor.async_compile import AsyncCompile
 
-    with signals_held():
+    with signals_blocked():
         AsyncCompile.warm_pool()

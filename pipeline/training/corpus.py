@@ -26,15 +26,15 @@ def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = No
     from data_module.corpus.manifest import is_corpus, read_manifest, summary
     from data_module.corpus.preparation import differs_from, prepare
     from data_module.errors import InputError
-    from data_module.readers.text_sources import is_at_hand
+    from data_module.readers.text_sources import is_available
 
     folder = Path(settings.folder)
     if not is_corpus(folder):
-        with stop_request.at_once():
+        with stop_request.default_signals():
             manifest = prepare(settings, tokenizer)
         if process_rank() == 0:
             print(summary(manifest), file=sys.stderr)
-    elif process_rank() == 0 and all(map(is_at_hand, settings.texts())):
+    elif process_rank() == 0 and all(map(is_available, settings.texts())):
         prepare(settings)  # reads all texts to see that they are the same: once is enough
     elif differences := differs_from(read_manifest(folder), settings):
         raise InputError(

@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch.callbacks import EarlyStopping
 
 
-class Patience(EarlyStopping):
+class ResumableEarlyStopping(EarlyStopping):
     """Lightning's, with the recipe's patience also where a run goes on that had another."""
 
     @property

@@ -13,7 +13,7 @@ ROLL_CALL_SECONDS = 3.0
 """How long the others have to say that they have failed too."""
 
 
-class Roll:
+class FailureReport:
     """Who is where, and who has failed first. Kept with the group's key-value store, which needs no other rank."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Roll:
     def call(self, error: BaseException) -> str:
         """Which rank has failed and where, as far as this one can tell; waits a few seconds for the others' word."""
         here = self._names[self._rank]
-        if not _came_from_another(error):
+        if not is_collective_error(error):
             said = str(error).splitlines()[:1]
             self._tell(f"failed|{type(error).__name__}: {said[0] if said else ''}")
             return f"{here} failed"
@@ -87,6 +87,6 @@ class Roll:
             time.sleep(0.1)
 
 
-def _came_from_another(error: BaseException) -> bool:
+def is_collective_error(error: BaseException) -> bool:
     """Whether a collective has failed, and not this rank's own work."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from pipeline.checkpointing.callback import CheckpointKeeper, validation_is_due
+from pipeline.checkpointing.callback import CheckpointCallback, validation_is_due
 from pipeline.checkpointing.checkpoint import read_checkpoint
 from pipeline.runtime import signals as stop_request
 from pipeline.runtime.signals import Stopped
-from pipeline.runtime.slurm import forget_failures
-from pipeline.training.failure_report import Roll
+from pipeline.runtime.slurm import clear_failure_count
+from pipeline.training.failure_report import FailureReport
 
 MARGIN_SECONDS = 30
 """How much later than this group the gradients' group gives up, so that an error comes up where it can be told."""
@@ -31,10 +31,10 @@ MARGIN_SECONDS = 30
 def validation_is_pending(checkpoint: Path) -> bool:
     """Whether the run was stopped in the validation after the checkpoint's step, which is to be done again."""
     states = read_checkpoint(checkpoint).get("callbacks", {})
-    return bool(states.get("Together", {}).get("validation_pending"))
+    return bool(states.get("GracefulStop", {}).get("validation_pending"))
 
 
-def own_signals(trainer: Trainer) -> None:
+def disable_lightning_signals(trainer: Trainer) -> None:
     """Keep Lightning's hands off SIGTERM.
 
     Its handler talks to other ranks from inside the signal, which deadlocks when they are elsewhere; and at each step
@@ -44,7 +44,7 @@ def own_signals(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
-class Agreement:
+class StopConsensus:
     """Whether any rank was asked to stop, told to all of them alike."""
 
     def __init__(self, timeout_seconds: int) -> None:
@@ -55,7 +55,7 @@ class Agreement:
 
     def asked(self, time_is_up: bool = False) -> bool:
         """What all ranks had posted at the last call, a signal or that; all must call it equally often."""
-        wanted = time_is_up or stop_request.asked_by() is not None
+        wanted = time_is_up or stop_request.first_signal() is not None
         if self._group is None:
             return wanted
         answer = self._read()
@@ -79,29 +79,29 @@ class Agreement:
         return bool(flag.item())
 
 
-class Together(Callback):
+class GracefulStop(Callback):
     """Saves and raises Stopped on all ranks after the same step. Stands last, behind the keeper."""
 
     @property
     def state_key(self) -> str:
         """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "Together"
+        return "GracefulStop"
 
-    def __init__(self, keeper: CheckpointKeeper, timeout_seconds: int, max_seconds: float | None = None) -> None:
+    def __init__(self, keeper: CheckpointCallback, timeout_seconds: int, max_seconds: float | None = None) -> None:
         """Ranks wait `timeout_seconds` for one another; stop after `max_seconds` of training, as if asked to."""
         self._keeper = keeper
         self._timeout_seconds = timeout_seconds
         self._max_seconds = max_seconds
         self._began = 0.0
-        self._agreement: Agreement | None = None
-        self._roll: Roll | None = None
+        self._agreement: StopConsensus | None = None
+        self._roll: FailureReport | None = None
         self._validation_pending = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Meet."""
-        self._agreement = Agreement(self._timeout_seconds)
+        self._agreement = StopConsensus(self._timeout_seconds)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._roll = Roll()
+            self._roll = FailureReport()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Heed what came during start-up, and do the validation that the run was stopped in."""
@@ -111,7 +111,7 @@ class Together(Callback):
         if self._roll is not None:
             self._roll.compare(trainer.global_step)
         if trainer.is_global_zero:
-            forget_failures()
+            clear_failure_count()
         self._began = time.monotonic()
         if self._validation_pending:
             loop = trainer.fit_loop.epoch_loop.val_loop
@@ -142,7 +142,7 @@ class Together(Callback):
         self._validation_pending = validation_pending
         if validation_pending or self._keeper.saved_step < trainer.global_step:
             self._keeper.save(trainer, stopping=True)
-        only_time = self._time_is_up() and stop_request.asked_by() is None
+        only_time = self._time_is_up() and stop_request.first_signal() is None
         why = "trainer.max_time is over" if only_time else "asked to stop"
         raise Stopped(f"{why}: saved after step {trainer.global_step}; the same command goes on from there")
 

@@ -17,7 +17,7 @@ _MAY_DIFFER = ("dropout",)
 
 
 @dataclass(frozen=True)
-class StartingPoint:
+class InitialWeights:
     """What a new run takes over; everything else, the schedule among it, begins anew."""
 
     path: Path
@@ -26,14 +26,14 @@ class StartingPoint:
     """By the names that `Transformer` gives them; memory-mapped."""
 
 
-def starting_point(path: Path, recipe: Recipe) -> StartingPoint:
+def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
     """What the recipe's run would take over from a checkpoint or run folder.
 
     Raises InputError when there is no checkpoint, or its network or the corpus's vocabulary is another one.
     """
-    from pipeline.checkpointing.checkpoint import choose, network_weights, read_checkpoint
+    from pipeline.checkpointing.checkpoint import network_weights, read_checkpoint, resolve_checkpoint
 
-    path = choose(path)
+    path = resolve_checkpoint(path)
     contents = read_checkpoint(path)
     part = contents["translation"]
     theirs, ours = part["network"], asdict(recipe.network)
@@ -51,4 +51,4 @@ def starting_point(path: Path, recipe: Recipe) -> StartingPoint:
             f"{folder}: was made with another vocabulary than {path} has; name another corpus.folder, "
             "which fit then makes with that one"
         )
-    return StartingPoint(path, tokenizer, network_weights(contents))
+    return InitialWeights(path, tokenizer, network_weights(contents))

@@ -1,25 +1,23 @@
 """How much memory training takes, tried out before the first step, and how much there is."""
 
-import sys
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_only
 
-from data_module.batching.batch import Batch
+from data_module.batching.batch import MicroBatch
 from data_module.errors import InputError
 from model.translation_module import TranslationModule
 from pipeline.runtime.console import say
 from pipeline.runtime.memory import (
     _RESIDENT_PEAK_RESET,
-    Room,
+    MemoryLimit,
     _reset_resident_peak,
     _resident_peak,
-    cpu_room,
-    give_back_freed_memory,
+    host_memory_limit,
     keep_freed_memory,
-    own_memory,
+    private_memory,
+    release_freed_memory,
 )
 
 _PLAIN_ATTENTION_LENGTH = 256
@@ -72,16 +70,16 @@ class MemoryProbe(Callback):
         self._give_back()
 
     def _give_back(self) -> None:
-        if self._kept_at_most is None or own_memory() <= self._kept_at_most:
+        if self._kept_at_most is None or private_memory() <= self._kept_at_most:
             return
-        give_back_freed_memory()
+        release_freed_memory()
         # What is still there is in use: to ask again at every step would help nobody.
-        self._kept_at_most = max(self._kept_at_most, _SLACK * own_memory())
+        self._kept_at_most = max(self._kept_at_most, _SLACK * private_memory())
 
-    def _on_cpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, Room]:
+    def _on_cpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
         """Parts of the micro-batch come first, since whoever exceeds the limit is killed without a word."""
         keep_freed_memory()
-        room = cpu_room(trainer.num_devices)
+        room = host_memory_limit(trainer.num_devices)
         smaller = last = fixed = 0
         for part in (16, 8, 4, 2, 1):
             # From one part to the next the memory beyond the fixed one doubles.
@@ -96,10 +94,10 @@ class MemoryProbe(Callback):
             raise self._too_little(room, last, fixed)
         return last, room
 
-    def _on_gpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, Room]:
+    def _on_gpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
         free, total = torch.cuda.mem_get_info(module.device)
         ours = torch.cuda.memory_reserved(module.device)
-        room = Room(free + ours, f"this GPU (of {total / _GB:.0f} GB)")
+        room = MemoryLimit(free + ours, f"this GPU (of {total / _GB:.0f} GB)")
         fixed = torch.cuda.memory_allocated(module.device)
         torch.cuda.reset_peak_memory_stats(module.device)
         try:
@@ -109,7 +107,7 @@ class MemoryProbe(Callback):
             raise self._too_little(room, 2 * room.size - fixed, fixed) from None
         return torch.cuda.max_memory_allocated(module.device), room
 
-    def _too_little(self, room: Room, needed: int, fixed: int) -> InputError:
+    def _too_little(self, room: MemoryLimit, needed: int, fixed: int) -> InputError:
         """What to change, given bytes needed and those that are needed whatever the size of a micro-batch."""
         fitting = int(0.9 * self._tokens * (room.size - fixed) / max(needed - fixed, 1)) // 100 * 100
         way_out = (
@@ -126,9 +124,8 @@ class MemoryProbe(Callback):
 def _step(trainer: Trainer, module: TranslationModule, pairs: int, length: int) -> None:
     """Forward and backward over that many pairs, of which no rank hears."""
     ids = torch.full((pairs, length), module.special.eos, dtype=torch.int32, device=module.device)
-    batch = Batch(
+    batch = MicroBatch(
         source=ids, source_mask=ids != module.special.pad, target_input=ids, target_output=ids, pairs=ids[:, 0]
     )
     with trainer.precision_plugin.train_step_context():
         module.losses(batch).smoothed.backward()
-

@@ -6,7 +6,7 @@ from typing import Any
 from pipeline.runtime.console import say
 
 
-def no_gpu(accelerator: Any) -> str | None:
+def missing_gpu(accelerator: Any) -> str | None:
     """What to say where a GPU is asked for and none is there, or one is and cannot be used, whoever asks."""
     import torch
 

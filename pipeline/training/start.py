@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.launch import process_rank
-from pipeline.runtime.slurm import Step, current_step
+from pipeline.runtime.slurm import JobStep, current_step
 from pipeline.training.corpus import ensure_corpus
 
 if TYPE_CHECKING:
     from pipeline.config.recipe import Recipe
-    from pipeline.training.init_from import StartingPoint
+    from pipeline.training.init_from import InitialWeights
 
 LOCK_PATIENCE_SECONDS = 120
 """How long a job waits for another writer of its run folder to end."""
@@ -22,54 +22,54 @@ LOCK_PATIENCE_SECONDS = 120
 def fit(arguments: argparse.Namespace) -> int:
     """As `run`; raises Stopped when it was asked to stop by a signal."""
     quiet_lightning()
-    from pipeline.checkpointing.checkpoint import newest_whole
-    from pipeline.checkpointing.run_folder import counted_start
+    from pipeline.checkpointing.checkpoint import latest_valid
+    from pipeline.checkpointing.run_folder import count_start
     from pipeline.config.recipe import load_recipe
     from pipeline.config.trainer_keys import refuse, trainer_signature
-    from pipeline.training.init_from import starting_point
+    from pipeline.training.init_from import load_initial_weights
 
     step = current_step()
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     refuse(recipe.trainer)
     path = recipe.run_folder()
-    fresh = begins_afresh(arguments.fresh, path, step)
-    begins = fresh or newest_whole(path)[0] is None
-    start = starting_point(arguments.init_from, recipe) if arguments.init_from and begins else None
+    fresh = should_reset(arguments.fresh, path, step)
+    begins = fresh or latest_valid(path)[0] is None
+    start = load_initial_weights(arguments.init_from, recipe) if arguments.init_from and begins else None
     if arguments.init_from and not begins and process_rank() == 0:
         print(f"{path}: this run has begun already, so --init-from is not looked at", file=sys.stderr)
     ensure_corpus(recipe.corpus, start.tokenizer if start else None)
     if step is None or step.rank > 0:
-        return go_on(recipe, start, fresh, step)
-    with counted_start(path, step, newest_whole(path)[0]):
-        return go_on(recipe, start, fresh, step)
+        return resume_or_start(recipe, start, fresh, step)
+    with count_start(path, step, latest_valid(path)[0]):
+        return resume_or_start(recipe, start, fresh, step)
 
 
-def begins_afresh(fresh: bool, path: Path, step: Step | None) -> bool:
+def should_reset(fresh: bool, path: Path, step: JobStep | None) -> bool:
     """Whether the run that is there is to be removed: `--fresh`, but for a job that has done so and is back."""
-    from pipeline.checkpointing.run_folder import begun_afresh
+    from pipeline.checkpointing.run_folder import reset_marker
 
-    return fresh and not (step is not None and begun_afresh(path, step).exists())
+    return fresh and not (step is not None and reset_marker(path, step).exists())
 
 
-def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: Step | None) -> int:
+def resume_or_start(recipe: "Recipe", start: "InitialWeights | None", fresh: bool, step: JobStep | None) -> int:
     """Train from where the run stands, or from `start`, if anything is left to train."""
     from data_module.errors import InputError
     from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.checkpointing.checkpoint import newest_whole, read_checkpoint
-    from pipeline.checkpointing.run_folder import RunFolder, another_run, differences
+    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint
+    from pipeline.checkpointing.run_folder import RunFolder, another_run_message, differences
     from pipeline.training.build import train
 
     path = recipe.run_folder()
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     # A job that was just requeued may find the owner it was before; that one ends, or its lock does.
     folder = RunFolder(path, patience_seconds=LOCK_PATIENCE_SECONDS if step else 0) if process_rank() == 0 else None
-    checkpoint, skipped = (None, []) if fresh else newest_whole(path)
+    checkpoint, skipped = (None, []) if fresh else latest_valid(path)
     for broken in skipped if folder is not None else ():
         print(f"{broken}: is not whole; skipped", file=sys.stderr)
     if folder is not None and checkpoint is not None:
         forbidden, allowed = differences(path, recipe)
         if forbidden:
-            raise InputError(another_run(path, forbidden))
+            raise InputError(another_run_message(path, forbidden))
         if bytes(read_checkpoint(checkpoint)["translation"]["tokenizer"].numpy()) != tokenizer.model:
             raise InputError(
                 f"{recipe.corpus.folder}: has another vocabulary than the run in {path}; name another corpus.folder "
@@ -78,7 +78,7 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
         for change in allowed:
             print(f"changed since the run began: {change}", file=sys.stderr)
     if checkpoint is not None:
-        if end := how_it_ended(recipe, path, checkpoint):
+        if end := finished_reason(recipe, path, checkpoint):
             if folder is not None:
                 print(f"{path}: {end}, or use --fresh", file=sys.stderr)
             return 0
@@ -93,7 +93,7 @@ def go_on(recipe: "Recipe", start: "StartingPoint | None", fresh: bool, step: St
     return 0
 
 
-def how_it_ended(recipe: "Recipe", path: Path, checkpoint: Path) -> str | None:
+def finished_reason(recipe: "Recipe", path: Path, checkpoint: Path) -> str | None:
     """Why there is nothing left to train, and what would change that; None where there is something."""
     from pipeline.checkpointing.checkpoint import step_of
     from pipeline.checkpointing.run_folder import STOPPED_EARLY

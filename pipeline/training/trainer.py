@@ -1,16 +1,15 @@
 """Lightning's Trainer options: what a recipe may set, what this program and SLURM set."""
 
 import os
-import sys
 from datetime import timedelta
 from typing import Any
 
-from pipeline.runtime.slurm import Step
-from pipeline.training.precision import allow_tf32, best_precision, no_gpu
+from pipeline.runtime.slurm import JobStep
+from pipeline.training.precision import allow_tf32, best_precision, missing_gpu
 
 
 def trainer_options(
-    recipe_options: dict[str, Any], step: Step | None = None, timeout_seconds: int = 600
+    recipe_options: dict[str, Any], step: JobStep | None = None, timeout_seconds: int = 600
 ) -> dict[str, Any]:
     """A recipe's `trainer:` with what it leaves open decided: accelerator, precision, devices, strategy.
 
@@ -26,7 +25,7 @@ def trainer_options(
     from data_module.errors import InputError
 
     options = {"val_check_interval": 1000, "accelerator": "auto", **recipe_options}
-    if missing := no_gpu(options["accelerator"]):
+    if missing := missing_gpu(options["accelerator"]):
         raise InputError(missing)
     if options["accelerator"] == "auto" and not torch.cuda.is_available():
         options["accelerator"] = "cpu"
@@ -39,7 +38,7 @@ def trainer_options(
     return options
 
 
-def cluster_environment(step: Step | None) -> Any:
+def cluster_environment(step: JobStep | None) -> Any:
     """Where ranks, and the address they meet at, come from; the first node's name and the job's number under SLURM."""
     from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 

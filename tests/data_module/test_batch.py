@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data_module.batching.batch import SpecialIds, StepShare, collate
-from data_module.batching.batch_plan import Group
+from data_module.batching.batch import RankBatch, SpecialIds, collate
+from data_module.batching.batch_plan import LengthBucket
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
@@ -24,11 +24,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> ParallelCorpus:
     return ParallelCorpus(TokenStore(folder / "source"), TokenStore(folder / "target"), "", 3)
 
 
-def share_of(corpus: ParallelCorpus, weightless: bool = False) -> StepShare:
-    groups = [Group(np.array([2, 0]), 4, 3), Group(np.array([3, 1]), 2, 4)]
-    return collate(
-        corpus, groups, SPECIAL, num_target_tokens=99, weightless=weightless, epoch=5, index=6, num_batches=7
-    )
+def share_of(corpus: ParallelCorpus, is_filler: bool = False) -> RankBatch:
+    groups = [LengthBucket(np.array([2, 0]), 4, 3), LengthBucket(np.array([3, 1]), 2, 4)]
+    return collate(corpus, groups, SPECIAL, num_target_tokens=99, is_filler=is_filler, epoch=5, index=6, num_batches=7)
 
 
 def test_padding_and_special_symbols(corpus: ParallelCorpus) -> None:
@@ -51,7 +49,7 @@ def test_padding_and_special_symbols(corpus: ParallelCorpus) -> None:
 
 
 def test_a_weightless_share_has_no_targets(corpus: ParallelCorpus) -> None:
-    share = share_of(corpus, weightless=True)
+    share = share_of(corpus, is_filler=True)
     assert share.num_tokens == 0
     assert [batch.target_output.unique().tolist() for batch in share.micro_batches] == [[0], [0]]
     assert share.micro_batches[1].source.tolist() == [[11, 3], [17, 3]]
@@ -59,10 +57,10 @@ def test_a_weightless_share_has_no_targets(corpus: ParallelCorpus) -> None:
 
 def test_a_share_of_no_particular_step(corpus: ParallelCorpus) -> None:
     """As validation has it: the first and only batch of epoch 0, with targets."""
-    share = collate(corpus, [Group(np.array([0]), 3, 2)], SPECIAL, num_target_tokens=2)
-    assert (share.epoch, share.index, share.num_batches, share.weightless) == (0, 0, 1, False)
+    share = collate(corpus, [LengthBucket(np.array([0]), 3, 2)], SPECIAL, num_target_tokens=2)
+    assert (share.epoch, share.index, share.num_batches, share.is_filler) == (0, 0, 1, False)
     fields = {name: value for name, value in vars(share).items() if name != "num_tokens"}
-    assert (share.num_tokens, StepShare(**fields).num_tokens) == (5, 0)
+    assert (share.num_tokens, RankBatch(**fields).num_tokens) == (5, 0)
 
 
 def test_a_share_moves_whole(corpus: ParallelCorpus) -> None:

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_module.batching.batch_plan import CRUMB, FULL_ENOUGH, UNEVEN, Group, plan_epoch, plan_in_order, share_of_rank
+from data_module.batching.batch_plan import (
+    FULL_ENOUGH,
+    MAX_IMBALANCE,
+    MIN_SLICE,
+    LengthBucket,
+    plan_epoch,
+    plan_in_order,
+    rank_batch,
+)
 
 BATCH, GROUP = 2000, 250
 
@@ -19,7 +27,7 @@ def lengths(seed: int = 0, pairs: int = 3000) -> tuple[np.ndarray, np.ndarray]:
     return source, target
 
 
-def plan(seed: int = 1, epoch: int = 0) -> list[list[Group]]:
+def plan(seed: int = 1, epoch: int = 0) -> list[list[LengthBucket]]:
     built = plan_epoch(*lengths(), batch_tokens=BATCH, group_tokens=GROUP, seed=seed, epoch=epoch)
     return [built[i] for i in range(len(built))]
 
@@ -58,7 +66,7 @@ def test_groups_are_of_nearly_one_source_length_and_dense() -> None:
 
 
 def test_a_function_of_seed_and_epoch() -> None:
-    def as_lists(batches: list[list[Group]]) -> list[list[list[int]]]:
+    def as_lists(batches: list[list[LengthBucket]]) -> list[list[list[int]]]:
         return [[group.pairs.tolist() for group in batch] for batch in batches]
 
     assert as_lists(plan()) == as_lists(plan())
@@ -69,7 +77,7 @@ def test_a_function_of_seed_and_epoch() -> None:
 
 
 def test_pairs_meet_others_each_epoch() -> None:
-    def company(batches: list[list[Group]]) -> dict[int, frozenset[int]]:
+    def company(batches: list[list[LengthBucket]]) -> dict[int, frozenset[int]]:
         return {pair: frozenset(g.pairs.tolist()) for batch in batches for g in batch for pair in g.pairs.tolist()}
 
     first, second = company(plan()), company(plan(epoch=1))
@@ -113,19 +121,19 @@ def test_group_as_large_as_the_batch() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 9, 11, 13, 16, 40, 100])
 def test_ranks_share_a_batch(world_size: int) -> None:
     batch = plan()[0]
-    shares = [share_of_rank(batch, rank, world_size, GROUP) for rank in range(world_size)]
+    shares = [rank_batch(batch, rank, world_size, GROUP) for rank in range(world_size)]
     together = sorted(pair for share in shares for group in share for pair in group.pairs.tolist())
     assert together == sorted(pair for group in batch for pair in group.pairs.tolist())
     costs = [sum(group.cells() for group in share) for share in shares]
-    assert max(costs) <= UNEVEN * sum(costs) / world_size + max(g.source_length + g.target_length for g in batch)
+    assert max(costs) <= MAX_IMBALANCE * sum(costs) / world_size + max(g.source_length + g.target_length for g in batch)
     # Each is a start of its own on a GPU: no more of them than it takes.
     assert sum(map(len, shares)) <= len(batch) + 1.5 * world_size
 
 
 def test_groups_stay_whole_where_they_share_well() -> None:
     """The longest first, each to the rank with the least to do, leaves both ranks the same."""
-    batch = [Group(np.arange(count) + 100 * count, 5, 5) for count in (10, 20, 60, 70)]
-    shares = [share_of_rank(batch, rank, 2, 350) for rank in range(2)]
+    batch = [LengthBucket(np.arange(count) + 100 * count, 5, 5) for count in (10, 20, 60, 70)]
+    shares = [rank_batch(batch, rank, 2, 350) for rank in range(2)]
     assert [sorted(len(group.pairs) for group in share) for share in shares] == [[10, 70], [20, 60]]
 
 
@@ -133,23 +141,23 @@ def test_groups_stay_whole_where_they_share_well() -> None:
 def test_no_rank_gets_a_crumb(world_size: int) -> None:
     """A slice is not cut off where it would be no work to speak of."""
     batch = plan_epoch(*lengths(), batch_tokens=20_000, group_tokens=2_500, seed=1, epoch=0)[0]
-    pieces = [piece for rank in range(world_size) for piece in share_of_rank(batch, rank, world_size, 2_500)]
+    pieces = [piece for rank in range(world_size) for piece in rank_batch(batch, rank, world_size, 2_500)]
     assert len(pieces) > len(batch)
     even = sum(group.cells() for group in batch) / world_size
     for piece in pieces:
         one_pair = piece.source_length + piece.target_length
-        assert piece.cells() >= CRUMB * even - one_pair
+        assert piece.cells() >= MIN_SLICE * even - one_pair
 
 
 def test_more_ranks_than_pairs() -> None:
-    batch = [Group(np.array([4, 7]), 5, 6)]
-    shares = [share_of_rank(batch, rank, 3, 100) for rank in range(3)]
+    batch = [LengthBucket(np.array([4, 7]), 5, 6)]
+    shares = [rank_batch(batch, rank, 3, 100) for rank in range(3)]
     assert sorted(len(share) for share in shares) == [0, 1, 1]
 
 
 def test_micro_batches_fit_the_device() -> None:
     batch = plan()[0]
-    for group in share_of_rank(batch, 0, 1, 130):
+    for group in rank_batch(batch, 0, 1, 130):
         assert len(group.pairs) * max(group.source_length, group.target_length) <= 130
 
 
@@ -185,7 +193,7 @@ def test_few_pairs_of_a_length_join_those_of_nearly_that_length(
 
 
 def test_cells_of_a_group() -> None:
-    assert Group(np.array([4, 7, 9]), 5, 6).cells() == 33
+    assert LengthBucket(np.array([4, 7, 9]), 5, 6).cells() == 33
 
 
 def test_a_sentence_too_long_for_a_group() -> None:
@@ -222,7 +230,7 @@ def test_any_corpus_and_settings(data: st.DataObject) -> None:
             assert sum(len(group.pairs) * getattr(group, side) for group in batch) <= batch_tokens
         members = sorted(pair for group in batch for pair in group.pairs.tolist())
         assert built.target_tokens(index) == sum(pairs[pair][1] for pair in members)
-        shares = [share_of_rank(batch, rank, world_size, max_tokens) for rank in range(world_size)]
+        shares = [rank_batch(batch, rank, world_size, max_tokens) for rank in range(world_size)]
         assert sorted(pair for share in shares for group in share for pair in group.pairs.tolist()) == members
         for share in shares:
             for group in share:
@@ -233,7 +241,7 @@ def test_any_corpus_and_settings(data: st.DataObject) -> None:
         assert_group_fits(group, source, target, max_tokens)
 
 
-def assert_group_fits(group: Group, source: np.ndarray, target: np.ndarray, tokens: int) -> None:
+def assert_group_fits(group: LengthBucket, source: np.ndarray, target: np.ndarray, tokens: int) -> None:
     assert 0 < source[group.pairs].max() <= group.source_length
     assert 0 < target[group.pairs].max() <= group.target_length
     assert len(group.pairs) * max(group.source_length, group.target_length) <= tokens

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_module.corpus import store as corpus
 from data_module.corpus.manifest import differences, write_manifest
 from data_module.corpus.preparation import differs_from, prepare
 from data_module.corpus.store import (
@@ -18,7 +19,6 @@ from data_module.corpus.store import (
     token_type,
     with_end_symbol,
 )
-from data_module.corpus import store as corpus
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 

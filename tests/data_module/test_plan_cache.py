@@ -16,16 +16,16 @@ import pytest
 
 from data_module.batching import batch_plan
 from data_module.batching.batch_plan import EpochPlan
-from data_module.batching.plan_cache import PlanSource, shared_plan
+from data_module.batching.plan_cache import PlanCache, shared_plan
 from data_module.corpus.store import open_corpus
 
 FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanSource]:
+def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanCache]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    source = PlanSource(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=100, seed=1)
+    source = PlanCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=100, seed=1)
     yield source
     source.forget()  # or it would compute on, in the next test's folder
 
@@ -34,7 +34,7 @@ def plan_files(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("**/*.plan")}
 
 
-def test_shared_plans_equal_computed_ones(source: PlanSource) -> None:
+def test_shared_plans_equal_computed_ones(source: PlanCache) -> None:
     for epoch in (0, 1, 2, 1):
         assert np.array_equal(source.of(epoch).numbers, source.compute(epoch).numbers)
 
@@ -51,7 +51,7 @@ def test_each_plan_is_its_own(tiny_corpus: Path, tmp_path: Path, monkeypatch: py
         ("train", {"group_tokens": 80}),
         ("validation", {}),
     ):
-        source = PlanSource(open_corpus(tiny_corpus, split), **{**settings, **change})
+        source = PlanCache(open_corpus(tiny_corpus, split), **{**settings, **change})
         for epoch in (0, 1):
             plans.append(source.of(epoch))
             assert np.array_equal(plans[-1].numbers, source.compute(epoch).numbers)
@@ -60,7 +60,7 @@ def test_each_plan_is_its_own(tiny_corpus: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_the_next_plan_is_computed_in_advance(
-    source: PlanSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: PlanCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed, compute = [], source.compute
 
@@ -76,7 +76,7 @@ def test_the_next_plan_is_computed_in_advance(
     assert len(first) > 0
 
 
-def test_other_code_makes_other_plans(source: PlanSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_code_makes_other_plans(source: PlanCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = source.of(0)
     source.forget()
     files = plan_files(tmp_path)
@@ -87,7 +87,7 @@ def test_other_code_makes_other_plans(source: PlanSource, tmp_path: Path, monkey
     assert plan_files(tmp_path) - files
 
 
-def test_pickles_while_the_next_plan_is_computed(source: PlanSource) -> None:
+def test_pickles_while_the_next_plan_is_computed(source: PlanCache) -> None:
     first = source.of(0)
     copy = pickle.loads(pickle.dumps(source))  # noqa: S301
     assert np.array_equal(copy.of(0).numbers, first.numbers)
@@ -152,7 +152,7 @@ def test_a_process_forked_meanwhile_holds_nothing_back(tmp_path: Path) -> None:
         later.kill()
 
 
-def test_unused_plans_go_and_used_ones_stay(source: PlanSource, tmp_path: Path) -> None:
+def test_unused_plans_go_and_used_ones_stay(source: PlanCache, tmp_path: Path) -> None:
     first = source.of(0)
     used = plan_files(tmp_path)
     for epoch in range(1, 6):
@@ -167,7 +167,7 @@ def test_unused_plans_go_and_used_ones_stay(source: PlanSource, tmp_path: Path) 
 
 
 def test_where_nothing_can_be_written_each_computes(
-    source: PlanSource, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    source: PlanCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / f"epoch-plans-{os.getuid()}"
     folder.mkdir(mode=0o755)  # others could write there
@@ -177,7 +177,7 @@ def test_where_nothing_can_be_written_each_computes(
 
 
 def test_a_folder_of_another_user_is_left_alone(
-    source: PlanSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: PlanCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
+from data_module.corpus import builder as corpus_builder
 from data_module.corpus.builder import learn_tokenizer
 from data_module.corpus.preparation import prepare
-from data_module.corpus import builder as corpus_builder
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource

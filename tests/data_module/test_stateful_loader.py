@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
-from data_module.batching.batch import SpecialIds, StepShare
+from data_module.batching.batch import RankBatch, SpecialIds
 from data_module.batching.batch_plan import EpochPlan
-from data_module.batching.plan_cache import PlanSource
-from data_module.batching.stateful_loader import ResumableLoader, ShareDataset
+from data_module.batching.plan_cache import PlanCache
+from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
 from data_module.corpus.store import open_corpus
 from data_module.tokenization.tokenizer import Tokenizer
 
@@ -28,14 +28,14 @@ SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 
 def loader(
     folder: Path, workers: int = 0, rank: int = 0, world_size: int = 1, group_tokens: int = 60
-) -> ResumableLoader:
+) -> StatefulLoader:
     corpus = open_corpus(folder, "train")
-    plans = PlanSource(corpus, batch_tokens=400, group_tokens=group_tokens, seed=1)
-    shares = ShareDataset(corpus, plans, SPECIAL, rank=rank, world_size=world_size, max_tokens=group_tokens)
-    return ResumableLoader(shares, workers=workers, pin_memory=False)
+    plans = PlanCache(corpus, batch_tokens=400, group_tokens=group_tokens, seed=1)
+    shares = RankBatchDataset(corpus, plans, SPECIAL, rank=rank, world_size=world_size, max_tokens=group_tokens)
+    return StatefulLoader(shares, workers=workers, pin_memory=False)
 
 
-def pairs(share: StepShare) -> list[int]:
+def pairs(share: RankBatch) -> list[int]:
     return [pair for batch in share.micro_batches for pair in batch.pairs.tolist()]
 
 
@@ -109,7 +109,7 @@ def test_a_rank_with_nothing_keeps_company(tiny_corpus: Path) -> None:
     assert [batch.target_output.unique().tolist() for batch in idle.micro_batches] == [[SPECIAL.pad]]
     assert len(pairs(idle)) == 1
     assert idle.num_target_tokens > 0
-    plans = PlanSource(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=300, seed=1)
+    plans = PlanCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=300, seed=1)
     group = plans.of(0)[0][0]
     plans.forget()
     assert pairs(idle) == [group.pairs[0]]
@@ -131,21 +131,21 @@ def test_waiting_for_a_share_is_told(tiny_corpus: Path) -> None:
     shares = loader(tiny_corpus)
     make = shares.dataset.__getitem__
 
-    class Noting(Dataset[StepShare]):
+    class Noting(Dataset[RankBatch]):
         def seek(self, epoch: int, batch: int) -> None:
             shares.dataset.seek(epoch, batch)
 
-        def __getitem__(self, item: int) -> StepShare:
+        def __getitem__(self, item: int) -> RankBatch:
             told.append("made")
             return make(item)
 
-    noting = ResumableLoader(Noting(), workers=0, pin_memory=False)
+    noting = StatefulLoader(Noting(), workers=0, pin_memory=False)
     noting.on_wait = told.append
     list(islice(noting, 2))
     assert told == ["data_wait", "made", "between"] * 2
 
 
-class Unhurried(PlanSource):
+class Unhurried(PlanCache):
     """Computes the second epoch's plan only when it is waited for."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -167,7 +167,7 @@ def test_seeking_leaves_no_thread_behind(tiny_corpus: Path, tmp_path: Path, monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     corpus = open_corpus(tiny_corpus, "train")
     plans = Unhurried(corpus, batch_tokens=400, group_tokens=60, seed=1)
-    shares = ShareDataset(corpus, plans, SPECIAL, rank=0, world_size=1, max_tokens=60)
+    shares = RankBatchDataset(corpus, plans, SPECIAL, rank=0, world_size=1, max_tokens=60)
     plans.waited_for.clear()
     threads = set(threading.enumerate())
     try:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model.decoding import Search
+from model.decoding import BeamSearch
 from pipeline.export.torchscript import load_torchscript, write_torchscript
 from tests.model.search_truth import (
     BOS,
@@ -27,7 +27,7 @@ def test_a_bundle_on_a_gpu(tmp_path: Path) -> None:
     tokenizer = SimpleNamespace(model=b"tokenizer", pad_id=PAD, bos_id=BOS, eos_id=EOS)
     network = trained_network()
     source, mask = make_sources(LENGTHS)
-    expected = Search(network, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 4)
+    expected = BeamSearch(network, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 4)
     write_torchscript(network, tokenizer, "{}", tmp_path / "model.ts")
     model = load_torchscript(tmp_path / "model.ts", "cuda")
     found = type(expected)(*(one.cpu() for one in model.beam(source.cuda(), mask.cuda(), 4, 0.6, 10, 4)))

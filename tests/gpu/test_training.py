@@ -20,7 +20,7 @@ from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
-from pipeline.checkpointing.ema import MovingAverage
+from pipeline.checkpointing.ema import EMA
 from pipeline.monitoring.monitor import Monitor
 from pipeline.profiling.stopwatch import PeakMemory
 from pipeline.training.precision import precision_plugin
@@ -112,7 +112,7 @@ def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: st
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Monitor(every_steps=100), MovingAverage(decay=0.9), watch],
+        callbacks=[Monitor(every_steps=100), EMA(decay=0.9), watch],
     )
     try:
         made = module("cpu", compiled, scaled=float16 is not None)

@@ -11,5 +11,5 @@ from pipeline.runtime.launch import process_rank
 
 if __name__ == "__main__":
     if process_rank() == 1:
-        checkpoint.newest_whole = lambda run: (checkpoint.step_checkpoints(run)[0], [])
+        checkpoint.latest_valid = lambda run: (checkpoint.step_checkpoints(run)[0], [])
     sys.exit(main())

@@ -6,7 +6,7 @@ FIRST and LAST are environment variables; it is the last rank's loss.
 import os
 import sys
 
-from data_module.batching.batch import Batch
+from data_module.batching.batch import MicroBatch
 from model.loss import LossSums
 from model.translation_module import TranslationModule
 from pipeline.__main__ import main
@@ -14,7 +14,7 @@ from pipeline.__main__ import main
 sound_losses = TranslationModule.losses
 
 
-def losses(module: TranslationModule, batch: Batch) -> LossSums:
+def losses(module: TranslationModule, batch: MicroBatch) -> LossSums:
     sums = sound_losses(module, batch)
     is_hit = int(os.environ["FIRST"]) <= module.global_step + 1 <= int(os.environ["LAST"])
     if module.training and is_hit and module.global_rank == module.trainer.world_size - 1:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile
 
-from data_module.batching.batch import StepShare
+from data_module.batching.batch import RankBatch
 from model.translation_module import TranslationModule
 from pipeline.__main__ import main
 
@@ -28,7 +28,7 @@ called: Counter[str] = Counter()
 posted: list[dist.Work] = []
 
 
-def count_and_train(module: TranslationModule, share: StepShare, batch_idx: int) -> dict[str, Any]:
+def count_and_train(module: TranslationModule, share: RankBatch, batch_idx: int) -> dict[str, Any]:
     if module.global_step in (FIRST, FIRST + NUM_STEPS):
         posted[-1].wait()  # for nobody else does, and it counts when it has ended
     if module.global_step == FIRST:

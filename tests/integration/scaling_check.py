@@ -26,8 +26,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data_module.batching.batch import Batch, SpecialIds, StepShare, collate
-from data_module.batching.batch_plan import plan_epoch, share_of_rank
+from data_module.batching.batch import MicroBatch, RankBatch, SpecialIds, collate
+from data_module.batching.batch_plan import plan_epoch, rank_batch
 from data_module.corpus.store import with_end_symbol
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
@@ -58,7 +58,7 @@ class Losses(nn.Module):
         super().__init__()
         self.network, self.smoothing, self.pad = network, smoothing, pad
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: MicroBatch) -> Tensor:
         states = self.network(batch.source, batch.target_input, batch.source_mask)
         weight = self.network.embedding.weight
         return label_smoothed_loss(states, weight, batch.target_output, self.smoothing, self.pad).smoothed
@@ -150,12 +150,12 @@ class Trainee:
         self.bf16 = best_precision("cpu") == "bf16-mixed"
         self.backward_seconds = 0.0
 
-    def share(self, batch: int, part: int, parts: int) -> StepShare:
+    def share(self, batch: int, part: int, parts: int) -> RankBatch:
         """One of so many parts of a global batch."""
-        groups = share_of_rank(self.plan[batch], part, parts, self.data.micro_batch_tokens)
+        groups = rank_batch(self.plan[batch], part, parts, self.data.micro_batch_tokens)
         return collate(self.data.train_corpus, groups, self.special, num_target_tokens=self.plan.target_tokens(batch))
 
-    def step(self, share: StepShare | None, synchronise: bool) -> float:
+    def step(self, share: RankBatch | None, synchronise: bool) -> float:
         """Train, or stand still; returns seconds until the other process has finished too."""
         dist.barrier()
         began = time.perf_counter()

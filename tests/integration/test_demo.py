@@ -40,7 +40,8 @@ time.sleep(60)
 
 def test_ctrl_c_leaves_the_command_time_to_save(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    staged = f"import pathlib, pipeline.commands.demo as d; d.Demo(pathlib.Path('run')).stage('fit', ['-c', {SAVES_SLOWLY!r}])"
+    stage = f"d.Demo(pathlib.Path('run')).stage('fit', ['-c', {SAVES_SLOWLY!r}])"
+    staged = f"import pathlib, pipeline.commands.demo as d; {stage}"
     running = subprocess.Popen(
         [sys.executable, "-c", staged],
         cwd=tmp_path,

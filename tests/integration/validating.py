@@ -11,24 +11,24 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from data_module.batching.batch import SpecialIds, StepShare
+from data_module.batching.batch import RankBatch, SpecialIds
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.checkpoint import load_model, read_checkpoint
-from pipeline.monitoring.validation_samples import ValidationText
+from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.training.trainer import strategy
 
 
-class Notes(ValidationText):
+class Notes(ValidationSamples):
     """Also keeps what this rank decoded."""
 
     def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: StepShare, *others: Any
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: RankBatch, *others: Any
     ) -> None:
         super().on_validation_batch_end(trainer, pl_module, outputs, batch, *others)
-        if not batch.weightless:
+        if not batch.is_filler:
             PAIRS.extend(outputs[0].tolist())
 
 

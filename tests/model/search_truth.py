@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.decoding import Answers
+from model.decoding import BeamResult
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 
@@ -118,7 +118,7 @@ def plain_beam(
     return sorted(answers, reverse=True)
 
 
-def answers_of(found: Answers, sentence: int) -> list[tuple[float, list[int]]]:
+def answers_of(found: BeamResult, sentence: int) -> list[tuple[float, list[int]]]:
     """A sentence's (score, tokens)s, without padding."""
     return [
         (float(score), tokens[:length].tolist())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import model.loss
-from data_module.batching.batch import Batch, SpecialIds, StepShare
+from data_module.batching.batch import MicroBatch, RankBatch, SpecialIds
 from model.compilation import CompiledForward
 from model.cpu.dropout import Dropout
 from model.cpu.linear import Linear
@@ -51,7 +51,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def share_of(shapes: list[tuple[int, int, int]], masked: bool) -> StepShare:
+def share_of(shapes: list[tuple[int, int, int]], masked: bool) -> RankBatch:
     """Random pairs; where `masked`, the last source of each micro-batch is one token short, if it can be."""
     generator = torch.Generator().manual_seed(len(shapes))
     parts = []
@@ -63,11 +63,11 @@ def share_of(shapes: list[tuple[int, int, int]], masked: bool) -> StepShare:
         if target_length > 1:
             target[-1, -1] = PAD
         parts += [torch.arange(pairs), source.flatten(), target.flatten()]
-    return StepShare(
+    return RankBatch(
         ids=torch.cat(parts).int(),
         shapes=shapes,
         pad=PAD,
-        weightless=False,
+        is_filler=False,
         num_target_tokens=100,
         epoch=0,
         index=0,
@@ -76,7 +76,7 @@ def share_of(shapes: list[tuple[int, int, int]], masked: bool) -> StepShare:
     )
 
 
-def batches(masked: bool) -> list[Batch]:
+def batches(masked: bool) -> list[MicroBatch]:
     return share_of(SHAPES, masked).micro_batches
 
 
@@ -85,7 +85,7 @@ def network() -> Transformer:
     return Transformer(VOCABULARY, SETTINGS).train()
 
 
-def gradients(net: Transformer, states: Tensor, batch: Batch) -> list[Tensor]:
+def gradients(net: Transformer, states: Tensor, batch: MicroBatch) -> list[Tensor]:
     sums = label_smoothed_loss(states, net.embedding.weight, batch.target_output, 0.1, PAD)
     return list(torch.autograd.grad(sums.smoothed, list(net.parameters()), materialize_grads=True))
 
@@ -180,7 +180,7 @@ def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing(device
     """As `fit` does it: in PyTorch's own compiler, in bf16 where products are concerned."""
     ours, theirs = (module(compiled).to(device).train() for compiled in (True, False))
 
-    def step(one: TranslationModule, batch: Batch) -> list[Tensor]:
+    def step(one: TranslationModule, batch: MicroBatch) -> list[Tensor]:
         with torch.autocast(device, torch.bfloat16):
             sums = one.losses(batch)
         sums.smoothed.backward()
@@ -190,7 +190,7 @@ def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing(device
 
     shapes = [*SHAPES, (3, 8, 7), (3, 7, 8), (3, 8, 8)]
     every = [batch for masked in (False, True) for batch in share_of(shapes, masked).to(device).micro_batches]
-    kinds: dict[tuple[bool, ...], Batch] = {}
+    kinds: dict[tuple[bool, ...], MicroBatch] = {}
     for batch in every:
         lengths = batch.source.size(1), batch.target_input.size(1)
         aligned = [device == "cuda" and length % 8 == 0 for length in lengths]
@@ -273,7 +273,7 @@ def test_compiled_gradients_travel_while_others_are_computed(tmp_path: Path) -> 
                 super().__init__()
                 self.net, self.compiled = net, CompiledForward(net, backend="aot_eager")
 
-            def forward(self, batch: Batch) -> Tensor:
+            def forward(self, batch: MicroBatch) -> Tensor:
                 return self.compiled(batch.source, batch.target_input, batch.source_mask)
 
         parallel = DistributedDataParallel(Training(), gradient_as_bucket_view=True, bucket_cap_mb=1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.decoding import Search, penalty
+from model.decoding import BeamSearch, penalty
 from model.transformer import Transformer
 from tests.model.search_truth import (
     BOS,
@@ -38,7 +38,7 @@ def test_a_wide_beam_finds_what_enumeration_finds(alpha: float) -> None:
     greedy_is_best, penalty_matters, lengths = [], [], set()
     for seed in range(6):
         network = make_network(seed, vocabulary_size)
-        search = Search(network, BOS, EOS, PAD).eval()
+        search = BeamSearch(network, BOS, EOS, PAD).eval()
         found = search.beam(source, mask, beam_size, alpha, extra, beam_size)
         greedy = search.greedy(source, mask, extra)
         for sentence, source_length in enumerate(mask.sum(1).tolist()):
@@ -70,7 +70,7 @@ def test_the_length_penalty_by_hand() -> None:
 
 def test_answers_that_do_not_exist_are_empty() -> None:
     source, _ = make_sources([1], 6)
-    found = Search(make_network(0, 6), BOS, EOS, PAD).eval().beam(source, None, 8, 0.6, 1, 8)
+    found = BeamSearch(make_network(0, 6), BOS, EOS, PAD).eval().beam(source, None, 8, 0.6, 1, 8)
     # At most one piece: [], [unk], [4], [5].
     assert found.lengths.tolist()[0][4:] == [0] * 4
     assert sorted(found.lengths.tolist()[0][:4]) == [1, 2, 2, 2]
@@ -83,7 +83,7 @@ def test_equals_a_plain_beam_search_without_cache_batch_or_early_stop(variant: s
     source, mask = make_sources(LENGTHS)
     ties, num_answers, lengths = 0, 0, set()
     network = make_network(1) if variant == "random" else trained_network(variant)
-    search = Search(network, BOS, EOS, PAD).eval()
+    search = BeamSearch(network, BOS, EOS, PAD).eval()
     for beam_size, alpha, extra in [(4, 0.6, 8), (2, 0.0, 4), (4, 1.5, 12)]:
         found = search.beam(source, mask, beam_size, alpha, extra, beam_size)
         for sentence, length in enumerate(LENGTHS):
@@ -99,7 +99,7 @@ def test_a_beam_of_one_is_greedy() -> None:
     extra, lengths = 8, set()
     source, mask = make_sources(LENGTHS)
     for network in (make_network(0), make_network(1), trained_network(), trained_network("learned")):
-        search = Search(network, BOS, EOS, PAD).eval()
+        search = BeamSearch(network, BOS, EOS, PAD).eval()
         greedy, beam = search.greedy(source, mask, extra), search.beam(source, mask, 1, 0.6, extra, 1)
         assert torch.equal(greedy.tokens, beam.tokens[:, 0])
         for sentence, length in enumerate(LENGTHS):
@@ -123,7 +123,7 @@ def test_a_beam_of_one_is_greedy() -> None:
 def test_scores_are_those_of_teacher_forcing_and_answers_sorted_and_distinct() -> None:
     source, mask = make_sources(LENGTHS)
     network = trained_network()
-    found = Search(network, BOS, EOS, PAD).eval().beam(source, mask, 5, 0.6, 10, 5)
+    found = BeamSearch(network, BOS, EOS, PAD).eval().beam(source, mask, 5, 0.6, 10, 5)
     for sentence, length in enumerate(LENGTHS):
         answers = answers_of(found, sentence)
         assert [score for score, _ in answers] == sorted((score for score, _ in answers), reverse=True)
@@ -140,7 +140,7 @@ def test_a_sentence_alone_equals_itself_in_a_batch() -> None:
     source, mask = make_sources(LENGTHS)
     ties = 0
     for network in (make_network(1), trained_network(), trained_network("learned")):
-        search = Search(network, BOS, EOS, PAD).eval()
+        search = BeamSearch(network, BOS, EOS, PAD).eval()
         found = search.beam(source, mask, 4, 0.6, 10, 4)
         for sentence, length in enumerate(LENGTHS):
             alone = search.beam(source[sentence : sentence + 1, :length], None, 4, 0.6, 10, 4)
@@ -176,7 +176,7 @@ def observed(network: Transformer, endless: bool = False) -> Observed:
 def test_finished_sentences_leave_the_batch_and_the_search_stops_early() -> None:
     source, mask = make_sources(LENGTHS)
     network = observed(trained_network())
-    Search(network, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 50, 1)
+    BeamSearch(network, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 50, 1)
     sizes = network.batch_sizes
     assert len(sizes) < max(LENGTHS) + 25
     assert sizes == sorted(sizes, reverse=True)
@@ -222,7 +222,7 @@ def test_the_search_stops_when_no_hypothesis_can_win_and_no_earlier(
     source, _ = make_sources([2], 8)
     for beam_size in (2, 4):
         network.num_steps = 0
-        found = Search(network, BOS, EOS, PAD).eval().beam(source, None, beam_size, 1.0, 2, 1)
+        found = BeamSearch(network, BOS, EOS, PAD).eval().beam(source, None, beam_size, 1.0, 2, 1)
         [(_, tokens)] = answers_of(found, 0)
         assert tokens == expected
         assert network.num_steps == num_steps
@@ -232,7 +232,7 @@ def test_the_search_stops_when_no_hypothesis_can_win_and_no_earlier(
 def test_each_sentence_has_its_own_limit(beam_size: int) -> None:
     source, mask = make_sources(LENGTHS)
     network = observed(make_network(0), endless=True)
-    search = Search(network, BOS, EOS, PAD).eval()
+    search = BeamSearch(network, BOS, EOS, PAD).eval()
     found = search.beam(source, mask, beam_size, 0.6, 5, beam_size)
     assert found.lengths.tolist() == [[length + 5] * beam_size for length in LENGTHS]
     assert (found.tokens == EOS).sum(-1).eq(1).all()
@@ -244,7 +244,7 @@ def test_each_sentence_has_its_own_limit(beam_size: int) -> None:
 @pytest.mark.parametrize("limit", [1, 8])
 def test_learned_positions_limit_source_and_answer(limit: int) -> None:
     network = observed(make_network(0, learned_positions=True, max_positions=limit), endless=True)
-    search = Search(network, BOS, EOS, PAD).eval()
+    search = BeamSearch(network, BOS, EOS, PAD).eval()
     source, _ = make_sources([limit])
     assert search.greedy(source, None, 50).lengths.tolist() == [limit]
     longer, _ = make_sources([limit + 1])
@@ -256,9 +256,9 @@ def test_bfloat16_finds_answers_as_good() -> None:
     source, mask = make_sources(LENGTHS)
     equal, variants = 0, ["", "pre-norm", "learned"]
     for network in map(trained_network, variants):
-        exact = Search(network, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 1)
+        exact = BeamSearch(network, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 1)
         rounded = copy.deepcopy(network).bfloat16()
-        found = Search(rounded, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 1)
+        found = BeamSearch(rounded, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 1)
         assert found.scores.dtype == torch.float32
         for sentence, length in enumerate(LENGTHS):
             _, tokens = answers_of(found, sentence)[0]

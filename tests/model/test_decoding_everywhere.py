@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data_module.batching.batch import SpecialIds
-from model.decoding import Answers, Search
+from model.decoding import BeamResult, BeamSearch
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from tests.model.search_truth import (
@@ -51,7 +51,7 @@ BAD_ARGUMENTS = {
 
 
 def test_wrong_arguments_are_refused_in_python_and_torchscript() -> None:
-    search = Search(make_network(0), BOS, EOS, PAD).eval()
+    search = BeamSearch(make_network(0), BOS, EOS, PAD).eval()
     scripted = torch.jit.script(search)
     for message, arguments in BAD_ARGUMENTS.items():
         with pytest.raises(ValueError, match=message):
@@ -65,7 +65,7 @@ def test_wrong_arguments_are_refused_in_python_and_torchscript() -> None:
 @pytest.mark.parametrize(("bos_id", "eos_id", "pad_id"), [(2, 2, 0), (2, 3, 24), (-1, 3, 0)])
 def test_wrong_special_ids_are_refused(bos_id: int, eos_id: int, pad_id: int) -> None:
     with pytest.raises(ValueError, match="three different ids"):
-        Search(make_network(0), bos_id, eos_id, pad_id)
+        BeamSearch(make_network(0), bos_id, eos_id, pad_id)
 
 
 CONSUMER = """
@@ -82,7 +82,7 @@ torch.save(found, sys.argv[3])
 @pytest.mark.parametrize("variant", ["", "pre-norm", "learned"])
 def test_scripted_equals_eager_also_where_the_project_is_not(tmp_path: Path, variant: str) -> None:
     source, mask = make_sources(LENGTHS)
-    search = Search(trained_network(variant), BOS, EOS, PAD).eval()
+    search = BeamSearch(trained_network(variant), BOS, EOS, PAD).eval()
     expected = [tuple(search.beam(source, mask, 4, 0.6, 10, 4)), tuple(search.greedy(source, mask, 10))]
     torch.jit.script(search).save(str(tmp_path / "search.ts"))
     torch.save((source, mask), tmp_path / "source.pt")
@@ -100,7 +100,7 @@ def test_validation_searches_the_shortest_sentences_in_parts() -> None:
     module = TranslationModule(VOCABULARY, special, settings, TrainingSettings(), DecodingSettings(), seed=1).eval()
     share = share_of([(40, 2, 3)], masked=True)
     [batch] = share.micro_batches
-    whole = Search(module.network, special.bos, special.eos, special.pad).eval()
+    whole = BeamSearch(module.network, special.bos, special.eos, special.pad).eval()
     expected = whole.greedy(batch.source.long(), batch.source_mask, DecodingSettings().max_extra_tokens)
     network = module.network = observed(module.network)
     module.on_validation_epoch_start()
@@ -116,7 +116,7 @@ def test_validation_searches_the_shortest_sentences_in_parts() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_finds_the_same_and_waits_for_the_host_every_eighth_step_only() -> None:
     source, mask = make_sources(LENGTHS)
-    search = Search(observed(make_network(0), endless=True), BOS, EOS, PAD).eval()
+    search = BeamSearch(observed(make_network(0), endless=True), BOS, EOS, PAD).eval()
     expected = search.beam(source, mask, 4, 0.6, 60, 4)
     search.cuda()
     sources = source.cuda(), mask.cuda()
@@ -132,4 +132,4 @@ def test_a_gpu_finds_the_same_and_waits_for_the_host_every_eighth_step_only() ->
     num_waits = sum("synchronizing" in str(one.message) for one in waits)
     assert 0 < num_waits < expected.tokens.size(-1) * 2 // 3
     for sentence in range(len(LENGTHS)):
-        count_ties(answers_of(Answers(*(one.cpu() for one in found)), sentence), answers_of(expected, sentence))
+        count_ties(answers_of(BeamResult(*(one.cpu() for one in found)), sentence), answers_of(expected, sentence))

@@ -5,7 +5,7 @@ import random
 import torch
 
 from model.loss import label_smoothed_loss
-from model.loss_scaler import LossScale
+from model.loss_scaler import LossScaler
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 
@@ -14,14 +14,14 @@ def test_the_factor_is_that_of_the_frameworks_scaler() -> None:
     """5,000 steps: skipped at random, and long enough without to grow."""
     chance = random.Random(3)
     skipped = [float(chance.random() < 0.01) for _ in range(500)] + [0.0] * 4500
-    ours, tracker = LossScale(), torch.zeros((), dtype=torch.int32)
+    ours, tracker = LossScaler(), torch.zeros((), dtype=torch.int32)
     theirs = torch.tensor(2.0**16)
     for skip in skipped:
         ours.update(torch.tensor(skip))
         torch._amp_update_scale_(theirs, tracker, torch.tensor(skip), 2.0, 0.5, 2000)
         assert ours.state() == [theirs.item(), float(tracker)]
     assert ours.state()[0] != 2.0**16
-    again = LossScale()
+    again = LossScaler()
     again.load_state(ours.state())
     assert again.state() == ours.state()
 
@@ -43,5 +43,5 @@ def test_small_gradients_survive_float16() -> None:
         return float((found - exact).norm() / exact.norm())
 
     exact, tiny = gradients(1.0, float16=False), 1e-9
-    assert error(gradients(tiny * LossScale().factor.item(), float16=True)) < 0.02
+    assert error(gradients(tiny * LossScaler().factor.item(), float16=True)) < 0.02
     assert error(gradients(tiny, float16=True)) > 0.2

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.attention import CrossAttention, SelfAttention, attend, attention_weights
+from model.attention import CrossAttention, SelfAttention, attention, attention_weights
 from model.attention_maps import attention_maps
 from model.cpu.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
@@ -115,7 +115,7 @@ def test_attention_by_hand() -> None:
     weights = attention_weights(query, key, None, False)
     torch.testing.assert_close(weights, torch.tensor([[[[first, 1 - first]]]], dtype=torch.float64))
     expected = torch.tensor([[[[10 * first + 20 * (1 - first)]]]], dtype=torch.float64)
-    torch.testing.assert_close(attend(query, key, value, None, False), expected)
+    torch.testing.assert_close(attention(query, key, value, None, False), expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -125,7 +125,7 @@ def test_plain_bf16_attention_equals_the_fused_one(causal: bool) -> None:
     tensors = [torch.randn(2, 3, 9, 8) for _ in range(3)]
     low = [t.bfloat16().requires_grad_() for t in tensors]
     exact = [t.bfloat16().float().requires_grad_() for t in tensors]
-    ours = attend(*low, mask, causal)
+    ours = attention(*low, mask, causal)
     assert "Unsafe" in type(ours.grad_fn).__name__ or "Bmm" in type(ours.grad_fn).__name__  # the plain products
     theirs = F.scaled_dot_product_attention(*exact, attn_mask=mask, is_causal=causal)
     torch.testing.assert_close(ours.float(), theirs, rtol=0.02, atol=0.02)
@@ -138,7 +138,7 @@ def test_plain_bf16_attention_equals_the_fused_one(causal: bool) -> None:
 def test_long_bf16_attention_takes_no_quadratic_memory() -> None:
     long = torch.randn(1, 1, 257, 8, dtype=torch.bfloat16, requires_grad=True)
     for query, keys in ((long, long), (long[:, :, :9], long), (long, long[:, :, :9])):
-        assert "Scaled" in type(attend(query, keys, keys, None, False).grad_fn).__name__
+        assert "Scaled" in type(attention(query, keys, keys, None, False).grad_fn).__name__
 
 
 def test_self_attention_with_keys_of_another_size_by_hand() -> None:
@@ -234,9 +234,9 @@ def test_initial_weights() -> None:
     encoder, decoder = net.encoder[0], net.decoder[0]
     cross = decoder.cross_attention
     projections = [cross.query.weight, *cross.key_value.weight.split([keys, values]), cross.output.weight]
-    for attention in (encoder.self_attention, decoder.self_attention):
-        projections += attention.query_key_value.weight.split([keys, keys, values])
-        projections.append(attention.output.weight)
+    for layer in (encoder.self_attention, decoder.self_attention):
+        projections += layer.query_key_value.weight.split([keys, keys, values])
+        projections.append(layer.output.weight)
     for layer in (encoder, decoder):
         projections += [layer.feed_forward.inner.weight, layer.feed_forward.outer.weight]
     for weight in projections:

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.cpu.lazy_packed_linear import LatePackedLinear, LatePackedProjection
+from model.cpu.lazy_packed_linear import LazyPackedLinear, LazyPackedProjection
 from model.cpu.linear import Linear
 from model.cpu.packed_linear import PackedLinear, PackedProjection, can_pack, pack_linears
-from model.decoding import Search
+from model.decoding import BeamSearch
 from tests.model.search_truth import (
     BOS,
     EOS,
@@ -55,13 +55,15 @@ def test_a_packed_network_finds_the_same(variant: str) -> None:
             logits = packed.logits(packed(sources, sources, masks))
     assert products.count == 7 + 4 + 1
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
-    found, expected = (Search(one, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 4) for one in (packed, network))
+    found, expected = (
+        BeamSearch(one, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 4) for one in (packed, network)
+    )
     ties = sum(count_ties(answers_of(found, i), answers_of(expected, i)) for i in range(len(LENGTHS)))
     assert ties <= 2
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [PackedLinear, LatePackedLinear])
+@pytest.mark.parametrize("kind", [PackedLinear, LazyPackedLinear])
 @pytest.mark.parametrize(("rows", "num_products"), [(1, 0), (64, 1)])
 def test_packed_layers_equal_torchs(kind: type[nn.Module], rows: int, num_products: int) -> None:
     """The packed weight serves large products only; small ones take the plain weight."""
@@ -78,7 +80,7 @@ def test_packed_layers_equal_torchs(kind: type[nn.Module], rows: int, num_produc
 @torch.no_grad()
 def test_packed_projections_equal_a_product() -> None:
     weight, states = torch.randn(600, 1000), torch.randn(2, 3, 1000)
-    for packed in (PackedProjection(weight, None), LatePackedProjection()):
+    for packed in (PackedProjection(weight, None), LazyPackedProjection()):
         with PackedProducts() as products:
             found = packed(states, weight)
         assert products.count == 1

@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.data import DataLoader
 
-from data_module.batching.batch import Batch, SpecialIds, StepShare
-from model.decoding import Search
+from data_module.batching.batch import MicroBatch, RankBatch, SpecialIds
+from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from model.translation_module import TranslationModule
@@ -51,7 +51,7 @@ def _kernels_as_before() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
-def make_shares(count: int) -> list[StepShare]:
+def make_shares(count: int) -> list[RankBatch]:
     """Steps of several micro-batches, no two alike, with padding and without."""
     return [share_of([(20 + step, 3, 9), (15, 9, 7), (10, 4, 8)], masked=step % 2 == 1) for step in range(count)]
 
@@ -101,14 +101,14 @@ def make_trainer(rank: int = 0, num_ranks: int = 1, strategy: Strategy | None = 
     )
 
 
-def fit(module: TranslationModule, shares: list[StepShare], rank: int = 0, num_ranks: int = 1) -> list[Step]:
+def fit(module: TranslationModule, shares: list[RankBatch], rank: int = 0, num_ranks: int = 1) -> list[Step]:
     recorder = Recorder()
     trainer = make_trainer(rank, num_ranks, max_steps=len(shares), callbacks=[recorder])
     trainer.fit(module, DataLoader(shares, batch_size=None))
     return recorder.steps
 
 
-def sums_of(network: Transformer, batch: Batch, label_smoothing: float) -> tuple[Tensor, Tensor, int]:
+def sums_of(network: Transformer, batch: MicroBatch, label_smoothing: float) -> tuple[Tensor, Tensor, int]:
     """Label-smoothed loss, negative log-likelihood and correct predictions over a micro-batch's target tokens."""
     states = network(batch.source, batch.target_input, batch.source_mask)
     logits, targets = network.logits(states).flatten(0, 1), batch.target_output.flatten().long()
@@ -118,7 +118,7 @@ def sums_of(network: Transformer, batch: Batch, label_smoothing: float) -> tuple
 
 
 def train_plainly(
-    network: Transformer, shares: list[StepShare], clip_norm: float | None = None, skipped_step: int | None = None
+    network: Transformer, shares: list[RankBatch], clip_norm: float | None = None, skipped_step: int | None = None
 ) -> list[Step]:
     """The same training in a plain loop, at the learning rates worked out by hand."""
     network, steps = copy.deepcopy(network).train(), []
@@ -198,7 +198,7 @@ def test_a_rank_without_sentences_adds_nothing() -> None:
     """It runs a sentence whose targets do not count."""
     module, [share] = make_module(), make_shares(1)
     initial = parameters_to_vector(module.parameters()).detach()
-    [step] = fit(module, [replace(share, weightless=True)])
+    [step] = fit(module, [replace(share, is_filler=True)])
     assert torch.equal(step.weights, initial)
     for name in ("smoothed", "likelihood", "correct", "gradient_norm", "skipped"):
         assert float(step.output[name]) == 0, name
@@ -329,7 +329,7 @@ def test_validation_answers_are_those_of_greedy_search() -> None:
     assert module.validation_sums["tokens"].item() == 2**30 + 1 + 31 * 4 - 1
     assert pairs.tolist() == list(range(131, 100, -1))
     source = batch.source.long()
-    search = Search(module.network, special.bos, special.eos, special.pad).eval()
+    search = BeamSearch(module.network, special.bos, special.eos, special.pad).eval()
     expected = [*search.greedy(source[:-1], None, 3).tokens, *search.greedy(source[-1:, :-1], None, 3).tokens]
     for row, length, answer in zip(tokens.tolist(), lengths.tolist(), expected, strict=True):
         assert row[:length] == answer[:length].tolist()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runtime.atomic_file import full_disk, remove_leftovers, whole_file
+from pipeline.runtime.atomic_file import atomic_file, disk_full_error, remove_temporary_files
 
 
 def test_data_reaches_the_disk_before_the_name_and_the_name_before_the_end(
@@ -32,7 +32,7 @@ def test_data_reaches_the_disk_before_the_name_and_the_name_before_the_end(
     path = tmp_path / "folder" / "file"
     for contents in (b"old", b"new"):
         calls.clear()
-        with whole_file(path) as file:
+        with atomic_file(path) as file:
             file.write(contents)
             temporary = Path(file.name)
         assert calls == [
@@ -46,7 +46,7 @@ def test_data_reaches_the_disk_before_the_name_and_the_name_before_the_end(
 
 
 def write_half(path: Path, error: BaseException, implicitly: bool = False) -> None:
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(b"new")
         file.flush()
         if not implicitly:
@@ -77,11 +77,11 @@ def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path: Path) -> No
             error.__cause__ = None if implicitly else disk
             with pytest.raises(RuntimeError) as caught:
                 write_half(path, error, implicitly)
-            assert full_disk(caught.value) is disk
+            assert disk_full_error(caught.value) is disk
             assert disk.filename == str(path)
-    assert full_disk(OSError(errno.EACCES, "no permission")) is None
+    assert disk_full_error(OSError(errno.EACCES, "no permission")) is None
     path.mkdir()
-    with pytest.raises(IsADirectoryError) as refused, whole_file(path):
+    with pytest.raises(IsADirectoryError) as refused, atomic_file(path):
         pass
     assert refused.value.filename == str(path)
     assert list(tmp_path.iterdir()) == [path]
@@ -92,7 +92,7 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     others = ["notes.tmp", ".hidden", "step=4.ckpt"]
     for name in (*ours, *others):
         (tmp_path / name).touch()
-    remove_leftovers(tmp_path, "config.yaml")
+    remove_temporary_files(tmp_path, "config.yaml")
     assert {path.name for path in tmp_path.iterdir()} == {ours[0], *others}
-    remove_leftovers(tmp_path, "")
+    remove_temporary_files(tmp_path, "")
     assert {path.name for path in tmp_path.iterdir()} == set(others)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_module.batching.batch import SpecialIds, StepShare
+from data_module.batching.batch import RankBatch, SpecialIds
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.attention import CrossAttention, SelfAttention
@@ -23,7 +23,7 @@ from model.transformer import Transformer
 from model.translation_module import TranslationModule
 from pipeline.__main__ import main
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
-from pipeline.benchmark.train import place_of, recipe_contest
+from pipeline.benchmark.train import benchmark_device, recipe_comparison
 from pipeline.config.recipe import load_recipe
 from pipeline.config.trainer_keys import trainer_signature
 from pipeline.profiling.flops import training_flops
@@ -80,7 +80,7 @@ def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.M
     compiling, taken = {0, 4, 13, 25, 28}, []
     training_step = TranslationModule.training_step
 
-    def compiling_now_and_then(module: TranslationModule, share: StepShare, batch_idx: int) -> dict[str, Any]:
+    def compiling_now_and_then(module: TranslationModule, share: RankBatch, batch_idx: int) -> dict[str, Any]:
         if batch_idx in compiling:
             # Another size, another graph.
             torch.compile(lambda x: x + 1, backend="eager", dynamic=False)(torch.zeros(2 + batch_idx))
@@ -95,7 +95,7 @@ def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.M
     monkeypatch.setattr("pipeline.benchmark.side_by_side.QUIET_STEPS", 10)
     recipe = load_recipe([recipe_file], (), trainer_signature())
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    contest = recipe_contest(recipe, tokenizer, [], 3, place_of(recipe.trainer))
+    contest = recipe_comparison(recipe, tokenizer, [], 3, benchmark_device(recipe.trainer))
     assert contest.warm_up_steps == 24
     # Both for memory, and one that was to be timed.
     assert contest.steps_taken_again == 2 + 1

@@ -18,14 +18,14 @@ from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import (
     average,
-    choose,
+    latest_valid,
     load_model,
-    newest_whole,
+    metadata,
     read_checkpoint,
-    standalone_part,
+    resolve_checkpoint,
     step_checkpoints,
     step_path,
-    write_whole,
+    write_atomic,
 )
 from pipeline.config.recipe import load_recipe
 from tests.conftest import tiny_recipe
@@ -43,10 +43,10 @@ def finished_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
         weights = Transformer(tokenizer.vocabulary_size, recipe.network).state_dict()
         contents = {
             "state_dict": {f"network.{name}": tensor for name, tensor in weights.items()},
-            "translation": standalone_part(recipe.as_dict(), recipe.network, tokenizer),
+            "translation": metadata(recipe.as_dict(), recipe.network, tokenizer),
             "global_step": step,
         }
-        write_whole(contents, step_path(run, step))
+        write_atomic(contents, step_path(run, step))
     shutil.copy(step_path(run, 160), run / "checkpoints" / "best.ckpt")
     return run
 
@@ -90,7 +90,7 @@ def test_average_refuses_what_does_not_fit(finished_run: Path, tmp_path: Path, o
         del weights["network.embedding.weight"]
     else:
         part["tokenizer"] = part["tokenizer"].flip(0)
-    write_whole(contents, tmp_path / "other.ckpt")
+    write_atomic(contents, tmp_path / "other.ckpt")
     with pytest.raises(InputError, match=f"other.ckpt: has another network or vocabulary than {paths[1]}; "):
         average([tmp_path / "other.ckpt", *paths])
 
@@ -111,7 +111,7 @@ def test_average_of_more_than_there_are_is_refused(
         step_checkpoints(run)[0].unlink()
         assert f"has {word}, --last is 3; give --last {number} or less" in refused(run, 3)
     assert main(["average", str(run), "--last", "1"]) == 0
-    mean, only = (read_checkpoint(path)["state_dict"] for path in (run / "average-last-1.ckpt", newest_whole(run)[0]))
+    mean, only = (read_checkpoint(path)["state_dict"] for path in (run / "average-last-1.ckpt", latest_valid(run)[0]))
     assert all(torch.equal(mean[name], only[name]) for name in only)
     capsys.readouterr()
     assert main(["average", str(run)]) == 2
@@ -124,7 +124,7 @@ def test_average_leaves_out_what_is_not_whole(
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     newest = step_checkpoints(run)[-1]
     newest.write_bytes(newest.read_bytes()[:-1000])
-    assert newest_whole(run) == (step_checkpoints(run)[1], [newest])
+    assert latest_valid(run) == (step_checkpoints(run)[1], [newest])
     assert main(["average", str(run), "--last", "2"]) == 0
     assert "averaged step=00000080.ckpt, step=00000160.ckpt\n" in capsys.readouterr().err
     assert read_checkpoint(run / "average-last-2.ckpt")["global_step"] == 160
@@ -136,30 +136,30 @@ def test_average_is_summed_in_float64(finished_run: Path, tmp_path: Path) -> Non
     # The newest is taken first; in float32 it swallows the small one.
     for number, value in enumerate((1.0, 1e8, -1e8)):
         contents["state_dict"] = {"network.x": torch.tensor([value])}
-        write_whole(contents, tmp_path / f"{number}.ckpt")
+        write_atomic(contents, tmp_path / f"{number}.ckpt")
         paths.append(tmp_path / f"{number}.ckpt")
     assert average(paths)["state_dict"]["network.x"].item() == pytest.approx(1 / 3)
 
 
 def test_which_checkpoint_a_run_folder_means(finished_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
-    assert choose(run).name == "best.ckpt"
+    assert resolve_checkpoint(run).name == "best.ckpt"
     (run / "checkpoints" / "best.ckpt").unlink()
-    assert choose(run).name == "step=00000240.ckpt"
-    shutil.copy(choose(run), run / "average-last-3.ckpt")
-    assert choose(run).name == "average-last-3.ckpt"
-    shutil.copy(choose(run), run / "average-last-2.ckpt")
+    assert resolve_checkpoint(run).name == "step=00000240.ckpt"
+    shutil.copy(resolve_checkpoint(run), run / "average-last-3.ckpt")
+    assert resolve_checkpoint(run).name == "average-last-3.ckpt"
+    shutil.copy(resolve_checkpoint(run), run / "average-last-2.ckpt")
     for name, changed in (("average-last-2.ckpt", 2), ("average-last-3.ckpt", 1)):
         os.utime(run / name, (changed, changed))
-    assert choose(run).name == "average-last-2.ckpt"  # the newest
+    assert resolve_checkpoint(run).name == "average-last-2.ckpt"  # the newest
     os.utime(run / "average-last-3.ckpt", (3, 3))
-    assert choose(run).name == "average-last-3.ckpt"
-    shutil.copy(choose(run), run / "checkpoints" / "step=00000300.ckpt")
-    assert choose(run).name == "step=00000300.ckpt"  # the average is of what was before
+    assert resolve_checkpoint(run).name == "average-last-3.ckpt"
+    shutil.copy(resolve_checkpoint(run), run / "checkpoints" / "step=00000300.ckpt")
+    assert resolve_checkpoint(run).name == "step=00000300.ckpt"  # the average is of what was before
     with pytest.raises(InputError, match="holds no checkpoint"):
-        choose(tmp_path)
+        resolve_checkpoint(tmp_path)
     with pytest.raises(InputError, match="no such checkpoint"):
-        choose(tmp_path / "nowhere")
+        resolve_checkpoint(tmp_path / "nowhere")
 
 
 def test_a_checkpoint_without_its_step_counts_as_the_first(finished_run: Path, tmp_path: Path) -> None:
@@ -167,9 +167,9 @@ def test_a_checkpoint_without_its_step_counts_as_the_first(finished_run: Path, t
     del contents["global_step"]
     only, mean = tmp_path / "checkpoints" / "step=00000001.ckpt", tmp_path / "average-last-1.ckpt"
     for path in (only, mean):
-        write_whole(contents, path)
+        write_atomic(contents, path)
     assert load_model(only).step == average([only])["global_step"] == 0
-    assert choose(tmp_path) == only  # that average is of what was before
+    assert resolve_checkpoint(tmp_path) == only  # that average is of what was before
 
 
 def test_a_checkpoint_from_a_gpu_is_read_without_one(
@@ -178,7 +178,7 @@ def test_a_checkpoint_from_a_gpu_is_read_without_one(
     contents = torch.load(step_checkpoints(finished_run)[0], weights_only=True)
     with monkeypatch.context() as saving:
         saving.setattr(torch.serialization, "location_tag", lambda _: "cuda:0")
-        write_whole(contents, tmp_path / "gpu.ckpt")
+        write_atomic(contents, tmp_path / "gpu.ckpt")
     read = read_checkpoint(tmp_path / "gpu.ckpt")["state_dict"]
     assert {str(tensor.device) for tensor in read.values()} == {"cpu"}
 
@@ -206,7 +206,7 @@ def test_what_a_full_disk_would_have_to_hold_is_said(tmp_path: Path, monkeypatch
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
         with pytest.raises(InputError) as raised:
-            write_whole(contents, tmp_path / "x.ckpt")
+            write_atomic(contents, tmp_path / "x.ckpt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = f"File too large: it needs {len(whole.getvalue()) / 1e6:.1f} MB and 5,000,000.0 MB are free; "
@@ -262,8 +262,8 @@ def test_a_checkpoint_executes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_old_one(tmp_path: Path) -> None:
-    write_whole({"a": torch.ones(2)}, tmp_path / "x.ckpt")
+    write_atomic({"a": torch.ones(2)}, tmp_path / "x.ckpt")
     with pytest.raises(AttributeError):
-        write_whole({"a": lambda: None}, tmp_path / "x.ckpt")
+        write_atomic({"a": lambda: None}, tmp_path / "x.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["x.ckpt"]
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["a"].sum() == 2

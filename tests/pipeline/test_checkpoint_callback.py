@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import callback as checkpoint_keeper
-from pipeline.checkpointing.callback import CheckpointKeeper, WholeCheckpointIO
+from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
 from pipeline.checkpointing.checkpoint import read_checkpoint, step_checkpoints, step_of
-from pipeline.checkpointing.ema import MovingAverage
+from pipeline.checkpointing.ema import EMA
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock
 from pipeline.runtime.console import quiet_lightning
@@ -74,7 +74,7 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
         overrides = [f"--run.{name}={'null' if value is None else value}" for name, value in settings.items()]
         recipe = load_recipe([ROOT / "configs" / "demo.yaml"], overrides)
         module = OneWeight(bleu)
-        keeper = CheckpointKeeper(tmp_path, recipe, tokenizer, clock or StepClock())
+        keeper = CheckpointCallback(tmp_path, recipe, tokenizer, clock or StepClock())
         before = [callback for callback in others if not isinstance(callback, StopAt)]
         after = [callback for callback in others if isinstance(callback, StopAt)]
         for callback in after:
@@ -91,7 +91,7 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=[*before, keeper, *after],
-            plugins=[WholeCheckpointIO()],
+            plugins=[AtomicCheckpointIO()],
         )
         with suppress(Stopped):
             validation = DataLoader(torch.zeros(1)) if is_validated else None
@@ -104,7 +104,7 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
 class StopAt(Callback):
     """Saves and stops as a run does that is asked to: after a step, in its validation, or before the next step."""
 
-    keeper: CheckpointKeeper
+    keeper: CheckpointCallback
 
     def __init__(self, step: int, in_validation: bool = False) -> None:
         self.step, self.in_validation = step, in_validation
@@ -152,8 +152,8 @@ def steps(run: Path) -> list[int]:
 
 
 def test_a_moving_average_by_hand(train: Train, tmp_path: Path) -> None:
-    module = train(3, MovingAverage(decay=0.9), validate_every=2)
-    resumed = train(5, MovingAverage(decay=0.9), validate_every=2, ckpt_path=newest(tmp_path))
+    module = train(3, EMA(decay=0.9), validate_every=2)
+    resumed = train(5, EMA(decay=0.9), validate_every=2, ckpt_path=newest(tmp_path))
     # It is what is validated and what translates; the weights themselves go on beside it.
     assert [*module.validated, *resumed.validated] == pytest.approx([AVERAGES[1], AVERAGES[3]])
     contents = [torch.load(path, weights_only=True) for path in step_checkpoints(tmp_path)]
@@ -164,11 +164,11 @@ def test_a_moving_average_by_hand(train: Train, tmp_path: Path) -> None:
 
 def test_stopped_while_the_moving_average_is_validated(train: Train, tmp_path: Path) -> None:
     """The weights and their average have changed places then."""
-    train(5, MovingAverage(decay=0.9), StopAt(4, in_validation=True), validate_every=4)
+    train(5, EMA(decay=0.9), StopAt(4, in_validation=True), validate_every=4)
     contents = torch.load(newest(tmp_path), weights_only=True)
     assert contents["state_dict"]["weight"].item() == pytest.approx(AVERAGES[3])
     assert contents["current_model_state"]["weight"].item() == WEIGHTS[3]
-    assert train(5, MovingAverage(decay=0.9), ckpt_path=newest(tmp_path)).weight.item() == WEIGHTS[4]
+    assert train(5, EMA(decay=0.9), ckpt_path=newest(tmp_path)).weight.item() == WEIGHTS[4]
     assert torch.load(newest(tmp_path), weights_only=True)["state_dict"]["weight"].item() == pytest.approx(AVERAGES[4])
 
 

@@ -10,7 +10,7 @@ import torch
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
-from model.decoding import Search
+from model.decoding import BeamSearch
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.export.ctranslate2_model import write_ctranslate2
@@ -72,7 +72,7 @@ def test_probabilities_are_the_same(tokenizer: Tokenizer, tmp_path: Path, varian
 def test_greedy_answers_are_the_same(tokenizer: Tokenizer, tmp_path: Path, variant: str) -> None:
     network = trained_network(variant)
     peer = Peer(network, tokenizer, tmp_path / "model")
-    search = Search(network, BOS, EOS, PAD).eval()
+    search = BeamSearch(network, BOS, EOS, PAD).eval()
     ties, lengths = 0, set()
     for source in make_sentences(60, 3):
         found = search.greedy(torch.tensor([source]), None, 10)

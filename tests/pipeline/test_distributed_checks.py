@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from pipeline.config.recipe import load_recipe
 from pipeline.preflight import distributed as doctor_ranks
-from pipeline.preflight.distributed import Ranks, check, gpus, hardware_keys
-from pipeline.runtime.slurm import Step
+from pipeline.preflight.distributed import RankGroup, check, gpus, hardware_keys
+from pipeline.runtime.slurm import JobStep
 from tests.conftest import ROOT
 
 FORK = multiprocessing.get_context("fork")
-STEP = Step(job="7", rank=0, local_rank=0, num_tasks=2, num_nodes=2, tasks_per_node=1, restarts=0)
+STEP = JobStep(job="7", rank=0, local_rank=0, num_tasks=2, num_nodes=2, tasks_per_node=1, restarts=0)
 
 RANK = """
 import time
@@ -55,7 +55,7 @@ def test_a_collective_that_does_not_end_is_named() -> None:
 
 def rank(number: int, folder: Path, options: list[str], fault: Callable[[], None]) -> None:
     """In a process of its own: leaves what it has found."""
-    ranks = Ranks(Step(**{**vars(STEP), "rank": number}))
+    ranks = RankGroup(JobStep(**{**vars(STEP), "rank": number}))
     ranks.here = f"rank {number}"
     ranks.store, ranks.first_is_local = dist.FileStore(str(folder / "store"), 2), True
     fault()
@@ -129,7 +129,7 @@ def test_what_differs_between_two_ranks(tmp_path: Path) -> None:
 
 
 def test_tasks_and_gpus_of_a_node() -> None:
-    step = Step(**{**vars(STEP), "num_tasks": 8, "tasks_per_node": 4})
+    step = JobStep(**{**vars(STEP), "num_tasks": 8, "tasks_per_node": 4})
     assert list(gpus(step, 4, "4")) == list(gpus(step, 0, None)) == list(gpus(step, 4, "gpu:4")) == []
     [fewer] = gpus(step, 0, "4")
     assert fewer.what.startswith("SLURM gave this node 4 GPUs and torch sees 0")

@@ -15,7 +15,7 @@ from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program, formats, torchscript
-from pipeline.export.bundle import wanted, write_bundle
+from pipeline.export.bundle import bundle_files, write_bundle
 from pipeline.export.parity import Text
 from tests.model.search_truth import VOCABULARY_SIZE
 
@@ -51,7 +51,7 @@ def make_model(tokenizer: Tokenizer, **shape: Any) -> TrainedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_each_shape_gives_the_same_in_every_format(tokenizer: Tokenizer, tmp_path: Path, shape: str) -> None:
-    names = wanted(None, None)
+    names = bundle_files(None, None)
     if shape == "d_k":
         names.remove("ctranslate2")
     model = make_model(tokenizer, **SHAPES[shape])

@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from data_module.errors import InputError
-from pipeline.config.trainer_keys import OWNED, refuse, seconds_allowed, trainer_signature
+from pipeline.config.trainer_keys import RESERVED_KEYS, max_seconds, refuse, trainer_signature
 from pipeline.preflight.machine import machine
-from pipeline.runtime.slurm import Step
-from pipeline.training.compilation import compiles
+from pipeline.runtime.slurm import JobStep
+from pipeline.training.compilation import should_compile
 from pipeline.training.precision import best_precision, precision_plugin
 from pipeline.training.trainer import strategy, trainer_options
 
@@ -45,40 +45,40 @@ def test_ddp_where_there_is_more_than_one_process() -> None:
 def test_keys_that_are_not_the_recipes() -> None:
     signature = trainer_signature()
     assert {"max_steps", "val_check_interval", "precision", "devices", "num_nodes", "max_time"} <= signature.keys()
-    assert not signature.keys() & OWNED.keys()
+    assert not signature.keys() & RESERVED_KEYS.keys()
 
 
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not compiles(None, "auto")
-    assert compiles(True, "cpu")
+    assert not should_compile(None, "auto")
+    assert should_compile(True, "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert compiles(None, "auto")
-    assert not compiles(False, "auto")
-    assert not compiles(None, "cpu")
+    assert should_compile(None, "auto")
+    assert not should_compile(False, "auto")
+    assert not should_compile(None, "cpu")
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", "")
-    assert not compiles(None, "gpu")
+    assert not should_compile(None, "gpu")
     assert "gcc" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"run\.compile: .*g\+\+"):
-        compiles(True, "cpu")
+        should_compile(True, "cpu")
     monkeypatch.setenv("CC", "/opt/bin/cc")
-    assert compiles(None, "gpu")
+    assert should_compile(None, "gpu")
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))  # a Python without its headers
-    assert not compiles(None, "gpu")
+    assert not should_compile(None, "gpu")
     assert f"python3-dev or python3-devel, and {tmp_path}/Python.h is not there" in capsys.readouterr().err
     (tmp_path / "Python.h").touch()
-    assert compiles(None, "gpu")
+    assert should_compile(None, "gpu")
 
 
 def test_how_long_a_start_may_train() -> None:
-    assert seconds_allowed(None) is None
-    assert seconds_allowed("01:00:02:03") == 86_523
-    assert seconds_allowed({"minutes": 2}) == 120
+    assert max_seconds(None) is None
+    assert max_seconds("01:00:02:03") == 86_523
+    assert max_seconds({"minutes": 2}) == 120
     for wrong in ("45", "45 minutes", {"minute": 2}):
         with pytest.raises(InputError, match=r"trainer\.max_time .*00:00:45:00"):
-            seconds_allowed(wrong)
+            max_seconds(wrong)
 
 
 def test_float32_on_gpus_multiplies_in_tf32(
@@ -111,7 +111,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_a_cpu(monkeypatch:
             trainer_options(options)
     assert trainer_options({"accelerator": "cpu"})["accelerator"] == "cpu"
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
-    step = Step("1", rank=0, local_rank=0, num_tasks=8, num_nodes=1, tasks_per_node=8, restarts=0)
+    step = JobStep("1", rank=0, local_rank=0, num_tasks=8, num_nodes=1, tasks_per_node=8, restarts=0)
     said = {finding.what: finding.well for finding in machine(step)}
     assert [well for message, well in said.items() if "8 GPUs and torch sees 0" in message] == [False]
     assert any("8 GPUs that torch cannot use" in message for message in said)

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.checkpointing.callback import CheckpointKeeper, WholeCheckpointIO
+from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
 from pipeline.checkpointing.checkpoint import step_checkpoints, step_of
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock
@@ -28,8 +28,13 @@ from pipeline.runtime import signals as stop_request
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.signals import Stopped
 from pipeline.training import graceful_stop as together
-from pipeline.training.failure_report import Roll
-from pipeline.training.graceful_stop import Agreement, Together, own_signals, validation_is_pending
+from pipeline.training.failure_report import FailureReport
+from pipeline.training.graceful_stop import (
+    GracefulStop,
+    StopConsensus,
+    disable_lightning_signals,
+    validation_is_pending,
+)
 from tests.conftest import ROOT
 
 FORK = multiprocessing.get_context("fork")
@@ -89,9 +94,9 @@ class OneWeight(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def make_keeper(folder: Path, tokenizer: Path) -> CheckpointKeeper:
+def make_keeper(folder: Path, tokenizer: Path) -> CheckpointCallback:
     recipe = load_recipe([ROOT / "configs" / "demo.yaml"], ["--run.checkpoint_every_steps", "1000"])
-    return CheckpointKeeper(folder, recipe, Tokenizer.load(tokenizer), StepClock())
+    return CheckpointCallback(folder, recipe, Tokenizer.load(tokenizer), StepClock())
 
 
 def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, max_seconds: float | None) -> str:
@@ -114,10 +119,10 @@ def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, ma
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[keeper, Together(keeper, TIMEOUT_SECONDS, max_seconds)],
-        plugins=[WholeCheckpointIO(), LightningEnvironment()],
+        callbacks=[keeper, GracefulStop(keeper, TIMEOUT_SECONDS, max_seconds)],
+        plugins=[AtomicCheckpointIO(), LightningEnvironment()],
     )
-    own_signals(trainer)
+    disable_lightning_signals(trainer)
     found = step_checkpoints(folder)
     newest = found[:-1][-1:] if event is not None and event.misses_newest else found[-1:]
     data = DataLoader(torch.zeros(5)), DataLoader(torch.zeros(6))
@@ -261,7 +266,7 @@ class Clock:
 
 def name_the_failed_rank(number: int) -> str:
     """Rank 0 has to wait for what rank 1 says; rank 2 comes when it is said."""
-    roll = Roll()
+    roll = FailureReport()
 
     def let_rank_1_fail() -> None:
         dist.barrier()
@@ -300,7 +305,7 @@ def test_the_rank_that_failed_is_named_by_those_that_waited(tmp_path: Path) -> N
 def name_silent_ranks(number: int) -> str:
     """Each in its turn; it waits for the others' words as long as it takes."""
     together.ROLL_CALL_SECONDS = 50.0
-    roll = Roll()
+    roll = FailureReport()
     Clock(lambda: threading.Event().wait(0.1))
     said = ""
     for turn in (2, 0, 1):
@@ -319,7 +324,7 @@ def test_silent_ranks_are_named(tmp_path: Path) -> None:
 
 
 def compare_steps(step: int) -> str:
-    roll = Roll()
+    roll = FailureReport()
     roll.compare(4)
     with pytest.raises(RuntimeError) as raised:
         roll.compare(step)
@@ -340,7 +345,7 @@ def call_a_rank_that_hangs(number: int, port: Any, is_stopped: Any) -> None:
     else:
         store = dist.TCPStore("127.0.0.1", port.recv())
     dist.init_process_group("gloo", store=store, rank=number, world_size=2)
-    roll = Roll()
+    roll = FailureReport()
     dist.barrier()
     if number == 0:
         is_stopped.send(True)
@@ -375,8 +380,8 @@ def test_rank_0_hangs_and_the_key_value_store_with_it() -> None:
 
 
 def wait_for_a_rank_that_hangs(number: int) -> str:
-    roll = Roll()
-    agreement = Agreement(timeout_seconds=0.2)  # type: ignore[arg-type]
+    roll = FailureReport()
+    agreement = StopConsensus(timeout_seconds=0.2)  # type: ignore[arg-type]
     said = ""
     if number == 0:
         assert not agreement.asked()
@@ -397,7 +402,7 @@ def fail(folder: Path, tokenizer: Path, error: BaseException, margin_seconds: fl
     """Take part in a fit that ends with the error; then hang, or exit with a code."""
     together.MARGIN_SECONDS = margin_seconds  # type: ignore[assignment]
     callback, trainer, module = (
-        Together(make_keeper(folder, tokenizer), TIMEOUT_SECONDS),
+        GracefulStop(make_keeper(folder, tokenizer), TIMEOUT_SECONDS),
         Trainer(logger=False),
         OneWeight(None),
     )
@@ -424,12 +429,12 @@ def take_part_alone(folder: Path, tokenizer: Path, is_grouped: bool) -> str:
         dist.destroy_process_group()
     stop_request.install()
     callback, trainer, module = (
-        Together(make_keeper(folder, tokenizer), TIMEOUT_SECONDS),
+        GracefulStop(make_keeper(folder, tokenizer), TIMEOUT_SECONDS),
         Trainer(logger=False),
         OneWeight(None),
     )
     callback.on_fit_start(trainer, module)
-    agreement = Agreement(TIMEOUT_SECONDS)
+    agreement = StopConsensus(TIMEOUT_SECONDS)
     answers = [agreement.asked()]
     os.kill(os.getpid(), signal.SIGUSR1)
     answers.append(agreement.asked())

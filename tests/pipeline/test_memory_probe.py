@@ -19,7 +19,7 @@ from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.runtime.console import quiet_lightning
-from pipeline.runtime.memory import cpu_room
+from pipeline.runtime.memory import host_memory_limit
 from pipeline.training.memory_probe import MemoryProbe
 from tests.conftest import ROOT, pipeline
 
@@ -158,14 +158,14 @@ def test_what_cannot_fit_is_refused_before_the_first_step(recipe_file: Path, tmp
 
 
 def test_the_lowest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = cpu_room(1)
+    machine = host_memory_limit(1)
     monkeypatch.setenv("SLURM_MEM_PER_NODE", str(1 << 30))  # more than there is
-    assert cpu_room(1) == machine
+    assert host_memory_limit(1) == machine
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all of the node
-    assert cpu_room(1) == machine
+    assert host_memory_limit(1) == machine
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "64")
-    assert cpu_room(1) == (64 << 20, "this job")
-    assert cpu_room(4) == (16 << 20, "each of the 4 processes on this job")
+    assert host_memory_limit(1) == (64 << 20, "this job")
+    assert host_memory_limit(4) == (16 << 20, "each of the 4 processes on this job")
 
 
 def test_memory_that_was_kept_is_given_back() -> None:

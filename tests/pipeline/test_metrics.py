@@ -10,7 +10,7 @@ import sacrebleu
 from sacrebleu.significance import PairedTest, Result
 
 from data_module.errors import InputError
-from pipeline.inference.metrics import compare, complaints, paper_score, score
+from pipeline.inference.metrics import compare, paper_score, reference_warnings, score
 
 REFERENCES = [
     "Der Vater-Sohn-Tag ist heute.",
@@ -139,7 +139,7 @@ def test_scores_are_rounded_to_four_places_and_tokenised_text_is_no_surprise(cap
     ],
 )
 def test_what_references_look_like(references: list[str], words: list[str]) -> None:
-    said = complaints(references)
+    said = reference_warnings(references)
     assert len(said) == len(words)
     assert all(word in line for word, line in zip(words, said, strict=True))
 

@@ -17,11 +17,11 @@ import yaml
 
 from data_module.errors import InputError
 from pipeline.checkpointing import run_folder
-from pipeline.checkpointing.run_folder import RunFolder, begun_afresh, counted_start, differences, is_run
+from pipeline.checkpointing.run_folder import RunFolder, count_start, differences, is_run, reset_marker
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime import signals as stop_request
 from pipeline.runtime.signals import Stopped
-from pipeline.runtime.slurm import Step
+from pipeline.runtime.slurm import JobStep
 from pipeline.runtime.versions import versions
 from tests.conftest import ROOT
 
@@ -33,7 +33,7 @@ fcntl.lockf(file, fcntl.LOCK_EX)
 print("locked", flush=True)
 sys.stdin.read()
 """
-STEP = Step("7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_node=1, restarts=0)
+STEP = JobStep("7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_node=1, restarts=0)
 
 
 @pytest.fixture
@@ -271,8 +271,8 @@ def test_a_run_is_removed_and_nothing_else(recipe: Recipe) -> None:
         (run / name).touch()
     kept = {".lock", "config.yaml", "tokenizer.model", "versions.json", *mine}
     folder.remove_run(STEP)
-    assert {path.name for path in run.iterdir()} == {*kept, begun_afresh(run, STEP).name}
-    assert begun_afresh(run, STEP) != begun_afresh(run, replace(STEP, job="8"))
+    assert {path.name for path in run.iterdir()} == {*kept, reset_marker(run, STEP).name}
+    assert reset_marker(run, STEP) != reset_marker(run, replace(STEP, job="8"))
     folder.remove_run(None)
     assert {path.name for path in run.iterdir()} == kept
     folder.close()
@@ -280,7 +280,7 @@ def test_a_run_is_removed_and_nothing_else(recipe: Recipe) -> None:
 
 def start(run: Path, restarts: int, checkpoint: Path | None, error: BaseException | None) -> None:
     """A job's start from a checkpoint, ended by the error."""
-    with counted_start(run, replace(STEP, restarts=restarts), checkpoint):
+    with count_start(run, replace(STEP, restarts=restarts), checkpoint):
         if error is not None:
             raise error
 

@@ -7,8 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.runtime import signals as stop_request
-from pipeline.runtime.launch import speaks_for_all
-from pipeline.runtime.signals import Stopped, asked_by, at_once, install, keyboard_too, stop_if_asked
+from pipeline.runtime.launch import reports_exit_code
+from pipeline.runtime.signals import (
+    Stopped,
+    default_signals,
+    first_signal,
+    install,
+    keyboard_interrupt_noted,
+    raise_if_stopped,
+)
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
@@ -26,27 +33,27 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_is_noted_and_the_first_one_counts(number: signal.Signals) -> None:
     install()
-    stop_if_asked("nowhere")
-    assert asked_by() is None
+    raise_if_stopped("nowhere")
+    assert first_signal() is None
     assert callable(signal.getsignal(number))
     os.kill(os.getpid(), number)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert asked_by() == number
+    assert first_signal() == number
     with pytest.raises(Stopped, match="asked to stop at the door; nothing was lost") as stopped:
-        stop_if_asked("at the door")
+        raise_if_stopped("at the door")
     assert stopped.value.exit_code == 75
 
 
 def test_ctrl_c_asks_once_and_then_interrupts() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with keyboard_too():
+    with keyboard_interrupt_noted():
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
-    with keyboard_too():
+    with keyboard_interrupt_noted():
         os.kill(os.getpid(), signal.SIGINT)
-        assert asked_by() == signal.SIGINT
+        assert first_signal() == signal.SIGINT
         with pytest.raises(Stopped) as stopped:
-            stop_if_asked("here")
+            raise_if_stopped("here")
         assert stopped.value.exit_code == 130
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -55,12 +62,12 @@ def test_ctrl_c_asks_once_and_then_interrupts() -> None:
 
 def test_work_that_loses_nothing_ends_at_once() -> None:
     install()
-    with at_once():
+    with default_signals():
         assert [signal.getsignal(one) for one in SIGNALS[:2]] == [signal.SIG_DFL] * 2
     assert callable(signal.getsignal(signal.SIGTERM))
     os.kill(os.getpid(), signal.SIGTERM)
-    assert asked_by() == signal.SIGTERM
-    with pytest.raises(Stopped), at_once():
+    assert first_signal() == signal.SIGTERM
+    with pytest.raises(Stopped), default_signals():
         pass
 
 
@@ -69,7 +76,7 @@ def test_at_the_end_signals_are_ignored() -> None:
     stop_request.ignore()
     for one in SIGNALS[:2]:
         os.kill(os.getpid(), one)
-    assert asked_by() is None
+    assert first_signal() is None
 
 
 @pytest.mark.parametrize(
@@ -86,5 +93,5 @@ def test_whose_exit_code_counts(monkeypatch: pytest.MonkeyPatch, environment: di
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert speaks_for_all(0)
-    assert speaks_for_all(1) is speaks
+    assert reports_exit_code(0)
+    assert reports_exit_code(1) is speaks

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_module.errors import InputError
-from pipeline.runtime.slurm import current_step, forget_failures, node_name, tell_script_of_mistake
+from pipeline.runtime.slurm import clear_failure_count, current_step, node_name, report_mistake_to_script
 
 TASK = {
     "SLURM_JOB_ID": "7",
@@ -42,12 +42,12 @@ def test_a_step_that_is_smaller_than_its_job() -> None:
 def test_what_the_jobs_script_is_told(tmp_path: Path) -> None:
     mistake, failures = tmp_path / "mistake", tmp_path / "failures"
     failures.touch()
-    tell_script_of_mistake({})
-    forget_failures({})
+    report_mistake_to_script({})
+    clear_failure_count({})
     assert list(tmp_path.iterdir()) == [failures]
-    tell_script_of_mistake({"MISTAKE_FILE": str(mistake)})
+    report_mistake_to_script({"MISTAKE_FILE": str(mistake)})
     for _ in range(2):  # every rank does
-        forget_failures({"FAILURES_FILE": str(failures)})
+        clear_failure_count({"FAILURES_FILE": str(failures)})
     assert list(tmp_path.iterdir()) == [mistake]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
-from model.decoding import Search
+from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.inference.translator import NOTHING, Translator, batches_by_length
@@ -39,7 +39,7 @@ SETTINGS = DecodingSettings(beam_size=3, max_extra_tokens=4)
 def test_answers_come_in_the_order_of_the_sentences_whatever_the_batches(tokenizer: Tokenizer) -> None:
     sentences = make_sentences(40)
     network = make_network(tokenizer)
-    search = Search(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
     expected = []
     for ids in tokenizer.encode(sentences):
         source = torch.tensor([[*ids.tolist(), tokenizer.eos_id]])
@@ -69,7 +69,7 @@ def test_empty_sentences_are_not_searched(tokenizer: Tokenizer, monkeypatch: pyt
     assert [one.hypotheses for one in (mixed[0], mixed[2])] == [[NOTHING], [NOTHING]]
     assert mixed[1] == mixed[3]
     assert mixed[1].hypotheses[0].num_tokens > 0
-    monkeypatch.setattr(Search, "beam", None)
+    monkeypatch.setattr(BeamSearch, "beam", None)
     assert [one.text for one in translator.translate(["", "\t", "   "])] == ["", "", ""]
     assert translator.translate([]) == []
 
@@ -98,7 +98,7 @@ def test_no_line_break_comes_out(tokenizer: Tokenizer, monkeypatch: pytest.Monke
 
 def test_an_exported_search_translates_the_same(tokenizer: Tokenizer) -> None:
     network = make_network(tokenizer).eval()
-    search = Search(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
     sentences = make_sentences(10)
     exported = Translator(torch.jit.script(search), tokenizer, SETTINGS).translate(sentences)
     assert exported == Translator(network, tokenizer, SETTINGS).translate(sentences)

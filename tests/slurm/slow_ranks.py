@@ -52,17 +52,17 @@ if __name__ == "__main__":
         print("MOMENT start", file=sys.stderr, flush=True)
         if os.environ.get("DIES") == "yes":
             os.kill(os.getpid(), signal.SIGSEGV)
-        while os.environ.get("LINGERS") == "yes" and stop_request.asked_by() is None:
+        while os.environ.get("LINGERS") == "yes" and stop_request.first_signal() is None:
             time.sleep(0.1)
         together.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
         fit.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", fit.LOCK_PATIENCE_SECONDS))
         from model.translation_module import TranslationModule
-        from pipeline.checkpointing.callback import WholeCheckpointIO
+        from pipeline.checkpointing.callback import AtomicCheckpointIO
 
         for owner, name, moment in (
             (TranslationModule, "training_step", "training"),
             (TranslationModule, "validation_step", "validation"),
-            (WholeCheckpointIO, "save_checkpoint", "save"),
+            (AtomicCheckpointIO, "save_checkpoint", "save"),
         ):
             setattr(owner, name, then_sleep(getattr(owner, name), moment))
     sys.exit(main())

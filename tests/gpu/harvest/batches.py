@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from data_module.batching.batch import SpecialIds, StepShare
+from data_module.batching.batch import RankBatch, SpecialIds
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 # No length is a multiple of 8: such lengths compile to graphs of their own, and there is no time for them.
@@ -30,7 +30,7 @@ class Shares:
         shares = [self._share(pieces, seed) for seed in range(4)]
         self._shares = [share.pin_memory() for share in shares] if pin else shares
 
-    def __iter__(self) -> Iterator[StepShare]:
+    def __iter__(self) -> Iterator[RankBatch]:
         return itertools.cycle(self._shares)
 
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
@@ -40,7 +40,7 @@ class Shares:
             source[::2] -= 1
         return source, target
 
-    def _share(self, pieces: int, seed: int) -> StepShare:
+    def _share(self, pieces: int, seed: int) -> RankBatch:
         draws = torch.Generator().manual_seed(seed)
         parts = []
         for pairs, source_length, target_length in self.shapes:
@@ -52,11 +52,11 @@ class Shares:
             target[:, 0], target[:, -1] = SPECIAL.bos, SPECIAL.eos
             parts += [torch.arange(pairs), source.flatten(), target.flatten()]
         source_lengths, target_lengths = self.lengths()
-        return StepShare(
+        return RankBatch(
             ids=torch.cat(parts).int(),
             shapes=self.shapes,
             pad=SPECIAL.pad,
-            weightless=False,
+            is_filler=False,
             num_target_tokens=int(target_lengths.sum()),
             epoch=0,
             index=0,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from data_module.batching.batch import SpecialIds
-from model.decoding import Search
+from model.decoding import BeamSearch
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from tests.gpu.harvest.job import Job, per_second
@@ -22,7 +22,7 @@ def run(job: Job) -> None:
     torch.manual_seed(1)
     network = Transformer(pieces, settings).to(job.device)
     for dtype in (torch.bfloat16, torch.float32):
-        search = Search(network.to(dtype), SPECIAL.bos, SPECIAL.eos, SPECIAL.pad).eval()
+        search = BeamSearch(network.to(dtype), SPECIAL.bos, SPECIAL.eos, SPECIAL.pad).eval()
         for sentences in (2, 3) if job.tiny else (64, 256):
             job.attempt(
                 "beam 4",
@@ -32,7 +32,7 @@ def run(job: Job) -> None:
             )
 
 
-def _measured(job: Job, search: Search, sentences: int) -> dict[str, Any]:
+def _measured(job: Job, search: BeamSearch, sentences: int) -> dict[str, Any]:
     source, mask = sources(sentences, search.vocabulary_size, job.device)
     answers = search.beam(source, mask, 4, 0.6, EXTRA_TOKENS, 1)
     tokens, steps = int(answers.lengths[:, 0].sum()), int(answers.lengths.max())

@@ -16,7 +16,7 @@ from tests.integration.runs import accumulator, scalars
 
 def log_steps(run: Path, after: int, last: int, value: float) -> None:
     log = RunLog(run, after, writes=True)
-    log.cut_back()
+    log.truncate_after()
     log.add_hyperparameters({"network.d_model": 8, "free": True}, ["loss"], 0)
     log.add_text("what_it_is/recipe", f"from step {after}", after + 1)
     for step in range(after + 1, last + 1):
@@ -49,7 +49,7 @@ def test_one_run_one_curve(tmp_path: Path) -> None:
 def log_with_validation(run: Path, after: int, last: int, validation_pending: bool) -> None:
     """A point a step, and behind it one of a validation at every second step."""
     log = RunLog(run, after, writes=True, validation_pending=validation_pending)
-    log.cut_back()
+    log.truncate_after()
     for step in range(after + 1, last + 1):
         log.log_metrics({"loss": float(step)}, step)
         if step % 2 == 0:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from lightning.pytorch import Trainer
 
-from data_module.batching.batch import SpecialIds, StepShare
-from data_module.batching.plan_cache import PlanSource
-from data_module.batching.stateful_loader import ResumableLoader, ShareDataset
+from data_module.batching.batch import RankBatch, SpecialIds
+from data_module.batching.plan_cache import PlanCache
+from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
 from data_module.corpus.store import open_corpus
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
@@ -21,12 +21,12 @@ from pipeline.monitoring.run_log import RunLog
 from pipeline.runtime.console import quiet_lightning
 
 
-def real_tokens(share: StepShare, pad: int) -> int:
+def real_tokens(share: RankBatch, pad: int) -> int:
     """Source and target tokens without padding."""
     return sum(int((side != pad).sum()) for b in share.micro_batches for side in (b.source, b.target_output))
 
 
-def padded_tokens(share: StepShare) -> int:
+def padded_tokens(share: RankBatch) -> int:
     return sum(side.numel() for batch in share.micro_batches for side in (batch.source, batch.target_output))
 
 
@@ -39,10 +39,10 @@ def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_pa
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     corpus = open_corpus(tiny_corpus, "train")
 
-    def loader() -> ResumableLoader:
-        plans = PlanSource(corpus, batch_tokens=400, group_tokens=400, seed=1)
-        shares = ShareDataset(corpus, plans, special, rank=0, world_size=2, max_tokens=400)
-        return ResumableLoader(shares, workers=0, pin_memory=False)
+    def loader() -> StatefulLoader:
+        plans = PlanCache(corpus, batch_tokens=400, group_tokens=400, seed=1)
+        shares = RankBatchDataset(corpus, plans, special, rank=0, world_size=2, max_tokens=400)
+        return StatefulLoader(shares, workers=0, pin_memory=False)
 
     network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1)
     module = TranslationModule(
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_pa
     logged = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [line["step"] for line in logged] == [every, steps]
 
-    epoch = PlanSource(corpus, batch_tokens=400, group_tokens=400, seed=1).compute(0)
+    epoch = PlanCache(corpus, batch_tokens=400, group_tokens=400, seed=1).compute(0)
     shares = list(islice(loader(), steps))
     for line in logged:
         first, end = line["step"] - every, line["step"]

@@ -4,7 +4,7 @@ import pytest
 import sacrebleu
 import torch
 
-from pipeline.monitoring.validation_metrics import TextScores
+from pipeline.monitoring.validation_metrics import ValidationMetrics
 
 HYPOTHESES = ["the cat sat on the mat", "a dog runs through deep snow", "", "he says nothing at all today"]
 REFERENCES = ["the cat sat on a mat", "a dog runs through the deep snow", "yes", "he said nothing at all"]
@@ -13,7 +13,7 @@ LENGTHS = [10, 11, 75, 61]
 
 
 def test_batches_add_up() -> None:
-    metric = TextScores()
+    metric = ValidationMetrics()
     metric.update([], [], [], [])
     assert metric.compute()["validation/bleu"] == 0.0
     metric.reset()
@@ -38,12 +38,12 @@ def test_batches_add_up() -> None:
         assert by_length[f"validation_bleu_by_length/{name}_pieces"] == pytest.approx(alone)
     assert "tok:13a" in metric.signatures()
     assert "chrF nrefs:1" in metric.signatures()
-    assert TextScores().signatures() == metric.signatures()  # known to a rank that has had no text, too
+    assert ValidationMetrics().signatures() == metric.signatures()  # known to a rank that has had no text, too
 
 
 def test_ranks_add_up() -> None:
     """One of them has the longest translation; the scores are those of one process with all of them."""
-    whole, first, second = TextScores(), TextScores(), TextScores()
+    whole, first, second = ValidationMetrics(), ValidationMetrics(), ValidationMetrics()
     whole.update(HYPOTHESES, REFERENCES, PIECES, LENGTHS)
     first.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], LENGTHS[:1])
     second.update(HYPOTHESES[1:], REFERENCES[1:], PIECES[1:], LENGTHS[1:])
@@ -52,7 +52,7 @@ def test_ranks_add_up() -> None:
 
 
 def test_empty_translations_count_in_their_bucket() -> None:
-    metric = TextScores()
+    metric = ValidationMetrics()
     metric.update([""], ["yes"], [[]], [25])
     assert metric.compute()["validation_bleu_by_length/21-30_pieces"] == 0.0
 
@@ -66,7 +66,7 @@ def test_each_length_has_its_bucket() -> None:
         *((length, "41-60") for length in (41, 60)),
         *((length, "61-") for length in (61, 500)),
     ):
-        metric = TextScores()
+        metric = ValidationMetrics()
         metric.update(["yes"], ["yes"], [[4]], [length])
         scores = metric.compute()
         assert [key for key in scores if "length/" in key] == [f"validation_bleu_by_length/{name}_pieces"]
@@ -74,7 +74,7 @@ def test_each_length_has_its_bucket() -> None:
 
 
 def test_sums_are_exact_and_lists_are_of_one_length() -> None:
-    metric = TextScores()
+    metric = ValidationMetrics()
     # float32 holds whole numbers up to 2 ** 24.
     assert {metric.bleu.dtype, metric.chrf.dtype, metric.repeated.dtype} == {torch.int64}
     with pytest.raises(ValueError, match="shorter"):
