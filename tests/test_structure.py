@@ -62,7 +62,8 @@ def imported(path: Path) -> Iterator[str]:
     """Names of imported modules, those imported inside functions and for type checking included."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{path}: relative import"
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 yield name if name in MODULES else node.module
