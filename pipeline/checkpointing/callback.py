@@ -27,7 +27,7 @@ class CheckpointCallback(Callback):
     @property
     def state_key(self) -> str:
         """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "CheckpointCallback"
+        return "CheckpointKeeper"
 
     def __init__(self, run: Path, recipe: Recipe, tokenizer: Tokenizer, clock: StepClock) -> None:
         self._run = run

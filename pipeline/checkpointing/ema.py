@@ -21,7 +21,7 @@ class EMA(WeightAveraging):
     @property
     def state_key(self) -> str:
         """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "EMA"
+        return "MovingAverage"
 
     def __init__(self, decay: float) -> None:
         """After each step the average is `decay` of itself and the rest of the weights."""

@@ -36,7 +36,7 @@ class AttentionPlots(Callback):
     @property
     def state_key(self) -> str:
         """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "AttentionPlots"
+        return "Pictures"
 
     def __init__(
         self,

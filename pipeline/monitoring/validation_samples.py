@@ -37,7 +37,7 @@ class ValidationSamples(Callback):
     @property
     def state_key(self) -> str:
         """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "ValidationSamples"
+        return "ValidationText"
 
     def __init__(
         self,

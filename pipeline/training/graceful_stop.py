@@ -31,7 +31,7 @@ MARGIN_SECONDS = 30
 def validation_is_pending(checkpoint: Path) -> bool:
     """Whether the run was stopped in the validation after the checkpoint's step, which is to be done again."""
     states = read_checkpoint(checkpoint).get("callbacks", {})
-    return bool(states.get("GracefulStop", {}).get("validation_pending"))
+    return bool(states.get("Together", {}).get("validation_pending"))
 
 
 def disable_lightning_signals(trainer: Trainer) -> None:
@@ -85,7 +85,7 @@ class GracefulStop(Callback):
     @property
     def state_key(self) -> str:
         """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "GracefulStop"
+        return "Together"
 
     def __init__(self, keeper: CheckpointCallback, timeout_seconds: int, max_seconds: float | None = None) -> None:
         """Ranks wait `timeout_seconds` for one another; stop after `max_seconds` of training, as if asked to."""

@@ -91,7 +91,7 @@ def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.M
     # Compiled in name only: that would take a minute.
     monkeypatch.setattr("model.translation_module.CompiledForward", lambda network: lambda *batch: network(*batch))
     monkeypatch.setattr("model.loss._compiled_over_classes", lambda: _over_classes)
-    monkeypatch.setattr("pipeline.training.build.compiles", lambda *_: True)
+    monkeypatch.setattr("pipeline.training.build.should_compile", lambda *_: True)
     monkeypatch.setattr("pipeline.benchmark.side_by_side.QUIET_STEPS", 10)
     recipe = load_recipe([recipe_file], (), trainer_signature())
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")

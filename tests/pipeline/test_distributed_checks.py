@@ -26,10 +26,10 @@ RANK = """
 import time
 from datetime import timedelta
 import torch.distributed as dist
-from pipeline.preflight.distributed import Ranks, _all_reduce
-from pipeline.runtime.slurm import Step
+from pipeline.preflight.distributed import RankGroup, _all_reduce
+from pipeline.runtime.slurm import JobStep
 
-ranks = Ranks(Step(job="7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_node=1, restarts=0))
+ranks = RankGroup(JobStep(job="7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_node=1, restarts=0))
 ranks.store = dist.TCPStore("127.0.0.1", 0, is_master=True)
 """
 GIVE_UP = "ranks.give_up_after(timedelta(seconds=3))"

@@ -172,15 +172,15 @@ def test_memory_that_was_kept_is_given_back() -> None:
     """In a process of its own: blocks that are freed one by one leave gaps, which only the second call returns."""
     code = """
 import torch
-from pipeline.training.memory_probe import give_back_freed_memory, keep_freed_memory, own_memory
+from pipeline.runtime.memory import release_freed_memory, keep_freed_memory, private_memory
 keep_freed_memory()
-before = own_memory()
+before = private_memory()
 blocks = [torch.ones(size) for _ in range(100) for size in (1 << 20, 1 << 14)]
 kept = blocks[1::2]
 del blocks
-freed = own_memory() - before
-give_back_freed_memory()
-print(freed, own_memory() - before)
+freed = private_memory() - before
+release_freed_memory()
+print(freed, private_memory() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True)
     freed, left = map(int, done.stdout.split())

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from data_module.errors import InputError
-from pipeline.checkpointing import run_folder
 from pipeline.checkpointing.run_folder import RunFolder, count_start, differences, is_run, reset_marker
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime import signals as stop_request
+from pipeline.runtime import versions as versions_module
 from pipeline.runtime.signals import Stopped
 from pipeline.runtime.slurm import JobStep
 from pipeline.runtime.versions import versions
@@ -200,7 +200,7 @@ def test_the_revision_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.Mo
         command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    monkeypatch.setattr(run_folder, "__file__", str(tmp_path / "pipeline" / "run_folder.py"))
+    monkeypatch.setattr(versions_module, "__file__", str(tmp_path / "pipeline" / "versions.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     (tmp_path / "pipeline").mkdir()
     assert versions()["revision"] is None

@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.commands import fit
 from pipeline.runtime import signals as stop_request
 from pipeline.training import graceful_stop as together
+from pipeline.training import start
 
 SECONDS = 0.1
 SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", "0.1"))
@@ -55,7 +55,7 @@ if __name__ == "__main__":
         while os.environ.get("LINGERS") == "yes" and stop_request.first_signal() is None:
             time.sleep(0.1)
         together.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
-        fit.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", fit.LOCK_PATIENCE_SECONDS))
+        start.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", start.LOCK_PATIENCE_SECONDS))
         from model.translation_module import TranslationModule
         from pipeline.checkpointing.callback import AtomicCheckpointIO
 
