@@ -40,6 +40,7 @@ ROOMS = {
         "profiling",
         "config",
         "runtime",
+        "compat",
     ],
 }
 """A package's rooms, from the top down: a room may import from itself and from those below it.

@@ -145,13 +145,13 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
     from pipeline.benchmark.report import figures_of
     from pipeline.benchmark.scaling_model import Step
     from pipeline.benchmark.train import benchmark_device, recipe_comparison
-    from pipeline.training.build import module_and_data
+    from pipeline.training.build import build_data
     from pipeline.training.corpus import ensure_corpus
 
     place = benchmark_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    batch_tokens, longest = recipe.batches.batch_tokens, module_and_data(recipe, tokenizer)[1].longest
+    batch_tokens, longest = recipe.batches.batch_tokens, build_data(recipe, tokenizer).longest
     few = max(batch_tokens // SMALLER, longest)
     if 2 * few > batch_tokens:
         raise InputError(

@@ -133,9 +133,9 @@ def recipe_comparison(
     """The recipe's network against the baselines."""
     from pipeline.benchmark.baselines import baseline_network, cross_entropy
     from pipeline.benchmark.side_by_side import BareLoop, SideBySide
-    from pipeline.training.build import module_and_data
+    from pipeline.training.build import build_data, build_module
 
-    module, data = module_and_data(recipe, tokenizer)
+    module, data = build_module(recipe, tokenizer), build_data(recipe, tokenizer)
     loss = cross_entropy(tokenizer.pad_id, recipe.training.label_smoothing)
     others = {}
     for name in baselines:
@@ -155,14 +155,15 @@ def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) ->
     from pipeline.benchmark.side_by_side import BareLoop, SideBySide
     from pipeline.monitoring.monitor import Monitor
     from pipeline.monitoring.run_log import RunLog
-    from pipeline.training.build import module_and_data
+    from pipeline.training.build import build_data, build_module
 
-    longest = module_and_data(recipe, tokenizer)[1].longest
+    longest = build_data(recipe, tokenizer).longest
     network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1, dropout=0.0)
     batches = replace(recipe.batches, batch_tokens=longest, group_tokens=None, max_tokens_per_device=None)
     # Not compiled, as the other is not: its network's time is not what is asked for.
     run = replace(recipe.run, compile=False)
-    module, data = module_and_data(replace(recipe, network=network, batches=batches, run=run), tokenizer)
+    tiny = replace(recipe, network=network, batches=batches, run=run)
+    module, data = build_module(tiny, tokenizer), build_data(tiny, tokenizer)
     bare = Transformer(tokenizer.vocabulary_size, network)
 
     def loss(states: "Tensor", targets: "Tensor") -> "Tensor":

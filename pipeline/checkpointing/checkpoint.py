@@ -66,6 +66,11 @@ def metadata(recipe: dict[str, Any], network: NetworkSettings, tokenizer: Tokeni
     }
 
 
+def tokenizer_of(contents: dict[str, Any]) -> bytes:
+    """Return the serialized tokenizer of a checkpoint that `read_checkpoint` has read."""
+    return bytes(contents["translation"]["tokenizer"].numpy())
+
+
 def write_atomic(contents: dict[str, Any], path: Path) -> None:
     """Save a checkpoint whole or not at all.
 

@@ -149,7 +149,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     return forbidden, allowed
 
 
-def another_run_message(path: Path, forbidden: list[str]) -> str:
+def different_run_message(path: Path, forbidden: list[str]) -> str:
     """What to say of differences that make the recipe's another run than the folder's."""
     way_out = "use --fresh to start over, or another run.folder"
     return f"{path}: holds a run of another recipe: {'; '.join(forbidden)}; {way_out}"

@@ -6,14 +6,14 @@ Settings of the recipe may be given as --section.key value, Lightning's as --tra
 import argparse
 from pathlib import Path
 
-from pipeline.runtime import signals as stop_request
+from pipeline.runtime import signals
 from pipeline.runtime.launch import process_rank, reports_exit_code
 from pipeline.runtime.signals import Stopped
-from pipeline.training.start import fit
+from pipeline.training.fit import fit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the command's options."""
     parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
     parser.add_argument("--fresh", action="store_true", help="start over: remove the run that is there")
     parser.add_argument(
@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, or go on training."""
+    """Start or resume training; on rank 0, report a requested stop as this process's exit code."""
     try:
-        return fit(arguments)
+        return fit(arguments.config, arguments.overrides, arguments.fresh, arguments.init_from)
     except Stopped as stop:
         if not reports_exit_code(process_rank()):
             return 0
         raise stop if process_rank() == 0 else SystemExit(stop.exit_code) from None
     finally:
-        stop_request.ignore()
+        signals.ignore()

@@ -34,6 +34,10 @@ class Recipe:
         """Where `fit` writes."""
         return Path(self.run.folder) if self.run.folder else Path("runs") / self.name
 
+    def corpus_folder(self) -> Path:
+        """Return the folder of the prepared corpus."""
+        return Path(self.corpus.folder)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as YAML and a checkpoint hold them."""
         return asdict(self)

@@ -5,7 +5,7 @@ import typing
 from typing import Any
 
 
-def refuse(options: dict[str, Any]) -> None:
+def validate_trainer_keys(options: dict[str, Any]) -> None:
     """Raises InputError for values of a recipe's `trainer:` that Lightning takes and that cannot be trained by."""
     from data_module.errors import InputError
 

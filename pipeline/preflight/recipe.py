@@ -19,7 +19,7 @@ def load(paths: list[Path], overrides: list[str]) -> "Recipe | CheckResult":
     """The recipe, or what is wrong with it."""
     from data_module.errors import InputError
     from pipeline.config.recipe import load_recipe
-    from pipeline.config.trainer_keys import refuse, trainer_signature
+    from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
 
     if not paths:
         if overrides:
@@ -29,7 +29,7 @@ def load(paths: list[Path], overrides: list[str]) -> "Recipe | CheckResult":
         return CheckResult(True, "no recipe to look at; give one with --config")
     try:
         loaded = load_recipe(paths, overrides, trainer_signature())
-        refuse(loaded.trainer)
+        validate_trainer_keys(loaded.trainer)
         return loaded
     except InputError as error:
         return CheckResult(False, str(error))
@@ -81,10 +81,10 @@ def beginning(arguments: argparse.Namespace, loaded: "Recipe") -> Iterator[Check
 
 def going_on(run: Path, loaded: "Recipe") -> Iterator[CheckResult]:
     """Whether the run that is there is the recipe's."""
-    from pipeline.checkpointing.run_folder import another_run_message, differences
+    from pipeline.checkpointing.run_folder import differences, different_run_message
 
     if forbidden := differences(run, loaded)[0]:
-        yield CheckResult(False, another_run_message(run, forbidden))
+        yield CheckResult(False, different_run_message(run, forbidden))
 
 
 def prepared(corpus: Path, settings: "CorpusSettings") -> CheckResult:

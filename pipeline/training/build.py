@@ -1,7 +1,10 @@
-"""A recipe's training, wired: module, data, callbacks, Lightning's Trainer."""
+"""Builds what `fit` trains with: the module, the data, the callbacks and Lightning's Trainer; then trains.
+
+`train` is the way from a recipe to a trained model; each `build_*` function can be read alone.
+"""
 
 import json
-from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -9,15 +12,14 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data_module.batching.batch import SpecialIds
-from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
-from pipeline.checkpointing.checkpoint import step_of
 from pipeline.checkpointing.ema import EMA
-from pipeline.checkpointing.run_folder import STOPPED_EARLY, RunFolder
+from pipeline.checkpointing.run_folder import STOPPED_EARLY
+from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import Recipe
 from pipeline.config.trainer_keys import max_seconds
 from pipeline.monitoring.attention_plots import AttentionPlots
@@ -27,94 +29,93 @@ from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.run_metadata import RunMetadata
 from pipeline.monitoring.starts import first_submission, record_start
 from pipeline.monitoring.validation_samples import ValidationSamples
-from pipeline.runtime import signals as stop_request
+from pipeline.runtime import signals
 from pipeline.runtime.atomic_file import atomic_file
 from pipeline.runtime.console import say
-from pipeline.runtime.slurm import JobStep
 from pipeline.training.compilation import should_compile, start_compiler
 from pipeline.training.early_stopping import ResumableEarlyStopping
-from pipeline.training.graceful_stop import GracefulStop, disable_lightning_signals, validation_is_pending
-from pipeline.training.init_from import InitialWeights
+from pipeline.training.graceful_stop import GracefulStop
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.precision import precision_plugin
+from pipeline.training.start import Start
 from pipeline.training.trainer import cluster_environment, trainer_options
 
 
-def module_and_data(
-    recipe: Recipe, tokenizer: Tokenizer, scaled: bool = False
-) -> tuple[TranslationModule, TranslationDataModule]:
-    """What is trained, its weights drawn by the recipe's seed, and on what; `scaled` for float16."""
-    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+def special_ids(tokenizer: Tokenizer) -> SpecialIds:
+    """Return the ids of the padding, begin and end symbols."""
+    return SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+
+
+def build_module(recipe: Recipe, tokenizer: Tokenizer, scale_loss: bool = False) -> TranslationModule:
+    """Return the LightningModule, its weights initialized by `run.seed`.
+
+    Args:
+        recipe: the recipe.
+        tokenizer: the corpus's; it determines the vocabulary size and the special ids.
+        scale_loss: scale the loss dynamically, for float16.
+    """
     torch.manual_seed(recipe.run.seed)
-    module = TranslationModule(
+    return TranslationModule(
         tokenizer.vocabulary_size,
-        special,
+        special_ids(tokenizer),
         recipe.network,
         recipe.training,
         recipe.decoding,
         recipe.run.seed,
         compiled=should_compile(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
-        scaled=scaled,
+        scaled=scale_loss,
     )
-    return module, TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, special, recipe.run.seed)
 
 
-def train(
-    recipe: Recipe,
-    folder: RunFolder | None,
-    tokenizer: Tokenizer,
-    begin: Path | InitialWeights | None,
-    fresh: bool,
-    step: JobStep | None,
-) -> None:
-    """Wire and run Lightning's Trainer. The folder is None on all ranks but the first, which alone writes.
+def build_data(recipe: Recipe, tokenizer: Tokenizer) -> TranslationDataModule:
+    """Return the LightningDataModule over the prepared corpus."""
+    return TranslationDataModule(recipe.corpus_folder(), recipe.batches, special_ids(tokenizer), recipe.run.seed)
 
-    `begin` is the run's own checkpoint to go on from, or another's.
 
-    Nothing is removed or written before everything that can be wrong with a recipe has been looked at.
+def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]:
+    """Return all callbacks in the order in which Lightning calls them.
+
+    This is the only place that decides the order:
+
+    1. `MemoryProbe` first: what does not fit ends the run before anything is logged.
+    2. `ValidationSamples` before `AttentionPlots`, which draws the translations that it has collected.
+    3. `Monitor` before `RunMetadata`, whose summary reads its counters.
+    4. `ResumableEarlyStopping` and `EMA` before `CheckpointCallback`, which saves their state after the step.
+    5. `GracefulStop` last: it saves and raises, and no other callback may miss the step.
     """
-    path = recipe.run_folder()
-    checkpoint = begin if isinstance(begin, Path) else None
-    options = trainer_options(recipe.trainer, step, recipe.run.timeout_seconds)
-    plugins = [AtomicCheckpointIO(), cluster_environment(step), float16 := precision_plugin(options)]
-    module, data = module_and_data(recipe, tokenizer, scaled=float16 is not None)
-    if module.compiled_forward is not None and torch.cuda.is_available():
-        start_compiler()
-    if begin is not None and not isinstance(begin, Path):
-        module.network.load_state_dict(begin.weights)
-    longest = max(data.longest, 1 + data.validation_corpus.longest)
-    if recipe.network.learned_positions and longest > recipe.network.max_positions:
-        raise InputError(
-            f"network.max_positions {recipe.network.max_positions} is less than the longest sentence trained or "
-            f"validated on, {longest} tokens; raise it, or lower corpus.max_tokens"
-        )
+    recipe, tokenizer = start.recipe, start.tokenizer
     sources, references = data.validation_text()
-    if tokenizer.lowercase:  # what it writes can be compared with lower-cased text only
+    if tokenizer.lowercase:  # The model writes lower case: its text compares with lower-cased references only.
         references = [reference.lower() for reference in references]
-    # The keeper stands behind them, so that what it saves has seen what the others did.
-    monitor = Monitor(
-        recipe.run.log_every_steps,
-        flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus),
-    )
-    texts = ValidationSamples(sources, references, tokenizer)
-    description = RunMetadata(recipe, read_manifest(data.folder), monitor)
+    samples = ValidationSamples(sources, references, tokenizer)
+    flops = flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
+    monitor = Monitor(recipe.run.log_every_steps, flops)
     callbacks: list[Callback] = [
         MemoryProbe(data.micro_batch_tokens, data.longest),
-        texts,
-        AttentionPlots(recipe.monitoring, texts, sources, tokenizer, data.train_corpus, recipe.network),
+        samples,
+        AttentionPlots(recipe.monitoring, samples, sources, tokenizer, data.train_corpus, recipe.network),
         monitor,
-        description,
+        RunMetadata(recipe, start.manifest, monitor),
     ]
-    patience = recipe.run.patience
-    early_stopping = ResumableEarlyStopping("validation/bleu", mode="max", patience=patience or 1)
-    if patience is not None:
-        callbacks.append(early_stopping)
+    if recipe.run.patience is not None:
+        callbacks.append(ResumableEarlyStopping("validation/bleu", mode="max", patience=recipe.run.patience))
     if recipe.training.ema_decay is not None:
         callbacks.append(EMA(decay=recipe.training.ema_decay))
-    keeper = CheckpointCallback(path, recipe, tokenizer, monitor.clock)
-    callbacks += [keeper, GracefulStop(keeper, recipe.run.timeout_seconds, max_seconds(options.pop("max_time", None)))]
-    step_before, pending = (step_of(checkpoint), validation_is_pending(checkpoint)) if checkpoint else (0, False)
-    log = RunLog(path, step_before, writes=folder is not None, validation_pending=pending)
+    checkpoints = CheckpointCallback(recipe.run_folder(), recipe, tokenizer, monitor.clock)
+    limit = max_seconds(recipe.trainer.get("max_time"))
+    return [*callbacks, checkpoints, GracefulStop(checkpoints, recipe.run.timeout_seconds, limit)]
+
+
+def build_trainer(start: Start, options: dict[str, Any], callbacks: list[Callback], log: RunLog) -> Trainer:
+    """Return Lightning's Trainer; `options` are those of `trainer_options`.
+
+    Raises InputError for what the machine does not have and for keys that exclude one another.
+    """
+    float16 = precision_plugin(options)
+    plugins = [AtomicCheckpointIO(), cluster_environment(start.job), float16]
+    # `GracefulStop` ends the run in time; Lightning accepts the precision from one place.
+    elsewhere = ("max_time",) if float16 is None else ("max_time", "precision")
+    options = {key: value for key, value in options.items() if key not in elsewhere}
     try:
         trainer = Trainer(
             **options,
@@ -130,20 +131,71 @@ def train(
             plugins=[plugin for plugin in plugins if plugin is not None],
         )
     except (MisconfigurationException, ValueError, ImportError) as error:
-        # What the machine does not have, or keys that exclude one another.
         raise InputError(f"trainer: {' '.join(str(error).split())}") from None
-    if folder is not None:
-        if fresh:
-            folder.remove_run(step)
-        folder.write_config(recipe, tokenizer.model)
-        log.truncate_after()
-        description.starts = record_start(log, step)
-        monitor.submitted = first_submission(description.starts)
-    disable_lightning_signals(trainer)
-    with stop_request.keyboard_interrupt_noted():
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-    if folder is not None and patience is not None and early_stopping.wait_count >= patience:
-        stop = {"step": trainer.global_step, "patience": patience}
-        with atomic_file(path / STOPPED_EARLY) as file:
-            file.write(json.dumps(stop).encode())
-        say(f"stopped early at step {trainer.global_step} after {patience} validations without a better BLEU")
+    disable_signal_handling(trainer)
+    return trainer
+
+
+def train(start: Start) -> None:
+    """Train until `trainer.max_steps`, early stopping, or a request to stop.
+
+    Nothing is written to the run folder before everything that can be wrong with a recipe has been checked.
+    """
+    recipe = start.recipe
+    options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
+    module = build_module(recipe, start.tokenizer, scale_loss=options["precision"] == "16-mixed")
+    if module.compiled_forward is not None and torch.cuda.is_available():
+        start_compiler()
+    if start.initial is not None:
+        module.network.load_state_dict(start.initial.weights)
+    data = build_data(recipe, start.tokenizer)
+    _check_positions(recipe, data)
+    callbacks = build_callbacks(start, data)
+    log = RunLog(
+        recipe.run_folder(),
+        start.resume.step if start.resume else 0,
+        writes=start.folder is not None,
+        validation_pending=start.resume is not None and start.resume.validation_pending,
+    )
+    trainer = build_trainer(start, options, callbacks, log)
+    _write_run_folder(start, callbacks, log)
+    with signals.keyboard_interrupt_noted():
+        trainer.fit(module, datamodule=data, ckpt_path=start.resume.path if start.resume else None)
+    _record_early_stop(start, trainer)
+
+
+def _check_positions(recipe: Recipe, data: TranslationDataModule) -> None:
+    """Raise InputError where sentences are longer than the network's table of learned positions."""
+    longest = max(data.longest, 1 + data.validation_corpus.longest)
+    if recipe.network.learned_positions and longest > recipe.network.max_positions:
+        raise InputError(
+            f"network.max_positions {recipe.network.max_positions} is less than the longest sentence trained or "
+            f"validated on, {longest} tokens; raise it, or lower corpus.max_tokens"
+        )
+
+
+def _write_run_folder(start: Start, callbacks: list[Callback], log: RunLog) -> None:
+    """On rank 0, remove what a new start replaces, then write the recipe and the record of this start."""
+    if start.folder is None:
+        return
+    if start.reset:
+        start.folder.remove_run(start.job)
+    start.folder.write_config(start.recipe, start.tokenizer.model)
+    log.truncate_after()
+    starts = record_start(log, start.job)
+    for callback in callbacks:
+        if isinstance(callback, RunMetadata):
+            callback.starts = starts
+        elif isinstance(callback, Monitor):
+            callback.submitted = first_submission(starts)
+
+
+def _record_early_stop(start: Start, trainer: Trainer) -> None:
+    """On rank 0, note in the run folder that patience has ended the run, so that the next start does not resume it."""
+    stopping = next((one for one in trainer.callbacks if isinstance(one, ResumableEarlyStopping)), None)  # type: ignore[attr-defined]
+    if start.folder is None or stopping is None or stopping.wait_count < stopping.patience:
+        return
+    stop = {"step": trainer.global_step, "patience": stopping.patience}
+    with atomic_file(start.folder.path / STOPPED_EARLY) as file:
+        file.write(json.dumps(stop).encode())
+    say(f"stopped early at step {trainer.global_step} after {stopping.patience} validations without a better BLEU")

@@ -2,9 +2,9 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pipeline.runtime import signals as stop_request
+from pipeline.runtime import signals
 from pipeline.runtime.launch import process_rank
 
 if TYPE_CHECKING:
@@ -12,14 +12,18 @@ if TYPE_CHECKING:
     from data_module.tokenization.tokenizer import Tokenizer
 
 
-def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = None) -> None:
-    """Prepare the corpus, or see that the one that is there is of these texts and settings.
+def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = None) -> dict[str, Any]:
+    """Prepare the corpus unless it is there, check it against the settings, and return its manifest.
 
-    A given tokenizer takes the place of one learned from the text.
+    Of several ranks one prepares the corpus and the others wait. Only rank 0 reads the texts again to see that they are
+    unchanged, where they are available.
 
-    Of several ranks one prepares it and the others wait; only the first looks at texts again, where they are at hand.
-    Asked to stop while a corpus is made, all end at once. Where there is one, no rank ends by itself, before or after:
-    the others would wait for it in vain until they are killed. They agree on it when they have met.
+    While a corpus is being prepared, a stop signal ends every rank at once. Otherwise no rank ends by itself, because
+    the others would wait for it: they agree on stopping when training starts.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        tokenizer: takes the place of one learned from the text.
 
     Raises InputError as `prepare` does.
     """
@@ -30,13 +34,16 @@ def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = No
 
     folder = Path(settings.folder)
     if not is_corpus(folder):
-        with stop_request.default_signals():
+        with signals.default_signals():
             manifest = prepare(settings, tokenizer)
         if process_rank() == 0:
             print(summary(manifest), file=sys.stderr)
-    elif process_rank() == 0 and all(map(is_available, settings.texts())):
-        prepare(settings)  # reads all texts to see that they are the same: once is enough
-    elif differences := differs_from(read_manifest(folder), settings):
+        return manifest
+    if process_rank() == 0 and all(map(is_available, settings.texts())):
+        return prepare(settings)  # Reads all texts to compare their hashes, so one rank does it.
+    manifest = read_manifest(folder)
+    if differences := differs_from(manifest, settings):
         raise InputError(
             f"{folder}: was made with other settings: {'; '.join(differences)}; name another corpus.folder"
         )
+    return manifest

@@ -9,84 +9,87 @@ import torch.distributed as dist
 
 from pipeline.runtime.slurm import node_name
 
-ROLL_CALL_SECONDS = 3.0
-"""How long the others have to say that they have failed too."""
+ANSWER_SECONDS = 3.0
+"""How long a rank waits for the others to report that they have failed too."""
 
 
 class FailureReport:
-    """Who is where, and who has failed first. Kept with the group's key-value store, which needs no other rank."""
+    """Where each rank runs, and which one failed first.
+
+    Ranks report through the process group's key-value store, which rank 0 hosts: no other rank has to take part.
+    """
 
     def __init__(self) -> None:
         self._rank, size = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore("roll", dist.distributed_c10d._get_default_store())
-        names: list[str] = [""] * size
-        dist.all_gather_object(names, node_name())
-        self._names = [f"rank {rank} on {name}" for rank, name in enumerate(names)]
+        nodes: list[str] = [""] * size
+        dist.all_gather_object(nodes, node_name())
+        self._names = [f"rank {rank} on {node}" for rank, node in enumerate(nodes)]
 
-    def compare(self, step: int) -> None:
-        """Raises RuntimeError when ranks have not gone on from one checkpoint; all call it.
+    def check_same_step(self, step: int) -> None:
+        """Raise RuntimeError when ranks have resumed from different checkpoints; all ranks call it.
 
-        Each has looked for the newest by itself, and another job may have been saving one meanwhile.
+        Each rank looks for the newest checkpoint itself, and another job may have been saving one meanwhile.
         """
         steps: list[int] = [0] * len(self._names)
         dist.all_gather_object(steps, step)
         others = [rank for rank, theirs in enumerate(steps) if theirs != steps[0]]
         if others:
             raise RuntimeError(
-                f"{self._names[0]} went on from step {steps[0]}, {self._names[others[0]]} from {steps[others[0]]}: "
+                f"{self._names[0]} resumed from step {steps[0]}, {self._names[others[0]]} from {steps[others[0]]}: "
                 "another job was still writing to the run folder; start again"
             )
 
-    def call(self, error: BaseException) -> str:
-        """Which rank has failed and where, as far as this one can tell; waits a few seconds for the others' word."""
+    def describe(self, error: BaseException) -> str:
+        """Say which rank failed and where, as far as this rank can tell; waits a few seconds for reports of others."""
         here = self._names[self._rank]
         if not is_collective_error(error):
-            said = str(error).splitlines()[:1]
-            self._tell(f"failed|{type(error).__name__}: {said[0] if said else ''}")
+            first_line = str(error).splitlines()[:1]
+            self._post(f"failed|{type(error).__name__}: {first_line[0] if first_line else ''}")
             return f"{here} failed"
-        self._tell("waiting|")
-        heard = self._listen()
-        if heard is None:
+        self._post("waiting|")
+        reports = self._collect()
+        if reports is None:
             return f"{self._names[0]} has died or hangs; {here} waited for it"
-        for rank, word in heard.items():
-            kind, _, what = word.partition("|")
+        for rank, report in reports.items():
+            kind, _, message = report.partition("|")
             if kind == "failed":
-                return f"{self._names[rank]} failed: {what}"
-        silent = [name for rank, name in enumerate(self._names) if rank not in heard]
+                return f"{self._names[rank]} failed: {message}"
+        silent = [name for rank, name in enumerate(self._names) if rank not in reports]
         return f"{', '.join(silent) or 'no rank'} has died or hangs; {here} waited for it"
 
-    def _tell(self, word: str) -> None:
-        self._store.set_timeout(timedelta(seconds=ROLL_CALL_SECONDS))
+    def _post(self, report: str) -> None:
+        self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         try:
-            self._store.set(str(self._rank), word)
+            self._store.set(str(self._rank), report)
         except (RuntimeError, dist.DistError):
             return
 
-    def _listen(self) -> dict[int, str] | None:
-        """Every rank's word so far; None if the store does not answer, which lives in rank 0."""
+    def _collect(self) -> dict[int, str] | None:
+        """Return every rank's report so far; None if the store, and with it rank 0, does not answer."""
         answers: list[dict[int, str]] = []
 
         def ask() -> None:
             with suppress(RuntimeError, dist.DistError):
-                answers.append(self._words())
+                answers.append(self._wait_for_reports())
 
-        # A store that hangs, or that a link was cut to, gives no answer ever.
+        # A store that hangs, or whose link was cut, never returns.
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(2 * ROLL_CALL_SECONDS)
+        thread.join(2 * ANSWER_SECONDS)
         return answers[0] if answers else None
 
-    def _words(self) -> dict[int, str]:
-        deadline = time.monotonic() + ROLL_CALL_SECONDS
+    def _wait_for_reports(self) -> dict[int, str]:
+        deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            there = [rank for rank in range(len(self._names)) if self._store.check([str(rank)])]
-            heard = {rank: self._store.get(str(rank)).decode() for rank in there}
-            told = any(word.startswith("failed") for word in heard.values())
-            if told or len(heard) == len(self._names) or time.monotonic() > deadline:
-                return heard
+            posted = [rank for rank in range(len(self._names)) if self._store.check([str(rank)])]
+            reports = {rank: self._store.get(str(rank)).decode() for rank in posted}
+            failed = any(report.startswith("failed") for report in reports.values())
+            if failed or len(reports) == len(self._names) or time.monotonic() > deadline:
+                return reports
             time.sleep(0.1)
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Whether a collective has failed, and not this rank's own work."""
+    """Return whether a collective failed, rather than this rank's own work."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()

@@ -40,15 +40,15 @@ def allow_tf32() -> None:
 
 
 def precision_plugin(options: dict[str, Any]) -> Any:
-    """Float16 with the module's own loss scale: Lightning's refuses to clip. None for any other precision.
+    """Return Lightning's plugin for float16 without its gradient scaler, None for any other precision.
 
-    Takes the precision out of the options, since Lightning wants it from one place.
+    The module scales the loss itself: Lightning's scaler does not allow clipping in manual optimization. Lightning
+    accepts the precision from one place, so with a plugin it has to be left out of the Trainer's options.
     """
     if options["precision"] != "16-mixed":
         return None
     from lightning.pytorch.plugins import MixedPrecision
 
-    del options["precision"]
     plugin = MixedPrecision("16-mixed", "cpu" if options["accelerator"] == "cpu" else "cuda")
     plugin.scaler = None
     return plugin

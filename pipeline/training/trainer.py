@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 from pipeline.runtime.slurm import JobStep
+from pipeline.training.graceful_stop import MARGIN_SECONDS
 from pipeline.training.precision import allow_tf32, best_precision, missing_gpu
 
 
@@ -63,8 +64,6 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
         devices = [part for part in devices.split(",") if part] if "," in devices else int(devices)
     count = len(devices) if isinstance(devices, list) else devices
     if count * int(options.get("num_nodes", 1)) > 1:
-        from pipeline.training.graceful_stop import MARGIN_SECONDS
-
         timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
         return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)
     return "auto"

@@ -158,7 +158,7 @@ def test_newest_whole_checkpoint_is_taken(recipe_file: Path, tmp_path: Path) -> 
     assert sorted(path.name for path in (there / "checkpoints").glob("step=*")) == ["step=00000010.ckpt", newest.name]
     done = pipeline("fit", "--config", recipe_file, "--run.folder", run)
     assert done.returncode == 0, done.stderr.decode()
-    assert "step=00000012.ckpt: is not whole; skipped" in done.stderr.decode()
+    assert "step=00000012.ckpt: is incomplete; skipped" in done.stderr.decode()
     assert "resuming from" in done.stderr.decode()
     assert_equal(run, fit(recipe_file, tmp_path / "again"))
 

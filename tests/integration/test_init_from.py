@@ -28,7 +28,7 @@ def test_begins_from_anothers_weights_and_tokenizer(recipe_file: Path, tmp_path:
 
     # With a learning rate of nothing a step leaves the weights as they came.
     said = fit(recipe_file, *start, "--trainer.max_steps", 1, "--training.learning_rate_factor", 0)
-    assert "beginning from the weights and the tokenizer of" in said
+    assert "starting from the weights and the tokenizer of" in said
     before, after = contents(parent, 12), contents(child, 1)
     assert before["global_step"] == 12
     assert after["global_step"] == 1
@@ -43,7 +43,7 @@ def test_begins_from_anothers_weights_and_tokenizer(recipe_file: Path, tmp_path:
     # Typed again, as a job that is back in the queue does, it goes on.
     said = fit(recipe_file, *start, "--trainer.max_steps", 2, "--training.learning_rate_factor", 0)
     assert "resuming from" in said
-    assert "this run has begun already, so --init-from is not looked at" in said
+    assert "resuming this run; --init-from is ignored" in said
     assert "beginning" not in said
 
     # Made anew without the parent, the corpus has pieces of its own: the run's weights would mean others by them.

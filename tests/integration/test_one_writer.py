@@ -58,7 +58,7 @@ def test_ranks_that_found_other_checkpoints(recipe_file: Path, tmp_path: Path) -
     with said.open("w") as stderr:
         ranks = start(*command, module="tests.integration.astray", stderr=stderr)
     assert ranks.wait(120) == 1
-    assert re.search("rank 0 on .* went on from step 8, rank 1 on .* from 4: another job was still", said.read_text())
+    assert re.search("rank 0 on .* resumed from step 8, rank 1 on .* from 4: another job was still", said.read_text())
     assert [step_of(path) for path in checkpoints(run)] == [4, 8]
 
 

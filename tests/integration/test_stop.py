@@ -84,7 +84,7 @@ def test_signals_after_the_end(recipe_file: Path, tmp_path: Path) -> None:
         process = start(
             "fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.max_steps", 3, stderr=stderr
         )
-    while "the run lies in" not in said.read_text() and process.poll() is None:
+    while "the run is in" not in said.read_text() and process.poll() is None:
         time.sleep(0.005)
     time.sleep(0.1)
     while process.poll() is None:
@@ -104,7 +104,7 @@ def test_time_is_over(recipe_file: Path, tmp_path: Path) -> None:
         assert done.returncode == 75
         steps.append(step_of(checkpoints(run)[-1]))
         last = done.stderr.decode().splitlines()[-1]
-        assert last == f"trainer.max_time is over: saved after step {steps[-1]}; the same command goes on from there"
+        assert last == f"trainer.max_time is over: saved after step {steps[-1]}; run the same command to continue"
     assert steps[1] > steps[0] + 5
     assert [step_of(path) for path in checkpoints(run)] == steps[1:]
     command[command.index("--run.checkpoint_every_steps") + 1] = 1

@@ -21,18 +21,18 @@ from torch.utils.data import DataLoader
 
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
-from pipeline.checkpointing.checkpoint import step_checkpoints, step_of
+from pipeline.checkpointing.checkpoint import read_checkpoint, step_checkpoints, step_of
+from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock
-from pipeline.runtime import signals as stop_request
+from pipeline.runtime import signals
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.signals import Stopped
-from pipeline.training import graceful_stop as together
+from pipeline.training import failure_report, graceful_stop
 from pipeline.training.failure_report import FailureReport
 from pipeline.training.graceful_stop import (
     GracefulStop,
     StopConsensus,
-    disable_lightning_signals,
     validation_is_pending,
 )
 from tests.conftest import ROOT
@@ -94,16 +94,16 @@ class OneWeight(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def make_keeper(folder: Path, tokenizer: Path) -> CheckpointCallback:
+def make_checkpoints(folder: Path, tokenizer: Path) -> CheckpointCallback:
     recipe = load_recipe([ROOT / "configs" / "demo.yaml"], ["--run.checkpoint_every_steps", "1000"])
     return CheckpointCallback(folder, recipe, Tokenizer.load(tokenizer), StepClock())
 
 
 def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, max_seconds: float | None) -> str:
     """Train from the newest checkpoint that is there; returns how it ended, and the validations done."""
-    stop_request.install()
+    signals.install()
     quiet_lightning()
-    keeper = make_keeper(folder, tokenizer)
+    checkpoints = make_checkpoints(folder, tokenizer)
     module = OneWeight(event)
     trainer = Trainer(
         accelerator="cpu",
@@ -119,17 +119,17 @@ def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, ma
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[keeper, GracefulStop(keeper, TIMEOUT_SECONDS, max_seconds)],
+        callbacks=[checkpoints, GracefulStop(checkpoints, TIMEOUT_SECONDS, max_seconds)],
         plugins=[AtomicCheckpointIO(), LightningEnvironment()],
     )
-    disable_lightning_signals(trainer)
+    disable_signal_handling(trainer)
     found = step_checkpoints(folder)
     newest = found[:-1][-1:] if event is not None and event.misses_newest else found[-1:]
     data = DataLoader(torch.zeros(5)), DataLoader(torch.zeros(6))
     try:
         trainer.fit(module, *data, ckpt_path=newest[0] if newest else None)
         end = f"ended at step {trainer.global_step}"
-    except stop_request.Stopped as stop:
+    except signals.Stopped as stop:
         end = f"{stop} (exit code {stop.exit_code})"
     except Exception as error:
         return "\n".join([str(error), *error.__notes__])
@@ -191,26 +191,26 @@ def failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_both_stop_after_the_same_step(tiny_corpus: Path, tmp_path: Path, failures: Path) -> None:
     """One is asked in a step; by the end of the next the other knows."""
-    stopped = "asked to stop: saved after step 4; the same command goes on from there (exit code 75), validated {}"
+    stopped = "asked to stop: saved after step 4; run the same command to continue (exit code 75), validated {}"
     assert two_ranks(tmp_path, tiny_corpus, None, Event(3), max_seconds=600.0) == [stopped] * 2
     assert not failures.exists()  # since training has begun
     [fourth] = step_checkpoints(tmp_path)
     assert step_of(fourth) == 4
     # That step's validation is still to be done; asked in it, both stop in it, and it is done again from its beginning.
-    assert validation_is_pending(fourth)
+    assert validation_is_pending(read_checkpoint(fourth))
     event = Event(4, in_validation=True)
     assert two_ranks(tmp_path, tiny_corpus, event, None, max_seconds=600.0) == [stopped] * 2
     assert step_checkpoints(tmp_path) == [fourth]
-    assert validation_is_pending(fourth)
+    assert validation_is_pending(read_checkpoint(fourth))
     # In the last step there is nothing to stop.
     contents = fourth.read_bytes()
     ends = two_ranks(tmp_path, tiny_corpus, None, Event(5), max_steps=6)
     assert ends == ["ended at step 6, validated {4: 6}"] * 2
     [sixth] = step_checkpoints(tmp_path)  # that of the stop has given way
-    assert not validation_is_pending(sixth)
+    assert not validation_is_pending(read_checkpoint(sixth))
     # Where one rank has looked for the newest before it was there, none goes on.
     fourth.write_bytes(contents)
-    said = "rank 0 on node-0 went on from step 6, rank 1 on node-1 from 4: another job was still writing"
+    said = "rank 0 on node-0 resumed from step 6, rank 1 on node-1 from 4: another job was still writing"
     for end in two_ranks(tmp_path, tiny_corpus, None, Event(0, misses_newest=True)):
         assert end.startswith(said)
 
@@ -220,7 +220,7 @@ def test_both_stop_in_the_first_validation(tiny_corpus: Path, tmp_path: Path) ->
     for end in two_ranks(tmp_path, tiny_corpus, None, Event(4, in_validation=True)):
         assert end.startswith("asked to stop: saved after step 4; ")
     [fourth] = step_checkpoints(tmp_path)
-    assert validation_is_pending(fourth)
+    assert validation_is_pending(read_checkpoint(fourth))
 
 
 def test_both_stop_before_the_first_step(tiny_corpus: Path, tmp_path: Path, failures: Path) -> None:
@@ -237,7 +237,7 @@ def test_both_stop_when_the_time_is_over(tiny_corpus: Path, tmp_path: Path) -> N
     assert ends[0].startswith("trainer.max_time is over: saved after step 2; ")
     assert ends[1].startswith("asked to stop: saved after step 2; ")
     [second] = step_checkpoints(tmp_path)
-    assert not validation_is_pending(second)
+    assert not validation_is_pending(read_checkpoint(second))
 
 
 def test_the_rank_that_failed_is_named_by_both(tiny_corpus: Path, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ class Clock:
 
 def name_the_failed_rank(number: int) -> str:
     """Rank 0 has to wait for what rank 1 says; rank 2 comes when it is said."""
-    roll = FailureReport()
+    report = FailureReport()
 
     def let_rank_1_fail() -> None:
         dist.barrier()
@@ -275,21 +275,21 @@ def name_the_failed_rank(number: int) -> str:
     clock = Clock(let_rank_1_fail)
     said = []
     if number == 0:
-        said.append(roll.call(LOST))
+        said.append(report.describe(LOST))
     else:
         dist.barrier()
         if number == 1:
-            said.append(roll.call(ArithmeticError("1 | 0\nis no number")))
+            said.append(report.describe(ArithmeticError("1 | 0\nis no number")))
         dist.barrier()
     if number == 2:
         lost = (LOST, RuntimeError("NCCL communicator was aborted"), dist.DistBackendError("remote process exited"))
-        said += {roll.call(error) for error in lost}
+        said += {report.describe(error) for error in lost}
     dist.barrier()
     if number == 1:
-        said.append(roll.call(AssertionError()))
+        said.append(report.describe(AssertionError()))
     dist.barrier()
     if number == 2:
-        said.append(roll.call(LOST))
+        said.append(report.describe(LOST))
     dist.barrier()
     assert number == 0 or clock.now == 0
     return "\n".join(said)
@@ -304,13 +304,13 @@ def test_the_rank_that_failed_is_named_by_those_that_waited(tmp_path: Path) -> N
 
 def name_silent_ranks(number: int) -> str:
     """Each in its turn; it waits for the others' words as long as it takes."""
-    together.ROLL_CALL_SECONDS = 50.0
-    roll = FailureReport()
+    failure_report.ANSWER_SECONDS = 50.0
+    report = FailureReport()
     Clock(lambda: threading.Event().wait(0.1))
     said = ""
     for turn in (2, 0, 1):
         if number == turn:
-            said = roll.call(LOST)
+            said = report.describe(LOST)
         dist.barrier()
     return said
 
@@ -324,16 +324,16 @@ def test_silent_ranks_are_named(tmp_path: Path) -> None:
 
 
 def compare_steps(step: int) -> str:
-    roll = FailureReport()
-    roll.compare(4)
+    report = FailureReport()
+    report.check_same_step(4)
     with pytest.raises(RuntimeError) as raised:
-        roll.compare(step)
+        report.check_same_step(step)
     return str(raised.value)
 
 
 def test_ranks_that_went_on_from_different_steps(tmp_path: Path) -> None:
     for said in results(tmp_path, compare_steps, (4,), (8,), (4,)):
-        assert said.startswith("rank 0 on node-0 went on from step 4, rank 1 on node-1 from 8: ")
+        assert said.startswith("rank 0 on node-0 resumed from step 4, rank 1 on node-1 from 8: ")
 
 
 def call_a_rank_that_hangs(number: int, port: Any, is_stopped: Any) -> None:
@@ -345,14 +345,14 @@ def call_a_rank_that_hangs(number: int, port: Any, is_stopped: Any) -> None:
     else:
         store = dist.TCPStore("127.0.0.1", port.recv())
     dist.init_process_group("gloo", store=store, rank=number, world_size=2)
-    roll = FailureReport()
+    report = FailureReport()
     dist.barrier()
     if number == 0:
         is_stopped.send(True)
         threading.Event().wait()
     is_stopped.recv()
-    together.ROLL_CALL_SECONDS = 0.1
-    said = roll.call(LOST)
+    failure_report.ANSWER_SECONDS = 0.1
+    said = report.describe(LOST)
     # The thread that still asks does not keep the process alive.
     sys.exit(7 if said == "rank 0 on node-0 has died or hangs; rank 1 on node-1 waited for it" else said)
 
@@ -380,15 +380,15 @@ def test_rank_0_hangs_and_the_key_value_store_with_it() -> None:
 
 
 def wait_for_a_rank_that_hangs(number: int) -> str:
-    roll = FailureReport()
-    agreement = StopConsensus(timeout_seconds=0.2)  # type: ignore[arg-type]
+    report = FailureReport()
+    consensus = StopConsensus(timeout_seconds=0.2)  # type: ignore[arg-type]
     said = ""
     if number == 0:
-        assert not agreement.asked()
+        assert not consensus.should_stop()
         with pytest.raises(RuntimeError, match=r"\b200 ?ms") as raised:
-            agreement.asked()
+            consensus.should_stop()
         Clock()
-        said = roll.call(raised.value)
+        said = report.describe(raised.value)
     dist.barrier()
     return said
 
@@ -400,9 +400,9 @@ def test_ranks_wait_for_one_another_as_long_as_told(tmp_path: Path) -> None:
 
 def fail(folder: Path, tokenizer: Path, error: BaseException, margin_seconds: float, exit_code: int | None) -> str:
     """Take part in a fit that ends with the error; then hang, or exit with a code."""
-    together.MARGIN_SECONDS = margin_seconds  # type: ignore[assignment]
+    graceful_stop.MARGIN_SECONDS = margin_seconds  # type: ignore[assignment]
     callback, trainer, module = (
-        GracefulStop(make_keeper(folder, tokenizer), TIMEOUT_SECONDS),
+        GracefulStop(make_checkpoints(folder, tokenizer), TIMEOUT_SECONDS),
         Trainer(logger=False),
         OneWeight(None),
     )
@@ -427,17 +427,17 @@ def test_a_rank_that_hangs_after_an_error_is_ended(tiny_corpus: Path, tmp_path: 
 def take_part_alone(folder: Path, tokenizer: Path, is_grouped: bool) -> str:
     if not is_grouped:
         dist.destroy_process_group()
-    stop_request.install()
+    signals.install()
     callback, trainer, module = (
-        GracefulStop(make_keeper(folder, tokenizer), TIMEOUT_SECONDS),
+        GracefulStop(make_checkpoints(folder, tokenizer), TIMEOUT_SECONDS),
         Trainer(logger=False),
         OneWeight(None),
     )
     callback.on_fit_start(trainer, module)
-    agreement = StopConsensus(TIMEOUT_SECONDS)
-    answers = [agreement.asked()]
+    consensus = StopConsensus(TIMEOUT_SECONDS)
+    answers = [consensus.should_stop()]
     os.kill(os.getpid(), signal.SIGUSR1)
-    answers.append(agreement.asked())
+    answers.append(consensus.should_stop())
     error = ArithmeticError("a bug of this step")
     num_threads = threading.active_count()
     callback.on_exception(trainer, module, error)

@@ -21,9 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.runtime import signals as stop_request
-from pipeline.training import graceful_stop as together
-from pipeline.training import start
+from pipeline.runtime import signals
+from pipeline.training import graceful_stop, start
 
 SECONDS = 0.1
 SAVE_SECONDS = float(os.environ.get("SAVE_SECONDS", "0.1"))
@@ -52,9 +51,9 @@ if __name__ == "__main__":
         print("MOMENT start", file=sys.stderr, flush=True)
         if os.environ.get("DIES") == "yes":
             os.kill(os.getpid(), signal.SIGSEGV)
-        while os.environ.get("LINGERS") == "yes" and stop_request.first_signal() is None:
+        while os.environ.get("LINGERS") == "yes" and signals.first_signal() is None:
             time.sleep(0.1)
-        together.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
+        graceful_stop.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
         start.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", start.LOCK_PATIENCE_SECONDS))
         from model.translation_module import TranslationModule
         from pipeline.checkpointing.callback import AtomicCheckpointIO

@@ -113,7 +113,7 @@ def test_cancelled_by_its_owner(cluster: Cluster, recipe_file: Path, tmp_path: P
     assert resumed_from(again) == [step]
     finished = train(cluster, recipe_file, tmp_path / "run", *options)
     assert finished.wait() == "COMPLETED"
-    assert finished.log.count("finished at step 40; raise trainer.max_steps to go on") == 1
+    assert finished.log.count("finished at step 40; raise trainer.max_steps to continue") == 1
     assert job.state == "CANCELLED"
 
 

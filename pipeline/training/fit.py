@@ -1,0 +1,79 @@
+"""`fit`: prepare the corpus if necessary, then start a run, resume it, or report that it has finished."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.runtime.launch import process_rank
+from pipeline.runtime.slurm import current_step
+from pipeline.training.start import Start, open_start, should_reset
+
+if TYPE_CHECKING:
+    from pipeline.config.recipe import Recipe
+
+
+def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path | None) -> int:
+    """Prepare the corpus if necessary, then start or resume the recipe's run; return the exit code.
+
+    Args:
+        configs: a recipe and its overlays.
+        overrides: settings from the command line.
+        reset: remove the run that is in the run folder (`--fresh`).
+        init_from: checkpoint or run folder whose weights and tokenizer a new run takes over.
+
+    Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
+    """
+    from pipeline.checkpointing.checkpoint import latest_valid
+    from pipeline.config.recipe import load_recipe
+    from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
+    from pipeline.training.corpus import ensure_corpus
+    from pipeline.training.init_from import load_initial_weights
+
+    job = current_step()
+    recipe = load_recipe(configs, overrides, trainer_signature())
+    validate_trainer_keys(recipe.trainer)
+    reset = should_reset(reset, recipe.run_folder(), job)
+    initial = None
+    if init_from is not None:
+        if reset or latest_valid(recipe.run_folder())[0] is None:
+            initial = load_initial_weights(init_from, recipe)
+        elif process_rank() == 0:
+            print(f"{recipe.run_folder()}: resuming this run; --init-from is ignored", file=sys.stderr)
+    manifest = ensure_corpus(recipe.corpus, initial.tokenizer if initial else None)
+    with open_start(recipe, job, reset, initial, manifest) as start:
+        return resume_or_start(start)
+
+
+def resume_or_start(start: Start) -> int:
+    """Train from where the run stands, unless it has finished; return the exit code."""
+    from pipeline.training.build import train
+
+    path, report = start.recipe.run_folder(), start.folder is not None
+    if start.resume is not None:
+        if reason := finished_reason(start.recipe, path, start.resume.step):
+            if report:
+                print(f"{path}: {reason}, or use --fresh", file=sys.stderr)
+            return 0
+        if report:
+            print(f"resuming from {start.resume.path}", file=sys.stderr)
+    elif start.initial is not None and report:
+        print(f"starting from the weights and the tokenizer of {start.initial.path}", file=sys.stderr)
+    train(start)
+    if report:
+        print(f"the run is in {path}; view it with: .venv/bin/tensorboard --logdir {path}", file=sys.stderr)
+    return 0
+
+
+def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:
+    """Return why a run at this step has nothing left to train, and what would change that; None if it has."""
+    from pipeline.checkpointing.run_folder import STOPPED_EARLY
+
+    if step >= recipe.trainer["max_steps"]:
+        return f"finished at step {step}; raise trainer.max_steps to continue"
+    if (path / STOPPED_EARLY).exists():
+        stop = json.loads((path / STOPPED_EARLY).read_text())
+        if stop["step"] == step and recipe.run.patience is not None and recipe.run.patience <= stop["patience"]:
+            without = f"{stop['patience']} validations without a better BLEU"
+            return f"stopped early at step {step} after {without}; raise run.patience to continue"
+    return None
