@@ -1,12 +1,12 @@
-"""`python -m pipeline <verb>`: one verb a file; a verb's file is imported only when it is asked for."""
+"""`python -m pipeline <verb>`: each verb is a file in `pipeline/commands`, imported only when it is used."""
 
 import sys
 
-from pipeline.runtime import signals as stop_request
+from pipeline.runtime import signals
 
 if sys.argv[1:2] == ["fit"]:
-    # From here on, before anything that takes time is imported.
-    stop_request.install()
+    # Before anything that takes time is imported.
+    signals.install()
 
 import argparse
 import importlib
@@ -22,27 +22,27 @@ from pipeline.runtime.slurm import report_mistake_to_script
 
 VERBS = {
     "prepare": "raw parallel text -> corpus folder",
-    "fit": "corpus folder -> run folder; run again, it resumes",
-    "average": "a run's last checkpoints -> one averaged checkpoint",
+    "fit": "corpus folder -> run folder; resumes when run again",
+    "average": "last checkpoints of a run -> one averaged checkpoint",
     "translate": "sentences -> translations",
     "evaluate": "source and reference text -> BLEU and chrF with signatures",
-    "export": "a checkpoint -> a bundle that needs none of this code",
-    "benchmark": "how fast, how lean, how full",
-    "demo": "prepare to export on a made corpus, in minutes",
-    "doctor": "what is wrong with this machine or job, before time is spent",
+    "export": "checkpoint -> bundle that runs without this program",
+    "benchmark": "speed and memory of training, decoding and the data path",
+    "demo": "all of the above on a generated corpus, in minutes",
+    "doctor": "check the machine, the job and a recipe before running",
 }
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says a mistake in one line, as everything else here does, and not below the whole usage."""
+    """Reports a mistake as one line, without the usage text above it."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises InputError."""
+        """Raise InputError with the message."""
         raise InputError(f"{message}; see {self.prog} --help")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0, or 2 after a user's mistake."""
+    """Run one verb and return the exit code: 0, 2 after a user's mistake, or the verb's own."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: python -m pipeline <verb> [--help]\n")
@@ -51,11 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("data_module").setLevel(logging.INFO)
-    threading.excepthook = _thread_ended
+    threading.excepthook = _report_thread_error
     verb = arguments[0]
     try:
         if verb not in VERBS:
-            raise InputError(f"'{verb}' is not a verb; known are: {', '.join(VERBS)}")
+            raise InputError(f"'{verb}' is not a verb; the verbs are: {', '.join(VERBS)}")
         module = importlib.import_module(f"pipeline.commands.{verb}")
         parser = OneLineParser(
             prog=f"python -m pipeline {verb}",
@@ -70,10 +70,10 @@ def main(arguments: list[str] | None = None) -> int:
         known.overrides = unknown
         return int(module.run(known) or 0)
     except BrokenPipeError:
-        # The reader has gone (`| head`): nothing to say, and nothing left to flush.
+        # The reader has closed the pipe (`| head`): there is nothing to report and nothing left to flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except stop_request.Stopped as stop:
+    except signals.Stopped as stop:
         print(stop, file=sys.stderr)
         return stop.exit_code
     except KeyboardInterrupt:
@@ -88,10 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _thread_ended(told: threading.ExceptHookArgs) -> None:
-    """TensorBoard's writer hands its error on to the next call; of a full disk, that one's line is enough."""
-    if told.exc_value is None or not disk_full_error(told.exc_value):
-        threading.__excepthook__(told)
+def _report_thread_error(args: threading.ExceptHookArgs) -> None:
+    """Hide a full disk in a background thread: the thread's next caller reports it."""
+    if args.exc_value is None or not disk_full_error(args.exc_value):
+        threading.__excepthook__(args)
 
 
 if __name__ == "__main__":

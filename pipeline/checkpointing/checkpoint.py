@@ -1,7 +1,7 @@
-"""Checkpoints as files: written whole or not at all, found, read back, averaged.
+"""Checkpoint files: written atomically, found, read, averaged.
 
-A checkpoint stands alone: under the key `translation` it carries the network's settings, the tokenizer and the
-recipe, as plain values and tensors, so that it loads with `weights_only`.
+A checkpoint needs no other file: its key `translation` holds the network's settings, the tokenizer and the recipe as
+plain values and tensors, so that it loads with `weights_only`.
 """
 
 import io
@@ -29,7 +29,7 @@ _PREFIX = "network."
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What a checkpoint holds, ready to translate."""
+    """The model of a checkpoint, ready to translate."""
 
     network: Transformer
     """In evaluation mode, float32, on the CPU."""
@@ -41,23 +41,23 @@ class TrainedModel:
 
 
 def step_path(run: Path, step: int) -> Path:
-    """Where the checkpoint after an optimizer step lies."""
+    """Return the path of the checkpoint after an optimizer step."""
     return run / "checkpoints" / f"step={step:08d}.ckpt"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer steps that a checkpoint has behind it, from its name."""
+    """Return the optimizer step of a checkpoint, from its file name."""
     return int(checkpoint.stem.removeprefix("step="))
 
 
 def step_checkpoints(run: Path) -> list[Path]:
-    """The run's checkpoints by step, the newest last; whole or not."""
+    """Return the run's checkpoints by step, the newest last, complete or not."""
     paths = (run / "checkpoints").glob("step=*.ckpt")
     return sorted(path for path in paths if _STEP_NAME.fullmatch(path.name))
 
 
 def metadata(recipe: dict[str, Any], network: NetworkSettings, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What makes a checkpoint stand alone; goes under its key `translation`."""
+    """Return what is stored under a checkpoint's key `translation`."""
     return {
         "format_version": FORMAT_VERSION,
         "network": asdict(network),
@@ -72,9 +72,9 @@ def tokenizer_of(contents: dict[str, Any]) -> bytes:
 
 
 def write_atomic(contents: dict[str, Any], path: Path) -> None:
-    """Save a checkpoint whole or not at all.
+    """Save a checkpoint as a whole or not at all.
 
-    Raises InputError when there is no room for it.
+    Raises InputError when the disk is too full for it.
     """
     try:
         with atomic_file(path) as file:
@@ -88,12 +88,12 @@ def write_atomic(contents: dict[str, Any], path: Path) -> None:
         free = shutil.disk_usage(path.parent).free
         raise InputError(
             f"{path}: {full.strerror}: it needs {counter.size / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free; "
-            "earlier checkpoints are whole; make room, then run the same command again"
+            "earlier checkpoints are intact; make room, then run the same command again"
         ) from error
 
 
 class _Counter(io.BytesIO):
-    """A file that only counts what is written to it."""
+    """A file that counts the bytes written to it and discards them."""
 
     size = 0
 
@@ -103,12 +103,12 @@ class _Counter(io.BytesIO):
 
 
 def is_valid(path: Path) -> bool:
-    """Whether the file is a complete archive; its directory stands at the end, so this reads little."""
+    """Return whether the file is a complete archive; its directory is at the end, so little is read."""
     return zipfile.is_zipfile(path)
 
 
 def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
-    """The newest whole checkpoint of a run, and the newer ones that are not whole."""
+    """Return the newest complete checkpoint of a run, and the newer ones that are incomplete."""
     skipped: list[Path] = []
     for path in reversed(step_checkpoints(run)):
         if is_valid(path):
@@ -118,7 +118,10 @@ def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or for a run folder its average, else its best, else its newest.
+    """Return the checkpoint that a path stands for.
+
+    For a run folder that is its average if it is not older than the newest checkpoint, else the best one by validation
+    BLEU, else the newest.
 
     Raises InputError when there is none.
     """
@@ -130,7 +133,7 @@ def resolve_checkpoint(path: Path) -> Path:
     best = path / "checkpoints" / "best.ckpt"
     newest, _ = latest_valid(path)
     if averages and newest is not None:
-        # An average of earlier checkpoints is not what a run that went on has come to.
+        # A run that was resumed after averaging has better weights than its average.
         step = step_of(newest)
         averages = [average for average in averages if read_checkpoint(average).get("global_step", 0) >= step]
     for candidate in (averages[-1] if averages else None, best if best.is_file() else None, newest):
@@ -140,26 +143,26 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The file's contents, memory-mapped, nothing in it executed.
+    """Return the file's contents, memory-mapped; no code in it is executed.
 
-    Raises InputError for a file that is no checkpoint of this project, is cut short, or is of another format.
+    Raises InputError for a file that is truncated, has another format, or is not a checkpoint of this program.
     """
     if not path.is_file():
         raise InputError(f"{path}: there is no such checkpoint")
     if not is_valid(path):
-        raise InputError(f"{path}: is cut short or no checkpoint; copy it again or take an earlier one")
+        raise InputError(f"{path}: is truncated or not a checkpoint; copy it again or use an earlier one")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about files of other kinds, which are refused below
+            warnings.simplefilter("ignore")  # About other kinds of files, which are refused below.
             contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception:
         raise InputError(
-            f"{path}: cannot be read as a checkpoint: it may be an export, or damaged, or hold more than plain "
+            f"{path}: cannot be read as a checkpoint: it may be an export, damaged, or contain more than plain "
             "tensors; give a .ckpt file that fit has written, or its run folder"
         ) from None
     part = contents.get("translation") if isinstance(contents, dict) else None
     if not isinstance(part, dict) or "state_dict" not in contents:
-        raise InputError(f"{path}: is a checkpoint, but not one of this program; give one that fit has written")
+        raise InputError(f"{path}: is not a checkpoint of this program; give one that fit has written")
     if part.get("format_version") != FORMAT_VERSION:
         raise InputError(
             f"{path}: has checkpoint format {part.get('format_version')}, this program reads {FORMAT_VERSION}; "
@@ -169,9 +172,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def load_model(path: Path) -> TrainedModel:
-    """The network and tokenizer of a checkpoint.
+    """Return the model of a checkpoint.
 
-    Raises InputError as `read_checkpoint` does, and when the weights do not fit the settings beside them.
+    Raises InputError as `read_checkpoint` does, and when the weights do not match the checkpoint's settings.
     """
     contents = read_checkpoint(path)
     part = contents["translation"]
@@ -185,8 +188,8 @@ def load_model(path: Path) -> TrainedModel:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise InputError(
-            f"{path}: its weights do not fit its own settings and vocabulary of {tokenizer.vocabulary_size} "
-            f"pieces ({reason[:200]}); take another checkpoint"
+            f"{path}: its weights do not match its own settings and vocabulary of {tokenizer.vocabulary_size} "
+            f"pieces ({reason[:200]}); use another checkpoint"
         ) from None
     decoding = DecodingSettings(**part["recipe"]["decoding"])
     step = int(contents.get("global_step", 0))
@@ -194,7 +197,7 @@ def load_model(path: Path) -> TrainedModel:
 
 
 def network_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
-    """The network's own state, by the names that `Transformer` gives it."""
+    """Return the network's state dict, with the names that `Transformer` uses."""
     return {
         name.removeprefix(_PREFIX): tensor
         for name, tensor in contents["state_dict"].items()
@@ -203,9 +206,9 @@ def network_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def average(paths: list[Path]) -> dict[str, Any]:
-    """A checkpoint whose weights are the mean of those given, summed in float64 (section 6.1).
+    """Return a checkpoint whose weights are the mean of those given, summed in float64 (section 6.1).
 
-    It holds no optimizer: one translates with it, or starts another run from it.
+    It has no optimizer state: it is for translating, or for starting another run.
 
     Raises InputError when networks or vocabularies differ.
     """

@@ -1,4 +1,4 @@
-"""The run folder: recipe as resolved, tokenizer, checkpoints, TensorBoard, versions. One writer at a time."""
+"""The run folder: resolved recipe, tokenizer, checkpoints, logs and versions, with one writer at a time."""
 
 import fcntl
 import json
@@ -28,19 +28,19 @@ STARTS = "starts.jsonl"
 SUMMARY = "summary.json"
 
 MAY_CHANGE = ("name", "decoding", "run", "monitoring", "trainer")
-"""Sections that another config may change on resume; the others would make it another run."""
+"""Sections of the recipe that may change when a run is resumed."""
 MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
 
 MAX_STARTS = 3
-"""How often a job starts from one and the same checkpoint: the first time, and twice after a failure."""
+"""How often a job may start from the same checkpoint: once, and twice more after failures."""
 
 _OWN_FILES = ("config.yaml", "tokenizer.model", "versions.json")
 STOPPED_EARLY = "stopped-early.json"
-"""Left by a run that patience has ended: the step, and the patience it had."""
+"""Written when early stopping ends a run: the step and the patience."""
 
 
 def is_run(path: Path) -> bool:
-    """Whether the folder is a run of this program: its recipe says so, and not any config.yaml."""
+    """Return whether the folder is a run folder: its config.yaml has the sections of a recipe."""
     try:
         config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -49,18 +49,18 @@ def is_run(path: Path) -> bool:
 
 
 class RunFolder:
-    """A folder that one process owns while it writes; the operating system lets go of a killed owner's lock."""
+    """A run folder that this process has locked; the operating system releases the lock of a killed process."""
 
     def __init__(self, path: Path, patience_seconds: float = 0.0) -> None:
-        """Takes the folder, making it if need be; waits so long for another writer to end.
+        """Lock the folder, creating it if necessary; wait up to `patience_seconds` for another writer.
 
-        Raises InputError when it holds something else, or when another process writes there.
+        Raises InputError when the folder is not a run folder, or when another process is writing to it.
         """
         self.path = path
         if path.exists() and not path.is_dir():
             raise InputError(f"{path}: is a file; give another run.folder")
         if path.is_dir() and any(map(_is_foreign, path.iterdir())) and not is_run(path):
-            raise InputError(f"{path}: holds something else than a run; give another run.folder")
+            raise InputError(f"{path}: is not empty and not a run folder; give another run.folder")
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock: IO[str] = (path / ".lock").open("a")
@@ -72,11 +72,11 @@ class RunFolder:
             while not self._take():
                 if time.monotonic() >= deadline:
                     raise InputError(
-                        f"{path}: another fit is writing there; wait for it to end or give another run.folder"
+                        f"{path}: another fit is writing to it; wait for it to end or give another run.folder"
                     )
                 if not said:
                     said = True
-                    print(f"{path}: another fit is writing there; waiting {patience_seconds:.0f} s", file=sys.stderr)
+                    print(f"{path}: another fit is writing to it; waiting {patience_seconds:.0f} s", file=sys.stderr)
                 raise_if_stopped("while another fit was writing")
                 time.sleep(0.5)
         except BaseException as error:
@@ -92,20 +92,20 @@ class RunFolder:
 
     def _take(self) -> bool:
         try:
-            # A POSIX lock: it dies with this process, while flock's would live on in a loader's worker.
+            # A POSIX lock ends with this process; one of flock would be inherited by loader workers.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
         return True
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the lock."""
         self._lock.close()
 
     def remove_run(self, step: JobStep | None) -> None:
-        """Remove the run that is here, and nothing else; `write_config` replaces what makes the folder a run's.
+        """Remove the run's files and nothing else; `write_config` replaces the recipe afterwards.
 
-        A job notes that it has: when it comes back from the queue, it is to go on.
+        A job leaves a marker, so that it resumes when SLURM requeues it.
         """
         for name in ("checkpoints", "tensorboard"):
             shutil.rmtree(self.path / name, ignore_errors=True)
@@ -119,20 +119,20 @@ class RunFolder:
             reset_marker(self.path, step).touch()
 
     def write_config(self, recipe: Recipe, tokenizer: bytes) -> None:
-        """Recipe, tokenizer, and the versions of everything that had a part in it."""
+        """Write the recipe, the tokenizer, and the versions of code and packages."""
         _replace(self.path / "config.yaml", yaml.safe_dump(recipe.as_dict(), sort_keys=False).encode())
         _replace(self.path / "tokenizer.model", tokenizer)
         _replace(self.path / "versions.json", json.dumps(versions(), indent=2).encode())
 
 
 def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
-    """What a run's recipe and versions and these differ in: what may not change, and what may."""
+    """Return the differences between the run's recipe and versions and these: forbidden ones, then allowed ones."""
     config = path / "config.yaml"
     if not is_run(path):
         return [], []
     written = yaml.safe_load(config.read_text())
-    with suppress(InputError):  # what is no recipe of this version differs, and is named as it stands
-        # A setting that is newer than the run has its default there.
+    with suppress(InputError):  # A recipe that this version cannot read is compared as it is.
+        # Settings that are newer than the run get their defaults.
         written = load_recipe([config]).as_dict()
     had, wanted = _flat(written), _flat(recipe.as_dict())
     forbidden: list[str] = []
@@ -141,7 +141,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
         if had.get(key) != wanted.get(key):
             may = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
             (allowed if may else forbidden).append(f"{key} {had.get(key)} -> {wanted.get(key)}")
-    # Another version goes on as well, but may batch, draw or round otherwise.
+    # Other versions may resume the run, but may batch, initialize or round differently.
     noted = path / "versions.json"
     before = json.loads(noted.read_text()) if noted.exists() else {}
     now = {name: what for name, what in versions().items() if name != "host"}
@@ -150,23 +150,23 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
 
 
 def different_run_message(path: Path, forbidden: list[str]) -> str:
-    """What to say of differences that make the recipe's another run than the folder's."""
+    """Return the message for differences that forbid resuming the run in the folder."""
     way_out = "use --fresh to start over, or another run.folder"
-    return f"{path}: holds a run of another recipe: {'; '.join(forbidden)}; {way_out}"
+    return f"{path}: contains a run of another recipe: {'; '.join(forbidden)}; {way_out}"
 
 
 def reset_marker(path: Path, step: JobStep) -> Path:
-    """What is there once a job has removed the run that it had found."""
+    """Return the path of the marker that a job leaves when it has removed the previous run."""
     return path / f".fresh-{step.job}"
 
 
 @contextmanager
 def count_start(path: Path, step: JobStep, checkpoint: Path | None) -> Iterator[None]:
-    """Count a job's starts from one checkpoint that came to no end of their own.
+    """Count how often a job has started from one checkpoint without ending in an orderly way.
 
-    Whoever stops, finishes or ends by a mistake removes the note; a crash, a hang or a lost node leaves it.
+    Stopping, finishing and a user's mistake reset the count; a crash, a hang and a lost node do not.
 
-    Raises InputError when there were MAX_STARTS already: what repeats is no accident.
+    Raises InputError when there were MAX_STARTS already: the failure would repeat.
     """
     name = checkpoint.name if checkpoint else "the beginning"
     note = path / f".starts-{step.job}.json"
@@ -187,7 +187,7 @@ def count_start(path: Path, step: JobStep, checkpoint: Path | None) -> Iterator[
 
 
 def _is_foreign(entry: Path) -> bool:
-    """Whether an entry is none that a fit leaves which was killed before it had written its recipe."""
+    """Return whether an entry was not left by a `fit` that was killed before it had written its recipe."""
     ours = entry.name == ".lock" or entry.name.startswith((".starts-", ".fresh-"))
     return not ours and not any(is_temporary_file(entry, name) for name in ("config.yaml", ".starts-"))
 

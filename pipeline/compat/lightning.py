@@ -4,8 +4,8 @@
   and SIGUSR1 to `runtime.signals`. No public alternative.
 - `_TrainingEpochLoop.val_loop`, its `restarting` and `run`: run a validation outside the loop's schedule. The public
   `Trainer.validate` does not work inside `fit`.
-- `WeightAveraging._average_model`, `_latest_update_step` and `_swap_models`: keep the average on the weights' device. No
-  public alternative.
+- `WeightAveraging._average_model`, `_latest_update_step` and `_swap_models`: keep the average on the weights' device.
+  No public alternative.
 """
 
 from lightning.pytorch import LightningModule, Trainer

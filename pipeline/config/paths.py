@@ -1,4 +1,4 @@
-"""Where a recipe writes and what it is scored on, for scripts: run folder, source and reference, a line each."""
+"""Prints a recipe's run folder and the source and reference that it is scored on, a line each, for scripts."""
 
 import argparse
 import sys
@@ -9,7 +9,10 @@ from pipeline.config.recipe import Recipe, load_recipe
 
 
 def recipe_paths(recipe: Recipe) -> tuple[Path, Path, Path]:
-    """Run folder, source and reference: the first test text, where that is two files, else the validation text."""
+    """Return run folder, source and reference.
+
+    The latter are the recipe's first test text if that is two files, else its validation text.
+    """
     for text in recipe.corpus.test:
         if text.source and text.target:
             return recipe.run_folder(), Path(text.source), Path(text.target)
@@ -18,7 +21,7 @@ def recipe_paths(recipe: Recipe) -> tuple[Path, Path, Path]:
 
 
 def main() -> int:
-    """Print them."""
+    """Print the paths; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, action="append", required=True)
     arguments, overrides = parser.parse_known_args()

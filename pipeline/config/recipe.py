@@ -1,4 +1,4 @@
-"""A recipe: YAML files and dotted overrides, checked against typed signatures, all mistakes at once."""
+"""Recipes: YAML files and command-line overrides, checked against typed settings; all mistakes are reported at once."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -10,15 +10,14 @@ import yaml
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from pipeline.config.monitoring_settings import MonitoringSettings
-from pipeline.config.run_settings import RunSettings
 from pipeline.config.schema import Checker, Signature
+from pipeline.config.settings import MonitoringSettings, RunSettings
 from pipeline.config.trainer_keys import RESERVED_KEYS
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything a run needs to know. `trainer` goes to Lightning's Trainer as it is."""
+    """All settings of a run. `trainer` holds arguments of Lightning's Trainer."""
 
     name: str
     corpus: CorpusSettings
@@ -31,7 +30,7 @@ class Recipe:
     trainer: dict[str, Any] = field(default_factory=dict)
 
     def run_folder(self) -> Path:
-        """Where `fit` writes."""
+        """Return the folder that `fit` writes to: `run.folder`, or `runs/<name>`."""
         return Path(self.run.folder) if self.run.folder else Path("runs") / self.name
 
     def corpus_folder(self) -> Path:
@@ -39,7 +38,7 @@ class Recipe:
         return Path(self.corpus.folder)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as YAML and a checkpoint hold them."""
+        """Return plain values, as they are written to YAML and to checkpoints."""
         return asdict(self)
 
 
@@ -48,14 +47,15 @@ def load_recipe(
 ) -> Recipe:
     """Read, merge and check a recipe.
 
-    A recipe may begin from another: `extends: FILE`, relative to its own folder, and then says only what it changes.
+    A recipe may extend another one with `extends: FILE`, relative to its own folder, and then
+    contains only what differs.
 
     Args:
-        paths: a recipe and its overlays; later ones win, mappings are merged and lists replaced.
-        overrides: `--section.key`, `value` or `--section.key=value`, as on the command line.
-        trainer_signature: what `trainer:` may hold; unchecked if None (for commands that do not train).
+        paths: a recipe and its overlays. Later files take precedence; mappings are merged, lists replaced.
+        overrides: `--section.key value` or `--section.key=value`, split into words as on the command line.
+        trainer_signature: the keys that `trainer:` may have; not checked if None (for commands that do not train).
 
-    Raises InputError that names every mistake at once.
+    Raises InputError that names every mistake.
     """
     paths = list(paths)
     values: dict[str, Any] = {}
@@ -65,9 +65,7 @@ def load_recipe(
     mistakes = _override(values, places, list(overrides), trainer_signature or {})
     values.setdefault("name", paths[0].stem)
     places[""] = str(paths[0])
-    check = Checker(
-        places, {f"trainer.{key}": why or "this program sets it itself" for key, why in RESERVED_KEYS.items()}
-    )
+    check = Checker(places, {f"trainer.{key}": why or "this program sets it" for key, why in RESERVED_KEYS.items()})
     recipe = check.dataclass(values, Recipe, "")
     if trainer_signature is not None and isinstance(values.get("trainer"), dict):
         check.signature(values["trainer"], trainer_signature, "trainer")
@@ -80,7 +78,7 @@ def load_recipe(
 
 
 def _read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """What a file says, merged into what the file says that it extends."""
+    """Return a file's values, merged into those of the file that it extends."""
     own_places: dict[str, str] = {}
     own = _read(path, own_places)
     base = own.pop("extends", None)
@@ -89,15 +87,15 @@ def _read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = 
         return own
     place = own_places.pop("extends", str(path))
     if not isinstance(base, str):
-        raise InputError(f"{place}: extends has to name one recipe, relative to this one's folder")
+        raise InputError(f"{place}: extends must name one recipe, relative to this one's folder")
     try:
         is_there = (path.parent / base).is_file()
     except OSError:  # such as a name that is too long
         is_there = False
     if not is_there:
-        raise InputError(f"{place}: extends {base}, which is not there; name a recipe relative to {path.parent}")
+        raise InputError(f"{place}: extends {base}, which does not exist; name a recipe relative to {path.parent}")
     if path.resolve() in seen:
-        raise InputError(f"{place}: extends {base}, which extends this one in turn; take one of them away")
+        raise InputError(f"{place}: extends {base}, which extends this one; remove one of the two")
     values = _read_extended(path.parent / base, places, (*seen, path.resolve()))
     places |= own_places
     _merge(values, own)
@@ -105,24 +103,24 @@ def _read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = 
 
 
 def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
-    """A YAML mapping; `places` gets file and line of each dotted key."""
+    """Return a YAML mapping; `places` receives file and line of each dotted key."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InputError(f"{path}: there is no such recipe; configs/ holds the ones that come along") from None
+        raise InputError(f"{path}: there is no such recipe; see configs/ for the ones that exist") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as a recipe ({error})") from None
+        raise InputError(f"{path}: cannot be read as a recipe ({error}); give a YAML file") from None
     try:
         node = yaml.compose(text, yaml.SafeLoader)
         values = yaml.load(text, _Loader)
         if values is None:
             return {}
         if not isinstance(values, dict):
-            raise InputError(f"{path}:1: a recipe is a mapping of sections; see configs/ for examples")
+            raise InputError(f"{path}:1: a recipe must be a mapping of sections; see configs/ for examples")
         _note_places(node, path, "", places)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InputError(f"{path}:{line}: not valid YAML: {error.problem}; mend that line") from None
+        raise InputError(f"{path}:{line}: not valid YAML: {error.problem}; correct that line") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise InputError(f"{path}:{line}: not valid YAML: character {error.character:#x}; remove it") from None
@@ -132,7 +130,7 @@ def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Names the line of a scalar that cannot be read, such as the date 2001-99-99."""
+    """Reports the line of a scalar that is invalid, such as the date 2001-99-99."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
@@ -150,11 +148,11 @@ def _note_places(node: Any, path: Path, prefix: str, places: dict[str, str]) -> 
         for key, value in node.value:
             dotted = f"{prefix}{key.value}"
             if names.count(key.value) > 1:
-                raise InputError(f"{path}:{key.start_mark.line + 1}: {dotted} is given twice; take one of them away")
+                raise InputError(f"{path}:{key.start_mark.line + 1}: {dotted} is given twice; remove one of them")
             places[dotted] = f"{path}:{key.start_mark.line + 1}"
             _note_places(value, path, dotted + ".", places)
     elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:  # without a number: a mistake is seldom made in two of them
+        for item in node.value:  # List items share one place: their keys have no number.
             _note_places(item, path, prefix, places)
 
 
@@ -169,7 +167,7 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
 def _override(
     values: dict[str, Any], places: dict[str, str], arguments: list[str], trainer_signature: Signature
 ) -> list[str]:
-    """Puts `--a.b value` and `--a.b=value` into `values`; returns mistakes."""
+    """Apply overrides to `values`; return the mistakes found."""
     mistakes = []
     while arguments:
         argument = arguments.pop(0)
@@ -206,7 +204,7 @@ def _override(
 
 
 def _settings_named(key: str, trainer_signature: Signature) -> list[str]:
-    """The settings of any section with this name."""
+    """Return the settings with this name in any section, as `section.key`."""
     sections = {section.name: section.type for section in fields(Recipe)}
     named = {name: {one.name for one in fields(kind)} for name, kind in sections.items() if is_dataclass(kind)}
     named["trainer"] = set(trainer_signature)

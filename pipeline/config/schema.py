@@ -1,4 +1,4 @@
-"""Plain values against typed signatures: what is wrong, where, and the nearest name that is right."""
+"""Checks plain values against typed settings; a mistake names its file and line and the nearest valid key."""
 
 import difflib
 import types
@@ -8,14 +8,14 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 Signature = dict[str, Any]
-"""Key -> type annotation: what a section without a dataclass may hold."""
+"""The keys of a section that has no dataclass, and their type annotations."""
 
 
 class Checker:
-    """Turns plain values into typed ones and collects what is wrong with them."""
+    """Converts plain values to typed ones and collects the mistakes."""
 
     def __init__(self, places: dict[str, str], refused: dict[str, str] | None = None) -> None:
-        """`places` has file and line of keys, `refused` why a key is not to be given, or what else is."""
+        """`places` maps keys to file and line; `refused` maps keys that may not be given to what to do instead."""
         self._places = places
         self._refused = refused or {}
         self.mistakes: list[str] = []
@@ -25,9 +25,9 @@ class Checker:
         self.mistakes.append(f"{place}: {message}" if place else message)
 
     def dataclass(self, values: Any, kind: type, prefix: str) -> Any:
-        """An instance of the dataclass, or None with mistakes noted."""
+        """Return an instance of the dataclass, or None after adding to `mistakes`."""
         if not isinstance(values, dict):
-            self._wrong(prefix.rstrip("."), f"{prefix.rstrip('.')} has to be a mapping, not {_value_name(values)}")
+            self._wrong(prefix.rstrip("."), f"{prefix.rstrip('.')} must be a mapping, not {_value_name(values)}")
             return None
         before = len(self.mistakes)
         hints = typing.get_type_hints(kind)
@@ -49,7 +49,7 @@ class Checker:
             return None
 
     def signature(self, values: dict[str, Any], signature: Signature, prefix: str) -> None:
-        """Checks keys and types of a section that has no dataclass; puts typed values in place of what YAML read."""
+        """Check keys and types of a section that has no dataclass; replace its values by typed ones."""
         self._unknown(values, signature, prefix + ".")
         for key in values.keys() & signature.keys():
             values[key] = self.value(values[key], signature[key], f"{prefix}.{key}")
@@ -59,12 +59,12 @@ class Checker:
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-                way_out = f"did you mean {prefix}{near[0]}?" if near else f"known are: {', '.join(known)}"
+                way_out = f"did you mean {prefix}{near[0]}?" if near else f"the keys are: {', '.join(known)}"
                 way_out = self._refused.get(f"{prefix}{key}", way_out)
                 self._wrong(f"{prefix}{key}", f"{prefix}{key} is not a key; {way_out}")
 
     def value(self, value: Any, kind: Any, key: str) -> Any:
-        """The value as the annotation has it, or None with a mistake noted."""
+        """Return the value converted to the annotation, or None after adding to `mistakes`."""
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if kind is Any or (isinstance(kind, type) and kind is type(value)):
             return value
@@ -90,7 +90,7 @@ class Checker:
                     pass
         # YAML reads the languages' names no and on as false and true.
         quoted = "; put it in quotes" if kind is str and isinstance(value, bool) else ""
-        self._wrong(key, f"{key} has to be {_kind_name(kind)}, not {_value_name(value)}{quoted}")
+        self._wrong(key, f"{key} must be {_kind_name(kind)}, not {_value_name(value)}{quoted}")
         return None
 
     def _union(self, value: Any, kinds: tuple[Any, ...], key: str) -> Any:
@@ -106,7 +106,7 @@ class Checker:
             converted = attempt.value(value, kind, key)
             if not attempt.mistakes:
                 return converted
-        self._wrong(key, f"{key} has to be {' or '.join(_kind_name(k) for k in kinds)}, not {_value_name(value)}")
+        self._wrong(key, f"{key} must be {' or '.join(_kind_name(k) for k in kinds)}, not {_value_name(value)}")
         return None
 
 
@@ -120,7 +120,7 @@ def _parse_int(value: Any) -> int:
 
 
 def _parse_float(value: Any) -> float:
-    # YAML reads 1e-9 as a string, for want of a point.
+    # YAML reads 1e-9, which has no point, as a string.
     if isinstance(value, bool):
         raise TypeError
     return float(value)

@@ -6,30 +6,30 @@ from typing import Any
 
 
 def validate_trainer_keys(options: dict[str, Any]) -> None:
-    """Raises InputError for values of a recipe's `trainer:` that Lightning takes and that cannot be trained by."""
+    """Raise InputError for values of a recipe's `trainer:` that Lightning accepts and this program does not."""
     from data_module.errors import InputError
 
     if "max_steps" not in options:
         raise InputError("trainer.max_steps is missing; give the number of optimizer steps")
     steps, every = options["max_steps"], options.get("val_check_interval", 1)
     precision, strategy = str(options.get("precision")), options.get("strategy", "auto")
-    if steps < 1:  # to Lightning, -1 is without end: nothing would be the last step, to stop at or to go on to
-        raise InputError(f"trainer.max_steps {steps} is not 1 or more")
+    if steps < 1:  # -1 means "without end" to Lightning; a run has a last step.
+        raise InputError(f"trainer.max_steps {steps} is not a number of steps; give 1 or more")
     if not isinstance(every, int) or every < 1:
-        # A duration is over at another step on each rank, and an epoch has no fixed number of steps.
-        raise InputError(f"trainer.val_check_interval {every} is no number of steps, 1 or more")
+        # A duration ends at another step on each rank, and epochs differ in their number of steps.
+        raise InputError(f"trainer.val_check_interval {every} is not a number of steps; give 1 or more")
     if precision in ("16-true", "16", "bf16-true", "bf16"):
-        raise InputError(f"trainer.precision {precision} cannot hold Adam's steps; use 16-mixed, bf16-mixed")
+        raise InputError(f"trainer.precision {precision} is too coarse for Adam's updates; use 16-mixed or bf16-mixed")
     if strategy not in ("auto", "ddp"):
-        raise InputError(f"trainer.strategy {strategy} is not for this program, which trains by ddp; leave it out")
+        raise InputError(f"trainer.strategy {strategy} is not supported; remove it, and DDP is used on several devices")
 
 
 def max_seconds(max_time: Any) -> float | None:
-    """A recipe's `trainer.max_time` in seconds.
+    """Return a recipe's `trainer.max_time` in seconds, None if it has none.
 
-    Lightning would end the run as if it had finished, and make all ranks wait for one another at each step.
+    Lightning's own limit would end the run as if it had finished, and synchronize all ranks in each step.
 
-    Raises InputError for what is no duration.
+    Raises InputError for a value that is not a duration.
     """
     from lightning.pytorch.callbacks import Timer
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -40,7 +40,7 @@ def max_seconds(max_time: Any) -> float | None:
         return Timer(max_time).time_remaining()
     except (MisconfigurationException, TypeError):
         raise InputError(
-            f"trainer.max_time {max_time} is no duration; give days:hours:minutes:seconds, as in 00:00:45:00"
+            f"trainer.max_time {max_time} is not a duration; give days:hours:minutes:seconds, as in 00:00:45:00"
         ) from None
 
 
@@ -70,11 +70,11 @@ RESERVED_KEYS = {
     "overfit_batches": "give a small corpus",
     "fast_dev_run": "use trainer.max_steps",
 }
-"""Keys of Lightning's Trainer that this program sets itself."""
+"""Keys of Lightning's Trainer that this program sets, with what to use instead."""
 
 
 def trainer_signature() -> dict[str, Any]:
-    """What a recipe's `trainer:` may hold: the keys of Lightning's Trainer that are not this program's own."""
+    """Return the keys that a recipe's `trainer:` may have, with their type annotations."""
     from lightning.pytorch import Trainer
 
     names = inspect.signature(Trainer.__init__).parameters

@@ -13,7 +13,7 @@ from model.attention_maps import attention_maps
 from model.settings import NetworkSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.run_folder import EVENTS
-from pipeline.config.monitoring_settings import MonitoringSettings
+from pipeline.config.settings import MonitoringSettings
 from pipeline.monitoring.heatmaps import Panel, heat_maps, matrix_picture
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.validation_samples import ValidationSamples

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and a full disk found behind whatever error it became."""
+"""Files written as a whole or not at all, and full disks recognized behind other errors."""
 
 import errno
 import os
@@ -7,14 +7,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file under a temporary name, at the end flushed to the disk and renamed: what has the name is whole.
+    """Open a temporary file; at the end flush it to the disk and rename it to `path`.
 
-    After an error nothing is left of it; one that a full disk is behind names the file.
+    Whatever has the name `path` is therefore complete. After an error nothing is left of the temporary file; an error
+    that comes from a full disk names `path`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -40,26 +41,29 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def is_temporary_file(entry: Path, name: str) -> bool:
-    """Whether a process that was killed while it wrote a file of this name has left the entry; "" is any name."""
+    """Return whether a killed process left `entry` while writing the file `name`; "" matches any name."""
     return entry.name.startswith(f".{name}") and entry.name.endswith(".tmp")
 
 
 def remove_temporary_files(folder: Path, name: str) -> None:
-    """Remove what killed processes have left of a file; none may be writing it now."""
+    """Remove what killed processes left while writing the file `name`; no process may be writing it now."""
     for entry in folder.glob(".*.tmp"):
         if is_temporary_file(entry, name):
             entry.unlink()
 
 
 def disk_full_error(error: BaseException) -> OSError | None:
-    """The full disk, used-up quota or size limit behind an error; libraries raise errors of their own in its place."""
-    return next((e for e in behind(error) if isinstance(e, OSError) and e.errno in _NO_ROOM), None)
+    """Return the full disk, exceeded quota or file size limit that caused an error, None if there was none.
+
+    Libraries raise errors of their own in place of the operating system's.
+    """
+    return next((e for e in exception_chain(error) if isinstance(e, OSError) and e.errno in _DISK_FULL), None)
 
 
-def behind(error: BaseException | None) -> list[BaseException]:
-    """An error, and those that it came from."""
+def exception_chain(error: BaseException | None) -> list[BaseException]:
+    """Return an error and the errors that it was raised from."""
     chain: list[BaseException] = []
-    while error is not None and error not in chain:  # TensorBoard raises one error twice: it came from itself
+    while error is not None and error not in chain:  # TensorBoard raises an error from itself.
         chain.append(error)
         error = error.__cause__ or error.__context__
     return chain

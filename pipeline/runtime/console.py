@@ -1,4 +1,4 @@
-"""Messages on standard error, and warnings of libraries that are not shown."""
+"""Messages on standard error, and which warnings of libraries are not shown."""
 
 import logging
 import sys
@@ -11,12 +11,12 @@ from pipeline.runtime.launch import process_rank
 
 
 def quiet_lightning() -> None:
-    """Lightning's greetings and its advice on loaders it does not know."""
+    """Hide Lightning's start-up messages, and warnings that do not apply to this program."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
-    warnings.filterwarnings("ignore", ".*overridden `transfer_batch_to_device`.*")  # which is meant
+    warnings.filterwarnings("ignore", ".*overridden `transfer_batch_to_device`.*")  # It is overridden on purpose.
     warnings.filterwarnings("ignore", ".*`srun` command is available.*")
     # Scores are summed over ranks before they are logged.
     warnings.filterwarnings("ignore", ".*recommended to use .*sync_dist=True.*")

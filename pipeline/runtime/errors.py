@@ -1,21 +1,21 @@
-"""Which exceptions are a user's mistake or a broken environment, and the line that says so."""
+"""Errors that are reported as one line instead of a traceback."""
 
 import gzip
 import sys
 import zlib
 
 from data_module.errors import InputError
-from pipeline.runtime.atomic_file import behind, disk_full_error
+from pipeline.runtime.atomic_file import disk_full_error, exception_chain
 
 
 def user_message(error: Exception) -> str | None:
-    """The line to say of a mistake, of unreadable input, of a full disk or of a package that is not installed.
+    """Return the line to print for a user's mistake, unreadable input, a full disk or a missing package.
 
-    None for an error of the program's own.
+    None for a bug in the program.
     """
     full = disk_full_error(error)
-    # A full disk brings errors on errors: the line that was made first knows the most.
-    lines = [str(e) for e in (behind(error) if full else (error,)) if isinstance(e, InputError)]
+    # A full disk causes further errors; the first message names the file.
+    lines = [str(e) for e in (exception_chain(error) if full else (error,)) if isinstance(e, InputError)]
     if lines:
         return lines[-1]
     if full:

@@ -4,7 +4,7 @@ import os
 
 
 def process_rank() -> int:
-    """This process's rank before Lightning has set anything up."""
+    """Return this process's global rank, before Lightning has set anything up."""
     # Lightning's own launcher sets LOCAL_RANK, also inside an interactive SLURM job, where SLURM_PROCID is 0 for all.
     for names in (("RANK",), ("LOCAL_RANK", "NODE_RANK"), ("SLURM_PROCID",)):
         if os.environ.get(names[0], "").isdigit():
@@ -13,9 +13,10 @@ def process_rank() -> int:
 
 
 def reports_exit_code(rank: int) -> bool:
-    """Whether this rank's exit code counts: under Lightning's own launcher only the first one's does.
+    """Return whether this rank's exit code counts.
 
-    The launcher would take the others' for a crash and kill the first.
+    Under Lightning's own launcher only that of rank 0 does: the launcher takes another rank's nonzero exit code for a
+    crash and kills rank 0.
     """
     launched_by_lightning = (
         "LOCAL_RANK" in os.environ and "RANK" not in os.environ and "SLURM_STEP_ID" not in os.environ

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-
+"""Parameters of glibc's `mallopt`."""
 _RESIDENT_PEAK_RESET = Path("/proc/self/clear_refs")
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees, for the next step.
+    """Keep freed memory in this process for reuse.
 
-    By default glibc hands large blocks back at once, and the system fills each anew with zeros, page by page: up to
-    a fifth of a step on a CPU. Does nothing with another allocator.
+    By default glibc returns large blocks to the system at once, which zeroes each page when it is used again: up to a
+    fifth of a step on a CPU. With another allocator this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -23,58 +23,64 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Undo what `keep_freed_memory` has led to so far: blocks of ever other sizes leave more and more gaps."""
+    """Return freed memory to the system: with changing block sizes `keep_freed_memory` accumulates gaps."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
 
 
 class MemoryLimit(NamedTuple):
-    """Memory that a process may use, in bytes, and whose it is."""
+    """How much memory a process may use, and what sets the limit."""
 
     size: int
+    """Bytes."""
     owner: str
 
 
 def host_memory_limit(processes: int) -> MemoryLimit:
-    """What each of a node's processes may use: its share of the job's limit, or of the machine.
+    """Return the even share of the node's memory that each of `processes` may use.
 
-    Limits are SLURM's and the control groups' (both versions), the lowest counts.
+    The lowest of the machine's memory, SLURM's limit and the limits of the control groups (versions 1 and 2) applies.
     """
-    rooms = [MemoryLimit(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
+    limits = [MemoryLimit(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
     if "SLURM_MEM_PER_NODE" in os.environ:
-        rooms.append(MemoryLimit(int(os.environ["SLURM_MEM_PER_NODE"]) << 20, "this job"))
+        limits.append(MemoryLimit(int(os.environ["SLURM_MEM_PER_NODE"]) << 20, "this job"))
     elif "SLURM_MEM_PER_CPU" in os.environ:
         cpus = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
-        rooms.append(MemoryLimit(cpus * int(os.environ["SLURM_MEM_PER_CPU"]) << 20, "this job"))
+        limits.append(MemoryLimit(cpus * int(os.environ["SLURM_MEM_PER_CPU"]) << 20, "this job"))
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             mount = Path("/sys/fs/cgroup") / controllers
             group = mount / path.lstrip("/")
-            # A group's limit holds for all below it. In a container the path may be the host's, and only the top there.
+            # A limit applies to all groups below it. In a container the path may be the host's and not exist.
             for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
-                for limit in (folder / "memory.max", folder / "memory.limit_in_bytes"):
-                    if limit.exists() and (size := limit.read_text().strip()).isdigit():
-                        rooms.append(MemoryLimit(int(size), "this process's control group"))
-    room = min(room for room in rooms if room.size > 0)
+                for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
+                    if file.exists() and (size := file.read_text().strip()).isdigit():
+                        limits.append(MemoryLimit(int(size), "this process's control group"))
+    lowest = min(limit for limit in limits if limit.size > 0)
     if processes == 1:
-        return room
-    return MemoryLimit(room.size // processes, f"each of the {processes} processes on {room.owner}")
+        return lowest
+    return MemoryLimit(lowest.size // processes, f"each of the {processes} processes on {lowest.owner}")
 
 
 def private_memory() -> int:
-    """Bytes in memory that are this process's own, and no file's."""
+    """Return the bytes of resident memory that belong to this process and not to a file."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _reset_resident_peak() -> None:
-    """The kernel counts from now on."""
+def can_measure_peak() -> bool:
+    """Return whether the kernel can measure a peak of resident memory (Linux)."""
+    return _RESIDENT_PEAK_RESET.exists()
+
+
+def reset_resident_peak() -> None:
+    """Make the kernel measure the peak of resident memory from now on."""
     _RESIDENT_PEAK_RESET.write_text("5")
 
 
-def _resident_peak() -> int:
-    """Bytes that were in memory at once since `_reset_resident_peak`."""
+def resident_peak() -> int:
+    """Return the peak of resident memory since `reset_resident_peak`, in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) << 10

@@ -1,7 +1,7 @@
-"""Signals that ask the program to stop: a handler sets a flag and nothing else.
+"""Signals that ask the program to stop: the handler records them and does nothing else.
 
-SLURM sends SIGUSR1 (`--signal`) or SIGTERM before it takes the nodes away, to each rank at another moment of its
-work. Installed before anything that takes time is imported.
+SLURM sends SIGUSR1 (`--signal`) or SIGTERM before it takes the nodes away, and each rank receives it at another moment
+of its work. The handler is installed before anything that takes time is imported.
 """
 
 import signal
@@ -10,59 +10,62 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPPED = 75
-"""Exit code of a run that has stopped before its last step and can go on: EX_TEMPFAIL, "try again later"."""
+"""Exit code of a run that was stopped before its last step and can be resumed: EX_TEMPFAIL, "try again later"."""
 INTERRUPTED = 130
-"""The same, by Ctrl-C."""
+"""The same after Ctrl-C."""
 
-_ASKED: list[int] = []
+_received: list[int] = []
 """Signals received, in order."""
-_ASKING = [signal.SIGUSR1, signal.SIGTERM]
+_STOP_SIGNALS = [signal.SIGUSR1, signal.SIGTERM]
 
 
 class Stopped(Exception):
-    """The run has stopped where it can go on."""
+    """The run has stopped at a point from which it can be resumed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.exit_code = INTERRUPTED if first_signal() == signal.SIGINT else STOPPED
 
 
-def note(signum: int, _frame: FrameType | None) -> None:
-    """The handler."""
-    _ASKED.append(signum)
+def record(signum: int, _frame: FrameType | None) -> None:
+    """Record a signal; this is the handler."""
+    _received.append(signum)
     if signum == signal.SIGINT:
-        # Whoever presses Ctrl-C again does not want to wait.
+        # A second Ctrl-C ends the program at once.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def install() -> None:
-    """Note the signals from now on."""
-    for signum in _ASKING:
-        signal.signal(signum, note)
+    """Record stop signals from now on."""
+    for signum in _STOP_SIGNALS:
+        signal.signal(signum, record)
 
 
 def ignore() -> None:
-    """Nothing is left to stop: on its way out Python would put back what ends the program with another exit code."""
-    for signum in _ASKING:
+    """Ignore stop signals from now on.
+
+    On exit Python would restore the default handlers, and a signal would then change the exit code.
+    """
+    for signum in _STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
 
 def first_signal() -> int | None:
-    """The first signal that has come, or None."""
-    return _ASKED[0] if _ASKED else None
+    """Return the first stop signal received, None if there was none."""
+    return _received[0] if _received else None
 
 
 def raise_if_stopped(where: str) -> None:
-    """Raises Stopped where nothing is there to be saved yet."""
-    if _ASKED:
-        raise Stopped(f"asked to stop {where}; nothing was lost, the same command goes on")
+    """Raise Stopped if a stop signal was received; for moments at which there is nothing to save."""
+    if _received:
+        raise Stopped(f"asked to stop {where}; nothing was lost, run the same command to continue")
 
 
 @contextmanager
 def default_signals() -> Iterator[None]:
-    """Inside, the signals end the program as they would any other: for long work that loses nothing."""
+    """Let stop signals end the program at once inside: for long work that loses nothing."""
     raise_if_stopped("at the start")
-    for signum in _ASKING:
+    for signum in _STOP_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
     try:
         yield
@@ -71,9 +74,9 @@ def default_signals() -> Iterator[None]:
 
 
 @contextmanager
-def keyboard_interrupt_noted() -> Iterator[None]:
-    """Inside, Ctrl-C asks to stop as well; outside it ends the program."""
-    before = signal.signal(signal.SIGINT, note)
+def keyboard_interrupt_recorded() -> Iterator[None]:
+    """Treat Ctrl-C as a stop signal inside; outside it ends the program."""
+    before = signal.signal(signal.SIGINT, record)
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""What SLURM says of this process, from its environment alone; no torch, no Lightning.
+"""This process's place in a SLURM job, read from the environment alone, without torch or Lightning.
 
-Nodes, tasks and ranks come from the job and from nowhere else, so that a recipe runs on any number of them.
+The numbers of nodes and tasks come from the job only, so that a recipe runs on any number of them.
 """
 
 import os
@@ -13,15 +13,18 @@ from pathlib import Path
 from data_module.errors import InputError
 
 _SHELLS = ("bash", "interactive")
-"""Job names that stand for a shell someone types in, by Lightning's convention and by SLURM's defaults."""
+"""Job names of interactive shells, by Lightning's convention and SLURM's defaults."""
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Step numbers from here on are SLURM's own: the batch script, the shell of salloc."""
+"""Step numbers from here on are SLURM's own: the batch script and the shell of salloc."""
 
 MISTAKE_FILE = "MISTAKE_FILE"
-"""Names a file that tells the job's script of a user's mistake: srun's own exit code is that of the ranks it killed."""
+"""Environment variable: a file that tells the job script about a user's mistake.
+
+The exit code of srun does not: it is that of the ranks that srun killed.
+"""
 
 FAILURES_FILE = "FAILURES_FILE"
-"""Names a file in which the job's script counts failures, as long as no training has begun."""
+"""Environment variable: a file in which the job script counts failures before training starts."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class JobStep:
     job: str
     rank: int
     local_rank: int
-    """Its place among its node's tasks."""
+    """Index among the tasks of the node."""
     num_tasks: int
     num_nodes: int
     tasks_per_node: int
@@ -40,25 +43,25 @@ class JobStep:
 
 
 def mistakes(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What is wrong with the way this process was started inside a job; each with the way out."""
+    """Return what is wrong with how this process was started inside a job, each with what to do."""
     if not _in_job(environment) or int(environment.get("SLURM_NTASKS", 1)) == 1:
         return []
     tasks, name = environment["SLURM_NTASKS"], environment.get("SLURM_JOB_NAME")
     if name in _SHELLS:
         return [
-            f"the job is named '{name}', which stands for a shell: all its {tasks} tasks would take themselves for "
+            f"the job is named '{name}', which is that of an interactive shell: each of its {tasks} tasks would become "
             "rank 0; give it another --job-name"
         ]
     if not _in_step(environment):
         return [f"the job has {tasks} tasks and this process was not started by srun; start it with srun"]
     counts = _tasks_by_node(environment)
     if len(set(counts)) > 1:
-        return [f"the step has {counts} tasks on its nodes; give every node as many, with --ntasks-per-node"]
+        return [f"the step has {counts} tasks on its nodes; give every node the same number with --ntasks-per-node"]
     return []
 
 
 def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
-    """The step that srun has started this process in; None outside a job, or where one process is all there is.
+    """Return the step that srun started this process in; None outside a job and for a single process without srun.
 
     Raises InputError for what `mistakes` finds.
     """
@@ -79,24 +82,24 @@ def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:
-    """This node, as SLURM calls it."""
+    """Return this node's name in SLURM, or its host name."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def report_mistake_to_script(environment: Mapping[str, str] = os.environ) -> None:
-    """Leave the file that keeps the job's script from starting the same again."""
+    """Create the file that tells the job script not to requeue the job."""
     if name := environment.get(MISTAKE_FILE):
         Path(name).touch()
 
 
 def clear_failure_count(environment: Mapping[str, str] = os.environ) -> None:
-    """Training begins, and counts by itself from now on."""
+    """Remove the job script's count of failures: training starts, and counts starts in the run folder."""
     if name := environment.get(FAILURES_FILE):
         Path(name).unlink(missing_ok=True)
 
 
 def _in_job(environment: Mapping[str, str]) -> bool:
-    # torchrun gives ranks of its own, inside a job as well.
+    # torchrun assigns ranks itself, inside a job as well.
     return "SLURM_JOB_ID" in environment and "TORCHELASTIC_RUN_ID" not in environment
 
 
@@ -106,7 +109,7 @@ def _in_step(environment: Mapping[str, str]) -> bool:
 
 
 def _tasks_by_node(environment: Mapping[str, str]) -> list[int]:
-    """SLURM's short form written out: 2(x3),1 is [2, 2, 2, 1]."""
+    """Return the tasks of each node; SLURM's short form 2(x3),1 means [2, 2, 2, 1]."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1")).split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

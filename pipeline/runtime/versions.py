@@ -9,7 +9,7 @@ from typing import Any
 
 
 def versions() -> dict[str, Any]:
-    """Revision of the code and versions of what it runs on."""
+    """Return the revision of the code, the versions of Python and the main packages, and the host name."""
     packages = ("torch", "lightning", "sentencepiece", "sacrebleu", "numpy")
     here = Path(__file__).resolve().parent
     revision = None

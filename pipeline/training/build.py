@@ -80,8 +80,9 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
     1. `MemoryProbe` first: what does not fit ends the run before anything is logged.
     2. `ValidationSamples` before `AttentionPlots`, which draws the translations that it has collected.
     3. `Monitor` before `RunMetadata`, whose summary reads its counters.
-    4. `ResumableEarlyStopping` and `EMA` before `CheckpointCallback`, which saves their state after the step.
-    5. `GracefulStop` last: it saves and raises, and no other callback may miss the step.
+    4. `EMA` after the callbacks above: it restores the weights when a validation ends, and they show the average.
+    5. `CheckpointCallback` after all whose state it saves.
+    6. `GracefulStop` last: it saves and raises, and no other callback may miss the step.
     """
     recipe, tokenizer = start.recipe, start.tokenizer
     sources, references = data.validation_text()
@@ -159,7 +160,7 @@ def train(start: Start) -> None:
     )
     trainer = build_trainer(start, options, callbacks, log)
     _write_run_folder(start, callbacks, log)
-    with signals.keyboard_interrupt_noted():
+    with signals.keyboard_interrupt_recorded():
         trainer.fit(module, datamodule=data, ckpt_path=start.resume.path if start.resume else None)
     _record_early_stop(start, trainer)
 

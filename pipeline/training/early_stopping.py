@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 
 class ResumableEarlyStopping(EarlyStopping):
-    """Lightning's, with the recipe's patience also where a run goes on that had another."""
+    """Lightning's EarlyStopping, with the recipe's patience also when the resumed run had another."""
 
     @property
     def state_key(self) -> str:
@@ -14,5 +14,5 @@ class ResumableEarlyStopping(EarlyStopping):
         return "Patience{'monitor': 'validation/bleu', 'mode': 'max'}"
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `state_dict` gave it."""
+        """Restore the callback's state, except for the patience."""
         super().load_state_dict({**state_dict, "patience": self.patience})

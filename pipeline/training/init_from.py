@@ -1,4 +1,4 @@
-"""Another run's weights and tokenizer, to begin a new run from."""
+"""Weights and tokenizer of another run as the starting point of a new one (`fit --init-from`)."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MAY_DIFFER = ("dropout",)
-"""Of the network's settings: what has no part in the shape of its weights or in what they compute."""
+"""Network settings that affect neither the weights' shapes nor what they compute."""
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """What a new run takes over; everything else, the schedule among it, begins anew."""
+    """What a new run takes over; everything else, such as the schedule, starts from the beginning."""
 
     path: Path
     tokenizer: Tokenizer
     weights: "dict[str, Tensor]"
-    """By the names that `Transformer` gives them; memory-mapped."""
+    """The state dict of `Transformer`, memory-mapped."""
 
 
 def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
-    """What the recipe's run would take over from a checkpoint or run folder.
+    """Return what the recipe's run takes over from a checkpoint or run folder.
 
-    Raises InputError when there is no checkpoint, or its network or the corpus's vocabulary is another one.
+    Raises InputError when there is no checkpoint, or when its network or the corpus's vocabulary differs.
     """
     from pipeline.checkpointing.checkpoint import network_weights, read_checkpoint, resolve_checkpoint
 
@@ -48,7 +48,7 @@ def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
     folder = Path(recipe.corpus.folder)
     if is_corpus(folder) and read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:
         raise InputError(
-            f"{folder}: was made with another vocabulary than {path} has; name another corpus.folder, "
-            "which fit then makes with that one"
+            f"{folder}: was made with another vocabulary than that of {path}; name another corpus.folder, "
+            "which fit then prepares with that vocabulary"
         )
     return InitialWeights(path, tokenizer, network_weights(contents))

@@ -7,36 +7,37 @@ from pipeline.runtime.console import say
 
 
 def missing_gpu(accelerator: Any) -> str | None:
-    """What to say where a GPU is asked for and none is there, or one is and cannot be used, whoever asks."""
+    """Return the mistake if a GPU is requested but missing, or present but unusable; None if there is none."""
     import torch
 
     if accelerator not in ("auto", "gpu", "cuda") or torch.cuda.is_available():
         return None
-    if count := torch.cuda.device_count():  # the driver's, which may be too old for this torch
-        hint = "have driver and torch fit each other, or set it to cpu"
-        return f"trainer.accelerator {accelerator}: {count} GPUs are here, and torch cannot use them ({_why()}); {hint}"
-    hint = "see nvidia-smi and torch's CUDA build, or set it to cpu"
-    return f"trainer.accelerator {accelerator}, and torch sees no GPU; {hint}" if accelerator != "auto" else None
+    if count := torch.cuda.device_count():  # The driver's count; the driver may be too old for this torch.
+        hint = "install a torch that fits the driver, or set it to cpu"
+        unusable = f"torch cannot use the {count} GPUs of this machine ({_cuda_error()})"
+        return f"trainer.accelerator {accelerator}: {unusable}; {hint}"
+    hint = "check nvidia-smi and torch's CUDA build, or set it to cpu"
+    return f"trainer.accelerator {accelerator}: torch finds no GPU; {hint}" if accelerator != "auto" else None
 
 
-def _why() -> str:
+def _cuda_error() -> str:
     import torch
 
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0]
-    return "torch says no more"
+    return "torch gives no reason"
 
 
 def allow_tf32() -> None:
-    """Let GPUs that have it multiply float32 matrices in TF32, several times as fast; says so."""
+    """Use TF32 for float32 matrix products on GPUs that support it, several times as fast, and report it."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
         torch.set_float32_matmul_precision("high")
         if os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
-            say("float32: matrix products in TF32; NVIDIA_TF32_OVERRIDE=0 in the environment keeps them exact")
+            say("float32: matrix products use TF32; set NVIDIA_TF32_OVERRIDE=0 in the environment for full precision")
 
 
 def precision_plugin(options: dict[str, Any]) -> Any:
@@ -55,7 +56,7 @@ def precision_plugin(options: dict[str, Any]) -> Any:
 
 
 def best_precision(accelerator: Any) -> Any:
-    """bf16 mixed precision wherever the hardware multiplies in it, else float32."""
+    """Return bf16 mixed precision if the hardware has bfloat16 matrix products, else float32."""
     import torch
 
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Lightning's Trainer options: what a recipe may set, what this program and SLURM set."""
+"""Options of Lightning's Trainer that depend on the machine and the SLURM job."""
 
 import os
 from datetime import timedelta
@@ -10,16 +10,16 @@ from pipeline.training.precision import allow_tf32, best_precision, missing_gpu
 
 
 def trainer_options(
-    recipe_options: dict[str, Any], step: JobStep | None = None, timeout_seconds: int = 600
+    recipe_options: dict[str, Any], job: JobStep | None = None, timeout_seconds: int = 600
 ) -> dict[str, Any]:
-    """A recipe's `trainer:` with what it leaves open decided: accelerator, precision, devices, strategy.
+    """Return a recipe's `trainer:` completed by accelerator, precision, devices and strategy.
 
     Args:
         recipe_options: the recipe's section.
-        step: the SLURM step this process is a task of; its nodes and tasks count, whatever the recipe says.
-        timeout_seconds: how long a rank waits for another.
+        job: the SLURM job step of this process; its nodes and tasks replace those of the recipe.
+        timeout_seconds: how long a rank waits for another one.
 
-    Raises InputError for a GPU that is not there.
+    Raises InputError for a GPU that is missing.
     """
     import torch
 
@@ -33,26 +33,26 @@ def trainer_options(
     options["precision"] = options.get("precision") or best_precision(options["accelerator"])
     if str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda"):
         allow_tf32()
-    if step is not None:
-        options |= {"num_nodes": step.num_nodes, "devices": step.tasks_per_node}
+    if job is not None:
+        options |= {"num_nodes": job.num_nodes, "devices": job.tasks_per_node}
     options["strategy"] = strategy(options, timeout_seconds)
     return options
 
 
-def cluster_environment(step: JobStep | None) -> Any:
-    """Where ranks, and the address they meet at, come from; the first node's name and the job's number under SLURM."""
+def cluster_environment(job: JobStep | None) -> Any:
+    """Return the plugin from which Lightning takes ranks and address; None leaves the choice to Lightning."""
     from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
-    if step is None:
-        # Left to itself, Lightning takes any process inside a job for one of its tasks.
+    if job is None:
+        # Lightning would take any process inside a job for one of its tasks.
         return LightningEnvironment() if "SLURM_JOB_ID" in os.environ and "RANK" not in os.environ else None
-    # Lightning insists on this variable, which `--ntasks` alone leaves out, and reads it against the step's tasks.
-    os.environ["SLURM_NTASKS_PER_NODE"] = str(step.tasks_per_node)
+    # Lightning checks this variable against the number of tasks; `--ntasks` alone does not set it.
+    os.environ["SLURM_NTASKS_PER_NODE"] = str(job.tasks_per_node)
     return SLURMEnvironment(auto_requeue=False)
 
 
 def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
-    """DDP with gradients as views of its buckets, where there is more than one device."""
+    """Return DDP, with gradients as views of its buckets, for more than one device; else Lightning's choice."""
     import torch
     from lightning.pytorch.strategies import DDPStrategy
 

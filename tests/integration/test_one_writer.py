@@ -29,7 +29,7 @@ def test_two_fits_at_once_find_no_corpus(tiny_corpus: Path, recipe_file: Path, t
     [writer] = [fit for fit in fits if fit is not refused]
     line = refused.communicate()[1].decode().splitlines()[-1]
     assert refused.returncode == 2
-    assert line.startswith(f"error: {run}: another fit is writing there; ")
+    assert line.startswith(f"error: {run}: another fit is writing to it; ")
     while not checkpoints(run) and writer.poll() is None:
         time.sleep(0.05)
     assert kill(writer)
@@ -73,5 +73,5 @@ def test_ranks_on_a_folder_in_use_end(recipe_file: Path, tmp_path: Path) -> None
         torchrun = ["--standalone", "--nproc-per-node", 2, "-m", "pipeline", *command, "--trainer.devices", 2]
         ranks = start(*torchrun, module="torch.distributed.run", stderr=stderr)
     assert ranks.wait(120) != 0
-    assert said.read_text().count(f"error: {run}: another fit is writing there; ") == 1
+    assert said.read_text().count(f"error: {run}: another fit is writing to it; ") == 1
     assert kill(writer)

@@ -225,12 +225,12 @@ def broken_checkpoints(run: Path, folder: Path) -> dict[str, tuple[Path, str]]:
 
     truncated = folder / "truncated.ckpt"
     truncated.write_bytes(whole.read_bytes()[:-1000])
-    made["truncated"] = (truncated, "cut short")
+    made["truncated"] = (truncated, "truncated")
     text = folder / "text.ckpt"
     text.write_text("hello")
-    made["text"] = (text, "no checkpoint")
-    put("foreign.ckpt", {"state_dict": {}}, "not one of this program")
-    put("list.ckpt", [1, 2], "not one of this program")
+    made["text"] = (text, "not a checkpoint")
+    put("foreign.ckpt", {"state_dict": {}}, "not a checkpoint of this program")
+    put("list.ckpt", [1, 2], "not a checkpoint of this program")
     put("newer.ckpt", {**contents, "translation": {**contents["translation"], "format_version": 99}}, "format 99")
     smaller = {**contents["state_dict"], "network.embedding.weight": torch.zeros(50, 16)}
     put("vocabulary.ckpt", {**contents, "state_dict": smaller}, "vocabulary of 60")

@@ -67,7 +67,7 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert should_compile(None, "gpu")
     monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))  # a Python without its headers
     assert not should_compile(None, "gpu")
-    assert f"python3-dev or python3-devel, and {tmp_path}/Python.h is not there" in capsys.readouterr().err
+    assert f"python3-dev or python3-devel, and {tmp_path}/Python.h is missing" in capsys.readouterr().err
     (tmp_path / "Python.h").touch()
     assert should_compile(None, "gpu")
 
@@ -91,7 +91,7 @@ def test_float32_on_gpus_multiplies_in_tf32(
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         trainer_options({"accelerator": "gpu", "precision": precision, "devices": 1})
     assert told == ["high"]
-    assert capsys.readouterr().err.count("matrix products in TF32; NVIDIA_TF32_OVERRIDE=0") == 1
+    assert capsys.readouterr().err.count("matrix products use TF32; set NVIDIA_TF32_OVERRIDE=0") == 1
 
 
 def test_float16_scales_by_the_modules_own_factor() -> None:
@@ -106,7 +106,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_a_cpu(monkeypatch:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # as a driver counts that is too old
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for options in ({}, {"accelerator": "gpu"}):
-        with pytest.raises(InputError, match=r"8 GPUs are here, and torch cannot use them \(\S"):
+        with pytest.raises(InputError, match=r"torch cannot use the 8 GPUs of this machine \(\S"):
             trainer_options(options)
     assert trainer_options({"accelerator": "cpu"})["accelerator"] == "cpu"
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
@@ -122,10 +122,10 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_a_cpu(monkeypatch:
         ({"precision": "16-true"}, "use 16-mixed"),
         ({"precision": 16}, "use 16-mixed"),
         ({"precision": "bf16-true"}, "use 16-mixed"),
-        ({"strategy": "fsdp"}, "trains by ddp"),
-        ({"max_steps": -1}, "max_steps -1 is not 1 or more"),
-        ({"val_check_interval": 0.5}, "val_check_interval 0.5 is no number of steps"),
-        ({"val_check_interval": "00:00:30:00"}, "is no number of steps"),
+        ({"strategy": "fsdp"}, "DDP is used"),
+        ({"max_steps": -1}, "max_steps -1 is not a number of steps"),
+        ({"val_check_interval": 0.5}, "val_check_interval 0.5 is not a number of steps"),
+        ({"val_check_interval": "00:00:30:00"}, "is not a number of steps"),
     ],
 )
 def test_what_cannot_be_trained_by(options: dict[str, Any], said: str) -> None:

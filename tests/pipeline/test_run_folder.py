@@ -18,7 +18,7 @@ import yaml
 from data_module.errors import InputError
 from pipeline.checkpointing.run_folder import RunFolder, count_start, differences, is_run, reset_marker
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.runtime import signals as stop_request
+from pipeline.runtime import signals
 from pipeline.runtime import versions as versions_module
 from pipeline.runtime.signals import Stopped
 from pipeline.runtime.slurm import JobStep
@@ -131,11 +131,11 @@ def test_a_folder_in_use_is_refused(
     run = tmp_path / "runs" / "run"
     RunFolder(run).close()
     command = [sys.executable, "-S", "-c", HOLD_LOCK, str(run / ".lock")]
-    waiting = f"{run}: another fit is writing there; waiting "
+    waiting = f"{run}: another fit is writing to it; waiting "
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"locked\n"
-        with pytest.raises(InputError, match=f"{run}: another fit is writing there") as raised:
+        with pytest.raises(InputError, match=f"{run}: another fit is writing to it") as raised:
             RunFolder(run)
         assert not open_files(run / ".lock")
         assert capsys.readouterr().err == ""
@@ -147,7 +147,7 @@ def test_a_folder_in_use_is_refused(
         assert clock.slept == [0.5, 0.5]
         assert capsys.readouterr().err == waiting + "1 s\n"
         with monkeypatch.context() as asked:
-            asked.setattr(stop_request, "_ASKED", [signal.SIGUSR1])
+            asked.setattr(signals, "_received", [signal.SIGUSR1])
             with pytest.raises(Stopped, match="asked to stop while another fit was writing"):
                 RunFolder(run, patience_seconds=60.0)
         capsys.readouterr()
@@ -247,7 +247,7 @@ def test_what_a_run_may_change(recipe: Recipe) -> None:
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").touch()
-    with pytest.raises(InputError, match="holds something else than a run"):
+    with pytest.raises(InputError, match="is not empty and not a run folder"):
         RunFolder(tmp_path)
     (tmp_path / "photo.jpg").unlink()
     # What a fit leaves that was killed before it had written its recipe.

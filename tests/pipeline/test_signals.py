@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.runtime import signals as stop_request
+from pipeline.runtime import signals
 from pipeline.runtime.launch import reports_exit_code
 from pipeline.runtime.signals import (
     Stopped,
     default_signals,
     first_signal,
     install,
-    keyboard_interrupt_noted,
+    keyboard_interrupt_recorded,
     raise_if_stopped,
 )
 
@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing was asked before, and handlers are put back."""
-    monkeypatch.setattr(stop_request, "_ASKED", [])
+    monkeypatch.setattr(signals, "_received", [])
     handlers = [signal.getsignal(one) for one in SIGNALS]
     yield
     for one, handler in zip(SIGNALS, handlers, strict=True):
@@ -46,10 +46,10 @@ def test_a_signal_is_noted_and_the_first_one_counts(number: signal.Signals) -> N
 
 def test_ctrl_c_asks_once_and_then_interrupts() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with keyboard_interrupt_noted():
+    with keyboard_interrupt_recorded():
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
-    with keyboard_interrupt_noted():
+    with keyboard_interrupt_recorded():
         os.kill(os.getpid(), signal.SIGINT)
         assert first_signal() == signal.SIGINT
         with pytest.raises(Stopped) as stopped:
@@ -73,7 +73,7 @@ def test_work_that_loses_nothing_ends_at_once() -> None:
 
 def test_at_the_end_signals_are_ignored() -> None:
     install()
-    stop_request.ignore()
+    signals.ignore()
     for one in SIGNALS[:2]:
         os.kill(os.getpid(), one)
     assert first_signal() is None

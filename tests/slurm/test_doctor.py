@@ -112,7 +112,7 @@ FAULTS = {
         **BROKEN_RECIPE,
     ),
     "a recipe for GPUs where none are": Fault(
-        r"trainer\.accelerator gpu, and torch sees no GPU; .* or set it to cpu",
+        r"trainer\.accelerator gpu: torch finds no GPU; .* or set it to cpu",
         **BROKEN_RECIPE,
     ),
 }

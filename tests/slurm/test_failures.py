@@ -96,4 +96,4 @@ def test_a_mistake_is_not_repeated(cluster: Cluster, recipe_file: Path, tmp_path
     assert job.wait() == "FAILED"
     assert job.fields()["ExitCode"] == "2:0"
     assert job.restarts == 0
-    assert "holds something else than a run" in job.log
+    assert "is not empty and not a run folder" in job.log

@@ -144,9 +144,9 @@ def test_two_jobs_on_one_run(cluster: Cluster, recipe_file: Path, tmp_path: Path
     assert refused.wait() == "FAILED"
     assert refused.fields()["ExitCode"] == "2:0"
     assert refused.restarts == 0
-    assert refused.log.count(f"error: {run}: another fit is writing there; wait for it to end") == 1
+    assert refused.log.count(f"error: {run}: another fit is writing to it; wait for it to end") == 1
     assert "Traceback" not in refused.log
-    waiting.wait_for(f"{run}: another fit is writing there; waiting 400 s")
+    waiting.wait_for(f"{run}: another fit is writing to it; waiting 400 s")
     cluster.run("scancel", writer.number)
     assert writer.wait() == "CANCELLED"
     waiting.wait_for("resuming from")
