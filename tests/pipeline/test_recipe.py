@@ -253,7 +253,7 @@ def test_what_cannot_be_extended(tmp_path: Path) -> None:
     assert mistakes(path).startswith(f"{path}:2: extends none.yaml, which does not exist")
     write(tmp_path, "extends: recipe.yaml\n", "other.yaml")
     assert "which extends this one" in mistakes(write(tmp_path, "extends: other.yaml\n"))
-    assert f"{path}:1: extends has to name one recipe" in mistakes(write(tmp_path, "extends: [a, b]\n"))
+    assert f"{path}:1: extends must name one recipe" in mistakes(write(tmp_path, "extends: [a, b]\n"))
     write(tmp_path, MINIMAL + "network: {d_modle: 5}\n", "base.yaml")
     said = mistakes(write(tmp_path, "extends: base.yaml\nnetwork: {d_fff: 5}\n"))
     assert f"{tmp_path / 'base.yaml'}:5: network.d_modle" in said
