@@ -19,24 +19,20 @@ from pipeline.runtime.signals import Stopped, raise_if_stopped
 from pipeline.runtime.slurm import JobStep
 from pipeline.runtime.versions import versions
 
-EVENTS = "tensorboard"
-
-METRICS = "metrics.jsonl"
-
-STARTS = "starts.jsonl"
-
-SUMMARY = "summary.json"
+EVENTS, METRICS, STARTS, SUMMARY = "tensorboard", "metrics.jsonl", "starts.jsonl", "summary.json"
+"""TensorBoard's folder; the logged scalars, the starts of the run, and its final scores as JSON."""
+STOPPED_EARLY = "stopped-early.json"
+"""Written when early stopping ends a run: the step and the patience."""
 
 MAY_CHANGE = ("name", "decoding", "run", "monitoring", "trainer")
 """Sections of the recipe that may change when a run is resumed."""
 MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
+"""Keys of other sections that may change."""
 
 MAX_STARTS = 3
 """How often a job may start from the same checkpoint: once, and twice more after failures."""
 
 _OWN_FILES = ("config.yaml", "tokenizer.model", "versions.json")
-STOPPED_EARLY = "stopped-early.json"
-"""Written when early stopping ends a run: the step and the patience."""
 
 
 def is_run(path: Path) -> bool:
@@ -67,15 +63,15 @@ class RunFolder:
         except OSError as error:
             raise InputError(f"{path}: cannot be written ({error.strerror}); give another run.folder") from error
         deadline = time.monotonic() + patience_seconds
-        said = False
+        reported = False
         try:
             while not self._take():
                 if time.monotonic() >= deadline:
                     raise InputError(
                         f"{path}: another fit is writing to it; wait for it to end or give another run.folder"
                     )
-                if not said:
-                    said = True
+                if not reported:
+                    reported = True
                     print(f"{path}: another fit is writing to it; waiting {patience_seconds:.0f} s", file=sys.stderr)
                 raise_if_stopped("while another fit was writing")
                 time.sleep(0.5)
@@ -102,7 +98,7 @@ class RunFolder:
         """Release the lock."""
         self._lock.close()
 
-    def remove_run(self, step: JobStep | None) -> None:
+    def remove_run(self, job: JobStep | None) -> None:
         """Remove the run's files and nothing else; `write_config` replaces the recipe afterwards.
 
         A job leaves a marker, so that it resumes when SLURM requeues it.
@@ -113,10 +109,10 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         for average in self.path.glob("average-last-*.ckpt"):
             average.unlink()
-        for note in self.path.glob(".fresh-*"):
-            note.unlink()
-        if step is not None:
-            reset_marker(self.path, step).touch()
+        for marker in self.path.glob(".fresh-*"):
+            marker.unlink()
+        if job is not None:
+            reset_marker(self.path, job).touch()
 
     def write_config(self, recipe: Recipe, tokenizer: bytes) -> None:
         """Write the recipe, the tokenizer, and the versions of code and packages."""
@@ -134,18 +130,20 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     with suppress(InputError):  # A recipe that this version cannot read is compared as it is.
         # Settings that are newer than the run get their defaults.
         written = load_recipe([config]).as_dict()
-    had, wanted = _flat(written), _flat(recipe.as_dict())
+    before, now = _flat(written), _flat(recipe.as_dict())
     forbidden: list[str] = []
     allowed: list[str] = []
-    for key in sorted(had.keys() | wanted.keys()):
-        if had.get(key) != wanted.get(key):
-            may = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
-            (allowed if may else forbidden).append(f"{key} {had.get(key)} -> {wanted.get(key)}")
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            may_change = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
+            (allowed if may_change else forbidden).append(f"{key} {before.get(key)} -> {now.get(key)}")
     # Other versions may resume the run, but may batch, initialize or round differently.
-    noted = path / "versions.json"
-    before = json.loads(noted.read_text()) if noted.exists() else {}
-    now = {name: what for name, what in versions().items() if name != "host"}
-    allowed += [f"{name} {before.get(name)} -> {what}" for name, what in now.items() if before.get(name) != what]
+    file = path / "versions.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
+    now = {name: version for name, version in versions().items() if name != "host"}
+    allowed += [
+        f"{name} {before.get(name)} -> {version}" for name, version in now.items() if before.get(name) != version
+    ]
     return forbidden, allowed
 
 
@@ -155,13 +153,13 @@ def different_run_message(path: Path, forbidden: list[str]) -> str:
     return f"{path}: contains a run of another recipe: {'; '.join(forbidden)}; {way_out}"
 
 
-def reset_marker(path: Path, step: JobStep) -> Path:
+def reset_marker(path: Path, job: JobStep) -> Path:
     """Return the path of the marker that a job leaves when it has removed the previous run."""
-    return path / f".fresh-{step.job}"
+    return path / f".fresh-{job.job}"
 
 
 @contextmanager
-def count_start(path: Path, step: JobStep, checkpoint: Path | None) -> Iterator[None]:
+def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[None]:
     """Count how often a job has started from one checkpoint without ending in an orderly way.
 
     Stopping, finishing and a user's mistake reset the count; a crash, a hang and a lost node do not.
@@ -169,21 +167,21 @@ def count_start(path: Path, step: JobStep, checkpoint: Path | None) -> Iterator[
     Raises InputError when there were MAX_STARTS already: the failure would repeat.
     """
     name = checkpoint.name if checkpoint else "the beginning"
-    note = path / f".starts-{step.job}.json"
-    noted = json.loads(note.read_text()) if note.exists() and step.restarts else {}
-    starts = 1 + (noted["starts"] if noted.get("checkpoint") == name else 0)
+    file = path / f".starts-{job.job}.json"
+    earlier = json.loads(file.read_text()) if file.exists() and job.restarts else {}
+    starts = 1 + (earlier["starts"] if earlier.get("checkpoint") == name else 0)
     if starts > MAX_STARTS:
         raise InputError(
             f"{path}: the job has failed {MAX_STARTS} times from {name}; see the errors in its log, "
             "then submit it again"
         )
-    _replace(note, json.dumps({"checkpoint": name, "starts": starts}).encode())
+    _replace(file, json.dumps({"checkpoint": name, "starts": starts}).encode())
     try:
         yield
     except (Stopped, InputError):
-        note.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
         raise
-    note.unlink(missing_ok=True)
+    file.unlink(missing_ok=True)
 
 
 def _is_foreign(entry: Path) -> bool:
