@@ -1,6 +1,6 @@
-"""The recipe's sections that say what is trained on: `corpus:` and `batches:`.
+"""The recipe's sections on training data: `corpus:` and `batches:`.
 
-These typed signatures are the recipe's schema: a key that is not here is refused, with the nearest name.
+These dataclasses are the recipe's schema: other keys are refused, with the nearest name.
 """
 
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TextSource:
-    """Parallel text: two files of one sentence a line, one tab-separated file of pairs, or a data set.
+    """Parallel text: two files of one sentence per line, one tab-separated file of pairs, a data set, or another kind.
 
     Files may be plain or gzip-compressed (`.gz`). Paths are relative to the working folder.
     """
@@ -19,16 +19,23 @@ class TextSource:
     dataset: str | None = None
     """A Hugging Face data set with a `translation` column: its name on the hub, or a folder of parquet or JSON."""
     subset: str | None = None
-    """Which of the data set's parts, if it has several."""
+    """The data set's subset, if it has several."""
     split: str | None = None
-    """Which of the data set's splits."""
+    """The data set's split."""
     repeat: int = 1
+    """How many times the text occurs in the corpus."""
+    reader: str | None = None
+    """Name of a reader that an extension has registered; see docs/extending.md."""
+    path: str | None = None
+    """The file that this reader reads."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("source", "target", "tsv", "dataset", "subset", "split") if getattr(self, name)]
-        if given not in (["source", "target"], ["tsv"], ["dataset", "split"], ["dataset", "subset", "split"]):
+        names = ("source", "target", "tsv", "dataset", "subset", "split", "reader", "path")
+        given = [name for name in names if getattr(self, name)]
+        allowed = ["source target", "tsv", "dataset split", "dataset subset split", "reader path"]
+        if " ".join(given) not in allowed:
             raise ValueError(
-                "a text source is `source` and `target`, or `tsv`, or `dataset` and `split`;"
+                "a text source is `source` and `target`, or `tsv`, or `dataset` and `split`, or `reader` and `path`;"
                 f" this one has {' and '.join(given) or 'none of them'}"
             )
         if self.repeat < 1:
@@ -37,31 +44,31 @@ class TextSource:
 
 @dataclass(frozen=True)
 class CorpusSettings:
-    """What `prepare` reads and how it cleans and tokenizes; a change of any of these makes another corpus."""
+    """What `prepare` reads, and how it cleans and tokenizes it. Changing any of these requires another corpus."""
 
     folder: str
     train: list[TextSource]
     validation: list[TextSource]
     test: list[TextSource] = field(default_factory=list)
-    """Text that will be scored on: training text is compared with it. It is not part of the corpus."""
+    """Text for the final evaluation. Training text is compared with it; it is not part of the corpus."""
     source_language: str = "source"
-    """A data set's sentences are taken by this name."""
+    """The name of the source language in a data set; likewise `target_language`."""
     target_language: str = "target"
     vocabulary_size: int = 37_000
     tokenizer_sentences: int = 10_000_000
-    """At most this many training sentences, a seeded sample, train the tokenizer."""
+    """The tokenizer is trained on at most this many training sentences, a seeded sample."""
     character_coverage: float = 1.0
-    """Characters that make up this share of the text get a piece of their own; with 1 none is unknown."""
+    """Fraction of the text whose characters get a piece of their own; with 1 no character is unknown."""
     lowercase: bool = False
     max_tokens: int = 256
-    """A pair with more pieces than this on either side is dropped, from validation too (with a warning)."""
+    """Pairs with more pieces than this on either side are dropped, also from validation (with a warning)."""
     max_length_ratio: float | None = None
-    """A training pair whose sides differ by more than this factor in pieces is dropped."""
+    """Training pairs whose lengths in pieces differ by more than this factor are dropped."""
     drop_invalid_utf8: bool = False
-    """Drop pairs with invalid UTF-8; otherwise it is an error that names file and line."""
+    """Drop pairs with invalid UTF-8. If false, invalid UTF-8 is an error that names the file and line."""
     drop_duplicates: bool = False
     drop_overlap: bool = False
-    """Drop training pairs that also occur in the validation or test text; otherwise counted and warned of."""
+    """Drop training pairs that also occur in the validation or test text. If false, only count them and warn."""
     seed: int = 1
 
     def texts(self) -> list[TextSource]:
@@ -71,16 +78,16 @@ class CorpusSettings:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """How pairs become optimizer steps (section 5.1: about 25,000 source and 25,000 target tokens)."""
+    """How pairs are batched (section 5.1: about 25,000 source and 25,000 target tokens per optimizer step)."""
 
     batch_tokens: int = 25_000
-    """At most this many padded cells a side in one optimizer step, over all ranks."""
+    """Maximum number of padded tokens per side in one optimizer step, over all ranks."""
     group_tokens: int | None = None
-    """At most this many padded cells a side in a group of like length; if null `batch_tokens / 8`."""
+    """Maximum number of padded tokens per side in a length bucket; `batch_tokens / 8` if null."""
     max_tokens_per_device: int | None = None
-    """A micro-batch never exceeds this many padded cells a side; `group_tokens` if null."""
+    """Maximum number of padded tokens per side in a micro-batch; `group_tokens` if null."""
     workers: int = 2
-    """Loader processes a rank."""
+    """Number of loader processes per rank."""
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "group_tokens", "max_tokens_per_device"):

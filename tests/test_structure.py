@@ -23,6 +23,7 @@ ROOMS = {
         "corpus",
         "readers",
         "tokenization",
+        "atomic_folder",
         "settings",
         "errors",
     ],

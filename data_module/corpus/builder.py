@@ -19,7 +19,7 @@ from data_module.corpus.manifest import FORMAT, FORMAT_VERSION, TOKENIZER_NAME, 
 from data_module.corpus.pair_filter import HeldOutPairs, PairFilter, Reason
 from data_module.corpus.store import TokenStoreWriter, store_prefix, token_type
 from data_module.errors import InputError
-from data_module.readers.text_sources import read_pairs
+from data_module.readers.pairs import read_pairs
 from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, UNK_ID, Tokenizer, train_on_words
 from data_module.tokenization.word_counts import WordCounts

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from data_module.readers.text_sources import PairChunk
+from data_module.readers.pairs import PairChunk
 from data_module.settings import CorpusSettings
 
 _LINES_NAMED = 5

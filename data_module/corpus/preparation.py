@@ -1,13 +1,12 @@
-"""From raw parallel text to a corpus folder, once: the same inputs and settings give the same bytes.
+"""Prepare a corpus folder from raw parallel text. The same inputs and settings give the same bytes.
 
-A corpus is written under a temporary name beside its own, and renamed when it is complete.
+A corpus is written to a temporary folder beside its own and renamed when it is complete.
 """
 
 import errno
 import fcntl
 import gc
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from data_module.atomic_folder import replace_folder
 from data_module.corpus.builder import learn_tokenizer, write_corpus
 from data_module.corpus.manifest import differences, is_corpus, read_manifest
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
-from data_module.readers.dataset_sources import hub_revision
-from data_module.readers.text_sources import count_pairs, files_of, fingerprint
+from data_module.readers.pairs import fingerprint, open_reader
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 
@@ -30,44 +29,50 @@ log = logging.getLogger(__name__)
 def prepare(
     settings: CorpusSettings, tokenizer: Tokenizer | None = None, *, force: bool = False, progress: bool = True
 ) -> dict[str, Any]:
-    """Make the corpus folder unless it is there and up to date, and return its manifest.
+    """Create the corpus folder unless it exists and is up to date.
 
-    A given `tokenizer` takes the place of one learned from the text, and of the settings' `vocabulary_size`.
-    `force` makes it anew. Of two processes that prepare one folder the second waits, and finds it done.
-    `progress` shows bars on standard error for what takes more than two seconds.
+    If two processes prepare the same folder, the second waits for the first and uses its corpus.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        tokenizer: replaces the tokenizer trained on the text, and the settings' `vocabulary_size`.
+        force: rebuild the corpus even if it is up to date or was made from other inputs.
+        progress: show progress bars on standard error for stages of more than two seconds.
+
+    Returns:
+        The manifest.
 
     Raises:
-        InputError: the settings or a source file are at fault, the folder holds a corpus of other inputs or
-            settings, is truncated, or is no corpus, or the disk is full. Nothing is left half-written.
+        InputError: the settings or a source are invalid, the folder holds a corpus of other inputs or settings, is
+            truncated, or is no corpus, or the disk is full. No partial corpus is left behind.
     """
     _check_settings(settings)
     folder = Path(settings.folder)
     wanted = _wanted(settings)
     if not force and (manifest := _up_to_date(folder, wanted)) is not None:
         return manifest
-    with _explained(folder):
-        # Behind a link, the corpus is made beside what it leads to, and the link stays one.
-        place = folder.resolve() if folder.is_symlink() else folder
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(place):
-            _tidy(place)
-            # Another process may have made it while this one waited.
+    with _write_errors(folder):
+        # If the folder is a link, replace the folder that it points to and keep the link.
+        target = folder.resolve() if folder.is_symlink() else folder
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target):
+            _remove_leftovers(target)
+            # Another process may have made the corpus while this one waited for the lock.
             manifest = _up_to_date(folder, wanted, ignore_differences=force)
             if manifest is None or force:
-                # Every file is looked at before any time is spent.
-                train_pairs = [count_pairs(text, settings) for text in settings.train]
-                for text in (*settings.validation, *settings.test):
-                    count_pairs(text, settings)
-                with _replacing(place) as temporary, without_garbage_collection():
-                    made_of = wanted | {"hub_revisions": _hub_revisions(settings)}
+                # Check every source before doing any expensive work.
+                counts = [open_reader(text, settings).count_pairs() for text in settings.texts()]
+                train_pairs = counts[: len(settings.train)]
+                with _replacing(target) as temporary, without_garbage_collection():
+                    inputs = wanted | {"hub_revisions": _hub_revisions(settings)}
                     own = tokenizer or learn_tokenizer(settings, train_pairs, progress)
-                    manifest = write_corpus(settings, own, made_of, train_pairs, temporary, progress)
+                    manifest = write_corpus(settings, own, inputs, train_pairs, temporary, progress)
     return manifest
 
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Spare a fifth of the time: millions of strings come and go, and no cycle is among them."""
+    """Disable garbage collection. It takes a fifth of the time, and no object is part of a reference cycle."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -78,17 +83,22 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def differs_from(manifest: dict[str, Any], settings: CorpusSettings) -> list[str]:
-    """Return what differs between a corpus and the settings, a phrase for each; reads no source files."""
+    """Return the differences between a corpus and the settings, one phrase each, without reading source files."""
     return differences(manifest, {"settings": _settings_dict(settings)})
 
 
 def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
-    # A corpus may be moved: where it lies is no part of it. Nor is what is left empty.
-    return {key: value for key, value in asdict(settings).items() if key != "folder" and value != []}
+    # The folder is left out because a corpus may be moved. Empty lists and the keys of registered readers are left
+    # out where they are not used, so that manifests of earlier versions compare equal.
+    values = {key: value for key, value in asdict(settings).items() if key != "folder" and value != []}
+    for text in (text for split in ("train", "validation", "test") for text in values.get(split, [])):
+        if text["reader"] is None:
+            del text["reader"], text["path"]
+    return values
 
 
 def _wanted(settings: CorpusSettings) -> dict[str, Any]:
-    files = {name: path for text in settings.texts() for name, path in files_of(text).items()}
+    files = {name: path for text in settings.texts() for name, path in open_reader(text, settings).files().items()}
     return {
         "settings": _settings_dict(settings),
         "source_files": [fingerprint(name, path) for name, path in files.items()],
@@ -96,9 +106,11 @@ def _wanted(settings: CorpusSettings) -> dict[str, Any]:
 
 
 def _hub_revisions(settings: CorpusSettings) -> dict[str, str]:
-    """Where the text came from. Not compared: a commit that leaves the text as it is makes no other corpus."""
-    revisions = {str(text.dataset): hub_revision(text) for text in settings.texts()}
-    return {name: revision for name, revision in revisions.items() if revision}
+    """Return the commits of remote data sets, for information: a corpus is compared by its files' content."""
+    revisions: dict[str, str] = {}
+    for text in settings.texts():
+        revisions |= open_reader(text, settings).hub_revisions()
+    return revisions
 
 
 def _check_settings(settings: CorpusSettings) -> None:
@@ -117,10 +129,10 @@ def _check_settings(settings: CorpusSettings) -> None:
 
 
 def _up_to_date(folder: Path, wanted: dict[str, Any], *, ignore_differences: bool = False) -> dict[str, Any] | None:
-    """Return the manifest of the corpus that is there; None when none is, or `ignore_differences`.
+    """Return the manifest of the existing corpus; None if there is none, or if `ignore_differences`.
 
     Raises:
-        InputError: the folder is no corpus, or a truncated one, or one made of something else.
+        InputError: the folder is no corpus, or the corpus is truncated or was made from other inputs.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
@@ -140,12 +152,12 @@ def _up_to_date(folder: Path, wanted: dict[str, Any], *, ignore_differences: boo
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that may not be there; the system frees it when its owner dies."""
+    """Hold the lock of a folder, which need not exist. The operating system releases it if the process dies."""
     with folder.with_name(f".{folder.name}.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info("%s is being prepared by another process; waiting for it", folder)
+            log.info("another process is preparing %s; waiting for it", folder)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -158,8 +170,11 @@ def _replaced(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
 
 
-def _tidy(folder: Path) -> None:
-    """Remove what an interrupted or killed process left behind; call it with the lock held."""
+def _remove_leftovers(folder: Path) -> None:
+    """Remove temporary folders of an interrupted or killed process, and restore a corpus that it had moved away.
+
+    The caller holds the lock.
+    """
     if _replaced(folder).exists() and not folder.exists():
         _replaced(folder).rename(folder)
     for leftover in (_partial(folder), _replaced(folder)):
@@ -168,32 +183,19 @@ def _tidy(folder: Path) -> None:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """Give an empty folder that takes the place of `folder` at the end, or goes away on an error."""
+    """Yield an empty folder that replaces `folder` at the end, or is removed after an error."""
     temporary = _partial(folder)
     try:
         temporary.mkdir()
         yield temporary
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-        if folder.exists():
-            folder.rename(_replaced(folder))
-        temporary.rename(folder)
-        _sync(folder.parent)
+        replace_folder(temporary, folder, _replaced(folder))
     finally:
-        _tidy(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        _remove_leftovers(folder)
 
 
 @contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Turn what can go wrong with writing into one line that names the folder."""
+def _write_errors(folder: Path) -> Iterator[None]:
+    """Convert write errors to an `InputError` that names the folder."""
     try:
         yield
     except OSError as error:

@@ -66,14 +66,14 @@ def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
     """Pairs cleaned, encoded and written a second, learning the tokenizer apart; in a folder that goes away."""
     from data_module.corpus.builder import write_corpus
     from data_module.corpus.preparation import without_garbage_collection
-    from data_module.readers.text_sources import count_pairs, is_available
+    from data_module.readers.pairs import all_available, open_reader
 
-    if not all(map(is_available, settings.texts())):
+    if not all_available(settings):
         return {"pairs_per_second": None}
     place = Path(settings.folder).parent
     with tempfile.TemporaryDirectory(dir=place, prefix=".benchmark-") as folder:
         with _timed("preparing, the tokenizer apart") as seconds, without_garbage_collection():
-            num_pairs = [count_pairs(text, settings) for text in settings.train]
+            num_pairs = [open_reader(text, settings).count_pairs() for text in settings.train]
             manifest = write_corpus(settings, tokenizer, {}, num_pairs, Path(folder), progress=True)
         train = manifest["train"]
     return {

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the bundle and print its path."""
+    from data_module.atomic_folder import replace_folder
     from data_module.errors import InputError
     from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 
@@ -67,15 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
         whole = Path(temporary) / "bundle"
         whole.mkdir()
         write_bundle(model, whole, names, text, arguments.data_licence)
-        replaced = Path(temporary) / "replaced"
-        if folder.exists():
-            # An old bundle is put aside, and goes with the temporary folder.
-            folder.rename(replaced)
-        try:
-            whole.rename(folder)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(folder)
-            raise
+        replace_folder(whole, folder, Path(temporary) / "replaced")
     print(folder)
     return 0

@@ -50,8 +50,8 @@ def recipe(arguments: argparse.Namespace, step: "JobStep | None") -> Iterator[Ch
     if (corpus / "manifest.json").exists():
         yield prepared(corpus, loaded.corpus)
     else:
-        for text in [*loaded.corpus.train, *loaded.corpus.validation, *loaded.corpus.test]:
-            yield from texts(text)
+        for text in loaded.corpus.texts():
+            yield from text_source(text, loaded.corpus)
     run = loaded.run_folder()
     if not should_reset(arguments.fresh, run, step) and latest_valid(run)[0] is not None:
         yield from going_on(run, loaded)
@@ -118,23 +118,16 @@ def unwritable(place: Path) -> str | None:
         return error.strerror
 
 
-def texts(text: "TextSource") -> Iterator[CheckResult]:
-    """Whether a source's files are there, or its data set can be read."""
-    from importlib.util import find_spec
+def text_source(text: "TextSource", settings: "CorpusSettings") -> Iterator[CheckResult]:
+    """Check that a text source can be read."""
+    from data_module.errors import InputError
+    from data_module.readers.pairs import open_reader
 
-    from data_module.errors import install
-
-    for name in filter(None, (text.source, text.target, text.tsv)):
-        there = Path(name).is_file()
-        hint = " is missing; put it there or correct its path in corpus:"
-        yield CheckResult(there, f"text {name}" + ("" if there else hint))
-    if text.dataset:
-        known = find_spec("datasets") is not None
-        hint = f"; it needs: {install('datasets')}"
-        where = (
-            "lies here" if Path(text.dataset).is_dir() else "comes from the Hugging Face hub: prepare needs a network"
-        )
-        yield CheckResult(known, f"data set {text.dataset} {where}" + ("" if known else hint))
+    try:
+        for ok, message in open_reader(text, settings).check():
+            yield CheckResult(ok, message)
+    except InputError as error:
+        yield CheckResult(False, str(error))
 
 
 def checkpoint_bytes(recipe: "Recipe") -> int:

@@ -30,7 +30,7 @@ def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = No
     from data_module.corpus.manifest import is_corpus, read_manifest, summary
     from data_module.corpus.preparation import differs_from, prepare
     from data_module.errors import InputError
-    from data_module.readers.text_sources import is_available
+    from data_module.readers.pairs import all_available
 
     folder = Path(settings.folder)
     if not is_corpus(folder):
@@ -39,7 +39,7 @@ def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = No
         if process_rank() == 0:
             print(summary(manifest), file=sys.stderr)
         return manifest
-    if process_rank() == 0 and all(map(is_available, settings.texts())):
+    if process_rank() == 0 and all_available(settings):
         return prepare(settings)  # Reads all texts to compare their hashes, so one rank does it.
     manifest = read_manifest(folder)
     if differences := differs_from(manifest, settings):

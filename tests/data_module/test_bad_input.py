@@ -15,7 +15,7 @@ import pytest
 from data_module.corpus.preparation import prepare
 from data_module.corpus.store import TokenStoreWriter, open_corpus
 from data_module.errors import InputError
-from data_module.readers.text_sources import count_pairs, read_pairs
+from data_module.readers.pairs import open_reader, read_pairs
 from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 
@@ -92,7 +92,7 @@ def test_missing_file(place: Workplace, name: str) -> None:
     (place.folder / name).unlink()
     place.fails(f"{name}: no such file; correct the path")
     with pytest.raises(InputError, match=f"{name}: no such file"):
-        count_pairs(place.settings.validation[0], place.settings)
+        open_reader(place.settings.validation[0], place.settings).count_pairs()
     place.write(name, ["ein Haus"])
     place.works()
 
@@ -108,7 +108,7 @@ def test_unreadable_file(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> N
     # Permissions do not hold root back, as which tests may run.
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refuse)
-        place.fails("train.en: may not be read; ask for read permission")
+        place.fails("train.en: permission denied; ask for read permission")
     place.works()
 
 
@@ -160,14 +160,17 @@ def test_truncated_and_false_gzip(place: Workplace) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("one", "1 tab-separated column, not two; mend the line"),
-        ("a\tb\tc", "3 tab-separated columns, not two; mend the line, or take two of all (cut -f1,2)"),
+        ("one", "1 tab-separated column, not two; correct the line"),
+        (
+            "a\tb\tc",
+            "3 tab-separated columns, not two; correct the line, or keep two columns of every line (cut -f1,2)",
+        ),
     ],
 )
 def test_tsv_line_with_other_than_two_columns(
     place: Workplace, line: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_module.readers.text_sources._CHUNK_BYTES", 20)  # two lines
+    monkeypatch.setattr("data_module.readers.reader.CHUNK_BYTES", 20)  # two lines
     rows = ["\t".join(pair) for pair in zip(SOURCE, TARGET, strict=True)]
     text = TextSource(tsv=str(place.write("train.tsv", [*rows[:2], line, *rows[2:]])))
     assert place.fails(train=[text]).endswith(f"train.tsv:3: {said}")
@@ -178,7 +181,7 @@ def test_tsv_line_with_other_than_two_columns(
 def test_invalid_utf8(place: Workplace) -> None:
     lines = [line.encode() + b"\n" for line in TARGET]
     place.write("train.de", lines[0] + b"zwei H\xe4user\n" + b"".join(lines[2:]))
-    place.fails("train.de:2: invalid UTF-8; mend the line, or set `corpus.drop_invalid_utf8: true`")
+    place.fails("train.de:2: invalid UTF-8; correct the line, or set `corpus.drop_invalid_utf8: true`")
     account = place.works(drop_invalid_utf8=True)["train"]
     assert account["pairs_dropped"]["invalid_utf8"]["pairs"] == 1
     assert account["pairs_dropped"]["invalid_utf8"]["first_lines"][0].endswith("train.en:2")
@@ -224,7 +227,7 @@ def test_full_disk_while_rebuilding_keeps_the_old_corpus(place: Workplace, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_module.corpus.preparation._sync", full)
+        patch.setattr("data_module.atomic_folder._sync", full)
         with pytest.raises(InputError, match="disk is full"):
             prepare(place.settings, force=True, progress=False)
     assert place.works() == manifest

@@ -135,9 +135,9 @@ def test_by_name_from_the_hub(hub: Hub, recipe: Path) -> None:
     assert sorted(hub.fetched) == ["README.md", *names]  # of the other language, nothing
     assert said == [
         "looking up wmt/wmt14 on the Hugging Face hub",
-        "fetching what is not here yet of wmt/wmt14: 3 files",
+        "downloading 3 files of wmt/wmt14, except those in the cache",
         "looking up wmt/wmt14 on the Hugging Face hub",
-        "fetching what is not here yet of wmt/wmt14: 1 files",
+        "downloading 1 files of wmt/wmt14, except those in the cache",
         "train: 90 pairs read, 90 kept, 0 dropped",
         "validation: 20 pairs read, 20 kept, 0 dropped",
         f"the corpus lies in {recipe.parent / 'corpus'}",

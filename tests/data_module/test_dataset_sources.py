@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from data_module.errors import InputError
-from data_module.readers.text_sources import read_pairs
+from data_module.readers.pairs import read_pairs
 from data_module.settings import CorpusSettings, TextSource
 from tests.conftest import ROOT, pipeline, sentences
 from tests.data_module.test_preparation import made, text_of
@@ -144,7 +144,7 @@ def test_part_of_a_data_set(settings: CorpusSettings, tmp_path: Path) -> None:
 
 def test_a_file_that_is_missing_of_several(settings: CorpusSettings, tmp_path: Path) -> None:
     (tmp_path / "wmt14/de-en/train-00001-of-00003.parquet").unlink()
-    fails(settings, "wmt14: of the 3 files of 'train' only 2 are there; fetch the others")
+    fails(settings, "wmt14: only 2 of the 3 files of 'train' are there; fetch the others")
 
 
 def test_sources_of_all_kinds_in_one_list_and_their_lines(settings: CorpusSettings, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_null_translations_and_row_numbers_across_files(settings: CorpusSettings
 def test_invalid_utf8(settings: CorpusSettings, tmp_path: Path) -> None:
     write_parquet(tmp_path / "bad/train.parquet", [*rows(40, 1), (b"H\xe4user", "houses")])
     text = TextSource(dataset=str(tmp_path / "bad"), split="train")
-    fails(settings, f"{tmp_path}/bad:train:41: invalid UTF-8; mend", train=[text])
+    fails(settings, f"{tmp_path}/bad:train:41: invalid UTF-8; correct", train=[text])
     account = made(replace(settings, train=[text], drop_invalid_utf8=True))["train"]
     assert account["pairs_dropped"]["invalid_utf8"] == {"pairs": 1, "first_lines": [f"{tmp_path}/bad:train:41"]}
 
@@ -293,6 +293,6 @@ def test_without_a_network_the_command_says_so_in_one_line(tmp_path: Path) -> No
     done = pipeline("prepare", "--config", ROOT / "configs/wmt14_en_de_base.yaml", cwd=tmp_path, environment=offline)
     said = done.stderr.decode().splitlines()
     assert done.returncode == 2
-    assert said[-1].startswith("error: wmt/wmt14: no such folder, and it cannot be had from the Hugging Face hub")
+    assert said[-1].startswith("error: wmt/wmt14: no such folder, and it cannot be fetched from the Hugging Face hub")
     assert "hf download wmt/wmt14 --repo-type dataset" in said[-1]
     assert len(said) == 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from data_module.corpus.manifest import summary
 from data_module.corpus.pair_filter import HeldOutPairs, PairFilter, Reason, SeenPairs, hash_pairs
 from data_module.errors import InputError
-from data_module.readers.text_sources import PairChunk, read_pairs
+from data_module.readers.pairs import PairChunk, read_pairs
 from data_module.settings import CorpusSettings, TextSource
 from tests.data_module.test_preparation import assert_adds_up, contents, dropped, made, pairs_of_text, write_pairs
 

@@ -114,7 +114,7 @@ def test_text_sources(tmp_path: Path) -> None:
     assert f"{path}:3: corpus.train.splits is not a key; did you mean corpus.train.split?" in mistakes(path)
     path = write(tmp_path, MINIMAL)
     said = mistakes(path, "--corpus.train", "{dataset: a/b, split: train, tsv: c}")
-    assert said.startswith("command line: a text source is `source` and `target`, or `tsv`, or `dataset` and `split`;")
+    assert said.startswith("command line: a text source is `source` and `target`, or `tsv`, or `dataset` and `split`,")
     assert said.endswith("this one has tsv and dataset and split")
     assert "`repeat` of a text source is 0" in mistakes(path, "--corpus.test", "{tsv: c, repeat: 0}")
     recipe = load_recipe([path], ["--corpus.test", "{dataset: a/b, subset: de-en, split: test}"])
