@@ -45,7 +45,7 @@ def open_reader(text: TextSource, settings: CorpusSettings) -> Reader:
         nearest = difflib.get_close_matches(text.reader, READERS, n=1, cutoff=0.5)
         way_out = f"did you mean {nearest[0]!r}?" if nearest else "register it before the command starts"
         raise InputError(
-            f"corpus: no reader {text.reader!r} is registered, only: {', '.join(READERS) or 'none'}; {way_out}"
+            f"corpus: no reader {text.reader!r} is registered (registered: {', '.join(READERS) or 'none'}); {way_out}"
         )
     return READERS[text.reader](text, languages)
 

@@ -1,0 +1,103 @@
+"""Readers that an extension registers, and the checks that all readers pass through."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_module.corpus.preparation import prepare
+from data_module.errors import InputError
+from data_module.readers.pairs import all_available, open_reader, read_pairs
+from data_module.readers.reader import READERS, Reader, as_lines
+from data_module.settings import CorpusSettings, TextSource
+from pipeline.config.recipe import load_recipe
+from pipeline.preflight.recipe import text_source
+
+
+class Rows(Reader):
+    """A JSON list of chunks, each of a list per side."""
+
+    def chunks(self) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        for source, target in json.loads(Path(str(self.text.path)).read_text()):
+            yield [line.encode() for line in source], [line.encode() for line in target]
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CorpusSettings:
+    monkeypatch.setitem(READERS, "rows", Rows)
+    (tmp_path / "rows.json").write_text(json.dumps([[["a b c\n", "d e\n"], ["c b a\n", "e d\n"]], [[], []]]))
+    text = TextSource(reader="rows", path=str(tmp_path / "rows.json"))
+    return CorpusSettings(str(tmp_path / "corpus"), [text], [text], vocabulary_size=14)
+
+
+def made(settings: CorpusSettings) -> dict[str, Any]:
+    return prepare(settings, progress=False)
+
+
+def test_a_registered_reader_is_prepared_and_compared(settings: CorpusSettings, tmp_path: Path) -> None:
+    manifest = made(settings)
+    path = str(tmp_path / "rows.json")
+    assert manifest["train"]["pairs_kept"] == 2
+    assert manifest["settings"]["train"][0]["reader"] == "rows"
+    assert [entry["file"] for entry in manifest["source_files"]] == [path]
+    assert made(settings) == manifest
+    (tmp_path / "rows.json").write_text(json.dumps([[["a\n"], ["b\n"]]]))
+    with pytest.raises(InputError, match=f"{path} has changed"):
+        made(settings)
+
+
+def test_settings_without_a_registered_reader_are_stored_as_before(tiny_corpus: Path) -> None:
+    text = json.loads((tiny_corpus / "manifest.json").read_text())["settings"]["train"][0]
+    assert list(text) == ["source", "target", "tsv", "dataset", "subset", "split", "repeat"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("row", "corpus: no reader 'row' is registered (registered: rows); did you mean 'rows'?"),
+     ("jsonl", "corpus: no reader 'jsonl' is registered (registered: rows); register it before the command starts")],
+)  # fmt: skip
+def test_an_unknown_reader_is_refused(settings: CorpusSettings, name: str, message: str) -> None:
+    text = TextSource(reader=name, path="a")
+    with pytest.raises(InputError) as caught:
+        open_reader(text, settings)
+    assert str(caught.value) == message
+    [result] = text_source(text, settings)
+    assert result[:2] == (False, message)
+
+
+def test_a_recipe_names_a_reader(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("corpus: {folder: c, train: {reader: rows, path: a}, validation: {tsv: b}}")
+    assert load_recipe([recipe]).corpus.train == [TextSource(reader="rows", path="a")]
+
+
+def test_doctor_and_availability(settings: CorpusSettings, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    assert all_available(settings)
+    assert [result[:2] for result in text_source(settings.train[0], settings)] == [(True, f"text {path}")]
+    path.unlink()
+    assert not all_available(settings)
+    [result] = text_source(settings.train[0], settings)
+    assert result[:2] == (False, f"text {path} is missing; put it there or correct its path in corpus:")
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [(["a\n", "b\n"], ["a\n"]), (["a\n"], ["a\n", "b\n"]), (["a", "b"], ["a", "b"]), (["a\nb\n"], ["a\nb\n"])],
+)
+def test_lines_that_are_not_aligned_are_refused(settings: CorpusSettings, tmp_path: Path, chunk: Any) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([[["x\n"], ["y\n"]], chunk]))
+    with pytest.raises(InputError, match=r"rows\.json:2: the reader returned . source lines and . lines that end"):
+        list(read_pairs(settings.train[0], settings))
+
+
+def test_a_source_without_text_is_refused(settings: CorpusSettings, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text("[]")
+    with pytest.raises(InputError, match=r"rows\.json: has no text; name a source with text"):
+        made(settings)
+
+
+def test_as_lines() -> None:
+    assert as_lines(["ä\nb", b"\xff", None, ""]) == ["ä b\n".encode(), b"\xff\n", b"\n", b"\n"]
