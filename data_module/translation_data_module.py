@@ -1,4 +1,4 @@
-"""The LightningDataModule: wires corpus, batch plan and loaders."""
+"""The LightningDataModule: connects corpus, batch plan and loaders."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from data_module.batching.batch import RankBatch, SpecialIds, collate
 from data_module.batching.batch_plan import LengthBucket, plan_in_order
 from data_module.batching.plan_cache import PlanCache
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader, identity
-from data_module.corpus.store import ParallelCorpus, open_corpus, read_ahead, with_end_symbol
+from data_module.corpus.store import ParallelCorpus, lengths_with_eos, open_corpus, read_ahead
 from data_module.errors import InputError
 from data_module.settings import BatchSettings
 
@@ -18,8 +18,8 @@ from data_module.settings import BatchSettings
 class TranslationDataModule(LightningDataModule):
     """Training batches by token count from a prepared corpus folder, and validation batches in fixed order.
 
-    Training: an endless `StatefulLoader` of `RankBatch`, one an optimizer step. Validation: a `RankBatch` of one
-    micro-batch at a time, each rank its share.
+    Training uses an endless `StatefulLoader`, which yields one `RankBatch` per optimizer step. Validation uses a loader
+    of `RankBatch`es of one micro-batch each, divided among the ranks.
     """
 
     def __init__(self, folder: Path, settings: BatchSettings, special: SpecialIds, seed: int) -> None:
@@ -35,7 +35,7 @@ class TranslationDataModule(LightningDataModule):
         self.micro_batch_tokens = settings.max_tokens_per_device or self.group_tokens
         if self.longest > min(self.group_tokens, self.micro_batch_tokens, settings.batch_tokens):
             raise InputError(
-                f"the longest sentence of {folder} has {self.longest} tokens and fits no batch; raise "
+                f"the longest sentence of {folder} has {self.longest} tokens and does not fit in a batch; raise "
                 "batches.batch_tokens, group_tokens or max_tokens_per_device, or lower corpus.max_tokens"
             )
         if self.group_tokens > settings.batch_tokens:
@@ -45,14 +45,14 @@ class TranslationDataModule(LightningDataModule):
             )
 
     def train_dataloader(self) -> StatefulLoader:
-        """One `RankBatch` an optimizer step, for ever."""
+        """Return an endless loader of one `RankBatch` per optimizer step."""
         rank, world_size = self._rank_and_size()
         if self.trainer is None or self.trainer.local_rank == 0:
             read_ahead(self.train_corpus)
         plans = PlanCache(
             self.train_corpus, batch_tokens=self.settings.batch_tokens, group_tokens=self.group_tokens, seed=self.seed
         )
-        shares = RankBatchDataset(
+        rank_batches = RankBatchDataset(
             self.train_corpus,
             plans,
             self.special,
@@ -60,26 +60,26 @@ class TranslationDataModule(LightningDataModule):
             world_size=world_size,
             max_tokens=self.micro_batch_tokens,
         )
-        return StatefulLoader(shares, workers=self.settings.workers, pin_memory=torch.cuda.is_available())
+        return StatefulLoader(rank_batches, workers=self.settings.workers, pin_memory=torch.cuda.is_available())
 
     def val_dataloader(self) -> DataLoader[RankBatch]:
-        """This rank's share of the validation pairs, the longest first; every pair once over all ranks."""
+        """Return a loader of this rank's part of the validation pairs, longest first. Ranks have disjoint parts."""
         rank, world_size = self._rank_and_size()
         corpus = self.validation_corpus
-        groups = plan_in_order(
-            with_end_symbol(corpus.source),
-            with_end_symbol(corpus.target),
+        buckets = plan_in_order(
+            lengths_with_eos(corpus.source),
+            lengths_with_eos(corpus.target),
             self.micro_batch_tokens,
         )
         return DataLoader(
-            _GroupDataset(corpus, groups, self.special, rank, world_size),
+            _BucketDataset(corpus, buckets, self.special, rank, world_size),
             batch_size=None,
             collate_fn=identity,  # type: ignore[arg-type]
             generator=torch.Generator().manual_seed(0),
         )
 
     def validation_text(self) -> tuple[list[str], list[str]]:
-        """Validation sources and references as they were written, a sentence a pair."""
+        """Return the validation sources and references as text, one sentence per pair."""
         source, target = (
             (self.folder / f"validation.{side}.txt").read_text(encoding="utf-8").split("\n")[:-1]
             for side in ("source", "target")
@@ -90,15 +90,17 @@ class TranslationDataModule(LightningDataModule):
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
 
-class _GroupDataset(Dataset[RankBatch]):
+class _BucketDataset(Dataset[RankBatch]):
+    """One rank's validation batches: one length bucket each, and a filler batch where other ranks have one more."""
+
     def __init__(
-        self, corpus: ParallelCorpus, groups: list[LengthBucket], special: SpecialIds, rank: int, world_size: int
+        self, corpus: ParallelCorpus, buckets: list[LengthBucket], special: SpecialIds, rank: int, world_size: int
     ) -> None:
         self._corpus, self._special = corpus, special
-        self._groups = groups[rank::world_size]
-        # All ranks have equally many batches: they talk to one another between them, and scores are summed over all.
-        self._num_batches = -(-len(groups) // world_size)
-        self._company = groups[0]._replace(pairs=groups[0].pairs[:1])
+        self._buckets = buckets[rank::world_size]
+        # Every rank needs the same number of batches, because ranks communicate between batches.
+        self._num_batches = -(-len(buckets) // world_size)
+        self._filler = buckets[0]._replace(pairs=buckets[0].pairs[:1])
 
     def __len__(self) -> int:
         return self._num_batches
@@ -106,7 +108,7 @@ class _GroupDataset(Dataset[RankBatch]):
     def __getitem__(self, index: int) -> RankBatch:
         if index >= self._num_batches:
             raise IndexError(index)
-        is_filler = index >= len(self._groups)
-        group = self._company if is_filler else self._groups[index]
-        tokens = int(self._corpus.target.lengths[group.pairs].sum()) + len(group.pairs)
-        return collate(self._corpus, [group], self._special, num_target_tokens=tokens, is_filler=is_filler)
+        is_filler = index >= len(self._buckets)
+        bucket = self._filler if is_filler else self._buckets[index]
+        tokens = int(self._corpus.target.lengths[bucket.pairs].sum()) + len(bucket.pairs)
+        return collate(self._corpus, [bucket], self._special, num_target_tokens=tokens, is_filler=is_filler)

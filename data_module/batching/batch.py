@@ -1,4 +1,4 @@
-"""The Batch type and its collation: padded id arrays of a micro-batch, and a rank's share of an optimizer step."""
+"""Batches and their collation: the padded ids of a micro-batch, and one rank's micro-batches of an optimizer step."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -26,46 +26,53 @@ class SpecialIds:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch. Shapes: B pairs, S and T the longest source and target, end symbol counted."""
+    """One micro-batch.
+
+    Shapes: B is the number of pairs; S and T are the longest source and target, including EOS.
+    """
 
     source: Tensor
-    """int32 [B, S]: pieces, end symbol, padding."""
+    """int32 [B, S]: pieces, EOS, padding."""
     source_mask: Tensor | None
-    """bool [B, S], True where a token stands; None where all sources have S tokens."""
+    """bool [B, S], True at tokens and False at padding; None if all sources have S tokens."""
     target_input: Tensor
-    """int32 [B, T]: begin symbol, pieces: what the decoder sees. Beyond a row's last piece stands anything."""
+    """int32 [B, T]: the decoder's input: BOS, pieces. Positions after a row's last piece hold arbitrary ids."""
     target_output: Tensor
-    """int32 [B, T]: pieces, end symbol, padding: what it has to say."""
+    """int32 [B, T]: the labels: pieces, EOS, padding."""
     pairs: Tensor
     """int32 [B]: indices into the corpus."""
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What one rank computes of one optimizer step, as one array: it moves to another process or a GPU at once."""
+    """One rank's micro-batches of one optimizer step.
+
+    They are stored in one array, so that a single copy moves them to another process or to a GPU.
+    """
 
     ids: Tensor
-    """int32: for each micro-batch its pairs [B], sources [B, S] and targets [B, 1 + T], the begin symbol first."""
+    """int32: for each micro-batch its pairs [B], sources [B, S] and targets [B, 1 + T], which begin with BOS."""
     shapes: list[tuple[int, int, int]]
     """(B, S, T) of each micro-batch. Never empty: see `is_filler`."""
     pad: int
     is_filler: bool
-    """The rank has nothing to do: it runs one pair whose targets are all padding, so that collectives match."""
+    """The optimizer step has no pairs for this rank. It runs one pair whose labels are all padding, so that every rank
+    takes part in the same collectives."""
     num_target_tokens: int
-    """Target tokens of the whole global batch, over all ranks: what the loss is divided by."""
+    """Number of target tokens in the global batch, over all ranks. The loss is divided by it."""
     epoch: int
     index: int
-    """The global batch's place in its epoch."""
+    """Index of the global batch in its epoch."""
     num_batches: int
-    """Global batches in this epoch."""
+    """Number of global batches in this epoch."""
     one_length: list[bool]
-    """Whether a micro-batch's sources are all of one length, and need no mask."""
+    """For each micro-batch, whether all its sources have the same length, so that they need no mask."""
     num_tokens: int = 0
-    """Source and target tokens of this rank's share, of all its cells."""
+    """Number of source and target tokens in `ids`, without padding."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Views into `ids`."""
+        """The micro-batches, as views of `ids`."""
         batches, start = [], 0
         for (pairs, source_length, target_length), one_length in zip(self.shapes, self.one_length, strict=True):
             sizes = [pairs, pairs * source_length, pairs * (target_length + 1)]
@@ -85,26 +92,26 @@ class RankBatch:
         return batches
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To another process as bytes: for a tensor's file that one would have to knock at this one's door."""
+        # The default shares file descriptors, for which the receiving process must connect back to this one.
         fields = {**vars(self), "ids": self.ids.numpy()}
-        return _share_of_bytes, (fields,)
+        return _from_numpy, (fields,)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RankBatch":
-        """The share on another device."""
+        """Return a copy on another device."""
         return replace(self, ids=self.ids.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "RankBatch":
-        """The share in page-locked memory, for asynchronous copies."""
+        """Return a copy in page-locked memory, for asynchronous copies to a GPU."""
         return replace(self, ids=self.ids.pin_memory())
 
 
-def _share_of_bytes(fields: dict[str, Any]) -> RankBatch:
+def _from_numpy(fields: dict[str, Any]) -> RankBatch:
     return RankBatch(**{**fields, "ids": torch.from_numpy(fields["ids"])})
 
 
 def collate(
     corpus: "ParallelCorpus",
-    groups: list[LengthBucket],
+    buckets: list[LengthBucket],
     special: SpecialIds,
     *,
     num_target_tokens: int,
@@ -113,18 +120,18 @@ def collate(
     index: int = 0,
     num_batches: int = 1,
 ) -> RankBatch:
-    """Groups of pairs as one array, built by whole arrays."""
-    shapes = [(len(group.pairs), group.source_length, group.target_length) for group in groups]
+    """Return the pairs of length buckets as a `RankBatch`, one micro-batch per bucket, using array operations only."""
+    shapes = [(len(bucket.pairs), bucket.source_length, bucket.target_length) for bucket in buckets]
     ids = np.empty(sum(pairs * (source + target + 2) for pairs, source, target in shapes), dtype=np.int32)
     one_length, start, num_tokens = [], 0, 0
-    for (pairs, source_length, target_length), group in zip(shapes, groups, strict=True):
+    for (pairs, source_length, target_length), bucket in zip(shapes, buckets, strict=True):
         middle, end = start + pairs * (source_length + 1), start + pairs * (source_length + target_length + 2)
-        ids[start : start + pairs] = group.pairs
-        lengths = _fill(ids[start + pairs : middle].reshape(pairs, source_length), corpus.source, group.pairs, special)
+        ids[start : start + pairs] = bucket.pairs
+        lengths = _fill(ids[start + pairs : middle].reshape(pairs, source_length), corpus.source, bucket.pairs, special)
         one_length.append(bool((lengths == source_length).all()))
         target = ids[middle:end].reshape(pairs, target_length + 1)
         target[:, 0] = special.bos
-        target_lengths = _fill(target[:, 1:], corpus.target, group.pairs, special)
+        target_lengths = _fill(target[:, 1:], corpus.target, bucket.pairs, special)
         num_tokens += int(lengths.sum()) + int(target_lengths.sum())
         start = end
     return RankBatch(
@@ -144,12 +151,12 @@ def collate(
 def _fill(
     ids: "NDArray[np.int32]", store: "TokenStore", pairs: "NDArray[np.integer]", special: SpecialIds
 ) -> "NDArray[np.int64]":
-    """Write pieces, end symbol and padding into ids [B, L]; returns lengths [B], the end symbol counted."""
+    """Write pieces, EOS and padding into `ids` [B, L]; return the lengths [B], including EOS."""
     lengths = store.lengths[pairs].astype(np.int64)
     columns = np.arange(ids.shape[1])
     inside = columns < lengths[:, None]
-    cells = store.offsets[pairs].astype(np.int64)[:, None] + columns
+    positions = store.offsets[pairs].astype(np.int64)[:, None] + columns
     ids[:] = special.pad
-    ids[inside] = store.tokens[cells[inside]]
+    ids[inside] = store.tokens[positions[inside]]
     ids[np.arange(len(pairs)), lengths] = special.eos
     return lengths + 1

@@ -1,8 +1,9 @@
-"""The epochs' plans, each computed once a node, and mapped by all of its ranks and loader workers.
+"""Epoch plans, each computed once per node and memory-mapped by all its ranks and loader workers.
 
-A plan lies in a file in the node's temporary folder, in a folder of its user's. Who needs one first computes it;
-others wait, then map the same pages. A process holds a shared lock on the plans it uses, the system frees those of
-a killed one, and whoever writes the next plan removes those that nobody holds: what stays behind is bounded.
+A plan is a file in a per-user folder of the node's temporary folder. The first process that needs a plan computes it;
+the others wait, then map the same pages. A process holds a shared lock on the plans it uses, and the operating system
+releases the locks of a killed process. Before a process writes a plan, it removes all plans that are not locked, which
+bounds the disk space used.
 """
 
 import fcntl
@@ -21,54 +22,54 @@ import numpy as np
 
 from data_module.batching import batch_plan, shuffle
 from data_module.batching.batch_plan import EpochPlan, plan_epoch
-from data_module.corpus.store import ParallelCorpus, with_end_symbol
+from data_module.corpus.store import ParallelCorpus, lengths_with_eos
 
 log = logging.getLogger(__name__)
 
 
 class PlanCache:
-    """Gives one epoch's plan after another, and computes the next in the background, before it is asked for."""
+    """Returns the plan of each epoch, and computes the next epoch's plan in the background."""
 
     def __init__(self, corpus: ParallelCorpus, *, batch_tokens: int, group_tokens: int, seed: int) -> None:
         self._corpus = corpus
         self._settings = {"batch_tokens": batch_tokens, "group_tokens": group_tokens, "seed": seed}
-        self._next: _Opening | None = None
+        self._next: _PlanThread | None = None
 
-    def of(self, epoch: int) -> EpochPlan:
-        """The epoch's plan; raises ValueError as `plan_epoch` does."""
-        opening = self._next if self._next is not None and self._next.epoch == epoch else _Opening(self._open, epoch)
-        plan = opening.plan()
-        self._next = _Opening(self._open, epoch + 1)
+    def get(self, epoch: int) -> EpochPlan:
+        """Return the plan of an epoch. Raises `ValueError` as `plan_epoch` does."""
+        thread = self._next if self._next is not None and self._next.epoch == epoch else _PlanThread(self._open, epoch)
+        plan = thread.plan()
+        self._next = _PlanThread(self._open, epoch + 1)
         return plan
 
-    def forget(self) -> None:
-        """Wait for what is being computed, and let go of it. Call it before a fork, which no thread survives."""
+    def discard_next(self) -> None:
+        """Wait for the background thread and discard its plan. Call this before a fork, which copies no threads."""
         if self._next is not None:
             self._next.join()
         self._next = None
 
     def compute(self, epoch: int) -> EpochPlan:
-        """The epoch's plan, in this process's own memory."""
-        source, target = with_end_symbol(self._corpus.source), with_end_symbol(self._corpus.target)
+        """Return the plan of an epoch in this process's own memory."""
+        source, target = lengths_with_eos(self._corpus.source), lengths_with_eos(self._corpus.target)
         return plan_epoch(source, target, **self._settings, epoch=epoch)
 
     def _open(self, epoch: int) -> EpochPlan:
-        # Other code, another numpy or another corpus make another plan.
-        made_by = [Path(module.__file__ or "").read_bytes() for module in (batch_plan, shuffle)]
+        # The plan depends on the code, numpy's version and the corpus.
+        code = [Path(module.__file__ or "").read_bytes() for module in (batch_plan, shuffle)]
         key = repr((self._corpus.identity, sorted(self._settings.items()), epoch, np.__version__))
-        name = hashlib.sha256(b"".join([*made_by, key.encode()])).hexdigest()[:32]
+        name = hashlib.sha256(b"".join([*code, key.encode()])).hexdigest()[:32]
         try:
-            return shared_plan(_own_folder(), name, lambda: self.compute(epoch))
+            return shared_plan(_private_folder(), name, lambda: self.compute(epoch))
         except OSError as error:
-            log.warning("the epoch's plan is not shared by this node's processes (%s); each computes it", error)
+            log.warning("this node's processes cannot share epoch plans (%s); each process computes its own", error)
             return self.compute(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_next": None}
 
 
-class _Opening(threading.Thread):
-    """A plan on its way. A daemon: a process that ends does not wait for it."""
+class _PlanThread(threading.Thread):
+    """Opens or computes one plan. It is a daemon, so that a process can exit without waiting for it."""
 
     def __init__(self, open_plan: Callable[[int], EpochPlan], epoch: int) -> None:
         super().__init__(daemon=True)
@@ -87,26 +88,27 @@ class _Opening(threading.Thread):
     def plan(self) -> EpochPlan:
         self.join()
         if self._plan is None:
-            raise self._error or RuntimeError("a plan without a result")
+            raise self._error or RuntimeError("the thread returned no plan")
         return self._plan
 
 
-def _mapped(path: Path) -> EpochPlan:
-    """The plan in a file, locked against removal as long as this process uses it."""
+def _map_plan(path: Path) -> EpochPlan:
+    """Map the plan in a file, and lock it against removal for as long as this process uses it."""
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
-        # The map has the file open a second time over: the lock lives as long as the map.
+        # The map duplicates the file descriptor, which keeps the lock for as long as the map exists.
         return EpochPlan(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint32))
 
 
 def shared_plan(folder: Path, name: str, make: Callable[[], EpochPlan]) -> EpochPlan:
-    """The plan of that name in the folder, made first if it is not there; of several processes one makes it.
+    """Map the plan of this name in the folder. If it does not exist, one of the calling processes computes it.
 
-    Raises OSError when the folder cannot be written.
+    Raises:
+        OSError: the folder cannot be written.
     """
     path = folder / f"{name}.plan"
     try:
-        return _mapped(path)
+        return _map_plan(path)
     except FileNotFoundError:
         pass
     with (folder / "lock").open("a") as lock:
@@ -120,14 +122,14 @@ def shared_plan(folder: Path, name: str, make: Callable[[], EpochPlan]) -> Epoch
                     partial.replace(path)
                 finally:
                     partial.unlink(missing_ok=True)
-            return _mapped(path)
+            return _map_plan(path)
         finally:
-            # Closing is not enough: a process forked meanwhile by another thread has the file open too.
+            # Closing does not unlock the file if another thread has forked a process meanwhile, which has it open too.
             fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove plans that no living process holds."""
+    """Remove plans that no process has locked."""
     for path in folder.glob("*.plan"):
         with path.open("rb") as file:
             try:
@@ -138,11 +140,11 @@ def _remove_unused(folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _own_folder() -> Path:
-    """A folder of this user's in the node's temporary folder, that nobody else may write to."""
+def _private_folder() -> Path:
+    """Return this user's folder in the node's temporary folder, which no other user may write to."""
     folder = Path(tempfile.gettempdir()) / f"epoch-plans-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise OSError(f"{folder} is not this user's alone")
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise OSError(f"{folder} is not private to this user")
     return folder

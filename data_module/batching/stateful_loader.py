@@ -1,7 +1,7 @@
-"""A DataLoader that knows what it has handed out, so that training goes on at the exact batch.
+"""A DataLoader that saves its position, so that training resumes at the exact batch.
 
-It never ends: one epoch's plan follows another, workers stay, and counters are in optimizer steps. Its state is
-(epoch, next global batch) and says nothing of ranks, so that any number of them can go on from it.
+It is endless: it goes from one epoch's plan to the next with the same workers. Its state is (epoch, next global batch),
+which does not depend on the number of ranks, so that any number of ranks can resume from it.
 """
 
 import itertools
@@ -21,14 +21,14 @@ from data_module.batching.plan_cache import PlanCache
 from data_module.corpus.store import ParallelCorpus
 
 NEVER_ENDS = 1 << 40
-"""What `len` says of an endless loader; with a length Lightning fetches nothing in advance."""
+"""The length of an endless loader. With a length, Lightning does not fetch batches in advance."""
 
 
 class RankBatchDataset(Dataset[RankBatch]):
-    """One rank's share of every global batch from a position on, epoch after epoch.
+    """One rank's part of every global batch from a given position on, epoch after epoch.
 
-    All work is done where an item is asked for, in a worker process if there are any: the trainer's own process
-    only receives tensors. Corpus and plan are memory-mapped, so that processes share their pages.
+    All work is done in `__getitem__`, in a worker process if there are any; the training process only receives tensors.
+    Corpus and plan are memory-mapped, so that processes share their pages.
     """
 
     def __init__(
@@ -46,37 +46,37 @@ class RankBatchDataset(Dataset[RankBatch]):
         self.seek(0, 0)
 
     def seek(self, epoch: int, batch: int) -> None:
-        """Make item 0 this epoch's global batch of that index."""
-        self._plans.forget()
+        """Make item 0 the global batch of this index in this epoch."""
+        self._plans.discard_next()
         self._plan: EpochPlan | None = None
         self._epoch, self._first_item = epoch, -batch
 
     def __getitem__(self, item: int) -> RankBatch:
-        """The share of the global batch `item` places after the one sought; to be asked for in rising order."""
+        """Return this rank's part of the global batch `item` batches after the position. Items only increase."""
         if self._plan is None:
-            self._plan = self._plans.of(self._epoch)
+            self._plan = self._plans.get(self._epoch)
         while item - self._first_item >= len(self._plan):
             self._first_item += len(self._plan)
             self._epoch += 1
-            self._plan = self._plans.of(self._epoch)
+            self._plan = self._plans.get(self._epoch)
         index = item - self._first_item
-        groups = self._plan[index]
-        share = rank_batch(groups, self._rank, self._world_size, self._max_tokens)
-        company = [groups[0]._replace(pairs=groups[0].pairs[:1])]
+        buckets = self._plan[index]
+        own = rank_batch(buckets, self._rank, self._world_size, self._max_tokens)
+        filler = [buckets[0]._replace(pairs=buckets[0].pairs[:1])]
         return collate(
             self._corpus,
-            share or company,
+            own or filler,
             self._special,
             num_target_tokens=self._plan.target_tokens(index),
-            is_filler=not share,
+            is_filler=not own,
             epoch=self._epoch,
             index=index,
             num_batches=len(self._plan),
         )
 
 
-class _Forever(Sampler[int]):
-    """0, 1, 2 and so on."""
+class _EndlessSampler(Sampler[int]):
+    """Yields 0, 1, 2 and so on."""
 
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
@@ -86,71 +86,71 @@ class _Forever(Sampler[int]):
 
 
 class StatefulLoader(DataLoader[RankBatch]):
-    """Yields this rank's `RankBatch` of one optimizer step after another, for ever."""
+    """Yields this rank's `RankBatch` of one optimizer step after another, endlessly."""
 
     def __init__(self, dataset: RankBatchDataset, *, workers: int, pin_memory: bool) -> None:
         super().__init__(
             dataset,
-            sampler=_Forever(),
+            sampler=_EndlessSampler(),
             batch_size=None,
             num_workers=workers,
             collate_fn=identity,  # type: ignore[arg-type]
             pin_memory=pin_memory,
-            worker_init_fn=_leave_signals_to_trainer,
+            worker_init_fn=_ignore_signals,
             prefetch_factor=4 if workers else None,
-            # A generator of its own: making an iterator draws from it, and must not move the global one.
+            # Creating an iterator draws from the generator, which must not advance the global one.
             generator=torch.Generator().manual_seed(0),
         )
-        self._shares = dataset
-        self._handed_out = (0, 0)
+        self._rank_batches = dataset
+        self._position = (0, 0)
         self.on_wait: Callable[[str], None] | None = None
-        """Told "data_wait" where waiting for a share begins, and "between" where it ends."""
+        """Called with "data_wait" before waiting for a batch, and with "between" after."""
 
     def check_worker_number_rationality(self) -> None:
         """Accept any number of workers.
 
-        PyTorch warns, on every rank, of more workers than processors. Here workers share a fixed amount of work and
-        sleep most of the time, so that more of them than processors slow nothing down.
+        PyTorch warns on every rank if there are more workers than processors. Here the amount of work does not depend
+        on the number of workers, and they sleep most of the time, so more workers than processors do no harm.
         """
 
     def __iter__(self) -> Iterator[RankBatch]:  # type: ignore[override]
-        self._shares.seek(*self._handed_out)
+        self._rank_batches.seek(*self._position)
         with signals_blocked():
-            shares = super().__iter__()
+            batches = super().__iter__()
         while True:
-            self._say("data_wait")
-            share = next(shares)
-            self._say("between")
-            # Counted when handed out, not when a worker fetched it in advance.
-            self._handed_out = (share.epoch, share.index + 1)
-            yield share
+            self._notify("data_wait")
+            batch = next(batches)
+            self._notify("between")
+            # The position advances when a batch is returned, not when a worker fetches it in advance.
+            self._position = (batch.epoch, batch.index + 1)
+            yield batch
 
-    def _say(self, what: str) -> None:
+    def _notify(self, event: str) -> None:
         if self.on_wait is not None:
-            self.on_wait(what)
+            self.on_wait(event)
 
     def __len__(self) -> int:
         return NEVER_ENDS
 
     def state_dict(self) -> dict[str, Any]:
-        """The position to go on from; the same on every rank and for any number of them."""
-        return {"epoch": self._handed_out[0], "next_batch": self._handed_out[1]}
+        """Return the position to resume from. It is the same on every rank, for any number of ranks."""
+        return {"epoch": self._position[0], "next_batch": self._position[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position; seeking costs nothing that grows with it."""
-        self._handed_out = (state["epoch"], state["next_batch"])
+        """Resume from a position. The time this takes does not depend on the position."""
+        self._position = (state["epoch"], state["next_batch"])
 
 
-def identity(share: RankBatch) -> RankBatch:
-    """What collates batches that come collated."""
-    return share
+def identity(batch: RankBatch) -> RankBatch:
+    """Return the batch: the `collate_fn` of data sets whose items are complete batches."""
+    return batch
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Let processes begin with SLURM's signals held back, which come to them too and would end them.
+    """Start processes with the signals blocked that SLURM sends to a job's processes, which would terminate them.
 
-    The loader's workers then see to it themselves, in `_leave_signals_to_trainer`.
+    The loader's workers then set up their own handling in `_ignore_signals`.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -162,22 +162,22 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _leave_signals_to_trainer(_worker: int) -> None:
-    """Heed no signal but the trainer's own.
+def _ignore_signals(_worker: int) -> None:
+    """Ignore all signals but the SIGTERM by which the training process terminates its workers.
 
-    SLURM sends its warnings, and a terminal Ctrl-C, to workers as well: one that died of it would take the trainer
-    with it before that has saved. The trainer ends its workers by SIGTERM, when they do not end by themselves.
+    SLURM sends its warnings to workers as well, and so does a terminal with Ctrl-C. If a worker died of them, the
+    training process would fail before it has saved a checkpoint.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):  # no Linux, no SLURM
+    if not hasattr(signal, "sigwaitinfo"):  # not Linux, so no SLURM
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_on_sigterm, args=(os.getppid(),), daemon=True).start()
 
 
-def _end_when_told(trainer: int) -> None:
+def _exit_on_sigterm(trainer: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
         pass
     os._exit(0)

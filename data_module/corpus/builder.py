@@ -1,6 +1,6 @@
-"""The work of preparation: count words, train the tokenizer, encode and write the splits.
+"""The stages of preparation: count words, train the tokenizer, encode and write the splits.
 
-Text goes through in chunks of a megabyte, one at a time: memory does not grow with the corpus.
+Text is processed in chunks of about a megabyte, so that memory use does not grow with the corpus.
 """
 
 import logging
@@ -27,12 +27,17 @@ from data_module.tokenization.word_encoder import WordEncoder
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN_SHARE = 0.05
-"""Of a text's pieces; more of them are no few odd characters, but another script or another language."""
+_MAX_UNKNOWN = 0.05
+"""Fraction of unknown pieces above which the text is probably in another script or language."""
 
 
 def learn_tokenizer(settings: CorpusSettings, num_pairs: list[int], progress: bool) -> Tokenizer:
-    """Train the tokenizer on a seeded sample; `num_pairs` are the pairs of each training source, read once.
+    """Train the tokenizer on a seeded sample of the training text.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        num_pairs: number of pairs of each training source, without repetitions.
+        progress: whether to show progress bars.
 
     Raises:
         InputError: see `read_pairs` and `train_on_words`.
@@ -43,28 +48,37 @@ def learn_tokenizer(settings: CorpusSettings, num_pairs: list[int], progress: bo
 def write_corpus(
     settings: CorpusSettings,
     tokenizer: Tokenizer,
-    made_of: dict[str, Any],
+    inputs: dict[str, Any],
     num_pairs: list[int],
     folder: Path,
     progress: bool,
 ) -> dict[str, Any]:
-    """Clean, encode and write all pairs into an empty folder, and return its manifest.
+    """Clean, encode and write all pairs to an empty folder.
 
-    `made_of` goes into the manifest as it is.
+    Args:
+        settings: the recipe's `corpus:` section.
+        tokenizer: the tokenizer to encode with.
+        inputs: entries of the manifest that identify settings and source files.
+        num_pairs: number of pairs of each training source, without repetitions.
+        folder: the empty folder.
+        progress: whether to show progress bars.
+
+    Returns:
+        The manifest.
 
     Raises:
         InputError: see `read_pairs`; or a split keeps no pair.
     """
     (folder / TOKENIZER_NAME).write_bytes(tokenizer.model)
     encoder = WordEncoder(tokenizer, token_type(tokenizer.vocabulary_size))
-    # Known first, because training pairs are compared with them.
+    # Read first, because training pairs are compared with them.
     held_out = HeldOutPairs(validation=set(), test=_test_pairs(settings))
     validation = _write_validation(settings, encoder, held_out.validation, folder, progress)
     train = _write_train(settings, encoder, held_out, num_pairs, folder, progress)
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        **made_of,
+        **inputs,
         "tokenizer": {"sha256": tokenizer.sha256, "vocabulary_size": tokenizer.vocabulary_size},
         "token_type": encoder.dtype.name,
         "train": train,
@@ -75,26 +89,25 @@ def write_corpus(
 
 
 def _count_words(settings: CorpusSettings, num_pairs: list[int], progress: bool) -> WordCounts:
-    """Count the words of a seeded sample of exactly `tokenizer_sentences` sentences, or of all if fewer.
+    """Count the words of a seeded uniform sample of `tokenizer_sentences` sentences, or of all if there are fewer.
 
-    Both sides of a pair are sampled together, each pair with the same chance; a source that is repeated
-    counts as often.
+    Both sides of a pair are sampled together. The words of a repeated source count as often as it is repeated.
     """
     random = np.random.default_rng(settings.seed)
-    left = sum(num_pairs)
-    wanted = min(left, settings.tokenizer_sentences // 2)
+    remaining = sum(num_pairs)
+    wanted = min(remaining, settings.tokenizer_sentences // 2)
     words = WordCounts()
-    with _bar("reading text", left, progress) as bar:
+    with _bar("reading text", remaining, progress) as bar:
         for text in settings.train:
             for chunk in read_pairs(text, settings):
                 size = len(chunk.source)
-                # Of the pairs still wanted, how many fall into this chunk: a uniform sample in one pass.
-                take = int(random.hypergeometric(wanted, left - wanted, size))
+                # The number of sampled pairs in this chunk is hypergeometric: a uniform sample in one pass.
+                take = int(random.hypergeometric(wanted, remaining - wanted, size))
                 chosen = np.sort(random.choice(size, take, replace=False)).tolist()
                 for side in (chunk.source, chunk.target):
                     words.add("\n".join([side[i] for i in chosen] if take < size else side), text.repeat)
                     words.add_characters("\n".join(side))
-                left -= size
+                remaining -= size
                 wanted -= take
                 bar.update(size)
     return words
@@ -131,7 +144,7 @@ def _write_validation(
     folder: Path,
     progress: bool,
 ) -> dict[str, Any]:
-    """Write the validation stores and their text, and add its pairs to `validation_pairs`."""
+    """Write the validation stores and text files, and add the pairs to `validation_pairs`."""
     pair_filter = PairFilter(settings)
     unknown = 0
     with ExitStack() as stack:
@@ -154,11 +167,11 @@ def _write_validation(
             for _ in range(text.repeat):
                 source_text.writelines(f"{source}\n" for source, _ in lines)
                 target_text.writelines(f"{target}\n" for _, target in lines)
-    account = _finished(pair_filter, writers, "validation")
-    _warn_of_unknown(unknown, writers, "validation")
+    account = _account(pair_filter, writers, "validation")
+    _warn_if_unknown(unknown, writers, "validation")
     if too_long := pair_filter.account.dropped[Reason.TOO_LONG]:
         log.warning(
-            "%d validation pairs are longer than corpus.max_tokens (%d) and left out: BLEU is over the rest",
+            "%d validation pairs are longer than corpus.max_tokens (%d) and were dropped: BLEU excludes them",
             too_long,
             settings.max_tokens,
         )
@@ -194,14 +207,14 @@ def _write_train(
                 split,
                 " and were dropped" if settings.drop_overlap else "; corpus.drop_overlap: true drops them",
             )
-    # What is repeated is counted as often among all pieces, and once among the unknown: a warning less, at worst.
-    _warn_of_unknown(unknown, writers, "training")
-    return _finished(pair_filter, writers, "train")
+    # Repetitions count in the number of pieces but not in `unknown`, which underestimates the fraction at worst.
+    _warn_if_unknown(unknown, writers, "training")
+    return _account(pair_filter, writers, "train")
 
 
 @dataclass(frozen=True)
 class _EncodedChunk:
-    """The pairs of a chunk that are kept, as text and, a list a side, as the bytes of their ids."""
+    """The kept pairs of a chunk: as text, and for each side the bytes of their ids and the lengths in ids."""
 
     num_pairs_read: int
     text: list[tuple[str, str]]
@@ -212,7 +225,7 @@ class _EncodedChunk:
 def _encoded(
     settings: CorpusSettings, encoder: WordEncoder, pair_filter: PairFilter, text: TextSource
 ) -> Iterator[_EncodedChunk]:
-    """Read a source once, clean and encode it."""
+    """Read a source once, and yield its chunks cleaned and encoded."""
     for chunk in read_pairs(text, settings):
         source_ids, source_lengths = _encode(encoder, chunk.source, settings.max_tokens)
         target_ids, target_lengths = _encode(encoder, chunk.target, settings.max_tokens)
@@ -227,8 +240,7 @@ def _encoded(
 
 
 def _encode(encoder: WordEncoder, sentences: list[str], max_tokens: int) -> tuple[list[bytes], np.ndarray]:
-    # No piece is longer than this, so that longer text is too long without looking: a line of megabytes
-    # costs nothing.
+    # A sentence with more characters than this has too many pieces; encoding a line of megabytes would be slow.
     max_characters = max_tokens * MAX_PIECE_CHARACTERS
     too_long = [i for i, sentence in enumerate(sentences) if len(sentence) > max_characters]
     if too_long:
@@ -245,7 +257,7 @@ def _writers(stack: ExitStack, folder: Path, split: str, dtype: np.dtype) -> lis
 
 
 def _append(writers: list[TokenStoreWriter], encoded: _EncodedChunk) -> int:
-    """Returns how many of the pieces are unknown."""
+    """Append the pairs and return the number of unknown pieces."""
     unknown = 0
     for writer, ids, lengths in zip(writers, encoded.ids, encoded.lengths, strict=True):
         flat = np.frombuffer(b"".join(ids), dtype=writer.dtype)
@@ -254,22 +266,22 @@ def _append(writers: list[TokenStoreWriter], encoded: _EncodedChunk) -> int:
     return unknown
 
 
-def _warn_of_unknown(unknown: int, writers: list[TokenStoreWriter], split: str) -> None:
-    share = unknown / max(1, sum(writer.num_tokens for writer in writers))
-    if share > _UNKNOWN_SHARE:
+def _warn_if_unknown(unknown: int, writers: list[TokenStoreWriter], split: str) -> None:
+    fraction = unknown / max(1, sum(writer.num_tokens for writer in writers))
+    if fraction > _MAX_UNKNOWN:
         log.warning(
-            "%.0f %% of the %s text's pieces are unknown to the tokenizer, whose text had other characters;"
-            " compare the texts, or begin without --init-from",
-            100 * share,
+            "%.0f %% of the %s text's pieces are unknown to the tokenizer, which was trained on other text;"
+            " compare the texts, or start without --init-from",
+            100 * fraction,
             split,
         )
 
 
-def _finished(pair_filter: PairFilter, writers: list[TokenStoreWriter], split: str) -> dict[str, Any]:
+def _account(pair_filter: PairFilter, writers: list[TokenStoreWriter], split: str) -> dict[str, Any]:
     account = pair_filter.account.as_dict()
     if not pair_filter.account.kept:
         reasons = ", ".join(f"{reason}: {n}" for reason, n in pair_filter.account.dropped.items() if n)
-        raise InputError(f"corpus.{split}: no pair is left ({reasons}); mend the text or relax the settings")
+        raise InputError(f"corpus.{split}: no pair is left ({reasons}); correct the text or relax the settings")
     source, target = writers
     return account | {
         "source_tokens": source.num_tokens,
@@ -279,14 +291,14 @@ def _finished(pair_filter: PairFilter, writers: list[TokenStoreWriter], split: s
     }
 
 
-def _bar(what: str, total: int | None, progress: bool) -> "tqdm[Any]":
+def _bar(description: str, total: int | None, progress: bool) -> "tqdm[Any]":
     return tqdm(
-        desc=what,
+        desc=description,
         total=total,
         unit=" pairs",
         bar_format=None if total else "{desc}: {elapsed}",
         delay=2,
-        # A log gets a line every half minute instead of a bar.
+        # In a log file, print a line every half minute.
         mininterval=0.1 if sys.stderr.isatty() else 30.0,
         file=sys.stderr,
         disable=not progress,

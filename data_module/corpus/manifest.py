@@ -1,4 +1,4 @@
-"""A corpus folder's `manifest.json`: what it was made of, and what must be in it."""
+"""A corpus folder's `manifest.json`: the inputs it was made from, its statistics, and its files."""
 
 import json
 from pathlib import Path
@@ -11,19 +11,19 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.model"
 
-_LINES_SHOWN = 3
+_MAX_LINES = 3
 _REBUILD = "run `python -m pipeline prepare` with --force to rebuild it"
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest, and in it the name and size of every file that the folder holds so far."""
+    """Add the names and sizes of the folder's files to the manifest, and write it."""
     manifest["files"] = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     text = json.dumps(manifest, indent=2, ensure_ascii=False)
     (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
 
 
 def is_corpus(folder: Path) -> bool:
-    """Return whether the folder was made by prepare, in whatever version and state."""
+    """Return whether the folder was made by `prepare`, of any version and whether complete or not."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -32,17 +32,19 @@ def is_corpus(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a corpus folder that is whole: every file there and of its right size.
+    """Return the manifest of a corpus folder, after checking that every file exists and has the right size.
 
-    Takes no time that grows with the corpus.
+    The time this takes does not depend on the size of the corpus.
 
     Raises:
-        InputError: there is no such folder, it is no corpus, it is truncated, or its format is newer.
+        InputError: the folder does not exist, is no corpus, is truncated, or has another format version.
     """
     if not folder.exists():
         raise InputError(f"{folder}: no such corpus; run `python -m pipeline prepare`")
     if not is_corpus(folder):
-        raise InputError(f"{folder}: not a corpus (it has no {MANIFEST_NAME} of prepare's); name another corpus.folder")
+        raise InputError(
+            f"{folder}: not a corpus (it has no {MANIFEST_NAME} written by prepare); name another corpus.folder"
+        )
     manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     version = manifest["format_version"]
     if version != FORMAT_VERSION:
@@ -56,12 +58,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         found = path.stat().st_size if path.exists() else None
         if found != size:
             state = "is missing" if found is None else f"has {found} bytes, not {size}"
-            raise InputError(f"{path}: the corpus is truncated, this file {state}; {_REBUILD}")
+            raise InputError(f"{path}: the corpus is incomplete, this file {state}; {_REBUILD}")
     return manifest
 
 
 def summary(manifest: dict[str, Any]) -> str:
-    """Return for a person what became of the pairs, a line a split, with a few of the lines that were dropped."""
+    """Return the numbers of pairs as text, one line per split, with a few of the dropped lines."""
     lines = []
     for split in ("train", "validation"):
         account = manifest[split]
@@ -79,16 +81,16 @@ def summary(manifest: dict[str, Any]) -> str:
 
 
 def _few(lines: list[str], count: int) -> str:
-    shown = lines[:_LINES_SHOWN]
+    shown = lines[:_MAX_LINES]
     return ", ".join(shown + ["…"] * (count > len(shown)))
 
 
 def differences(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Return what differs between a corpus and the settings and source files `wanted`, a phrase for each.
+    """Return the differences between a corpus and the settings and source files in `wanted`, one phrase each.
 
-    Only the keys of `wanted` are compared, so that it may hold settings alone.
+    Only the keys of `wanted` are compared, so it may contain settings alone.
     """
-    names = {"settings": "corpus"}  # as the recipe calls them
+    names = {"settings": "corpus"}  # as in the recipe
     return [found for key in wanted for found in _compare(names.get(key, key), manifest.get(key), wanted[key])]
 
 

@@ -1,4 +1,4 @@
-"""Which pairs a corpus keeps, and an account of every one that it drops."""
+"""Filter the pairs of a corpus, and account for every dropped pair."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ import numpy as np
 from data_module.readers.pairs import PairChunk
 from data_module.settings import CorpusSettings
 
-_LINES_NAMED = 5
+_MAX_LINES = 5
 
 
 class Reason(StrEnum):
-    """Why a pair was dropped. One that has several reasons counts under the first in this order."""
+    """Why a pair was dropped. A pair with several reasons counts under the first in this order."""
 
     INVALID_UTF8 = "invalid_utf8"
     EMPTY = "empty_side"
@@ -28,25 +28,25 @@ class Reason(StrEnum):
 
 @dataclass
 class PairAccount:
-    """Counts the pairs of a split: read is always kept and dropped together."""
+    """Counts the pairs of a split. `read` is always the sum of `kept` and all `dropped`."""
 
     read: int = 0
     kept: int = 0
     also_in_validation: int = 0
-    """Pairs that also occur in the validation text, dropped or not."""
+    """Number of pairs that also occur in the validation text, dropped or not."""
     also_in_test: int = 0
-    """Pairs that also occur in the test text, dropped or not."""
+    """Number of pairs that also occur in the test text, dropped or not."""
     dropped: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     lines: dict[Reason, list[str]] = field(default_factory=lambda: {reason: [] for reason in Reason})
 
     def drop(self, reason: Reason, chunk: PairChunk, pairs: np.ndarray, repeat: int) -> None:
-        """Count the chunk's `pairs`, indices, as dropped from a source that is read `repeat` times."""
+        """Count the pairs with the indices `pairs` of a chunk as dropped, `repeat` times."""
         self.dropped[reason] += len(pairs) * repeat
-        room = _LINES_NAMED - len(self.lines[reason])
+        room = _MAX_LINES - len(self.lines[reason])
         self.lines[reason] += [f"{chunk.name}:{chunk.first_line + i}" for i in pairs[:room].tolist()]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the account as the manifest shows it, with the first few lines that each reason dropped."""
+        """Return the account as in the manifest, with the first few lines that were dropped for each reason."""
         return {
             "pairs_read": self.read,
             "pairs_kept": self.kept,
@@ -60,41 +60,41 @@ class PairAccount:
 
 
 class SeenPairs:
-    """Remembers the pairs of a corpus by 64-bit hashes: 8 bytes a pair, and twice that while it merges.
+    """A set of pairs, stored as 64-bit hashes: 8 bytes per pair, and twice that during a merge.
 
-    Two different pairs of 40 million are taken for one with a chance of 1 in 20,000.
+    The probability that any two different pairs of 40 million have the same hash is 1 in 20,000.
     """
 
     def __init__(self) -> None:
         self._runs: list[np.ndarray] = []
 
     def add(self, hashes: np.ndarray) -> np.ndarray:
-        """Remember the hashes; return for each whether it was there before, also in the same call."""
+        """Add hashes; return for each whether it was in the set, or occurs earlier in the same call."""
         new = np.zeros(len(hashes), dtype=bool)
         new[np.unique(hashes, return_index=True)[1]] = True
         for run in self._runs:
-            place = np.minimum(np.searchsorted(run, hashes), len(run) - 1)
-            new &= run[place] != hashes
+            index = np.minimum(np.searchsorted(run, hashes), len(run) - 1)
+            new &= run[index] != hashes
         if new.any():
             self._runs.append(np.sort(hashes[new]))
-        # Sorted runs of at least doubling sizes: few to search, and each hash is merged a few times only.
+        # Each run is at least twice as large as the next, so there are few runs, and each hash is merged few times.
         while len(self._runs) > 1 and 2 * len(self._runs[-1]) > len(self._runs[-2]):
             self._runs[-2:] = [np.sort(np.concatenate(self._runs[-2:]), kind="stable")]
         return ~new
 
 
 def hash_pairs(pairs: Iterable[tuple[str, str]]) -> np.ndarray:
-    """Return a uint64 for each pair, the same on every machine."""
+    """Return a uint64 hash of each pair, the same on every machine."""
     digests = (blake2b(f"{source}\t{target}".encode(), digest_size=8).digest() for source, target in pairs)
     return np.frombuffer(b"".join(digests), dtype="<u8")
 
 
 @dataclass(frozen=True)
 class HeldOutPairs:
-    """What training text is compared with.
+    """The pairs that training text is compared with.
 
-    Only a pair that occurs as a whole counts, white space aside: then the network was shown the answer. A source
-    sentence alone may well recur in other text with a translation of its own ("Thank you.").
+    Only whole pairs are compared, with white space normalized. A source sentence alone may legitimately recur with
+    another translation ("Thank you.").
     """
 
     validation: set[tuple[str, str]]
@@ -102,13 +102,16 @@ class HeldOutPairs:
 
 
 class PairFilter:
-    """Decides on one split's pairs, in the order in which they are read."""
+    """Filters the pairs of one split, in the order in which they are read."""
 
     def __init__(self, settings: CorpusSettings, held_out: HeldOutPairs | None = None) -> None:
-        """Take the pairs to compare with; None filters the validation split itself.
+        """Create a filter.
 
-        From validation, whose figures must not depend on how training text is cleaned, go only pairs that
-        are unreadable, empty or longer than the network may be given.
+        Args:
+            settings: the recipe's `corpus:` section.
+            held_out: the pairs to compare with; None for the validation split itself. From validation, only pairs are
+                dropped that are invalid UTF-8, empty or too long, so that its scores do not depend on the other
+                settings.
         """
         self.account = PairAccount()
         self._settings = settings
@@ -116,7 +119,7 @@ class PairFilter:
         self._seen = SeenPairs()
 
     def keep(self, chunk: PairChunk, source_lengths: np.ndarray, target_lengths: np.ndarray, repeat: int) -> np.ndarray:
-        """Return the indices of the pairs to keep, and account for all, `repeat` times; lengths in pieces."""
+        """Return the indices of the pairs to keep, and count all pairs `repeat` times. Lengths are in pieces."""
         settings, account = self._settings, self.account
         num_pairs = len(chunk.source)
         left = np.ones(num_pairs, dtype=bool)
@@ -151,7 +154,7 @@ class PairFilter:
 
 
 def _occur(chunk: PairChunk, held_out: set[tuple[str, str]]) -> np.ndarray:
-    """Return for each pair whether it is one of those held out."""
+    """Return for each pair whether it is held out."""
     if not held_out or held_out.isdisjoint(zip(chunk.source, chunk.target, strict=True)):
         return np.zeros(len(chunk.source), dtype=bool)
     pairs = zip(chunk.source, chunk.target, strict=True)

@@ -1,7 +1,7 @@
-"""The memory-mapped corpus: its token stores written and read, and a split's two sides opened together.
+"""Memory-mapped token stores, and the two stores of a split opened as a parallel corpus.
 
-A store is three .npy files beside each other: all token ids in one flat array, the offsets of the sentences
-in it, and their lengths. Opening one reads no tokens; processes of a node share its pages.
+A store consists of three .npy files: all token ids in one flat array, the offsets of the sentences in it, and their
+lengths. Opening a store reads no tokens. The processes of a node share its pages.
 """
 
 import hashlib
@@ -20,17 +20,17 @@ from data_module.tokenization.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _ARRAYS = ("lengths", "tokens", "offsets")
-MAX_TOKENS = np.iinfo(np.uint16).max - 1  # batches count the end symbol in 16 bits too
-"""No sentence is longer than this, because lengths are 16-bit."""
+MAX_TOKENS = np.iinfo(np.uint16).max - 1  # batches store lengths with EOS in 16 bits too
+"""Maximum length of a sentence, because lengths are stored in 16 bits."""
 
 
 def token_type(vocabulary_size: int) -> np.dtype:
-    """Return the smallest unsigned type, of 16 or 32 bits, that holds every id of the vocabulary."""
+    """Return the smaller of uint16 and uint32 that can represent every id of the vocabulary."""
     return np.dtype(np.uint16 if vocabulary_size <= 2**16 else np.uint32)
 
 
 class _ArrayWriter:
-    """A one-dimensional .npy file that grows by appending and holds nothing in memory."""
+    """A one-dimensional .npy file that is written by appending, without keeping data in memory."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
         self.dtype = dtype
@@ -40,7 +40,7 @@ class _ArrayWriter:
         self._header_bytes = self._file.tell()
 
     def _write_header(self) -> None:
-        # numpy leaves room in the header, so that another length takes as many bytes.
+        # numpy pads the header, so that its size does not depend on the length.
         header = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.length,)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
@@ -49,7 +49,7 @@ class _ArrayWriter:
         self.length += len(values)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return a copy of values that were appended earlier."""
+        """Return a copy of the values from `start` to `stop`."""
         self._file.seek(self._header_bytes + start * self.dtype.itemsize)
         values = np.frombuffer(self._file.read((stop - start) * self.dtype.itemsize), dtype=self.dtype)
         self._file.seek(0, 2)
@@ -62,9 +62,9 @@ class _ArrayWriter:
 
 
 class TokenStoreWriter:
-    """Writes a token store by appending sentences; its memory does not grow. A context manager.
+    """Writes a token store by appending sentences, with constant memory. It is a context manager.
 
-    A store is readable once it is closed.
+    The store is readable after `close`.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
@@ -80,9 +80,10 @@ class TokenStoreWriter:
         return self._lengths.length
 
     def append_flat(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append sentences whose ids follow each other in `tokens`, `lengths[i]` of them for sentence i.
+        """Append sentences. Their ids are concatenated in `tokens`; sentence i has `lengths[i]` of them.
 
-        Raises ValueError for a sentence of more than `MAX_TOKENS`.
+        Raises:
+            ValueError: a sentence has more than `MAX_TOKENS` ids.
         """
         longest = int(lengths.max(initial=0))
         if longest > MAX_TOKENS:
@@ -95,7 +96,7 @@ class TokenStoreWriter:
         self.longest = max(self.longest, longest)
 
     def repeat_from(self, start: int, times: int, block: int = 2**17) -> None:
-        """Append every sentence from `start` on, `times` more times, in blocks of sentences."""
+        """Append all sentences from index `start` on again, `times` times, in blocks of `block` sentences."""
         stop = len(self)
         for _ in range(times):
             for begin in range(start, stop, block):
@@ -105,7 +106,7 @@ class TokenStoreWriter:
                 self.append_flat(tokens, np.diff(offsets))
 
     def close(self) -> None:
-        """Complete the files; the store can be opened now."""
+        """Complete the files, so that the store can be opened."""
         for writer in (self._tokens, self._lengths, self._offsets):
             writer.close()
 
@@ -117,9 +118,9 @@ class TokenStoreWriter:
 
 
 class TokenStore:
-    """A written token store, mapped on first use. It pickles as its path and is mapped anew by a worker.
+    """A token store on disk, mapped on first use. It is pickled as its path, and a worker maps it again.
 
-    Sentence i is `tokens[offsets[i]:offsets[i + 1]]`, without special ids, and `lengths[i]` long.
+    Sentence i is `tokens[offsets[i]:offsets[i + 1]]`, without special ids, of length `lengths[i]`.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -127,23 +128,23 @@ class TokenStore:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """All token ids, uint16 or uint32."""
+        """uint16 or uint32 [tokens]: the ids of all sentences."""
         return self._map("tokens")
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Where each sentence begins in `tokens`, and where the last one ends: int64, one more than those."""
+        """int64 [sentences + 1]: where each sentence begins in `tokens`, and where the last one ends."""
         return self._map("offsets")
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The tokens of each sentence, uint16."""
+        """uint16 [sentences]: the number of tokens of each sentence."""
         return self._map("lengths")
 
     def _map(self, name: str) -> np.ndarray:
         path = _path(self.prefix, name)
         try:
-            # A plain array over the map: np.memmap's own indexing is several times slower.
+            # A plain array of the same memory, because indexing np.memmap is several times slower.
             return np.asarray(np.load(path, mmap_mode="r"))
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot open the corpus ({error}); run prepare with --force") from error
@@ -162,8 +163,8 @@ class TokenStore:
         return {"prefix": self.prefix}
 
 
-def with_end_symbol(store: TokenStore) -> np.ndarray:
-    """Lengths, uint16 [sentences], as batches have them."""
+def lengths_with_eos(store: TokenStore) -> np.ndarray:
+    """Return the lengths including EOS, uint16 [sentences]."""
     return store.lengths + np.uint16(1)
 
 
@@ -174,25 +175,26 @@ class ParallelCorpus:
         self.source = source
         self.target = target
         self.identity = identity
-        """Differs from that of any corpus that was made from other texts or settings."""
+        """A hash of the split's name and the manifest: corpora of other texts or settings have another one."""
         self.longest = longest
-        """The tokens of the longest sentence of either side."""
+        """Number of tokens of the longest sentence of either side."""
 
     def __len__(self) -> int:
         return len(self.source)
 
 
 def store_prefix(folder: Path, split: str, side: str) -> Path:
-    """Return where the store of a split ("train", "validation") and side ("source", "target") lies."""
+    """Return the path prefix of the store of a split ("train", "validation") and side ("source", "target")."""
     return folder / f"{split}.{side}"
 
 
 def open_corpus(folder: Path, split: str) -> ParallelCorpus:
-    """Open a split, "train" or "validation", of a corpus folder; takes no time that grows with the corpus.
+    """Open a split, "train" or "validation", of a corpus folder.
+
+    The time this takes does not depend on the size of the corpus.
 
     Raises:
-        InputError: there is no corpus, or it is truncated, of another format version, or its tokenizer is
-            not the one it was made with.
+        InputError: see `read_manifest`; or the tokenizer is not the one that the corpus was made with.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -210,11 +212,10 @@ def open_corpus(folder: Path, split: str) -> ParallelCorpus:
 
 
 def read_ahead(corpus: ParallelCorpus) -> threading.Thread:
-    """Read the corpus once from end to end, in the background, so that its pages lie in this node's memory.
+    """Read the whole corpus once, in a background thread, so that its pages are in this node's page cache.
 
-    Training reads thousands of short sentences from everywhere; on a shared file system each would be a request of
-    its own. A corpus larger than half of the memory that is free is left alone, with a warning: lay it on a disk
-    of the node's own.
+    Training reads short sentences in random order; on a shared file system each would be a request of its own. A corpus
+    larger than half of the available memory is not read, and a warning is logged.
     """
     thread = threading.Thread(target=_read, args=(corpus,), daemon=True)
     thread.start()
@@ -222,11 +223,11 @@ def read_ahead(corpus: ParallelCorpus) -> threading.Thread:
 
 
 def _read(corpus: ParallelCorpus) -> None:
-    # Lengths first: the epoch's plan waits for them.
+    # Lengths first, because the epoch's plan is computed from them.
     paths = [_path(side.prefix, name) for name in _ARRAYS for side in (corpus.source, corpus.target)]
     size = sum(path.stat().st_size for path in paths)
     if size > _free_memory() // 2:
-        log.warning("%s: %.1f GB do not fit this node's memory; lay it on its own disk", paths[0].parent, size / 1e9)
+        log.warning("%s: %.1f GB do not fit in memory; copy the corpus to a local disk", paths[0].parent, size / 1e9)
         return
     block = bytearray(2**23)
     for path in paths:
@@ -236,7 +237,7 @@ def _read(corpus: ParallelCorpus) -> None:
 
 
 def _free_memory() -> int:
-    """Bytes that could be used, those of cached files among them."""
+    """Return the available memory in bytes, including the page cache."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024

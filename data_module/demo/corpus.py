@@ -1,7 +1,7 @@
-"""The demo's parallel text: 20,000 English sentences and their German translations, split and written.
+"""The demo's parallel text: generated English sentences with their German translations, in four splits.
 
-The same seed gives the same bytes. No sentence stands in two splits; `test_new_combinations` combines words that
-never met in training.
+The same seed gives the same bytes. No sentence is in two splits. The sentences of `test_new_combinations` contain
+combinations of words that do not occur in training.
 """
 
 import argparse
@@ -18,17 +18,17 @@ from tqdm import tqdm
 from data_module.demo.sentences import Author, Lexicon, Sentence
 
 SPLIT_SIZES = {"train": 20_000, "validation": 1_000, "test": 1_000, "test_new_combinations": 1_000}
-HELD_OUT_SHARE = 0.05
-"""Share of all possible combinations that are in test_new_combinations only."""
+HELD_OUT_FRACTION = 0.05
+"""Fraction of all possible combinations that occur only in test_new_combinations."""
 
 
 def word_forms(sentence: Sentence) -> set[str]:
-    """The words of both sides as they are spelt."""
+    """Return the distinct words of both sides, as spelled."""
     return set(re.findall(r"\w+", sentence.english + " " + sentence.german))
 
 
 def distinct_sentences(author: Author) -> Iterator[Sentence]:
-    """Sentences without end, none with an English or a German side that was there before."""
+    """Yield sentences endlessly, none with an English or German side that has been yielded before."""
     seen: set[str] = set()
     while True:
         sentence = author.sentence()
@@ -38,35 +38,35 @@ def distinct_sentences(author: Author) -> Iterator[Sentence]:
 
 
 def demo_corpus(seed: int = 1) -> dict[str, list[Sentence]]:
-    """The sentences of every split.
+    """Return the sentences of every split.
 
-    A held-out combination is in every sentence of test_new_combinations and nowhere else. Every word form of
-    the other splits occurs in training.
+    Every sentence of test_new_combinations has a held-out combination, and no other sentence has one. All word forms
+    of the other splits occur in training.
     """
     rng, lexicon = random.Random(seed), Lexicon()
-    held_out = {combination for combination in lexicon.combinations() if rng.random() < HELD_OUT_SHARE}
+    held_out = {combination for combination in lexicon.combinations() if rng.random() < HELD_OUT_FRACTION}
     stream = distinct_sentences(Author(lexicon, rng))
     bar = tqdm(desc="writing sentences", total=sum(SPLIT_SIZES.values()), delay=2)
 
-    def first(size: int, fitting: Iterator[Sentence]) -> list[Sentence]:
+    def take(size: int, candidates: Iterator[Sentence]) -> list[Sentence]:
         taken = []
-        for sentence in islice(fitting, size):
+        for sentence in islice(candidates, size):
             taken.append(sentence)
             bar.update()
         return taken
 
-    splits = {"train": first(SPLIT_SIZES["train"], (s for s in stream if not s.combinations & held_out))}
+    splits = {"train": take(SPLIT_SIZES["train"], (s for s in stream if not s.combinations & held_out))}
     known = set().union(*map(word_forms, splits["train"]))
     for name in ("validation", "test", "test_new_combinations"):
         new = name == "test_new_combinations"
-        fitting = (s for s in stream if bool(s.combinations & held_out) == new and word_forms(s) <= known)
-        splits[name] = first(SPLIT_SIZES[name], fitting)
+        candidates = (s for s in stream if bool(s.combinations & held_out) == new and word_forms(s) <= known)
+        splits[name] = take(SPLIT_SIZES[name], candidates)
     bar.close()
     return splits
 
 
 def write_demo_corpus(folder: Path, seed: int = 1) -> None:
-    """Write `<split>.en` and `<split>.de` of every split; a file that is right already stays as it is."""
+    """Write `<split>.en` and `<split>.de` of every split. Files with the right content are not written again."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, sentences in demo_corpus(seed).items():
         for suffix, lines in (("en", [s.english for s in sentences]), ("de", [s.german for s in sentences])):
@@ -79,7 +79,7 @@ def write_demo_corpus(folder: Path, seed: int = 1) -> None:
 
 
 def main() -> None:
-    """Command line: python -m data_module.demo.corpus FOLDER."""
+    """Run the command line: `python -m data_module.demo.corpus FOLDER`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--seed", type=int, default=1)

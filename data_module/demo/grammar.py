@@ -1,7 +1,7 @@
-"""English and German grammar at once: noun phrases, verbs and clauses that inflect and order themselves.
+"""A parallel grammar of English and German: noun phrases, verbs and clauses, with inflection and word order.
 
-A noun phrase (`Nominal`) and a `Clause` know both languages, so that every English sentence comes with its one
-German translation: gender, case, adjective endings, verb second and verb last, separable verbs, modal verbs.
+A noun phrase (`Nominal`) and a `Clause` hold both languages, so that every English sentence has exactly one German
+translation. Covered are gender, case, adjective endings, verb-second and verb-last order, separable and modal verbs.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Combinations = frozenset[tuple[str, str]]
-"""Which words met: (adjective, the noun it is said of) and (verb, its object's noun), as English lemmas."""
+"""Pairs of words used together, as English lemmas: (adjective, its noun) and (verb, its object's noun)."""
 Case = Literal["nominative", "accusative", "dative"]
 CASES: tuple[Case, ...] = ("nominative", "accusative", "dative")
 STRONG_ENDINGS = {
@@ -21,12 +21,12 @@ STRONG_ENDINGS = {
 }
 GENDERS = {"der": "masculine", "die": "feminine", "das": "neuter"}
 FIRST, THIRD, PLURAL = range(3)
-"""What a finite verb agrees with: I; he, she and any singular; we, they and any plural."""
+"""Person and number that a finite verb agrees with: I; he, she and all singulars; we, they and all plurals."""
 HABEN, SEIN = ("habe", "hat", "haben"), ("bin", "ist", "sind")
 
 
 class Phrase(NamedTuple):
-    """Words that do not inflect, in both languages."""
+    """Words that are not inflected, in both languages."""
 
     english: str = ""
     german: str = ""
@@ -48,14 +48,14 @@ class Noun(NamedTuple):
     semantic_class: str
 
     def inflected(self, case: Case, plural: bool) -> str:
-        """The German form."""
+        """Return the German form."""
         if plural:
             return self.german_plural + ("n" if case == "dative" and self.german_plural[-1] not in "ns" else "")
         return self.german_plural if self.weak and case != "nominative" else self.german
 
 
 class Adjective(NamedTuple):
-    """An adjective: English, German as a predicate, German before an ending, the nouns it can be said of."""
+    """An adjective: English, German as a predicate, German stem, and the semantic classes of nouns it applies to."""
 
     english: str
     german: str
@@ -64,14 +64,14 @@ class Adjective(NamedTuple):
 
 
 class Determiner(NamedTuple):
-    """An article, possessive or numeral. Its German is declined like "der", like "ein", or not at all."""
+    """An article, possessive or numeral, declined in German like "der", like "ein", or not at all."""
 
     english: str = ""
     german: str = ""
     declined_like: Literal["der", "ein", ""] = ""
 
     def ending(self, gender: str, case: Case) -> str:
-        """The ending of the German form."""
+        """Return the ending of the German form."""
         endingless = self.declined_like == "ein" and (gender, case) in EIN_WITHOUT_ENDING
         return "" if endingless or not self.declined_like else STRONG_ENDINGS[gender][case]
 
@@ -85,7 +85,7 @@ POSSESSIVES = [Determiner(*words, "ein") for words in (("my", "mein"), ("our", "
 
 
 class Nominal(NamedTuple):
-    """What can be subject or object: English, German in each case, what a verb agrees with."""
+    """A subject or object: English, German in each case, and the person and number that a verb agrees with."""
 
     english: str
     german: dict[Case, str]
@@ -105,12 +105,12 @@ PRONOUNS = [
 
 
 def definite_article(gender: str, case: Case) -> str:
-    """The German definite article, which is also the relative pronoun (but for "denen")."""
+    """Return the German definite article, which is also the relative pronoun (except "denen")."""
     return {"de": "die", "des": "das"}.get(article := "d" + STRONG_ENDINGS[gender][case], article)
 
 
 def noun_phrase(determiner: Determiner, adjective: Adjective | None, noun: Noun, plural: bool = False) -> Nominal:
-    """Decline a noun phrase: of determiner and adjective the first that can shows gender and case."""
+    """Decline a noun phrase. The determiner shows gender and case, or the adjective if the determiner cannot."""
     gender = "plural" if plural else noun.gender
     german: dict[Case, str] = {}
     for case in CASES:
@@ -124,9 +124,9 @@ def noun_phrase(determiner: Determiner, adjective: Adjective | None, noun: Noun,
         german[case] = join(article, adjective and adjective.stem + adjective_ending, noun.inflected(case, plural))
     words = join(adjective and adjective.english, noun.english_plural if plural else noun.english)
     article = "an" if determiner.english == "a" and words[0] in "aeiou" else determiner.english
-    met = frozenset({(adjective.english, noun.english)} if adjective else ())
+    combinations = frozenset({(adjective.english, noun.english)} if adjective else ())
     agreement = PLURAL if plural else THIRD
-    return Nominal(join(article, words), german, agreement, noun.english, met, determiner.german == "kein")
+    return Nominal(join(article, words), german, agreement, noun.english, combinations, determiner.german == "kein")
 
 
 class Verb(NamedTuple):
@@ -147,25 +147,25 @@ class Verb(NamedTuple):
     adjuncts: Sequence[str] = ()
 
     def present(self, agreement: int) -> str:
-        """The finite form, without the separable prefix."""
+        """Return the finite form, without the separable prefix."""
         first_person = self.infinitive.removesuffix("n").removesuffix("e") + "e"
         return (first_person, self.third_person, self.infinitive)[agreement]
 
 
 class Mode(NamedTuple):
-    """A tense, modal verb or copula: its finite forms for I, he and they, and the times it goes with."""
+    """A tense, modal verb or copula: its finite forms for I, he and they, and the time expressions it allows."""
 
     name: str
     english: Sequence[str]
     link: str
-    """What stands between the English auxiliary and the verb: "want to"."""
+    """The word between the English auxiliary and the verb, as in "want to"."""
     german: Sequence[str]
     times: str
 
 
 @dataclass(frozen=True)
 class Clause:
-    """A subject, a predicate and what belongs to it. A predicative adjective is placed like an infinitive."""
+    """A subject, a predicate and its complements. A predicative adjective is placed like an infinitive."""
 
     subject: Nominal
     verb: Verb
@@ -179,7 +179,7 @@ class Clause:
     negated: bool = False
 
     def english(self, question: bool = False) -> str:
-        """The clause in English; "do" only where a question or negation needs it."""
+        """Return the clause in English, with "do" only in questions and negations."""
         subject, auxiliary = self.subject.english, self.mode.english[self.subject.agreement]
         verb, adverb = join(self.mode.link, self.verb.english), self.adverb.english
         negation = "not" if self.negated else ""
@@ -198,7 +198,7 @@ class Clause:
         return join(self.front.english, predicate, object_, recipient, self.adjunct.english, self.time.english)
 
     def german(self, verb_position: Literal["first", "second", "last"] = "second") -> str:
-        """The clause in German."""
+        """Return the clause in German."""
         agreement, verb, separable = self.subject.agreement, self.verb, False
         if self.mode.german:
             finite, final = self.mode.german[agreement], verb.prefix + verb.infinitive
@@ -219,35 +219,35 @@ class Clause:
 
     @property
     def combinations(self) -> Combinations:
-        """Which words meet in this clause."""
+        """Return the combinations of words in this clause."""
         parts = [part for part in (self.subject, self.object, self.recipient, self.adjunct) if part]
-        met = Combinations().union(*(part.combinations for part in parts))
+        combinations = Combinations().union(*(part.combinations for part in parts))
         if self.object and self.object.noun:
-            met |= {(self.verb.english, self.object.noun)}
+            combinations |= {(self.verb.english, self.object.noun)}
         if self.mode.name in ("is", "was") and self.subject.noun:
-            met |= {(self.verb.english, self.subject.noun)}
-        return met
+            combinations |= {(self.verb.english, self.subject.noun)}
+        return combinations
 
 
 def join(*words: str | None) -> str:
-    """The words that are there, with spaces between."""
+    """Join the words that are not empty by spaces."""
     return " ".join(word for word in words if word)
 
 
 def with_s(word: str) -> str:
-    """A regular English plural or third person singular."""
+    """Return a regular English plural or third person singular."""
     word = re.sub(r"(?<=[^aeiou])y$", "ie", word)
     return word + ("es" if re.search(r"(s|x|ch|sh)$", word) else "s")
 
 
 def third_person(verb: str) -> str:
-    """The English third person singular of a verb and its particle: "pick up" -> "picks up"."""
+    """Return the English third person singular of a verb with its particle: "pick up" -> "picks up"."""
     head, space, particle = verb.partition(" ")
     return ("has" if head == "have" else with_s(head)) + space + particle
 
 
 def prepositional_phrase(english: str, german: str, case: Case, nominal: Nominal) -> Phrase:
-    """Preposition and nominal, with the contractions of German: "in dem Park" -> "im Park"."""
+    """Return a prepositional phrase, with the contractions of German: "in dem Park" -> "im Park"."""
     phrase = f"{german} {nominal.german[case]}"
     for full, contracted in (("in dem ", "im "), ("zu dem ", "zum "), ("zu der ", "zur ")):
         phrase = re.sub(f"^{full}", contracted, phrase)

@@ -1,4 +1,4 @@
-"""What the demo's sentences say: the lexicon (lexicon.yaml), and an author who makes sense with it."""
+"""Generates the demo's sentences from the words of lexicon.yaml and the grammar."""
 
 import random
 import re
@@ -68,7 +68,7 @@ class Lexicon:
         self.conjunctions: dict[str, str] = words["conjunctions"]
 
     def combinations(self) -> list[tuple[str, str]]:
-        """Every combination that the semantic classes allow, in the lexicon's order."""
+        """Return all combinations that the semantic classes allow, in the lexicon's order."""
         words = [(adjective.english, adjective.classes) for adjective in self.adjectives]
         words += [(verb.english, list(verb.object)) for verb in self.verbs]
         return [(word, noun.english) for word, classes in words for name in classes for noun in self.nouns[name]]
@@ -95,7 +95,7 @@ def _mode(name: str, english: str, times: str, link: str = "", german: str = "")
 
 
 class Sentence(NamedTuple):
-    """A sentence, its translation, and which words meet in it."""
+    """A sentence, its translation, and its combinations of words."""
 
     english: str
     german: str
@@ -120,28 +120,28 @@ SENTENCE_KINDS = {
 
 
 class Author:
-    """Makes up sentences, every one with its translation."""
+    """Generates random sentences with their translations."""
 
     def __init__(self, lexicon: Lexicon, rng: random.Random) -> None:
         self.lexicon = lexicon
         self.rng = rng
 
     def chance(self, probability: float) -> bool:
-        """True as often as that."""
+        """Return True with this probability."""
         return self.rng.random() < probability
 
     def noun(self, classes: Sequence[str]) -> Noun:
-        """A noun of these classes, every noun as likely as any other."""
+        """Return a noun of these semantic classes, all nouns with the same probability."""
         return self.rng.choice([noun for name in classes for noun in self.lexicon.nouns[name]])
 
     def phrase(self, noun: Noun, plural: bool, determiners: list[Determiner], described: float = 0.4) -> Nominal:
-        """A noun phrase, described by an adjective with that probability."""
+        """Return a noun phrase, with an adjective with probability `described`."""
         adjectives = [word for word in self.lexicon.adjectives if noun.semantic_class in word.classes]
         adjective = self.rng.choice(adjectives) if self.chance(described) else None
         return noun_phrase(self.rng.choice(determiners), adjective, noun, plural)
 
     def subject(self, verb: Verb, negated: bool, relative: bool) -> Nominal:
-        """A pronoun, name or noun phrase, perhaps with a relative clause."""
+        """Return a pronoun, name or noun phrase, the last possibly with a relative clause."""
         if "person" in verb.subject and self.chance(0.3):
             return self.rng.choice(PRONOUNS if self.chance(0.7) else self.lexicon.names)
         noun, plural = self.noun(verb.subject), self.chance(0.3)
@@ -150,7 +150,7 @@ class Author:
         return self.with_relative_clause(nominal, noun) if relative and self.chance(0.15) else nominal
 
     def object(self, classes: Sequence[str], negated: bool) -> Nominal:
-        """An object; an indefinite one carries the negation: "kein"."""
+        """Return an object. In a negated clause, an indefinite object is negated ("kein")."""
         plural = self.chance(0.3)
         if negated:
             some = [NO_PLURAL if plural else NO_SINGULAR] * 5
@@ -159,7 +159,7 @@ class Author:
         return self.phrase(self.noun(classes), plural, DEFINITE[plural] + some)
 
     def with_relative_clause(self, head: Nominal, noun: Noun) -> Nominal:
-        """The nominal and a relative clause whose subject or object it is."""
+        """Return the nominal with a relative clause, of which it is the subject or object."""
         gender = "plural" if head.agreement == PLURAL else noun.gender
         pronoun = {case: definite_article(gender, case) for case in CASES}
         if gender == "plural":
@@ -182,7 +182,7 @@ class Author:
         )
 
     def tense(self) -> Sequence[str]:
-        """Which modes a clause may have."""
+        """Return the names of the modes that a clause may have."""
         return PAST if self.chance(0.33) else NOW
 
     def clause(
@@ -194,7 +194,7 @@ class Author:
         gap: Nominal | None = None,
         negatable: bool = True,
     ) -> Clause:
-        """A clause around the verb, subject or object given, if any; only a main clause has a front."""
+        """Return a clause with the given verb, subject or object. Only main clauses have a front."""
         rng = self.rng
         mode = self.lexicon.modes[rng.choice(modes)]
         negated = negatable and self.chance(0.2)
@@ -227,7 +227,7 @@ class Author:
         )
 
     def adjunct(self, kinds: Sequence[str]) -> Phrase:
-        """A prepositional phrase of one of these kinds, or none; a goal is never left out."""
+        """Return a prepositional phrase of one of these kinds, or none. A goal is always expressed."""
         if not kinds or ("goal" not in kinds and self.chance(0.4)):
             return NOTHING
         english, german, case, semantic_class = PREPOSITIONS[self.rng.choice(kinds)]
@@ -235,7 +235,7 @@ class Author:
         return prepositional_phrase(english, german, case, nominal)
 
     def sentence(self) -> Sentence:
-        """A sentence of one or two clauses."""
+        """Return a sentence of one or two clauses."""
         kind = self.rng.choices(list(SENTENCE_KINDS), list(SENTENCE_KINDS.values()))[0]
         conjunction, tense = self.lexicon.conjunctions.get(kind, ""), self.tense()
         if kind == "statement":
@@ -263,11 +263,11 @@ class Author:
             english = f"{clauses[0].english()} {kind} {clauses[1].english()}"
             german = f"{clauses[0].german()}, {conjunction} {clauses[1].german('last')}"
         mark = "?" if kind == "question" else "."
-        met = Combinations().union(*(clause.combinations for clause in clauses))
-        return Sentence(punctuated(english, mark), punctuated(german, mark), met)
+        combinations = Combinations().union(*(clause.combinations for clause in clauses))
+        return Sentence(punctuated(english, mark), punctuated(german, mark), combinations)
 
 
 def punctuated(sentence: str, mark: str) -> str:
-    """The sentence with its capital and final mark; no comma closes a relative clause twice."""
+    """Capitalize the sentence, add its final mark, and remove repeated and final commas of relative clauses."""
     sentence = re.sub(",+", ",", sentence).rstrip(",")
     return sentence[0].upper() + sentence[1:] + mark

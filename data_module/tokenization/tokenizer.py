@@ -1,7 +1,7 @@
 """Joint byte-pair encoding of both languages (section 5.1), trained and applied with sentencepiece.
 
-The text is left as it is (`identity` normalization) but for white space: see `normalize_white_space`.
-`decode(encode(x))` is `normalize_white_space(x)`, in lower case where the tokenizer lower-cases.
+Only white space is normalized (see `normalize_white_space`). `decode(encode(x))` equals `normalize_white_space(x)`, in
+lower case if the tokenizer lower-cases.
 """
 
 import hashlib
@@ -21,33 +21,32 @@ PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 NUM_SPECIAL_IDS = 4
 MAX_PIECE_CHARACTERS = 16
 
-# The one character that sentencepiece refuses to learn, because it marks unknown characters in training.
+# sentencepiece cannot learn this character, because it uses it for unknown characters in training.
 _RESERVED_CHARACTER = "\u2585"
 
 
 class Tokenizer:
-    """A trained joint vocabulary: text to piece ids and back. It pickles, as its model's bytes.
+    """A trained joint vocabulary, which converts text to piece ids and back. It is pickled as its model's bytes.
 
-    Whether text is lower-cased is written in the model itself, so that every program that reads the model
-    does the same.
+    The model itself contains whether text is lower-cased, so that every program that loads the model does the same.
     """
 
     pad_id, unk_id, bos_id, eos_id = PAD_ID, UNK_ID, BOS_ID, EOS_ID
 
     def __init__(self, model: bytes) -> None:
-        """Take the bytes of a sentencepiece model.
+        """Load a sentencepiece model from its bytes.
 
         Raises:
-            InputError: they are no sentencepiece model, or its special ids are not this project's.
+            InputError: the bytes are no sentencepiece model, or its special ids are not this project's.
         """
-        # Imported where it is used: without text, batches can be loaded where it is not installed.
+        # Imported here because it need not be installed to load batches.
         import sentencepiece
 
         self.model = model
         self.sha256 = hashlib.sha256(model).hexdigest()
         try:
             processor = sentencepiece.SentencePieceProcessor()
-            # An empty model loads, and complains only when used.
+            # sentencepiece loads an empty model and fails only when it is used.
             processor.load_from_serialized_proto(model or b"none")
         except RuntimeError as error:
             raise InputError("not a tokenizer: no sentencepiece model; run prepare again") from error
@@ -56,14 +55,18 @@ class Tokenizer:
         if special_ids != (PAD_ID, UNK_ID, BOS_ID, EOS_ID):
             raise InputError(
                 f"not this project's tokenizer: pad, unk, bos, eos are {special_ids}, not (0, 1, 2, 3);"
-                " make one with prepare"
+                " create one with prepare"
             )
         self.vocabulary_size: int = processor.get_piece_size()
         self.lowercase: bool = processor.normalize("A").endswith("a")
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """Read a model file; raises `InputError` that names it when it is missing or no tokenizer."""
+        """Load a model file.
+
+        Raises:
+            InputError: the file cannot be read, or is no tokenizer; the message names it.
+        """
         try:
             return cls(Path(path).read_bytes())
         except OSError as error:
@@ -75,9 +78,9 @@ class Tokenizer:
         return Tokenizer, (self.model,)
 
     def encode(self, sentences: list[str], num_threads: int = 1) -> list[np.ndarray]:
-        """Return the piece ids of each sentence, int32 and without special ids; releases the GIL.
+        """Return the piece ids of each sentence, int32 without special ids. Unknown characters become `unk_id`.
 
-        A character that the vocabulary lacks becomes `unk_id`.
+        The GIL is released.
         """
         lines = "\n".join(sentences)
         if lines.count("\n") >= len(sentences):
@@ -86,12 +89,12 @@ class Tokenizer:
         return self._processor.encode(normalized, out_type="numpy", num_threads=num_threads)
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each sequence of ids; special ids are skipped, the unknown one too."""
+        """Return the text of each sequence of ids. Special ids, including `unk_id`, are skipped."""
         text = [[int(piece) for piece in row if piece >= NUM_SPECIAL_IDS] for row in ids]
         return self._processor.decode(text) if text else []
 
     def pieces(self) -> list[str]:
-        """Return the vocabulary in the order of its ids; U+2581 in a piece stands for a space."""
+        """Return the vocabulary in the order of the ids. U+2581 in a piece represents a space."""
         return [self._processor.id_to_piece(i) for i in range(self.vocabulary_size)]
 
 
@@ -102,12 +105,19 @@ def train_tokenizer(
     lowercase: bool = False,
     character_coverage: float = 1.0,
 ) -> bytes:
-    """Train byte-pair encoding on the sentences and return the model's bytes, the same for the same text.
+    """Train byte-pair encoding on sentences. The result is deterministic.
 
-    `vocabulary_size` counts everything, special ids and single characters too.
+    Args:
+        sentences: the training text.
+        vocabulary_size: number of ids, including special ids and single characters.
+        lowercase: whether the tokenizer lower-cases text.
+        character_coverage: fraction of the text whose characters get a piece of their own, the most frequent first.
+
+    Returns:
+        The bytes of a sentencepiece model.
 
     Raises:
-        InputError: the text is too small, or has too many characters, for that vocabulary.
+        InputError: the text is too small, or has too many characters, for this vocabulary size.
     """
     words = WordCounts()
     for sentence in sentences:
@@ -124,11 +134,7 @@ def train_on_words(
     lowercase: bool = False,
     character_coverage: float = 1.0,
 ) -> bytes:
-    """As `train_tokenizer`, from a text's words and characters; releases the GIL.
-
-    With a `character_coverage` of 1 every character of `words` gets a piece, otherwise only the most
-    frequent ones that make up this share of the text.
-    """
+    """Train a tokenizer as `train_tokenizer` does, from the words and characters of a text. The GIL is released."""
     characters = words.characters()
     characters = "".join(sorted(set("".join(c.lower() for c in characters) if lowercase else characters)))
     learnable = characters.replace(_RESERVED_CHARACTER, "")
@@ -141,7 +147,7 @@ def train_on_words(
     if character_coverage >= 1 and vocabulary_size < smallest:
         raise InputError(
             f"corpus.vocabulary_size: {vocabulary_size} is too small for the text's {len(characters)}"
-            f" distinct characters; at least {smallest}, or lower corpus.character_coverage"
+            f" distinct characters; set at least {smallest}, or lower corpus.character_coverage"
         )
     with _LowercaseRules(lowercase) as rules:
         options |= rules | {"vocab_size": vocabulary_size, "character_coverage": character_coverage}
@@ -156,7 +162,7 @@ def train_on_words(
                     f" {character_coverage:.2%} of the text; raise it, or lower corpus.character_coverage"
                 ) from error
             raise InputError(
-                f"corpus.vocabulary_size: {vocabulary_size} pieces are more than the training text affords;"
+                f"corpus.vocabulary_size: {vocabulary_size} pieces are more than the training text allows;"
                 f" the largest that works is {largest}"
             ) from error
     return _without_rule_path(model) if lowercase else model
@@ -165,7 +171,7 @@ def train_on_words(
 def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
     import sentencepiece
 
-    # Ties between pairs of equal frequency go by order of appearance: the counter keeps the text's own.
+    # sentencepiece resolves ties by order of appearance; the counter preserves the order of the text.
     lines = (f"{word}\t{count}" for word, count in words.counts.items() if word and _RESERVED_CHARACTER not in word)
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -178,7 +184,7 @@ def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
         bos_id=BOS_ID,
         eos_id=EOS_ID,
         max_sentencepiece_length=MAX_PIECE_CHARACTERS,
-        # The model holds its training options: a thread for each core would make it differ by machine.
+        # The model contains its training options, so a number that depends on the machine would change its bytes.
         num_threads=16,
         minloglevel=2,
         **({"normalization_rule_name": "identity"} | options),
@@ -187,7 +193,7 @@ def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
 
 
 class _LowercaseRules:
-    """The training options that write lower-casing into the model; none where it is not wanted."""
+    """A context manager that returns the training options for lower-casing, or none if it is not wanted."""
 
     def __init__(self, lowercase: bool) -> None:
         self._path = ""
@@ -210,7 +216,7 @@ class _LowercaseRules:
 
 
 def _without_rule_path(model: bytes) -> bytes:
-    """Remove the temporary file's name, which would make each training's bytes differ."""
+    """Remove the name of the temporary file, which differs every time, from the model."""
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Fast encoding of much text: each distinct word goes through the tokenizer once."""
+"""Fast encoding of large texts: each distinct word is tokenized once."""
 
 import os
 
@@ -6,14 +6,14 @@ import numpy as np
 
 from data_module.tokenization.tokenizer import Tokenizer
 
-# Enough for every frequent word of a large corpus, in about 300 MB.
-_MAX_REMEMBERED_WORDS = 1_000_000
+# Enough for the frequent words of a large corpus; about 300 MB.
+_MAX_CACHED_WORDS = 1_000_000
 
 
 class WordEncoder:
-    """Encodes sentences as a tokenizer does, five times as fast, by remembering the ids of each word.
+    """Encodes sentences five times as fast as the tokenizer, by caching the ids of each word.
 
-    It is exact, because pieces never cross a space.
+    The result is the same, because pieces never cross a space.
     """
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
@@ -22,11 +22,12 @@ class WordEncoder:
         self._ids: dict[str, bytes] = {}
 
     def encode(self, sentences: list[str]) -> tuple[list[bytes], np.ndarray]:
-        """Return each sentence's ids, as the bytes of an array of `dtype`, and the lengths in ids, int64.
+        """Encode sentences whose white space is normalized.
 
-        White space must be normalized.
+        Returns:
+            The ids of each sentence, as the bytes of an array of `dtype`, and the lengths in ids, int64 [sentences].
         """
-        if len(self._ids) > _MAX_REMEMBERED_WORDS:
+        if len(self._ids) > _MAX_CACHED_WORDS:
             self._ids.clear()
         rows = [sentence.split(" ") for sentence in sentences]
         new_words = list(set().union(*rows).difference(self._ids))

@@ -88,10 +88,10 @@ def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
 def _plan(data: "TranslationDataModule") -> dict[str, Any]:
     """The first epoch's plan, and that of the same corpus repeated to `LARGE` pairs."""
     from data_module.batching.batch_plan import plan_epoch
-    from data_module.corpus.store import with_end_symbol
+    from data_module.corpus.store import lengths_with_eos
 
     corpus, settings = data.train_corpus, data.settings
-    source, target = with_end_symbol(corpus.source), with_end_symbol(corpus.target)
+    source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
 
     def plan(times: int) -> "EpochPlan":
         return plan_epoch(

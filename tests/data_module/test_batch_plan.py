@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_module.batching.batch_plan import (
-    FULL_ENOUGH,
     MAX_IMBALANCE,
+    MIN_FILL,
     MIN_SLICE,
     LengthBucket,
     plan_epoch,
@@ -51,7 +51,7 @@ def test_budgets_hold_on_both_sides() -> None:
 def test_batches_are_full_but_the_last() -> None:
     for batch in plan()[:-1]:
         sides = [sum(len(g.pairs) * getattr(g, side) for g in batch) for side in ("source_length", "target_length")]
-        assert max(sides) >= FULL_ENOUGH * BATCH
+        assert max(sides) >= MIN_FILL * BATCH
 
 
 def test_groups_are_of_nearly_one_source_length_and_dense() -> None:
@@ -59,7 +59,7 @@ def test_groups_are_of_nearly_one_source_length_and_dense() -> None:
     groups = [group for batch in plan() for group in batch]
     one_length = [len(np.unique(source[group.pairs])) == 1 for group in groups]
     assert np.mean(one_length) > 0.8  # 3,000 pairs are few: on real corpora nearly all are
-    cells = sum(group.cells() for group in groups)
+    cells = sum(group.padded_tokens() for group in groups)
     assert (source.sum() + target.sum()) / cells > 0.95
     for group in groups:
         assert source[group.pairs].max() * 10 <= source[group.pairs].min() * 11 + 10
@@ -106,7 +106,7 @@ def test_a_group_is_cut_only_to_fill_a_batch() -> None:
             filled = [
                 sum(len(g.pairs) * getattr(g, side) for g in batch[:-1]) for side in ("source_length", "target_length")
             ]
-            assert max(filled) < FULL_ENOUGH * BATCH
+            assert max(filled) < MIN_FILL * BATCH
     assert cut
 
 
@@ -124,7 +124,7 @@ def test_ranks_share_a_batch(world_size: int) -> None:
     shares = [rank_batch(batch, rank, world_size, GROUP) for rank in range(world_size)]
     together = sorted(pair for share in shares for group in share for pair in group.pairs.tolist())
     assert together == sorted(pair for group in batch for pair in group.pairs.tolist())
-    costs = [sum(group.cells() for group in share) for share in shares]
+    costs = [sum(group.padded_tokens() for group in share) for share in shares]
     assert max(costs) <= MAX_IMBALANCE * sum(costs) / world_size + max(g.source_length + g.target_length for g in batch)
     # Each is a start of its own on a GPU: no more of them than it takes.
     assert sum(map(len, shares)) <= len(batch) + 1.5 * world_size
@@ -143,10 +143,10 @@ def test_no_rank_gets_a_crumb(world_size: int) -> None:
     batch = plan_epoch(*lengths(), batch_tokens=20_000, group_tokens=2_500, seed=1, epoch=0)[0]
     pieces = [piece for rank in range(world_size) for piece in rank_batch(batch, rank, world_size, 2_500)]
     assert len(pieces) > len(batch)
-    even = sum(group.cells() for group in batch) / world_size
+    even = sum(group.padded_tokens() for group in batch) / world_size
     for piece in pieces:
         one_pair = piece.source_length + piece.target_length
-        assert piece.cells() >= MIN_SLICE * even - one_pair
+        assert piece.padded_tokens() >= MIN_SLICE * even - one_pair
 
 
 def test_more_ranks_than_pairs() -> None:
@@ -193,13 +193,13 @@ def test_few_pairs_of_a_length_join_those_of_nearly_that_length(
 
 
 def test_cells_of_a_group() -> None:
-    assert LengthBucket(np.array([4, 7, 9]), 5, 6).cells() == 33
+    assert LengthBucket(np.array([4, 7, 9]), 5, 6).padded_tokens() == 33
 
 
 def test_a_sentence_too_long_for_a_group() -> None:
     options = {"batch_tokens": BATCH, "group_tokens": GROUP, "seed": 1, "epoch": 0}
     for source, target in (([300], [5]), ([5], [300]), ([GROUP + 1], [1])):
-        with pytest.raises(ValueError, match=f"{max(source + target)} tokens"):
+        with pytest.raises(ValueError, match=f"must be at least {max(source + target)}, the"):
             plan_epoch(np.array(source), np.array(target), **options)
     assert len(plan_epoch(np.array([GROUP]), np.array([GROUP]), **options)) == 1
 

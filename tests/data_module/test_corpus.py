@@ -13,11 +13,11 @@ from data_module.corpus.store import (
     MAX_TOKENS,
     TokenStore,
     TokenStoreWriter,
+    lengths_with_eos,
     open_corpus,
     read_ahead,
     store_prefix,
     token_type,
-    with_end_symbol,
 )
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
@@ -44,7 +44,7 @@ def test_what_was_appended_is_read(tmp_path: Path, dtype: type) -> None:
     assert store[-1].tolist() == SENTENCES[-1]
     assert store.tokens.dtype == dtype
     assert (store.lengths.dtype, store.lengths.tolist()) == (np.uint16, [3, 0, 1, 2])
-    assert with_end_symbol(store).tolist() == [4, 1, 2, 3]
+    assert lengths_with_eos(store).tolist() == [4, 1, 2, 3]
     assert (store.offsets.dtype, store.offsets.tolist()) == (np.int64, [0, 3, 3, 4, 6])
     with pytest.raises(IndexError):
         store[4]
@@ -114,10 +114,10 @@ def test_a_truncated_corpus_is_noticed_and_can_be_rebuilt(settings: CorpusSettin
     tokens = folder / "train.source.tokens.npy"
     whole = tokens.read_bytes()
     tokens.write_bytes(whole[:-1])
-    with pytest.raises(InputError, match=r"tokens\.npy: the corpus is truncated, .* bytes, not .*--force"):
+    with pytest.raises(InputError, match=r"tokens\.npy: the corpus is incomplete, .* bytes, not .*--force"):
         open_corpus(folder, "train")
     tokens.unlink()
-    with pytest.raises(InputError, match=r"tokens\.npy: the corpus is truncated, this file is missing"):
+    with pytest.raises(InputError, match=r"tokens\.npy: the corpus is incomplete, this file is missing"):
         prepare(settings, progress=False)
     prepare(settings, force=True, progress=False)
     assert tokens.read_bytes() == whole
@@ -201,7 +201,7 @@ def test_reading_ahead_reads_every_byte_and_leaves_what_is_too_large(
     before = read_so_far()
     read_ahead(opened).join()
     assert read_so_far() - before < size
-    assert "own disk" in caplog.text
+    assert "copy the corpus to a local disk" in caplog.text
 
 
 def test_a_manifest_is_legible_and_names_the_files_and_their_sizes(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = PlanCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=100, seed=1)
     yield source
-    source.forget()  # or it would compute on, in the next test's folder
+    source.discard_next()  # or it would compute on, in the next test's folder
 
 
 def plan_files(folder: Path) -> set[str]:
@@ -36,7 +36,7 @@ def plan_files(folder: Path) -> set[str]:
 
 def test_shared_plans_equal_computed_ones(source: PlanCache) -> None:
     for epoch in (0, 1, 2, 1):
-        assert np.array_equal(source.of(epoch).numbers, source.compute(epoch).numbers)
+        assert np.array_equal(source.get(epoch).numbers, source.compute(epoch).numbers)
 
 
 def test_each_plan_is_its_own(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +53,9 @@ def test_each_plan_is_its_own(tiny_corpus: Path, tmp_path: Path, monkeypatch: py
     ):
         source = PlanCache(open_corpus(tiny_corpus, split), **{**settings, **change})
         for epoch in (0, 1):
-            plans.append(source.of(epoch))
+            plans.append(source.get(epoch))
             assert np.array_equal(plans[-1].numbers, source.compute(epoch).numbers)
-        source.forget()
+        source.discard_next()
     assert len({plan.numbers.tobytes() for plan in plans}) == len(plans)
 
 
@@ -69,29 +69,29 @@ def test_the_next_plan_is_computed_in_advance(
         return compute(epoch)
 
     monkeypatch.setattr(source, "compute", note)
-    first = source.of(0)
-    source.forget()
+    first = source.get(0)
+    source.discard_next()
     assert computed == [0, 1]
     assert len(plan_files(tmp_path)) == 2
     assert len(first) > 0
 
 
 def test_other_code_makes_other_plans(source: PlanCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = source.of(0)
-    source.forget()
+    first = source.get(0)
+    source.discard_next()
     files = plan_files(tmp_path)
     changed = tmp_path / "changed.py"
     changed.write_text(Path(batch_plan.__file__).read_text() + "# changed")
     monkeypatch.setattr(batch_plan, "__file__", str(changed))
-    assert np.array_equal(source.of(0).numbers, first.numbers)
+    assert np.array_equal(source.get(0).numbers, first.numbers)
     assert plan_files(tmp_path) - files
 
 
 def test_pickles_while_the_next_plan_is_computed(source: PlanCache) -> None:
-    first = source.of(0)
+    first = source.get(0)
     copy = pickle.loads(pickle.dumps(source))  # noqa: S301
-    assert np.array_equal(copy.of(0).numbers, first.numbers)
-    copy.forget()
+    assert np.array_equal(copy.get(0).numbers, first.numbers)
+    copy.discard_next()
 
 
 def make_slowly(folder: Path, said: Path) -> EpochPlan:
@@ -153,13 +153,13 @@ def test_a_process_forked_meanwhile_holds_nothing_back(tmp_path: Path) -> None:
 
 
 def test_unused_plans_go_and_used_ones_stay(source: PlanCache, tmp_path: Path) -> None:
-    first = source.of(0)
+    first = source.get(0)
     used = plan_files(tmp_path)
     for epoch in range(1, 6):
-        source.of(epoch)
+        source.get(epoch)
     gc.collect()
-    source.of(6)  # its next plan finds those that nobody holds
-    source.of(7)
+    source.get(6)  # its next plan finds those that nobody holds
+    source.get(7)
     files = plan_files(tmp_path)
     assert len(files) <= 4
     assert used & files, "a plan in use was removed"
@@ -172,8 +172,8 @@ def test_where_nothing_can_be_written_each_computes(
     folder = tmp_path / f"epoch-plans-{os.getuid()}"
     folder.mkdir(mode=0o755)  # others could write there
     folder.chmod(0o777)
-    assert np.array_equal(source.of(3).numbers, source.compute(3).numbers)
-    assert "not shared" in caplog.text
+    assert np.array_equal(source.get(3).numbers, source.compute(3).numbers)
+    assert "cannot share epoch plans" in caplog.text
 
 
 def test_a_folder_of_another_user_is_left_alone(
@@ -181,5 +181,5 @@ def test_a_folder_of_another_user_is_left_alone(
 ) -> None:
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
-    assert np.array_equal(source.of(3).numbers, source.compute(3).numbers)
-    assert "not shared" in caplog.text
+    assert np.array_equal(source.get(3).numbers, source.compute(3).numbers)
+    assert "cannot share epoch plans" in caplog.text

@@ -110,8 +110,8 @@ def test_a_rank_with_nothing_keeps_company(tiny_corpus: Path) -> None:
     assert len(pairs(idle)) == 1
     assert idle.num_target_tokens > 0
     plans = PlanCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=300, seed=1)
-    group = plans.of(0)[0][0]
-    plans.forget()
+    group = plans.get(0)[0][0]
+    plans.discard_next()
     assert pairs(idle) == [group.pairs[0]]
     assert idle.shapes == [(1, group.source_length, group.target_length)]
 
@@ -157,9 +157,9 @@ class Unhurried(PlanCache):
             self.waited_for.wait()
         return super().compute(epoch)
 
-    def forget(self) -> None:
+    def discard_next(self) -> None:
         self.waited_for.set()
-        super().forget()
+        super().discard_next()
 
 
 def test_seeking_leaves_no_thread_behind(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_seeking_leaves_no_thread_behind(tiny_corpus: Path, tmp_path: Path, monk
         shares.seek(0, 1)
         assert set(threading.enumerate()) <= threads
     finally:
-        plans.forget()
+        plans.discard_next()
 
 
 def test_a_worker_heeds_no_signal_but_the_trainers(tiny_corpus: Path) -> None:

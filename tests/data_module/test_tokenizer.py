@@ -160,7 +160,7 @@ def test_pickles(tokenizer: Tokenizer) -> None:
 def test_word_encoder_equals_the_tokenizer(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     sentences = [*SENTENCES, "", "unknown 漢字 漢 字", "▅ a▅b", "one", *reversed(SENTENCES)]
     for remembered in (1_000_000, 3):
-        monkeypatch.setattr("data_module.tokenization.word_encoder._MAX_REMEMBERED_WORDS", remembered)
+        monkeypatch.setattr("data_module.tokenization.word_encoder._MAX_CACHED_WORDS", remembered)
         encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
         for start in range(0, len(sentences), 7):
             chunk = sentences[start : start + 7]

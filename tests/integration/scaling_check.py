@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data_module.batching.batch import MicroBatch, RankBatch, SpecialIds, collate
 from data_module.batching.batch_plan import plan_epoch, rank_batch
-from data_module.corpus.store import with_end_symbol
+from data_module.corpus.store import lengths_with_eos
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
@@ -133,8 +133,8 @@ class Trainee:
         self.data = TranslationDataModule(Path(recipe.corpus.folder), recipe.batches, self.special, recipe.run.seed)
         corpus = self.data.train_corpus
         self.plan = plan_epoch(
-            with_end_symbol(corpus.source),
-            with_end_symbol(corpus.target),
+            lengths_with_eos(corpus.source),
+            lengths_with_eos(corpus.target),
             batch_tokens=recipe.batches.batch_tokens,
             group_tokens=self.data.group_tokens,
             seed=0,
