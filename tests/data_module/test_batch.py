@@ -1,4 +1,4 @@
-"""Collation, against arrays written by hand."""
+"""Collation, compared with arrays written by hand."""
 
 from multiprocessing.reduction import ForkingPickler
 
@@ -24,14 +24,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> ParallelCorpus:
     return ParallelCorpus(TokenStore(folder / "source"), TokenStore(folder / "target"), "", 3)
 
 
-def share_of(corpus: ParallelCorpus, is_filler: bool = False) -> RankBatch:
-    groups = [LengthBucket(np.array([2, 0]), 4, 3), LengthBucket(np.array([3, 1]), 2, 4)]
-    return collate(corpus, groups, SPECIAL, num_target_tokens=99, is_filler=is_filler, epoch=5, index=6, num_batches=7)
+def collated(corpus: ParallelCorpus, is_filler: bool = False) -> RankBatch:
+    buckets = [LengthBucket(np.array([2, 0]), 4, 3), LengthBucket(np.array([3, 1]), 2, 4)]
+    return collate(corpus, buckets, SPECIAL, num_target_tokens=99, is_filler=is_filler, epoch=5, index=6, num_batches=7)
 
 
-def test_padding_and_special_symbols(corpus: ParallelCorpus) -> None:
-    share = share_of(corpus)
-    first, second = share.micro_batches
+def test_padding_and_special_ids(corpus: ParallelCorpus) -> None:
+    batch = collated(corpus)
+    first, second = batch.micro_batches
     assert first.pairs.tolist() == [2, 0]
     assert first.source.tolist() == [[18, 19, 10, 3], [15, 16, 3, 0]]
     assert first.source_mask is not None
@@ -42,38 +42,38 @@ def test_padding_and_special_symbols(corpus: ParallelCorpus) -> None:
     assert second.source.tolist() == [[11, 3], [17, 3]]
     assert second.source_mask is None
     assert second.target_output.tolist() == [[3, 0, 0, 0], [22, 23, 24, 3]]
-    assert share.ids.dtype == torch.int32
-    assert (share.num_target_tokens, share.epoch, share.index, share.num_batches) == (99, 5, 6, 7)
-    assert share.num_tokens == (4 + 3) + (3 + 2) + (2 + 2) + (1 + 4)
-    assert len(share.ids) == 2 * (1 + 4 + 1 + 3) + 2 * (1 + 2 + 1 + 4)
+    assert batch.ids.dtype == torch.int32
+    assert (batch.num_target_tokens, batch.epoch, batch.index, batch.num_batches) == (99, 5, 6, 7)
+    assert batch.num_tokens == (4 + 3) + (3 + 2) + (2 + 2) + (1 + 4)
+    assert len(batch.ids) == 2 * (1 + 4 + 1 + 3) + 2 * (1 + 2 + 1 + 4)
 
 
-def test_a_weightless_share_has_no_targets(corpus: ParallelCorpus) -> None:
-    share = share_of(corpus, is_filler=True)
-    assert share.num_tokens == 0
-    assert [batch.target_output.unique().tolist() for batch in share.micro_batches] == [[0], [0]]
-    assert share.micro_batches[1].source.tolist() == [[11, 3], [17, 3]]
+def test_a_filler_batch_has_no_labels(corpus: ParallelCorpus) -> None:
+    batch = collated(corpus, is_filler=True)
+    assert batch.num_tokens == 0
+    assert [one.target_output.unique().tolist() for one in batch.micro_batches] == [[0], [0]]
+    assert batch.micro_batches[1].source.tolist() == [[11, 3], [17, 3]]
 
 
-def test_a_share_of_no_particular_step(corpus: ParallelCorpus) -> None:
-    """As validation has it: the first and only batch of epoch 0, with targets."""
-    share = collate(corpus, [LengthBucket(np.array([0]), 3, 2)], SPECIAL, num_target_tokens=2)
-    assert (share.epoch, share.index, share.num_batches, share.is_filler) == (0, 0, 1, False)
-    fields = {name: value for name, value in vars(share).items() if name != "num_tokens"}
-    assert (share.num_tokens, RankBatch(**fields).num_tokens) == (5, 0)
+def test_the_defaults_are_those_of_validation(corpus: ParallelCorpus) -> None:
+    """The first and only batch of epoch 0, with labels."""
+    batch = collate(corpus, [LengthBucket(np.array([0]), 3, 2)], SPECIAL, num_target_tokens=2)
+    assert (batch.epoch, batch.index, batch.num_batches, batch.is_filler) == (0, 0, 1, False)
+    fields = {name: value for name, value in vars(batch).items() if name != "num_tokens"}
+    assert (batch.num_tokens, RankBatch(**fields).num_tokens) == (5, 0)
 
 
-def test_a_share_moves_whole(corpus: ParallelCorpus) -> None:
-    share = share_of(corpus)
-    moved = share.to("meta")
+def test_a_batch_is_moved_to_a_device(corpus: ParallelCorpus) -> None:
+    batch = collated(corpus)
+    moved = batch.to("meta")
     assert moved.ids.device.type == "meta"
-    assert {**vars(moved), "ids": None} == {**vars(share), "ids": None}
+    assert {**vars(moved), "ids": None} == {**vars(batch), "ids": None}
 
 
-def test_a_share_goes_to_another_process_as_bytes(corpus: ParallelCorpus) -> None:
-    """Shared memory would need a file descriptor of the sender, which may be gone."""
-    share = share_of(corpus)
-    received = ForkingPickler.loads(bytes(ForkingPickler.dumps(share)))
-    assert not share.ids.is_shared()
-    assert torch.equal(received.ids, share.ids)
-    assert {**vars(received), "ids": None} == {**vars(share), "ids": None}
+def test_a_batch_is_pickled_as_bytes(corpus: ParallelCorpus) -> None:
+    """Shared memory would require a file descriptor of the sender, which may have exited."""
+    batch = collated(corpus)
+    received = ForkingPickler.loads(bytes(ForkingPickler.dumps(batch)))
+    assert not batch.ids.is_shared()
+    assert torch.equal(received.ids, batch.ids)
+    assert {**vars(received), "ids": None} == {**vars(batch), "ids": None}

@@ -1,4 +1,4 @@
-"""An epoch's plan is computed once a node; plans that nobody uses go, those in use stay."""
+"""An epoch's plan is computed once per node; unused plans are removed."""
 
 import gc
 import multiprocessing
@@ -27,7 +27,7 @@ def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = PlanCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=100, seed=1)
     yield source
-    source.discard_next()  # or it would compute on, in the next test's folder
+    source.discard_next()  # otherwise its thread would write to the next test's folder
 
 
 def plan_files(folder: Path) -> set[str]:
@@ -39,8 +39,9 @@ def test_shared_plans_equal_computed_ones(source: PlanCache) -> None:
         assert np.array_equal(source.get(epoch).numbers, source.compute(epoch).numbers)
 
 
-def test_each_plan_is_its_own(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plan of another corpus, setting or epoch is taken for the one asked for."""
+def test_plans_of_other_settings_are_not_reused(
+    tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     settings = {"batch_tokens": 400, "group_tokens": 100, "seed": 1}
     plans = []
@@ -76,7 +77,7 @@ def test_the_next_plan_is_computed_in_advance(
     assert len(first) > 0
 
 
-def test_other_code_makes_other_plans(source: PlanCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_of_other_code_are_not_reused(source: PlanCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = source.get(0)
     source.discard_next()
     files = plan_files(tmp_path)
@@ -94,11 +95,11 @@ def test_pickles_while_the_next_plan_is_computed(source: PlanCache) -> None:
     copy.discard_next()
 
 
-def make_slowly(folder: Path, said: Path) -> EpochPlan:
-    """As a rank does; each making is noted."""
+def make_slowly(folder: Path, record: Path) -> EpochPlan:
+    """Open a plan as a rank does, and record each computation."""
 
     def make() -> EpochPlan:
-        with said.open("a") as file:
+        with record.open("a") as file:
             file.write("made\n")
         time.sleep(0.5)
         return EpochPlan(np.array([1, 1, 0, 1, 7, 0, 2, 3, 3, 0, 1], dtype=np.uint32))
@@ -106,37 +107,37 @@ def make_slowly(folder: Path, said: Path) -> EpochPlan:
     return shared_plan(folder, "one", make)
 
 
-def test_of_several_processes_one_computes(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    ranks = [FORK.Process(target=make_slowly, args=(tmp_path, said)) for _ in range(4)]
+def test_one_of_several_processes_computes(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    ranks = [FORK.Process(target=make_slowly, args=(tmp_path, record)) for _ in range(4)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
     assert [rank.exitcode for rank in ranks] == [0] * 4
-    assert said.read_text() == "made\n"
-    assert make_slowly(tmp_path, said).target_tokens(0) == 7
+    assert record.read_text() == "made\n"
+    assert make_slowly(tmp_path, record).target_tokens(0) == 7
 
 
-def test_a_killed_owner_leaves_nothing_locked_or_half_written(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    owner = FORK.Process(target=make_slowly, args=(tmp_path, said))
+def test_a_killed_process_leaves_no_lock_and_no_partial_file(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    owner = FORK.Process(target=make_slowly, args=(tmp_path, record))
     owner.start()
-    while not (said.exists() and said.read_text()):
+    while not (record.exists() and record.read_text()):
         time.sleep(0.01)
     os.kill(owner.pid or 0, signal.SIGKILL)
     owner.join()
     assert not plan_files(tmp_path)
-    make_slowly(tmp_path, said)
-    assert said.read_text() == "made\nmade\n"
+    make_slowly(tmp_path, record)
+    assert record.read_text() == "made\nmade\n"
 
 
-def test_a_process_forked_meanwhile_holds_nothing_back(tmp_path: Path) -> None:
-    """A loader's worker starts while a thread computes a plan: the file that it inherits is a locked one."""
-    said = tmp_path / "said"
-    computing = threading.Thread(target=make_slowly, args=(tmp_path, said))
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """If a worker starts while a thread computes a plan, it inherits the locked file."""
+    record = tmp_path / "record"
+    computing = threading.Thread(target=make_slowly, args=(tmp_path, record))
     computing.start()
-    while not said.exists():
+    while not record.exists():
         time.sleep(0.01)
     worker = FORK.Process(target=time.sleep, args=(60,))
     worker.start()
@@ -152,13 +153,13 @@ def test_a_process_forked_meanwhile_holds_nothing_back(tmp_path: Path) -> None:
         later.kill()
 
 
-def test_unused_plans_go_and_used_ones_stay(source: PlanCache, tmp_path: Path) -> None:
+def test_unused_plans_are_removed(source: PlanCache, tmp_path: Path) -> None:
     first = source.get(0)
     used = plan_files(tmp_path)
     for epoch in range(1, 6):
         source.get(epoch)
     gc.collect()
-    source.get(6)  # its next plan finds those that nobody holds
+    source.get(6)  # computing the next plan removes unused ones
     source.get(7)
     files = plan_files(tmp_path)
     assert len(files) <= 4
@@ -166,7 +167,7 @@ def test_unused_plans_go_and_used_ones_stay(source: PlanCache, tmp_path: Path) -
     assert len(first) > 0
 
 
-def test_where_nothing_can_be_written_each_computes(
+def test_without_a_private_folder_each_process_computes(
     source: PlanCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / f"epoch-plans-{os.getuid()}"
@@ -176,7 +177,7 @@ def test_where_nothing_can_be_written_each_computes(
     assert "cannot share epoch plans" in caplog.text
 
 
-def test_a_folder_of_another_user_is_left_alone(
+def test_a_folder_of_another_user_is_not_used(
     source: PlanCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = os.getuid() + 1

@@ -1,4 +1,4 @@
-"""A bijection that gives each index back, and another one for each generator."""
+"""The shuffle is a bijection with an inverse, and depends on the generator."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ def shuffle(seed: int) -> Shuffle:
     return Shuffle(np.random.default_rng(seed))
 
 
-def test_positions_give_their_indices_back() -> None:
+def test_indices_are_recovered() -> None:
     count = 150_001  # several blocks, the last one a part
     made = shuffle(1)
     positions = made.positions(count)
@@ -26,13 +26,13 @@ def test_positions_are_spread_over_all_numbers() -> None:
     assert abs(np.corrcoef(positions, np.arange(100_000))[0, 1]) < 0.02
 
 
-def test_each_generator_has_its_own() -> None:
+def test_shuffles_differ_between_generators() -> None:
     assert len({shuffle(seed).positions(4).tobytes() for seed in range(2000)}) == 2000
     assert np.array_equal(shuffle(7).positions(1000), shuffle(7).positions(1000))
 
 
 def test_two_shuffles_differ_by_more_than_a_key() -> None:
-    """After one round, a number would have the place that another shuffle gives to itself with some bits flipped."""
+    """With one round, two shuffles of the same number would differ by a constant number of flipped bits."""
     indices = np.arange(1000, dtype=np.uint32)
     flipped = shuffle(1).indices(shuffle(2).positions(1000)) ^ indices
     assert len(np.unique(flipped)) == 1000
