@@ -1,4 +1,4 @@
-"""Each mistake ends in one line that names the file and the way out; nothing is left; then it works."""
+"""Every input error gives one line that names the file and what to do, leaves nothing behind, and can be corrected."""
 
 import bz2
 import errno
@@ -24,7 +24,7 @@ TARGET = ["ein Haus", "zwei Häuser", "drei rote Häuser", "vier"]
 
 
 class Workplace:
-    """A folder of good text, and a prepare that runs on it."""
+    """A folder of valid text files, and functions that prepare a corpus from them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class Workplace:
         return self.folder / name
 
     def fails(self, *parts: str, **changes: Any) -> str:
-        """Prepare, check the message, and that nothing is left but the lock; return the message."""
+        """Run prepare, check the message and that only the lock file is left, and return the message."""
         with pytest.raises(InputError) as caught:
             prepare(replace(self.settings, **changes), progress=False)
         message = str(caught.value)
@@ -105,14 +105,14 @@ def test_unreadable_file(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> N
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real(path, *arguments, **options)
 
-    # Permissions do not hold root back, as which tests may run.
+    # Permissions have no effect if the tests run as root.
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refuse)
         place.fails("train.en: permission denied; ask for read permission")
     place.works()
 
 
-def test_folder_in_place_of_a_file(place: Workplace) -> None:
+def test_folder_instead_of_a_file(place: Workplace) -> None:
     (place.folder / "train.en").unlink()
     (place.folder / "train.en").mkdir()
     place.fails("train.en: a folder, not a file")
@@ -122,7 +122,7 @@ def test_folder_in_place_of_a_file(place: Workplace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("packed", "said"),
+    ("packed", "message"),
     [
         (gzip.compress, "is gzip-compressed; let its name end in .gz"),
         (bz2.compress, "is compressed; unpack it (bunzip2)"),
@@ -130,10 +130,10 @@ def test_folder_in_place_of_a_file(place: Workplace) -> None:
         (lambda text: text.decode().encode("utf-16"), "is UTF-16; convert it (iconv -f UTF-16 -t UTF-8)"),
     ],
 )
-def test_a_file_that_is_no_plain_text(place: Workplace, packed: Callable[[bytes], bytes], said: str) -> None:
+def test_a_file_that_is_not_plain_text(place: Workplace, packed: Callable[[bytes], bytes], message: str) -> None:
     text = (place.folder / "train.de").read_bytes()
     place.write("train.de", packed(text))
-    place.fails(f"train.de: {said}")
+    place.fails(f"train.de: {message}")
     place.write("train.de", text)
     place.works()
 
@@ -147,7 +147,7 @@ def test_empty_file(place: Workplace, name: str) -> None:
     place.works()
 
 
-def test_truncated_and_false_gzip(place: Workplace) -> None:
+def test_truncated_and_invalid_gzip(place: Workplace) -> None:
     whole = gzip.compress(os.urandom(3000).hex().encode() + b"\n" + "\n".join(SOURCE[1:]).encode())
     text = TextSource(str(place.write("train.en.gz", whole[: len(whole) // 2])), place.settings.train[0].target)
     place.fails("train.en.gz: the gzip file is truncated or damaged; copy", train=[text])
@@ -158,7 +158,7 @@ def test_truncated_and_false_gzip(place: Workplace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("one", "1 tab-separated column, not two; correct the line"),
         (
@@ -168,12 +168,12 @@ def test_truncated_and_false_gzip(place: Workplace) -> None:
     ],
 )
 def test_tsv_line_with_other_than_two_columns(
-    place: Workplace, line: str, said: str, monkeypatch: pytest.MonkeyPatch
+    place: Workplace, line: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_module.readers.reader.CHUNK_BYTES", 20)  # two lines
     rows = ["\t".join(pair) for pair in zip(SOURCE, TARGET, strict=True)]
     text = TextSource(tsv=str(place.write("train.tsv", [*rows[:2], line, *rows[2:]])))
-    assert place.fails(train=[text]).endswith(f"train.tsv:3: {said}")
+    assert place.fails(train=[text]).endswith(f"train.tsv:3: {message}")
     place.write("train.tsv", rows)
     assert place.works(train=[text])["train"]["pairs_kept"] == 4
 
@@ -245,7 +245,7 @@ def test_byte_order_mark_crlf_and_nul(place: Workplace) -> None:
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\v", "\f", "\r", "\x1c", "\x1e", "\x1f"])
-def test_what_does_not_end_a_line(place: Workplace, character: str) -> None:
+def test_characters_that_do_not_end_a_line(place: Workplace, character: str) -> None:
     place.write("train.en", [SOURCE[0], f"two{character}houses", *SOURCE[2:]])
     assert place.works()["train"]["pairs_kept"] == 4
     assert place.source_text() == SOURCE
@@ -259,7 +259,7 @@ def test_lines_of_a_megabyte(place: Workplace) -> None:
     assert (account["pairs_kept"], account["pairs_dropped"]["too_long"]["pairs"]) == (4, 2)
 
 
-def test_last_line_without_its_end(place: Workplace) -> None:
+def test_last_line_without_a_line_end(place: Workplace) -> None:
     place.write("train.en", "\n".join(SOURCE).encode())
     assert place.works()["train"]["pairs_kept"] == 4
 
@@ -303,7 +303,7 @@ def test_settings_at_their_limits(place: Workplace, key: str, value: Any) -> Non
     assert place.works(**{key: value})["settings"][key] == value
 
 
-def test_limits_that_leave_nothing_are_named_as_such(place: Workplace) -> None:
+def test_valid_limits_that_leave_nothing(place: Workplace) -> None:
     place.fails("corpus.vocabulary_size: 1 is too small for the text's 17 distinct characters", vocabulary_size=1)
     place.fails("corpus.validation: no pair is left (too_long: 1)", max_tokens=1)
 
@@ -320,7 +320,7 @@ def test_limits_that_leave_nothing_are_named_as_such(place: Workplace) -> None:
         {"source": "a", "target": "b", "dataset": "c", "split": "train"},
     ],
 )
-def test_a_text_source_is_of_one_kind(keys: dict[str, str]) -> None:
+def test_a_text_source_has_one_kind(keys: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=f"this one has {' and '.join(keys) or 'none of them'}$"):
         TextSource(**keys)
 
@@ -330,7 +330,7 @@ def test_repeat_below_one() -> None:
         TextSource("a", "b", repeat=0)
 
 
-def test_test_text_is_looked_at_before_time_is_spent(place: Workplace) -> None:
+def test_test_text_is_checked_before_any_work(place: Workplace) -> None:
     text = TextSource(str(place.folder / "test.en"), str(place.folder / "test.de"))
     place.fails("test.en: no such file", test=[text])
     place.write("test.en", SOURCE)
@@ -340,7 +340,7 @@ def test_test_text_is_looked_at_before_time_is_spent(place: Workplace) -> None:
     place.works(test=[text])
 
 
-def test_text_that_the_tokenizer_does_not_know(place: Workplace, caplog: pytest.LogCaptureFixture) -> None:
+def test_text_that_is_unknown_to_the_tokenizer(place: Workplace, caplog: pytest.LogCaptureFixture) -> None:
     place.works()
     place.write("dev.en", ["one house two houses three red houses four " * 3 + "ξ"])
     prepare(place.settings, progress=False, force=True)
@@ -350,7 +350,7 @@ def test_text_that_the_tokenizer_does_not_know(place: Workplace, caplog: pytest.
     assert "20 % of the validation text's pieces are unknown to the tokenizer" in caplog.text
     assert "training text" not in caplog.text
     tokenizer = Tokenizer.load(place.folder / "corpus" / "tokenizer.model")
-    # Of 40 pieces 2 are unknown, which is the share that is borne; then of 39.
+    # 2 unknown pieces of 40 are the most that is accepted; 2 of 39 are too many.
     for num_known, num_unknown, warned in ((36, 2, ""), (35, 2, "5"), (7, 27, "44")):
         caplog.clear()
         place.write("train.en", ["house " * num_known])

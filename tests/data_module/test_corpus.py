@@ -38,7 +38,7 @@ def _write(prefix: Path, dtype: type = np.uint16) -> TokenStore:
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_what_was_appended_is_read(tmp_path: Path, dtype: type) -> None:
+def test_reads_what_was_appended(tmp_path: Path, dtype: type) -> None:
     store = _write(tmp_path / "train.source", dtype)
     assert [store[i].tolist() for i in range(len(store))] == SENTENCES
     assert store[-1].tolist() == SENTENCES[-1]
@@ -59,7 +59,7 @@ def test_store_is_mapped_and_pickles_as_its_path(tmp_path: Path) -> None:
     assert pickle.loads(data)[0].tolist() == SENTENCES[0]  # noqa: S301
 
 
-def test_repeat_appends_the_sentences_from_a_start(tmp_path: Path) -> None:
+def test_repeat_from_appends_the_sentences_again(tmp_path: Path) -> None:
     with TokenStoreWriter(tmp_path / "s", np.dtype(np.uint16)) as writer:
         _append(writer, SENTENCES)
         writer.repeat_from(1, 2, block=2)
@@ -68,7 +68,7 @@ def test_repeat_appends_the_sentences_from_a_start(tmp_path: Path) -> None:
     assert [store[i].tolist() for i in range(10)] == SENTENCES + SENTENCES[1:] * 2
 
 
-def test_a_sentence_beyond_16_bit_lengths_is_refused(tmp_path: Path) -> None:
+def test_a_sentence_longer_than_16_bits_is_refused(tmp_path: Path) -> None:
     with TokenStoreWriter(tmp_path / "s", np.dtype(np.uint16)) as writer:
         _append(writer, [[1] * MAX_TOKENS])
         with pytest.raises(ValueError, match="65535 tokens"):
@@ -109,7 +109,7 @@ def test_open_corpus(settings: CorpusSettings) -> None:
     assert corpus.identity != open_corpus(Path(settings.folder), "train").identity
 
 
-def test_a_truncated_corpus_is_noticed_and_can_be_rebuilt(settings: CorpusSettings) -> None:
+def test_an_incomplete_corpus_is_detected_and_can_be_rebuilt(settings: CorpusSettings) -> None:
     folder = Path(settings.folder)
     tokens = folder / "train.source.tokens.npy"
     whole = tokens.read_bytes()
@@ -124,7 +124,7 @@ def test_a_truncated_corpus_is_noticed_and_can_be_rebuilt(settings: CorpusSettin
 
 
 @pytest.mark.parametrize(("version", "age"), [(2, "newer"), (0, "older")])
-def test_another_format_is_named(settings: CorpusSettings, version: int, age: str) -> None:
+def test_another_format_version_is_refused(settings: CorpusSettings, version: int, age: str) -> None:
     path = Path(settings.folder) / "manifest.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps(manifest | {"format_version": version}))
@@ -132,7 +132,7 @@ def test_another_format_is_named(settings: CorpusSettings, version: int, age: st
         open_corpus(Path(settings.folder), "train")
 
 
-def test_another_tokenizer_is_noticed(settings: CorpusSettings) -> None:
+def test_another_tokenizer_is_detected(settings: CorpusSettings) -> None:
     path = Path(settings.folder) / "tokenizer.model"
     model = path.read_bytes()
     assert model.count(b"eins") or model.count(b"\x96\x81")
@@ -166,7 +166,7 @@ def test_settings_of_a_corpus_can_be_compared(settings: CorpusSettings) -> None:
     ]
 
 
-def test_a_link_to_another_disk_stays_one(settings: CorpusSettings, tmp_path: Path) -> None:
+def test_a_link_to_a_corpus_is_kept(settings: CorpusSettings, tmp_path: Path) -> None:
     there, link = tmp_path / "disk" / "corpus", tmp_path / "link"
     there.parent.mkdir()
     link.symlink_to(there)
@@ -178,7 +178,7 @@ def test_a_link_to_another_disk_stays_one(settings: CorpusSettings, tmp_path: Pa
     assert [path.name for path in there.parent.glob(".corpus.*")] == [".corpus.lock"]
 
 
-def test_reading_ahead_reads_every_byte_and_leaves_what_is_too_large(
+def test_read_ahead_reads_every_byte_unless_the_corpus_is_too_large(
     tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def read_so_far() -> int:
@@ -204,7 +204,7 @@ def test_reading_ahead_reads_every_byte_and_leaves_what_is_too_large(
     assert "copy the corpus to a local disk" in caplog.text
 
 
-def test_a_manifest_is_legible_and_names_the_files_and_their_sizes(tmp_path: Path) -> None:
+def test_a_manifest_is_readable_and_lists_files_and_sizes(tmp_path: Path) -> None:
     for name, size in (("b", 3), ("a", 0)):
         (tmp_path / name).write_bytes(bytes(size))
     write_manifest(tmp_path, {"text": "für.de"})
@@ -213,14 +213,14 @@ def test_a_manifest_is_legible_and_names_the_files_and_their_sizes(tmp_path: Pat
     )
 
 
-def test_files_that_came_and_went_are_named() -> None:
+def test_differences_name_new_and_missing_files() -> None:
     one, two, three = ({"file": name, "bytes": 1, "sha256": name} for name in ("one", "two", "three"))
     had, wanted = {"source_files": [one, two]}, {"source_files": [two, three]}
     assert differences(had, had) == []
     assert differences(had, wanted) == ["three is new", "one is gone"]
 
 
-def test_lists_and_settings_that_came_and_went_are_named() -> None:
+def test_differences_name_new_and_missing_settings() -> None:
     had, wanted = {"settings": {"train": ["ä", 2], "test": [3]}}, {"settings": {"train": ["ö"], "seed": 4}}
     assert differences(had, wanted) == [
         'corpus.train was ["ä", 2], now ["ö"]',

@@ -1,4 +1,4 @@
-"""Data sets by name, fetched by the library itself, from a hub of this test's own on this machine."""
+"""Data sets by name, downloaded by the library from a local test server."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
 from pipeline.training.corpus import ensure_corpus
 from tests.conftest import pipeline
-from tests.data_module.test_dataset_sources import rows, wmt_like, write_parquet
+from tests.data_module.test_dataset import rows, wmt_like, write_parquet
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves each folder `owner/name` as a repository that has one commit."""
+    """Serves each folder `owner/name` as a repository of one commit."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
@@ -31,7 +31,7 @@ class Hub(ThreadingHTTPServer):
 
 
 class Answer(BaseHTTPRequestHandler):
-    """As much of the hub's protocol as a download takes."""
+    """The part of the hub's protocol that a download needs."""
 
     server: Hub
     protocol_version = "HTTP/1.1"
@@ -112,7 +112,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def prepared(hub: Hub, recipe: Path, *arguments: str) -> tuple[int, list[str], dict[str, Any] | None]:
-    """Exit code, lines on standard error, manifest."""
+    """Run prepare; return its exit code, lines on standard error, and manifest."""
     environment = {
         "HF_ENDPOINT": hub.address,
         "HF_HOME": str(recipe.parent / "cache"),
@@ -120,20 +120,20 @@ def prepared(hub: Hub, recipe: Path, *arguments: str) -> tuple[int, list[str], d
         "NO_PROXY": "127.0.0.1",
     }
     done = pipeline("prepare", "--config", recipe, *arguments, cwd=recipe.parent, environment=environment)
-    said = done.stderr.decode().splitlines()
-    return done.returncode, said, json.loads(done.stdout) if done.returncode == 0 else None
+    lines = done.stderr.decode().splitlines()
+    return done.returncode, lines, json.loads(done.stdout) if done.returncode == 0 else None
 
 
 def test_by_name_from_the_hub(hub: Hub, recipe: Path) -> None:
-    code, said, manifest = prepared(hub, recipe)
-    assert code == 0, said
+    code, lines, manifest = prepared(hub, recipe)
+    assert code == 0, lines
     assert manifest is not None
     assert manifest["train"]["pairs_kept"] == 90
     assert manifest["hub_revisions"] == {"wmt/wmt14": "a" * 40}
     names = [f"de-en/train-0000{i}-of-00003.parquet" for i in range(3)] + ["de-en/validation-00000-of-00001.parquet"]
     assert [entry["file"] for entry in manifest["source_files"]] == [f"wmt/wmt14/{name}" for name in names]
-    assert sorted(hub.fetched) == ["README.md", *names]  # of the other language, nothing
-    assert said == [
+    assert sorted(hub.fetched) == ["README.md", *names]  # no file of the other language
+    assert lines == [
         "looking up wmt/wmt14 on the Hugging Face hub",
         "downloading 3 files of wmt/wmt14, except those in the cache",
         "looking up wmt/wmt14 on the Hugging Face hub",
@@ -143,16 +143,16 @@ def test_by_name_from_the_hub(hub: Hub, recipe: Path) -> None:
         f"the corpus lies in {recipe.parent / 'corpus'}",
     ]
 
-    # A commit that leaves the text as it is makes no other corpus; one that changes it does.
+    # A commit that does not change the text does not require another corpus; one that changes it does.
     hub.commit = "c" * 40
     assert prepared(hub, recipe)[2] == manifest
     hub.commit = "d" * 40
     write_parquet(hub.folder / "wmt/wmt14" / names[1], rows(30, 9))
-    code, said, _ = prepared(hub, recipe)
+    code, lines, _ = prepared(hub, recipe)
     assert code == 2
-    assert f"wmt/wmt14/{names[1]} has changed" in said[-1]
+    assert f"wmt/wmt14/{names[1]} has changed" in lines[-1]
 
-    # To train, nothing is looked up: a node that computes may have no network.
+    # Training does not contact the hub, because compute nodes may have no network.
     settings = load_recipe([recipe]).corpus
     ensure_corpus(settings)
     with pytest.raises(InputError, match=r"other settings: corpus\.max_tokens was 256, now 9"):
@@ -160,15 +160,15 @@ def test_by_name_from_the_hub(hub: Hub, recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("{dataset: wmt/none, split: train}", "error: wmt/none: no such folder, and no such data set on the Hugging"),
         ("{dataset: wmt/wmt14, subset: fr-en, split: train}", "wmt14: there is no subset 'fr-en'; give `subset`, one"),
         ("{dataset: wmt/wmt14, subset: de-en, split: dev}", "wmt14: there is no split 'dev'; give `split`, one of: t"),
     ],
 )
-def test_what_the_hub_does_not_have(hub: Hub, recipe: Path, source: str, said: str) -> None:
+def test_missing_data_sets_subsets_and_splits(hub: Hub, recipe: Path, source: str, message: str) -> None:
     code, lines, _ = prepared(hub, recipe, f"--corpus.train={source}")
     assert code == 2
     assert len(lines) == 2
-    assert said in lines[-1]
+    assert message in lines[-1]

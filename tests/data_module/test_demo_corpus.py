@@ -1,4 +1,4 @@
-"""The demo corpus: German worked out by hand, and that the task is neither trivial nor leaking."""
+"""The demo corpus: its German compared with hand-written forms, and the difficulty of the task."""
 
 import os
 import random
@@ -114,7 +114,7 @@ YESTERDAY = Phrase("yesterday", "gestern")
          "das Auto ist nicht rot", "das Auto nicht rot ist"),
     ],
 )  # fmt: skip
-def test_clauses_have_the_verb_where_german_wants_it(made: Clause, english: str, second: str, last: str | None) -> None:
+def test_the_position_of_the_verb_in_german(made: Clause, english: str, second: str, last: str | None) -> None:
     assert made.english() == english
     assert made.german() == second
     if last:
@@ -151,7 +151,7 @@ def test_sizes_and_distinctness(corpus: dict[str, list[Sentence]]) -> None:
         assert all(re.fullmatch(r"[A-ZÄÖÜ1-9][^.?|]*[^ ,.?][.?]", line) and "  " not in line for line in side)
 
 
-def test_every_lemma_is_often_in_training_and_no_word_form_is_new(corpus: dict[str, list[Sentence]]) -> None:
+def test_every_lemma_is_frequent_in_training_and_no_word_form_is_new(corpus: dict[str, list[Sentence]]) -> None:
     text = Counter(re.findall(r"[\w']+", " ".join(s.english for s in corpus["train"]).lower()))
     lemmas = [(noun.english, noun.english_plural) for noun in NOUNS.values()]
     lemmas += [(v.english, v.english_past, demo_grammar.third_person(v.english)) for v in VERBS.values()]
@@ -165,13 +165,13 @@ def test_every_lemma_is_often_in_training_and_no_word_form_is_new(corpus: dict[s
 
 
 def adjective_noun_pairs(sentences: list[Sentence]) -> list[set[tuple[str, str]]]:
-    """The attributes read from the English text, without the grammar's own bookkeeping."""
+    """Find attributes in the English text, independently of `Sentence.combinations`."""
     nouns = {form: noun.english for noun in NOUNS.values() for form in (noun.english, noun.english_plural)}
     words = [tokens(sentence.english.lower()) for sentence in sentences]
     return [{(a, nouns[b]) for a, b in pairwise(line) if a in ADJECTIVES and b in nouns} for line in words]
 
 
-def test_new_combinations_never_met_in_training(corpus: dict[str, list[Sentence]]) -> None:
+def test_new_combinations_do_not_occur_in_training(corpus: dict[str, list[Sentence]]) -> None:
     met = set().union(*(sentence.combinations for sentence in corpus["train"]))
     new = [sentence.combinations - met for sentence in corpus["test_new_combinations"]]
     assert all(new)
@@ -191,7 +191,7 @@ def tokens(line: str) -> list[str]:
 
 
 def test_a_dictionary_is_not_enough(corpus: dict[str, list[Sentence]]) -> None:
-    """IBM model 1 finds each English word's most probable German word; they stay in English order."""
+    """Translate each English word to the most probable German word of IBM model 1, in English order."""
     pairs = [(tokens(s.english.lower()), tokens(s.german)) for s in corpus["train"][:10_000]]
     english = {word: number for number, word in enumerate(sorted({w for e, _ in pairs for w in e}))}
     german = {word: number for number, word in enumerate(sorted({w for _, g in pairs for w in g}))}
@@ -236,7 +236,7 @@ def test_the_nearest_training_sentence_is_not_enough(corpus: dict[str, list[Sent
     assert 1 < score < 70
 
 
-def test_same_seed_same_bytes_and_files_left_alone(
+def test_same_seed_same_bytes_and_files_are_not_rewritten(
     corpus: dict[str, list[Sentence]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo_corpus, "demo_corpus", lambda seed: corpus)
@@ -261,7 +261,7 @@ def test_same_seed_same_bytes_and_files_left_alone(
     assert (tmp_path / "a" / "train.en").stat().st_mtime_ns == 1
 
 
-def test_progress_ends_where_it_said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_ends_at_its_total(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_corpus, "tqdm", lambda *values, delay, **named: tqdm(*values, **named))
     monkeypatch.setattr(
         demo_corpus, "SPLIT_SIZES", {"train": 2_000, "validation": 20, "test": 20, "test_new_combinations": 20}
@@ -270,6 +270,6 @@ def test_progress_ends_where_it_said(capfd: pytest.CaptureFixture[str], monkeypa
     assert " 2060/2060 " in capfd.readouterr().err.split("\r")[-1]
 
 
-def test_another_seed_another_corpus() -> None:
+def test_another_seed_gives_another_corpus() -> None:
     first, second = (demo_sentences.Author(LEXICON, random.Random(seed)).sentence() for seed in (1, 2))
     assert first.english != second.english

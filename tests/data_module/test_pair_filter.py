@@ -1,4 +1,4 @@
-"""Which pairs are kept, which also occur in held-out text, and that the account of them adds up."""
+"""Which pairs are kept, which also occur in held-out text, and whether the account adds up."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def settings(tmp_path: Path) -> CorpusSettings:
     "bounds", [[1, 1, 10, 500, 3000], [2000, 2300, 2350, 2360, 2365, 2367, 2368, 2369, 2370, 2371]]
 )
 def test_seen_pairs_equal_a_set(bounds: list[int]) -> None:
-    """Chunks that grow, and chunks that shrink: those are kept apart for a while."""
+    """Test chunks of increasing size, and of decreasing size, which are merged later."""
     random_hashes = np.random.default_rng(1).integers(0, 3000, size=5000).astype(np.uint64)
     seen, reference, memory = [], [], set()
     pairs = SeenPairs()
@@ -42,14 +42,14 @@ def test_seen_pairs_equal_a_set(bounds: list[int]) -> None:
     assert seen == reference
 
 
-def test_hashes_tell_different_pairs_apart() -> None:
+def test_different_pairs_have_different_hashes() -> None:
     pairs = [("ab", "c"), ("a", "bc"), ("a b", "c"), ("a", "b c"), ("c", "ab"), ("", "abc"), ("abc", "")]
     assert len(set(hash_pairs(pairs).tolist())) == len(pairs)
     assert np.array_equal(hash_pairs(pairs), hash_pairs(pairs))
 
 
-def test_limits_are_the_last_values_that_are_kept() -> None:
-    """A pair of exactly `max_tokens` pieces, or of exactly `max_length_ratio`, stays."""
+def test_limits_are_inclusive() -> None:
+    """A pair of exactly `max_tokens` pieces, or of exactly `max_length_ratio`, is kept."""
     settings = CorpusSettings("", [], [], max_tokens=60, max_length_ratio=1.5)
     lengths = [(60, 60), (61, 60), (60, 61), (4, 6), (6, 4), (4, 7), (7, 4), (40, 60), (40, 61), (39, 60), (1, 1)]
     source, target = np.array(lengths).T
@@ -70,7 +70,7 @@ def test_test_text_is_compared_and_not_stored(
     compared = replace(
         settings,
         train=[replace(write_pairs(tmp_path, "mixed", train), repeat=2)],
-        # A pair of both counts in both, and is dropped for the first.
+        # A pair in both texts counts in both, and is dropped for the first reason.
         test=[write_pairs(tmp_path, "test", [*test, ("", "")]), write_pairs(tmp_path, "more", validation[:1])],
     )
     manifest = made(compared)
@@ -128,7 +128,7 @@ LINES = st.one_of(
 
 
 def words(line: bytes) -> tuple[str, ...] | None:
-    """The words of a line; None where it is not UTF-8."""
+    """Return the words of a line, or None if it is invalid UTF-8."""
     try:
         return tuple(word for word in re.split(SPACES, line.decode()) if word)
     except UnicodeDecodeError:
@@ -139,7 +139,7 @@ def words(line: bytes) -> tuple[str, ...] | None:
 def test_any_text_is_kept_or_dropped_for_its_first_reason(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Reader and filter against a loop over pairs; lengths are in words."""
+    """Compare reader and filter with a loop over pairs. Lengths are in words."""
     texts = data.draw(st.lists(st.lists(st.tuples(LINES, LINES), min_size=1, max_size=8), min_size=1, max_size=3))
     settings = CorpusSettings(
         "",
@@ -155,7 +155,7 @@ def test_any_text_is_kept_or_dropped_for_its_first_reason(
     for number, lines in enumerate(texts):
         repeat = data.draw(st.integers(1, 3))
         for line, sides in enumerate(lines, 1):
-            # A byte order mark is no part of a file's first line.
+            # A byte order mark is not part of a file's first line.
             sides = tuple(side.removeprefix(b"\xef\xbb\xbf") if line == 1 else side for side in sides)
             read.append(((words(sides[0]), words(sides[1])), f"{number}.source:{line}", repeat))
     validation, test = (

@@ -74,7 +74,7 @@ def assert_adds_up(manifest: dict[str, Any]) -> None:
         assert account["pairs_read"] == account["pairs_kept"] + sum(dropped(account).values())
 
 
-def test_the_corpus_holds_the_text_in_order(settings: CorpusSettings) -> None:
+def test_the_corpus_contains_the_text_in_order(settings: CorpusSettings) -> None:
     manifest = made(settings)
     assert text_of(settings) == pairs_of_text(400, 1)
     assert text_of(settings, "validation") == pairs_of_text(20, 2)
@@ -86,7 +86,7 @@ def test_the_corpus_holds_the_text_in_order(settings: CorpusSettings) -> None:
     assert json.loads((Path(settings.folder) / "manifest.json").read_text()) == manifest
 
 
-def test_validation_text_is_kept_a_line_a_pair(settings: CorpusSettings, tmp_path: Path) -> None:
+def test_validation_text_has_one_line_per_pair(settings: CorpusSettings, tmp_path: Path) -> None:
     pairs = [("a\u2028b  c ", "x\ry"), ("", "dropped"), ("d", "z")]
     made(replace(settings, validation=[write_pairs(tmp_path, "odd", pairs)]))
     folder = Path(settings.folder)
@@ -121,12 +121,12 @@ def test_every_file_is_on_disk_before_the_corpus_has_its_name(
     assert synced[-2:] == [partial, tmp_path]
 
 
-def test_garbage_collection_goes_on_afterwards(settings: CorpusSettings) -> None:
+def test_garbage_collection_is_enabled_afterwards(settings: CorpusSettings) -> None:
     made(settings)
     assert gc.isenabled()
 
 
-def test_prepared_again_does_nothing(settings: CorpusSettings, caplog: pytest.LogCaptureFixture) -> None:
+def test_preparing_again_does_nothing(settings: CorpusSettings, caplog: pytest.LogCaptureFixture) -> None:
     manifest = made(settings)
     before = {path: path.stat().st_mtime_ns for path in Path(settings.folder).iterdir()}
     lock = Path(settings.folder).with_name(".corpus.lock")
@@ -135,7 +135,7 @@ def test_prepared_again_does_nothing(settings: CorpusSettings, caplog: pytest.Lo
         assert made(settings) == manifest
     assert "up to date" in caplog.text
     assert before == {path: path.stat().st_mtime_ns for path in Path(settings.folder).iterdir()}
-    assert not lock.exists(), "the folder beside it may be one to read only"
+    assert not lock.exists(), "the parent folder may be read-only"
 
 
 def test_a_change_is_named_and_force_rebuilds(settings: CorpusSettings, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_sources_are_concatenated_gz_tsv_and_repeat(settings: CorpusSettings, tm
     assert_adds_up(manifest)
 
 
-def test_repeating_a_source_is_naming_it_as_often(settings: CorpusSettings, tmp_path: Path) -> None:
+def test_repeating_a_source_equals_listing_it_several_times(settings: CorpusSettings, tmp_path: Path) -> None:
     pairs = [*pairs_of_text(50, 5), ("", "empty")]
     text = write_pairs(tmp_path, "some", pairs)
     repeated = replace(settings, train=[replace(text, repeat=3)], folder=str(tmp_path / "r"))
@@ -223,7 +223,7 @@ def test_every_dropped_pair_has_a_reason_and_a_line(settings: CorpusSettings, tm
     assert_adds_up(manifest)
 
 
-def test_overlap_and_long_validation_pairs_are_warned_of(
+def test_warnings_about_overlap_and_long_validation_pairs(
     settings: CorpusSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     train = settings.train + settings.validation
@@ -242,15 +242,15 @@ def test_the_tokenizer_learns_from_a_seeded_sample(settings: CorpusSettings) -> 
     assert sampled == model(tokenizer_sentences=40)
     assert sampled != model(tokenizer_sentences=40, seed=2)
     assert model() == model(seed=2) != sampled
-    # Sentences of both sides are counted: 800 are all 400 pairs.
+    # Sentences of both sides count: 800 sentences are all 400 pairs.
     assert model(tokenizer_sentences=800) == model() != model(tokenizer_sentences=400)
 
 
 @pytest.mark.parametrize("chunk_bytes", [2**20, 8])
-def test_a_sample_has_so_many_pairs_and_none_twice(
+def test_a_sample_has_the_given_size_without_repetitions(
     settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
-    """A pair of this text is a word of its own, which three pieces build; all 20 letters are pieces anyway."""
+    """Each pair is one word, which takes three pieces besides its letters; all 20 letters are always pieces."""
     monkeypatch.setattr("data_module.readers.reader.CHUNK_BYTES", chunk_bytes)
     words = ["ab", "cd", "ef", "gh", "ij", "kl", "mn", "op", "qr", "st"]
     text = write_pairs(tmp_path, "words", [(word, word) for word in words])
@@ -260,14 +260,14 @@ def test_a_sample_has_so_many_pairs_and_none_twice(
             learn_tokenizer(wanted, [len(words)], progress=False)
 
 
-def test_the_tokenizer_counts_a_repeated_source_as_often(settings: CorpusSettings, tmp_path: Path) -> None:
+def test_the_tokenizer_counts_a_repeated_source_repeatedly(settings: CorpusSettings, tmp_path: Path) -> None:
     once = write_pairs(tmp_path, "once", [("ab", "ab")] * 10)
     often = write_pairs(tmp_path, "often", [("cd", "cd")] * 4)
     made(replace(settings, train=[once, replace(often, repeat=5)], validation=[once], vocabulary_size=10))
     assert "cd" in Tokenizer.load(Path(settings.folder) / "tokenizer.model").pieces()
 
 
-def test_validation_text_is_repeated_as_its_pairs(settings: CorpusSettings, tmp_path: Path) -> None:
+def test_validation_text_is_repeated_like_its_pairs(settings: CorpusSettings, tmp_path: Path) -> None:
     first, second = pairs_of_text(5, 5), pairs_of_text(6, 6)
     sources = [replace(write_pairs(tmp_path, "first", first), repeat=2), write_pairs(tmp_path, "second", second)]
     made(replace(settings, validation=sources))
@@ -279,8 +279,8 @@ def test_validation_text_is_repeated_as_its_pairs(settings: CorpusSettings, tmp_
 
 
 def test_text_of_many_chunks(settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Byte for byte the corpus that is made from one; lines keep their numbers."""
-    # A byte order mark is removed from a file's first line, and from no other.
+    """The size of chunks does not change the corpus or line numbers."""
+    # A byte order mark is removed only from a file's first line.
     plain = [*((f"\ufeff{source}", target) for source, target in pairs_of_text(60, 8)), ("", "the")]
     tabbed = [*pairs_of_text(60, 7), ("the", "")]
     (tmp_path / "t.tsv").write_text("".join("\t".join(pair) + "\n" for pair in tabbed), encoding="utf-8")
@@ -334,7 +334,7 @@ builder.write_manifest = pause
 """
 
 
-def test_killed_half_way_and_run_again(settings: CorpusSettings, tmp_path: Path) -> None:
+def test_killed_and_run_again(settings: CorpusSettings, tmp_path: Path) -> None:
     process = _start(settings, PAUSE_BEFORE_MANIFEST.replace("PAUSE", "100"))
     assert process.stdout is not None
     assert process.stdout.readline() == "half-way\n"
@@ -357,7 +357,7 @@ def test_killed_between_the_renames_of_force_keeps_the_old_corpus(settings: Corp
     assert not folder.with_name(".corpus.replaced").exists()
 
 
-def test_of_two_at_once_one_writes_and_the_other_finds_it_done(settings: CorpusSettings) -> None:
+def test_of_two_concurrent_processes_one_writes_and_the_other_reads(settings: CorpusSettings) -> None:
     first = _start(settings, PAUSE_BEFORE_MANIFEST.replace("PAUSE", "2"))
     assert first.stdout is not None
     assert first.stdout.readline() == "half-way\n"
@@ -377,7 +377,7 @@ def test_of_two_at_once_one_writes_and_the_other_finds_it_done(settings: CorpusS
         ],
     ],
 )
-def test_a_folder_of_something_else_is_left_alone(settings: CorpusSettings, make: Callable[[Path], Any]) -> None:
+def test_a_folder_that_is_not_a_corpus_is_not_changed(settings: CorpusSettings, make: Callable[[Path], Any]) -> None:
     folder = Path(settings.folder)
     folder.mkdir()
     make(folder)
@@ -388,7 +388,7 @@ def test_a_folder_of_something_else_is_left_alone(settings: CorpusSettings, make
     assert before == [(path, path.stat().st_mtime_ns) for path in folder.rglob("*")]
 
 
-def test_progress_is_shown_where_it_is_wanted(
+def test_progress_is_shown_if_enabled(
     settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bars: list[Any] = []

@@ -88,7 +88,7 @@ def test_a_lowercase_vocabulary_has_no_capitals() -> None:
     capitals = [sentence.upper() for sentence in sentences if "ß" not in sentence]
     ids = tokenizer.encode(capitals)
     assert all(tokenizer.unk_id not in row for row in ids)
-    # Each character by itself: str.lower() would end a Greek word in another sigma.
+    # Characters are lower-cased one by one; str.lower() ends a Greek word in another sigma.
     assert tokenizer.decode(ids) == ["".join(map(str.lower, sentence)) for sentence in capitals]
 
 
@@ -96,7 +96,7 @@ def test_lowercase_is_off_by_default(tokenizer: Tokenizer) -> None:
     assert not tokenizer.lowercase
 
 
-def test_every_character_is_known_the_reserved_and_the_uncounted_too() -> None:
+def test_every_character_is_known_including_reserved_and_uncounted() -> None:
     sentences = [*SENTENCES, "rare 中 😀 ▅ \ufffd", "long " + "x" * 6000 + "語"]
     tokenizer = Tokenizer(train_tokenizer(sentences, 130))
     for ids in tokenizer.encode(sentences):
@@ -104,7 +104,7 @@ def test_every_character_is_known_the_reserved_and_the_uncounted_too() -> None:
     assert tokenizer.decode(tokenizer.encode(sentences)) == sentences
 
 
-def test_coverage_below_one_leaves_rare_characters_out() -> None:
+def test_coverage_below_one_excludes_rare_characters() -> None:
     sentences = ["abc cab bca " * 50] * 50 + ["中"]
     assert "中" in Tokenizer(train_tokenizer(sentences, 14)).pieces()
     assert "中" not in Tokenizer(train_tokenizer(sentences, 14, character_coverage=0.99)).pieces()
@@ -170,7 +170,7 @@ def test_word_encoder_equals_the_tokenizer(tokenizer: Tokenizer, monkeypatch: py
             assert lengths.tolist() == [len(x) for x in expected]
 
 
-def test_word_counts_stay_bounded_and_forget_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_counts_are_bounded_and_drop_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data_module.tokenization.word_counts._MAX_COUNTED_WORDS", 10)
     words = WordCounts()
     words.add("often often", times=3)
@@ -185,7 +185,7 @@ def test_word_counts_stay_bounded_and_forget_the_rarest(monkeypatch: pytest.Monk
 
 
 @given(sentences=st.lists(st.text(max_size=20), min_size=1, max_size=6))
-def test_any_text_survives_but_for_white_space(sentences: list[str]) -> None:
+def test_any_text_survives_except_white_space(sentences: list[str]) -> None:
     expected = [
         " ".join(filter(None, re.split("[ \0\t-\r\x1c-\x1f\x85\u2028\u2029\u2581]", text))) for text in sentences
     ]

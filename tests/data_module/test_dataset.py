@@ -1,4 +1,4 @@
-"""Hugging Face data sets of every layout, read by the library itself; each mistake ends in one line."""
+"""Hugging Face data sets of various layouts, read by the library; every error is reported in one line."""
 
 import json
 import logging
@@ -52,7 +52,7 @@ def write_parquet(path: Path, pairs: Rows) -> None:
     text = pa.binary() if any(isinstance(en, bytes) for en, _ in pairs) else pa.string()
     columns = [pa.array([de for _, de in pairs], pa.string()), pa.array([en for en, _ in pairs], text)]
     if text == pa.binary():
-        columns[1] = columns[1].view(pa.string())  # a string column that is not UTF-8, as some program wrote it
+        columns[1] = columns[1].view(pa.string())  # a string column with invalid UTF-8
     translation = pa.StructArray.from_arrays(columns, ["de", "en"])
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.table({"id": range(len(pairs)), "translation": translation}), path, row_group_size=7)
@@ -65,7 +65,7 @@ def write_json(path: Path, pairs: Rows) -> None:
 
 
 def wmt_like(folder: Path, *, readme: bool = True) -> Path:
-    """The layout of wmt/wmt14: 90 training and 20 validation pairs, and another language beside them."""
+    """Write the layout of wmt/wmt14: 90 training and 20 validation pairs, and a subset of another language."""
     pairs = rows(90, 1)
     for i in range(3):
         write_parquet(folder / f"de-en/train-{i:05}-of-00003.parquet", pairs[30 * i : 30 * i + 30])
@@ -115,7 +115,7 @@ def test_a_data_set_is_the_same_corpus_as_its_text_in_files(settings: CorpusSett
 
 
 @pytest.mark.parametrize("readme", [True, False])
-@pytest.mark.parametrize("name", ["wmt14", "json"])  # which the library takes for a format
+@pytest.mark.parametrize("name", ["wmt14", "json"])  # the library takes this name for a format
 def test_with_and_without_a_readme(
     settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readme: bool, name: str
 ) -> None:
@@ -136,18 +136,18 @@ def test_json_without_subsets(settings: CorpusSettings, tmp_path: Path, name: st
 
 
 def test_part_of_a_data_set(settings: CorpusSettings, tmp_path: Path) -> None:
-    """One subset fetched, and the README that tells of others."""
+    """Only one of the subsets that the README lists has been downloaded."""
     (tmp_path / "wmt14/cs-en/train-00000-of-00001.parquet").unlink()
     made(settings)
     assert text_of(settings) == rows(90, 1)
 
 
-def test_a_file_that_is_missing_of_several(settings: CorpusSettings, tmp_path: Path) -> None:
+def test_one_of_several_files_is_missing(settings: CorpusSettings, tmp_path: Path) -> None:
     (tmp_path / "wmt14/de-en/train-00001-of-00003.parquet").unlink()
     fails(settings, "wmt14: only 2 of the 3 files of 'train' are there; fetch the others")
 
 
-def test_sources_of_all_kinds_in_one_list_and_their_lines(settings: CorpusSettings, tmp_path: Path) -> None:
+def test_sources_of_all_kinds_and_their_line_numbers(settings: CorpusSettings, tmp_path: Path) -> None:
     (tmp_path / "a.tsv").write_text("one\teins\n\tzwei\n")
     odd: Rows = [("a b", "c"), (None, "c"), ("the\nred\r\ncat\n", "dog\u2028house"), ("the", None)]
     write_json(tmp_path / "odd/train.jsonl", odd)
@@ -164,7 +164,7 @@ def test_sources_of_all_kinds_in_one_list_and_their_lines(settings: CorpusSettin
 
 
 def test_null_translations_and_row_numbers_across_files(settings: CorpusSettings, tmp_path: Path) -> None:
-    """Of a row that is null as a whole, and after more than one chunk."""
+    """A row may be null as a whole; line numbers continue after the first chunk and file."""
     pairs = rows(10_050, 4)
     write_parquet(tmp_path / "long/train-00000-of-00002.parquet", pairs)
     struct = pa.array(
@@ -199,7 +199,7 @@ def test_prepared_again_and_a_changed_file(
     names = [entry["file"] for entry in manifest["source_files"]]
     assert names == [str(path) for path in sorted((tmp_path / "wmt14/de-en").iterdir())]
     for path in (tmp_path / "wmt14").rglob("*.parquet"):
-        path.touch()  # what is in it counts, not when it was written
+        path.touch()  # the content is compared, not the time
     with caplog.at_level(logging.INFO):
         assert made(settings) == manifest
     assert "is up to date" in caplog.text
@@ -215,14 +215,14 @@ def test_prepared_again_and_a_changed_file(
 def test_no_such_data_set_subset_split_or_language(settings: CorpusSettings, tmp_path: Path) -> None:
     fails(settings, "a/b/none: no such folder", train=changed(settings, dataset="a/b/none"))
     fails(settings, "a file, not a data set; name", train=changed(settings, dataset=str(tmp_path / "wmt14/README.md")))
-    said = "wmt14: there is no subset 'fr-en'; give `subset`, one of: cs-en, de-en"
-    fails(settings, said, train=changed(settings, subset="fr-en"))
+    message = "wmt14: there is no subset 'fr-en'; give `subset`, one of: cs-en, de-en"
+    fails(settings, message, train=changed(settings, subset="fr-en"))
     (tmp_path / "wmt14/README.md").write_text(README.partition("dataset_info")[0] + "---\n")
     fails(settings, "wmt14: it has subsets; give `subset`, one of: cs-en", train=changed(settings, subset=None))
-    said = "wmt14: there is no split 'dev'; give `split`, one of: train, validation"
-    fails(settings, said, train=changed(settings, split="dev"))
-    said = "train-00000-of-00003.parquet: 'fr' is none of its languages (de, en); correct corpus.target_language"
-    fails(settings, said, target_language="fr")
+    message = "wmt14: there is no split 'dev'; give `split`, one of: train, validation"
+    fails(settings, message, train=changed(settings, split="dev"))
+    message = "train-00000-of-00003.parquet: 'fr' is none of its languages (de, en); correct corpus.target_language"
+    fails(settings, message, target_language="fr")
     fails(settings, "are both 'de'; name its two languages", source_language="de")
     (tmp_path / "wmt14/README.md").unlink()
     fails(settings, "there is no subset 'fr-en'; give `subset`, one of: cs", train=changed(settings, subset="fr-en"))
@@ -232,7 +232,7 @@ def test_no_such_data_set_subset_split_or_language(settings: CorpusSettings, tmp
 
 
 @pytest.mark.parametrize(
-    ("write", "said"),
+    ("write", "message"),
     [
         (lambda f: parquet.write_table(pa.table({"id": [1], "text": ["a"]}), f / "train.parquet"),
          "train.parquet: has no `translation` column, only id, text; name a data set of translations"),
@@ -250,13 +250,13 @@ def test_no_such_data_set_subset_split_or_language(settings: CorpusSettings, tmp
         (lambda f: (f / "README.md").write_text("---\nconfigs: [a: {\n---\n"), "cannot be read as a data set"),
     ],
 )  # fmt: skip
-def test_what_is_no_data_set_of_translations(
-    settings: CorpusSettings, tmp_path: Path, write: Callable[[Path], Any], said: str
+def test_folders_that_are_not_data_sets_of_translations(
+    settings: CorpusSettings, tmp_path: Path, write: Callable[[Path], Any], message: str
 ) -> None:
     folder = tmp_path / "other"
     folder.mkdir()
     write(folder)
-    fails(settings, said, train=[TextSource(dataset=str(folder), split="train")])
+    fails(settings, message, train=[TextSource(dataset=str(folder), split="train")])
 
 
 def test_a_damaged_file_among_several_is_named(settings: CorpusSettings, tmp_path: Path) -> None:
@@ -264,10 +264,10 @@ def test_a_damaged_file_among_several_is_named(settings: CorpusSettings, tmp_pat
     data = bytearray(path.read_bytes())
     data[4:200] = bytes(196)
     path.write_bytes(data)
-    said = fails(settings, "wmt14/de-en/train-00001-of-00003.parquet: is damaged or of another", "; fetch it again")
+    message = fails(settings, "wmt14/de-en/train-00001-of-00003.parquet: is damaged or of another", "; fetch it again")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"corpus": asdict(settings)}))
     done = pipeline("prepare", "--config", tmp_path / "recipe.yaml")
-    assert done.stderr.decode() == f"error: {said}\n"  # and nothing of the library's own
+    assert done.stderr.decode() == f"error: {message}\n"  # and no output of the library
 
 
 def test_without_the_library(settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,11 +288,11 @@ def test_the_library_is_not_imported_for_text_files(tiny_corpus: Path) -> None:
     assert done.stdout == "False\n", done.stderr
 
 
-def test_without_a_network_the_command_says_so_in_one_line(tmp_path: Path) -> None:
+def test_without_a_network_the_error_is_one_line(tmp_path: Path) -> None:
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = pipeline("prepare", "--config", ROOT / "configs/wmt14_en_de_base.yaml", cwd=tmp_path, environment=offline)
-    said = done.stderr.decode().splitlines()
+    lines = done.stderr.decode().splitlines()
     assert done.returncode == 2
-    assert said[-1].startswith("error: wmt/wmt14: no such folder, and it cannot be fetched from the Hugging Face hub")
-    assert "hf download wmt/wmt14 --repo-type dataset" in said[-1]
-    assert len(said) == 2
+    assert lines[-1].startswith("error: wmt/wmt14: no such folder, and it cannot be fetched from the Hugging Face hub")
+    assert "hf download wmt/wmt14 --repo-type dataset" in lines[-1]
+    assert len(lines) == 2
