@@ -51,8 +51,11 @@ def open_reader(text: TextSource, settings: CorpusSettings) -> Reader:
 
 
 def all_available(settings: CorpusSettings) -> bool:
-    """Return whether all text of a corpus can be read without a network."""
-    return all(open_reader(text, settings).is_available() for text in settings.texts())
+    """Return whether all text of a corpus can be read here: its readers are registered, and no network is needed."""
+    return all(
+        (text.reader is None or text.reader in READERS) and open_reader(text, settings).is_available()
+        for text in settings.texts()
+    )
 
 
 def fingerprint(name: str, path: Path) -> dict[str, Any]:

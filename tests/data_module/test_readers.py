@@ -14,6 +14,7 @@ from data_module.readers.reader import READERS, Reader, as_lines
 from data_module.settings import CorpusSettings, TextSource
 from pipeline.config.recipe import load_recipe
 from pipeline.preflight.recipe import text_source
+from pipeline.training.corpus import ensure_corpus
 
 
 class Rows(Reader):
@@ -65,6 +66,13 @@ def test_an_unknown_reader_is_refused(settings: CorpusSettings, name: str, messa
     assert str(caught.value) == message
     [result] = text_source(text, settings)
     assert result[:2] == (False, message)
+
+
+def test_a_prepared_corpus_does_not_need_its_reader(settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(settings)
+    monkeypatch.delitem(READERS, "rows")
+    assert not all_available(settings)
+    ensure_corpus(settings)
 
 
 def test_a_recipe_names_a_reader(tmp_path: Path) -> None:
