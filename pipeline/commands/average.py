@@ -1,4 +1,4 @@
-"""A run's last N checkpoints -> one averaged checkpoint (section 6.1: 5 for base, 20 for big)."""
+"""Average the weights of a run's last N checkpoints (section 6.1 of the paper: 5 for base, 20 for big)."""
 
 import argparse
 import sys
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("run", type=Path, help="a run folder")
-    parser.add_argument("--last", type=int, required=True, metavar="N", help="how many, counted from the newest")
-    parser.add_argument("--output", type=Path, help="RUN/average-last-N.ckpt unless told otherwise")
+    parser.add_argument("--last", type=int, required=True, metavar="N", help="number of checkpoints, from the newest")
+    parser.add_argument("--output", type=Path, help="the file to write (default: RUN/average-last-N.ckpt)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -18,14 +18,14 @@ def run(arguments: argparse.Namespace) -> int:
     from pipeline.checkpointing.checkpoint import average, is_valid, step_checkpoints, write_atomic
 
     if not arguments.run.is_dir():
-        raise InputError(f"{arguments.run}: there is no such run folder; fit names the folder it writes to")
+        raise InputError(f"{arguments.run}: there is no such run folder; give the folder that fit wrote")
     if arguments.last < 1:
         raise InputError(f"--last {arguments.last} is not 1 or more")
     paths = [path for path in step_checkpoints(arguments.run) if is_valid(path)]
     if not paths:
-        raise InputError(f"{arguments.run}: holds no checkpoint; give a run folder that fit has written")
+        raise InputError(f"{arguments.run}: holds no checkpoint; give a run folder that fit wrote")
     if arguments.last > len(paths):
-        has = f"{len(paths)} whole checkpoint{'s' if len(paths) > 1 else ''}"
+        has = f"{len(paths)} valid checkpoint{'s' if len(paths) > 1 else ''}"
         raise InputError(
             f"{arguments.run}: has {has}, --last is {arguments.last}; give --last {len(paths)} or less, and keep more "
             "with run.keep_last"

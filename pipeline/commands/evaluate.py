@@ -1,6 +1,6 @@
-"""Source and reference text -> sacreBLEU and chrF, with signatures and 95 % bootstrap intervals.
+"""Score translations with BLEU and chrF: values, 95 % bootstrap intervals and signatures.
 
-Texts are plain and detokenised, one sentence a line. The last line is JSON.
+Source and reference are plain, detokenised texts with one sentence a line. The last output line is JSON.
 """
 
 import argparse
@@ -10,34 +10,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipeline.inference.text_io import paired_texts
+from pipeline.inference.text_io import add_search_arguments, paired_texts
+
+TOKENISED_LINES = 100
+"""Number of translations that must look tokenised for a warning; sacreBLEU's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("checkpoint", type=Path, help="a .ckpt file or a run folder")
     parser.add_argument("--source", type=Path, required=True, help="sentences to translate (plain or .gz)")
-    parser.add_argument("--reference", type=Path, required=True, help="what a person said (plain or .gz)")
-    parser.add_argument("--beam", type=int, help="open hypotheses; 1 is greedy; the recipe's unless given")
-    parser.add_argument("--length-penalty", type=float, help="alpha; the recipe's unless given")
-    parser.add_argument("--output", type=Path, help="write the translations here")
+    parser.add_argument("--reference", type=Path, required=True, help="their reference translations (plain or .gz)")
+    add_search_arguments(parser)
+    parser.add_argument("--output", type=Path, help="a file to write the translations to")
     parser.add_argument(
         "--paper", action="store_true", help="add BLEU on Moses tokens, as in papers (needs the extra paper-score)"
     )
     parser.add_argument(
-        "--versus", type=Path, metavar="OTHER", help="another checkpoint: say whether the difference to it is real"
+        "--versus", type=Path, metavar="OTHER", help="another checkpoint; test whether the difference is significant"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Translate, score, print."""
+    """Translate, score and print."""
     from pipeline.inference.metrics import compare, paper_score, reference_warnings, require_sacremoses, score
     from pipeline.inference.translator import load_translator
 
     sources, references = paired_texts(arguments.source, arguments.reference)
-    check_output(arguments.output)
-    for complaint in reference_warnings(references):
-        print(f"{arguments.reference}: its lines {complaint}", file=sys.stderr)
+    require_writable(arguments.output)
+    for message in reference_warnings(references):
+        print(f"{arguments.reference}: its lines {message}", file=sys.stderr)
     if arguments.paper:
         require_sacremoses()
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
@@ -47,25 +49,27 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if arguments.output:
         arguments.output.write_text("".join(line + "\n" for line in hypotheses), encoding="utf-8")
+    if sum(line.endswith(" .") for line in hypotheses) >= TOKENISED_LINES:
+        print("the translations look tokenised: train on detokenised text for comparable scores", file=sys.stderr)
     figures = score(hypotheses, references)
     if arguments.paper:
         figures |= paper_score(hypotheses, references, translators[0].target_language)
-    for name in ("bleu", "bleu_lowercase", "chrf", "bleu_paper", "bleu_moses_lowercase"):
-        if name in figures:
-            low, high = figures[name + "_interval"]
-            print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[name + '_signature']}")
-    print(f"{'exact_match':20} {figures['exact_match']:6.2f}  % of {len(sources):,} sentences")
+    print_scores(figures, len(sources))
     if others:
         figures["versus"] = {"checkpoint": translators[1].name, **compare(hypotheses, others[0], references)}
-        show_comparison(figures["versus"])
+        print_comparison(figures["versus"])
     settings = translators[0].settings
     figures |= {"beam_size": settings.beam_size, "length_penalty": settings.length_penalty}
     print(json.dumps({**figures, "sentences": len(sources), "checkpoint": translators[0].name}))
     return 0
 
 
-def check_output(output: Path | None) -> None:
-    """Raises InputError where the translations could not be written, before they are made."""
+def require_writable(output: Path | None) -> None:
+    """Check that translations can be written, before they are made.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     from data_module.errors import InputError
 
     if output and not output.parent.is_dir():
@@ -73,14 +77,22 @@ def check_output(output: Path | None) -> None:
     if output and output.is_dir():
         raise InputError(f"{output}: is a folder; give a file as --output")
     if output and not os.access(output if output.exists() else output.parent, os.W_OK):
-        raise InputError(f"{output}: cannot be written; see to its permissions or give another --output")
+        raise InputError(f"{output}: cannot be written; change its permissions or give another --output")
 
 
-def show_comparison(versus: dict[str, Any]) -> None:
-    """A line a metric."""
-    for name in ("bleu", "chrf"):
-        said = "the difference is real" if versus[f"{name}_difference_is_real"] else "the difference may be chance"
+def print_scores(figures: dict[str, Any], num_sentences: int) -> None:
+    """Print one line for each score."""
+    for name in [name for name in figures if f"{name}_interval" in figures]:
+        low, high = figures[f"{name}_interval"]
+        print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[f'{name}_signature']}")
+    print(f"{'exact_match':20} {figures['exact_match']:6.2f}  % of {num_sentences:,} sentences")
+
+
+def print_comparison(versus: dict[str, Any]) -> None:
+    """Print one line for each metric that was compared."""
+    for name in [name for name in versus if f"{name}_difference" in versus]:
+        verdict = "the difference is real" if versus[f"{name}_difference_is_real"] else "the difference may be chance"
         print(
             f"{name:20} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {versus['checkpoint']}: "
-            f"{said} (paired bootstrap, p = {versus[f'{name}_p_value']:.3f})"
+            f"{verdict} (paired bootstrap, p = {versus[f'{name}_p_value']:.3f})"
         )

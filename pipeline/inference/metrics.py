@@ -1,47 +1,161 @@
-"""Translations against references: sacreBLEU and chrF, the paper's own count, and whether a difference is real."""
+"""Translation quality: metrics over a whole text, bootstrap intervals and the paired comparison of two systems.
+
+`METRICS` holds the metrics that `evaluate` and validation compute; `register_metric` adds one.
+"""
 
 import re
-from typing import Any
+import statistics
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import sacrebleu
+from numpy.typing import NDArray
 
 from data_module.errors import InputError, install
+from pipeline.compat.sacrebleu import chrf_score, chrf_statistics
 
+RESAMPLES, SEED = 1000, 12345
+"""Number of bootstrap resamples and seed of their generator: sacreBLEU's defaults, which give its intervals."""
+SIGNIFICANT = 0.05
 _COMPOUND = re.compile(r"(\S)-(\S)")
 _TOKENISED = re.compile(r"\s[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
 _PUNCTUATED = re.compile(r"[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
-SIGNIFICANT = 0.05
+
+
+class Metric(Protocol):
+    """A metric whose score for a text is a function of summed sentence statistics."""
+
+    name: str
+    """Key in the JSON of `evaluate`; the TensorBoard tag is `validation/<name>`."""
+
+    def signature(self) -> str:
+        """Return the options and versions that scores depend on, as `key:value` pairs joined by `|`."""
+        ...
+
+    def statistics(self, hypothesis: str, reference: str) -> Sequence[int]:
+        """Return a sentence's counts, equally many for every sentence."""
+        ...
+
+    def score(self, statistics: Any) -> float:
+        """Return the score of the sentences whose statistics sum to `statistics`, a list or a float32 array."""
+        ...
+
+
+class Bleu:
+    """sacreBLEU's BLEU.
+
+    Statistics: lengths of hypothesis and reference in words; matching n-grams of each order; all n-grams of each order.
+    """
+
+    def __init__(self, name: str = "bleu", **options: Any) -> None:
+        self.name = name
+        self._bleu = sacrebleu.BLEU(**options)
+        # The signature needs this number, which sacreBLEU otherwise learns from the first text.
+        self._bleu.num_refs = 1
+
+    def signature(self) -> str:
+        """Return sacreBLEU's signature."""
+        return str(self._bleu.get_signature())
+
+    def statistics(self, hypothesis: str, reference: str) -> list[int]:
+        """Return a sentence's counts."""
+        result = self._bleu.corpus_score([hypothesis], [[reference]])
+        return [result.sys_len, result.ref_len, *result.counts, *result.totals]
+
+    def score(self, statistics: Any) -> float:
+        """Return BLEU in percent."""
+        totals = 2 + self._bleu.max_ngram_order
+        return sacrebleu.BLEU.compute_bleu(
+            correct=statistics[2:totals],
+            total=statistics[totals:],
+            sys_len=int(statistics[0]),
+            ref_len=int(statistics[1]),
+            smooth_method=self._bleu.smooth_method,
+        ).score
+
+
+class ChrF:
+    """sacreBLEU's chrF."""
+
+    name = "chrf"
+
+    def __init__(self) -> None:
+        self._chrf = sacrebleu.CHRF()
+        self._chrf.num_refs = 1
+
+    def signature(self) -> str:
+        """Return sacreBLEU's signature."""
+        return str(self._chrf.get_signature())
+
+    def statistics(self, hypothesis: str, reference: str) -> list[int]:
+        """Return a sentence's counts; see `chrf_statistics`."""
+        return chrf_statistics(self._chrf, hypothesis, reference)
+
+    def score(self, statistics: Any) -> float:
+        """Return chrF in percent."""
+        return chrf_score(self._chrf, statistics)
+
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in (Bleu(), ChrF())}
+_RESERVED = (
+    *("bleu_lowercase", "bleu_paper", "bleu_moses_lowercase", "exact_match"),
+    *("beam_size", "length_penalty", "sentences", "checkpoint", "versus"),
+    *("loss", "negative_log_likelihood", "perplexity", "accuracy", "best_bleu", "length_ratio", "repetition"),
+)
+"""Other keys of `evaluate`'s JSON and other tags under `validation/`."""
+
+
+def register_metric(metric: Metric) -> None:
+    """Add a metric to the output of `evaluate` and to validation.
+
+    Every process that computes validation scores must register the same metrics.
+
+    Raises:
+        ValueError: the metric's name is taken or is not an identifier.
+    """
+    if not metric.name.isidentifier():
+        raise ValueError(f"metric {metric.name!r}: is not an identifier; use letters, digits and underscores")
+    if metric.name in METRICS or metric.name in _RESERVED:
+        raise ValueError(f"metric {metric.name!r}: the name is taken; choose another")
+    METRICS[metric.name] = metric
+
+
+def corpus_score(metric: Metric, hypotheses: list[str], references: list[str]) -> float:
+    """Return the score of a text."""
+    return _total_score(metric, _statistics(metric, hypotheses, references))
 
 
 def score(hypotheses: list[str], references: list[str]) -> dict[str, Any]:
-    """Corpus scores with signatures and the bounds of their 95 % bootstrap intervals, and `exact_match` in per cent.
+    """Return the registered metrics' scores, `bleu_lowercase` and `exact_match`.
 
-    An exact match is a line that is its reference but for white space: what counts where there is one right answer.
+    Each metric has its score, its 95 % bootstrap interval as `<name>_interval` and its signature as `<name>_signature`.
+    `exact_match` is the percentage of lines that equal their reference apart from white space. It suits tasks with one
+    right answer.
     """
-    from sacrebleu.metrics import BLEU, CHRF
-
-    metrics = {"bleu": BLEU(), "bleu_lowercase": BLEU(lowercase=True), "chrf": CHRF()}
+    bleu, *others = METRICS.values()
     scores: dict[str, Any] = {}
-    for name, metric in metrics.items():
-        scores |= _with_interval(name, metric, hypotheses, references)
+    for metric in (bleu, Bleu("bleu_lowercase", lowercase=True), *others):
+        scores |= _with_interval(metric, hypotheses, references)
     matches = sum(ours.split() == theirs.split() for ours, theirs in zip(hypotheses, references, strict=True))
     return scores | {"exact_match": 100.0 * matches / len(references)}
 
 
 def paper_score(hypotheses: list[str], references: list[str], language: str) -> dict[str, Any]:
-    """What papers report: BLEU on Moses tokens, without smoothing. Texts are given detokenised.
+    """Return BLEU as papers report it: on Moses tokens, without smoothing.
 
-    `bleu_paper` is the paper's own: case-sensitive, compounds split at hyphens. `bleu_moses_lowercase`, on lower-cased
-    tokens as they are, is that of the literature on Multi30k. They compare with figures of their kind only, never with
-    sacreBLEU's.
+    `bleu_paper` is the BLEU of "Attention Is All You Need": case-sensitive, with compounds split at hyphens.
+    `bleu_moses_lowercase` is the BLEU of the literature on Multi30k: on lower-cased tokens with compounds left whole.
+    Neither is comparable to sacreBLEU's default BLEU.
 
     Args:
-        hypotheses: translations.
-        references: what they should be.
-        language: of both; Moses tokenizes by language, with English's abbreviations for those it does not know.
+        hypotheses: detokenised translations.
+        references: detokenised references.
+        language: language code of both texts, which selects Moses' rules; unknown languages use English's.
 
-    Raises InputError where sacremoses is not installed.
+    Raises:
+        InputError: sacremoses is not installed.
     """
-    from sacrebleu.metrics import BLEU
-
     sacremoses = require_sacremoses()
     tokenizer = sacremoses.MosesTokenizer(language)
     punctuation = sacremoses.MosesPunctNormalizer(language)
@@ -54,9 +168,12 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
         return [_COMPOUND.sub(r"\1 ##AT##-##AT## \2", line) for line in lines]
 
     hypotheses, references = tokenized(hypotheses), tokenized(references)
-    metrics = [BLEU(tokenize="none", smooth_method="none", force=True, lowercase=lower) for lower in (False, True)]
-    scores = _with_interval("bleu_paper", metrics[0], split(hypotheses), split(references))
-    scores |= _with_interval("bleu_moses_lowercase", metrics[1], hypotheses, references)
+    paper, lowercase = (
+        Bleu(name, tokenize="none", smooth_method="none", lowercase=name == "bleu_moses_lowercase")
+        for name in ("bleu_paper", "bleu_moses_lowercase")
+    )
+    scores = _with_interval(paper, split(hypotheses), split(references))
+    scores |= _with_interval(lowercase, hypotheses, references)
     moses = f"|moses:{language}|sacremoses:{sacremoses.__version__}"
     scores["bleu_paper_signature"] += f"{moses}|compounds:split"
     scores["bleu_moses_lowercase_signature"] += f"{moses}|compounds:whole"
@@ -64,7 +181,7 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
 
 
 def require_sacremoses() -> Any:
-    """The package; raises InputError where it is not installed."""
+    """Return the package `sacremoses`; raise InputError if it is not installed."""
     try:
         import sacremoses
     except ImportError:
@@ -72,49 +189,33 @@ def require_sacremoses() -> Any:
     return sacremoses
 
 
-def _with_interval(name: str, metric: Any, hypotheses: list[str], references: list[str]) -> dict[str, Any]:
-    compute = metric._compute_score_from_stats
-
-    def compute_float(statistics: Any) -> Any:
-        # sacreBLEU draws in float32 but scores 0.0 where nothing matches, and cannot take the mean of both types.
-        drawn = compute(statistics)
-        drawn.score = float(drawn.score)
-        return drawn
-
-    metric._compute_score_from_stats = compute_float
-    result = metric.corpus_score(hypotheses, [references], n_bootstrap=1000)
-    # sacreBLEU gives the bootstrap's mean and half the width of its 95 % interval.
-    return {
-        name: round(result.score, 4),
-        f"{name}_interval": [round(float(result._mean + sign * result._ci), 4) for sign in (-1, 1)],
-        f"{name}_signature": str(metric.get_signature()),
-    }
-
-
 def compare(hypotheses: list[str], others: list[str], references: list[str]) -> dict[str, Any]:
-    """Differences in BLEU and chrF to other translations of the same text, by paired bootstrap.
+    """Compare two systems' translations of the same text by paired bootstrap resampling (Koehn, 2004).
 
-    A difference counts as real where chance alone would give one as large in fewer than 1 of 20 test sets.
+    Returns, for each registered metric: the score of `others` as `<name>`; `<name>_difference`, positive where
+    `hypotheses` score higher; `<name>_p_value`; and `<name>_difference_is_real`, whether the p-value is less than
+    `SIGNIFICANT`.
     """
-    from sacrebleu.metrics import BLEU, CHRF
-    from sacrebleu.significance import PairedTest
-
-    metrics = {"bleu": BLEU(), "chrf": CHRF()}
-    test = PairedTest([("other", others), ("this", hypotheses)], metrics, [references], test_type="bs")
+    draws = _draws(len(references))
     figures: dict[str, Any] = {}
-    for name, (other, this) in zip(metrics, list(test()[1].values())[1:], strict=True):
-        assert not isinstance(other, str)
-        assert not isinstance(this, str)
-        figures[name] = round(other.score, 4)
-        figures[f"{name}_difference"] = round(this.score - other.score, 4)
-        # Of equal scores sacreBLEU counts resamples that differ by more than nothing: none, which would be p = 0.001.
-        figures[f"{name}_p_value"] = 1.0 if this.score == other.score else round(float(this.p_value or 0.0), 4)
-        figures[f"{name}_difference_is_real"] = bool(figures[f"{name}_p_value"] < SIGNIFICANT)
+    for name, metric in METRICS.items():
+        this, other = (_statistics(metric, lines, references) for lines in (hypotheses, others))
+        this_score, other_score = _total_score(metric, this), _total_score(metric, other)
+        difference = this_score - other_score
+        # Without this case, equal scores get p = 1 / 1001: no resample of equal texts differs by more than nothing.
+        p_value = 1.0
+        if difference:
+            samples = np.abs(_resample(metric, this, draws) - _resample(metric, other, draws))
+            p_value = round(_p_value(samples, abs(difference)), 4)
+        figures[name] = round(other_score, 4)
+        figures[f"{name}_difference"] = round(difference, 4)
+        figures[f"{name}_p_value"] = p_value
+        figures[f"{name}_difference_is_real"] = p_value < SIGNIFICANT
     return figures
 
 
 def reference_warnings(references: list[str]) -> list[str]:
-    """What makes references look as if they were not text as people write it."""
+    """Return what suggests that references are not text as people write it."""
     found = []
     punctuated = sum(bool(_PUNCTUATED.search(line)) for line in references)
     tokenised = sum(bool(_TOKENISED.search(line)) for line in references)
@@ -125,3 +226,49 @@ def reference_warnings(references: list[str]) -> list[str]:
     if cased and upper < 0.02 * cased:
         found.append("look lower-cased: bleu counts case; give them as they were written, or read bleu_lowercase")
     return found
+
+
+def _statistics(metric: Metric, hypotheses: list[str], references: list[str]) -> NDArray[np.int64]:
+    """Return the sentences' statistics [sentences, statistics]."""
+    pairs = zip(hypotheses, references, strict=True)
+    return np.array([metric.statistics(ours, theirs) for ours, theirs in pairs], dtype=np.int64)
+
+
+def _total_score(metric: Metric, sentence_statistics: NDArray[np.int64]) -> float:
+    # A list: Python's numbers round correctly, NumPy's do not always.
+    return float(metric.score(sentence_statistics.sum(0).tolist()))
+
+
+def _with_interval(metric: Metric, hypotheses: list[str], references: list[str]) -> dict[str, Any]:
+    sentence_statistics = _statistics(metric, hypotheses, references)
+    resampled = sorted(map(float, _resample(metric, sentence_statistics, _draws(len(references)))))
+    # As sacreBLEU does: the mean, and half the width of the middle 95 %.
+    outside = len(resampled) // 40
+    mean, half_width = statistics.mean(resampled), 0.5 * (resampled[-outside - 1] - resampled[outside])
+    return {
+        metric.name: round(_total_score(metric, sentence_statistics), 4),
+        f"{metric.name}_interval": [round(mean + sign * half_width, 4) for sign in (-1, 1)],
+        f"{metric.name}_signature": _bootstrap_signature(metric.signature()),
+    }
+
+
+def _bootstrap_signature(signature: str) -> str:
+    """Insert the bootstrap's settings where sacreBLEU has them: after the number of references."""
+    return re.sub(r"^(nrefs:\d+\|)?", rf"\g<1>bs:{RESAMPLES}|seed:{SEED}|", signature, count=1)
+
+
+def _draws(num_sentences: int) -> NDArray[np.int64]:
+    """Return the sentences in each resample [resamples, sentences], the same as sacreBLEU draws."""
+    return np.random.default_rng(SEED).choice(num_sentences, size=(RESAMPLES, num_sentences), replace=True)
+
+
+def _resample(metric: Metric, sentence_statistics: NDArray[np.int64], draws: NDArray[np.int64]) -> NDArray[Any]:
+    """Return the score of each resample."""
+    # float32 as in sacreBLEU: other types give other last digits.
+    rows = sentence_statistics.astype(np.float32)
+    return np.array([metric.score(rows[drawn].sum(0)) for drawn in draws])
+
+
+def _p_value(samples: NDArray[Any], difference: float) -> float:
+    """Return how likely a difference at least this large is by chance, from resampled absolute differences."""
+    return (int(np.sum(samples - samples.mean() > difference)) + 1) / (len(samples) + 1)

@@ -1,46 +1,46 @@
-"""Text files and streams of sentences, read line by line; the progress bar of a translation."""
+"""Line-by-line text input for the commands, and the progress bar and search options that they share."""
 
+import argparse
 import gzip
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
-
-if TYPE_CHECKING:
-    from pipeline.inference.translator import Translation, Translator
+from typing import Any, BinaryIO
 
 CHUNK = 512
-"""Lines translated together: enough for batches of like length, few enough for flat memory and a moving bar."""
+"""Number of lines translated together: enough to batch by length, few enough to keep memory flat."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def translated(translator: "Translator", lines: Iterable[str], chunk: int, n_best: int = 1) -> Iterator["Translation"]:
-    """Translations in order, a chunk of lines at a time, with a progress bar after two seconds of work."""
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--beam` and `--length-penalty`."""
+    parser.add_argument("--beam", type=int, help="beam size; 1 is greedy search (default: the recipe's)")
+    parser.add_argument("--length-penalty", type=float, help="exponent alpha of the penalty (default: the recipe's)")
+
+
+def progress_bar(total: int | None = None, *, show: bool = True) -> Any:
+    """Return a tqdm bar on standard error that counts translated sentences and appears after two seconds."""
     from tqdm import tqdm
 
-    lines = iter(lines)
-    # A log gets a line every half minute instead of a bar.
+    # A log file gets a line every half minute instead of an animated bar.
     interval = 0.1 if sys.stderr.isatty() else 30.0
-    with tqdm(desc="translating", unit=" sentences", delay=2, mininterval=interval, disable=chunk == 1) as bar:
-        while batch := list(islice(lines, chunk)):
-            yield from translator.translate(batch, n_best)
-            bar.update(len(batch))
+    return tqdm(total=total, desc="translating", unit=" sentences", delay=2, mininterval=interval, disable=not show)
 
 
 def warn(number: int, message: str, name: str = "") -> None:
-    """Say on standard error what is the matter with a line, of a file if there are several."""
+    """Print a warning about line `number` of the file `name`, or of the input if there is no name."""
     from tqdm import tqdm
 
     tqdm.write(f"{name}{':' if name else 'line '}{number}: {message}", file=sys.stderr)
 
 
 def open_text(path: Path) -> BinaryIO:
-    """A file to read lines from, decompressed if it ends in .gz.
+    """Open a file for reading lines of bytes; decompress it if its name ends in .gz.
 
-    Raises InputError when it cannot be opened.
+    Raises:
+        InputError: the file cannot be opened.
     """
     from data_module.errors import InputError
 
@@ -52,39 +52,48 @@ def open_text(path: Path) -> BinaryIO:
 
 
 def sentences(stream: BinaryIO, name: str = "") -> Iterator[str]:
-    """Lines as text. Only a line feed ends one; what is no UTF-8 is replaced, and warned of.
+    """Yield lines as text. Only a line feed ends a line. Invalid UTF-8 is replaced, with a warning.
 
-    Raises InputError where a compressed file is damaged.
+    Raises:
+        InputError: a compressed file is damaged.
     """
-    for number, line in enumerate(_whole_lines(stream, name), 1):
+    for number, line in enumerate(_byte_lines(stream, name), 1):
         line = line.removesuffix(b"\n").removesuffix(b"\r")
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
         try:
             yield line.decode()
         except UnicodeDecodeError:
-            warn(number, "is not valid UTF-8; what could not be read was replaced", name)
+            warn(number, "is not valid UTF-8; invalid bytes were replaced", name)
             yield line.decode(errors="replace")
 
 
-def _whole_lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
+def _byte_lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
     from data_module.errors import InputError
 
     try:
         yield from stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        what = name or getattr(stream, "name", "the input")
-        raise InputError(f"{what}: is no gzip file or a damaged one ({error}); copy it again or rename it") from None
+        name = name or getattr(stream, "name", "the input")
+        raise InputError(f"{name}: is no gzip file or a damaged one ({error}); copy it again or rename it") from None
 
 
 def read_sentences(path: Path) -> list[str]:
-    """All lines of a file; raises InputError when it cannot be read."""
+    """Return all lines of a file.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
     with open_text(path) as stream:
         return list(sentences(stream, str(path)))
 
 
 def paired_texts(source: Path, reference: Path) -> tuple[list[str], list[str]]:
-    """The lines of both; raises InputError where they cannot be read, do not pair up or are none."""
+    """Return the lines of both files.
+
+    Raises:
+        InputError: a file cannot be read, the files differ in length, or they are empty.
+    """
     from data_module.errors import InputError
 
     sources, references = read_sentences(source), read_sentences(reference)

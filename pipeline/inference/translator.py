@@ -1,14 +1,14 @@
-"""Text to text: tokenizer, search, tokenizer; sentences of like length are searched together."""
+"""Translation of text: encode, search in batches of similar length, decode."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
@@ -16,48 +16,49 @@ from model.cpu.packed_linear import can_pack, pack_linears
 from model.decoding import BeamSearch
 from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
+from pipeline.inference.text_io import progress_bar
 
 
 class Hypothesis(NamedTuple):
-    """One answer to a sentence."""
+    """One translation of a sentence."""
 
     text: str
-    """One line: it never holds a line break."""
+    """Without line breaks."""
     score: float
-    """Log-probability over length penalty; 0 for the answer to an empty sentence."""
+    """Log-probability divided by the length penalty; 0 for an empty sentence."""
     log_probability: float
     num_tokens: int
-    """Pieces and the end symbol; 0 for the answer to an empty sentence."""
+    """Number of pieces, including the end symbol; 0 for an empty sentence."""
 
 
 class Translation(NamedTuple):
-    """What became of one sentence."""
+    """The result for one sentence."""
 
     hypotheses: list[Hypothesis]
-    """The n best, the best first; fewer only where there are no more."""
+    """The n best hypotheses, best first; fewer if the search found fewer."""
     num_source_tokens: int
-    """Pieces of the whole sentence and the end symbol."""
+    """Number of pieces of the whole sentence, including the end symbol."""
     truncated: bool
-    """It has more pieces than the network has positions for, or than was allowed: the rest was cut."""
+    """Whether the sentence was cut to `Translator.max_source_tokens`."""
 
     @property
     def text(self) -> str:
-        """The best answer."""
+        """Text of the best hypothesis."""
         return self.hypotheses[0].text
 
     @property
     def score(self) -> float:
-        """The best answer's score."""
+        """Score of the best hypothesis."""
         return self.hypotheses[0].score
 
 
 LONGEST = 1024
-"""The commands cut a sentence to this many tokens: attention's time grows with the square of its length."""
-NOTHING = Hypothesis("", 0.0, 0.0, 0)
+"""Source tokens that the commands keep of a sentence; the time of attention grows with the square of the length."""
+EMPTY = Hypothesis("", 0.0, 0.0, 0)
 
 
 class Translator:
-    """Translates lists of sentences; the answers come in the sentences' order."""
+    """Translates lists of sentences and returns translations in the same order."""
 
     def __init__(
         self,
@@ -71,23 +72,24 @@ class Translator:
         name: str = "",
         target_language: str = "en",
     ) -> None:
-        """Put the network into evaluation mode and, where a device is given, on it.
+        """Put the network into evaluation mode and move it to `device`.
 
         Args:
             network: a Transformer, or an exported `BeamSearch`.
-            tokenizer: the one that the network was trained with.
-            settings: how to search.
-            batch_tokens: at most this many padded source tokens are searched at once, and a sixteenth as many
-                sentences; a longer sentence alone.
-            max_source_tokens: a sentence is cut to this many tokens, with its end symbol; None for as many as
-                the network has positions for.
-            device: where to search; None for where the network is.
-            name: what to call it in reports.
-            target_language: what it translates to, as its recipe names it.
+            tokenizer: the tokenizer that the network was trained with.
+            settings: search settings.
+            batch_tokens: upper bound on the padded source tokens of a batch; a longer sentence is its own batch.
+                A batch has at most `batch_tokens / SHORTEST` sentences.
+            max_source_tokens: longer sentences are cut to this many tokens, including the end symbol; None for the
+                network's limit.
+            device: device to search on; None for the network's.
+            name: name in reports.
+            target_language: language code of the translations.
 
-        Raises ValueError where the network's and the tokenizer's vocabularies differ in size.
+        Raises:
+            ValueError: the network and the tokenizer have vocabularies of different sizes.
         """
-        # Any: what TorchScript has loaded has a search's methods, but no type of its own.
+        # Any: a loaded TorchScript module has the methods of BeamSearch but not its type.
         search: Any = network
         if isinstance(network, Transformer):
             search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
@@ -106,28 +108,23 @@ class Translator:
         self.max_source_tokens: int | None = min(limits, default=None)
 
     def translate(self, sentences: list[str], n_best: int = 1, *, progress: bool = False) -> list[Translation]:
-        """Translate each sentence; one without any piece is not searched and gives an empty answer.
+        """Translate sentences. A sentence without pieces gets an empty translation.
 
-        With `progress`, a bar on standard error counts sentences.
+        Args:
+            sentences: source sentences.
+            n_best: number of hypotheses for each sentence.
+            progress: show a progress bar on standard error.
 
-        Raises ValueError where `n_best` or the settings are out of bounds (see `BeamSearch.beam`).
+        Raises:
+            ValueError: `n_best` or a search setting is out of bounds (see `BeamSearch.beam`).
         """
         sources = [[*ids.tolist(), self.tokenizer.eos_id] for ids in self.tokenizer.encode(sentences)]
-        found: list[list[Hypothesis]] = [[NOTHING] for _ in sources]
+        found: list[list[Hypothesis]] = [[EMPTY] for _ in sources]
         cut = [source[: self.max_source_tokens] for source in sources]
         for source, kept in zip(sources, cut, strict=True):
             if len(kept) < len(source):
                 kept[-1] = self.tokenizer.eos_id
-        # A log gets a line every half minute instead of a bar.
-        interval = 0.1 if sys.stderr.isatty() else 30.0
-        with tqdm(
-            total=len(sources),
-            desc="translating",
-            unit=" sentences",
-            delay=2,
-            mininterval=interval,
-            disable=not progress,
-        ) as bar:
+        with progress_bar(len(sources), show=progress) as bar:
             for batch in batches_by_length([len(source) for source in cut], self.batch_tokens):
                 for index, hypotheses in zip(batch, self._search([cut[i] for i in batch], n_best), strict=True):
                     found[index] = hypotheses
@@ -137,11 +134,19 @@ class Translator:
             for hypotheses, source, kept in zip(found, sources, cut, strict=True)
         ]
 
+    def translate_lines(self, lines: Iterable[str], chunk: int, n_best: int = 1) -> Iterator[Translation]:
+        """Translate lines in order, `chunk` lines at a time, with a progress bar unless `chunk` is 1."""
+        lines = iter(lines)
+        with progress_bar(show=chunk > 1) as bar:
+            while batch := list(islice(lines, chunk)):
+                yield from self.translate(batch, n_best)
+                bar.update(len(batch))
+
     def _search(self, sources: list[list[int]], n_best: int) -> list[list[Hypothesis]]:
         source, is_token = padded(sources, self.tokenizer.pad_id)
         mask = None if bool(is_token.all()) else is_token.to(self.device)
         settings = self.settings
-        # A little faster than without gradients alone, which is all that TorchScript knows.
+        # A little faster than torch.no_grad.
         with torch.inference_mode():
             answers = self.search.beam(
                 source.to(self.device),
@@ -154,23 +159,28 @@ class Translator:
         tokens, lengths, scores, log_probabilities = (one.flatten(0, 1).tolist() for one in answers)
         texts = self.tokenizer.decode([row[: length - 1] for row, length in zip(tokens, lengths, strict=True)])
         hypotheses = [
-            # Line breaks of every kind, as `str.splitlines` knows them.
+            # `splitlines` also knows line breaks other than the line feed.
             Hypothesis(" ".join(text.splitlines()), score, log_probability, length)
             for text, score, log_probability, length in zip(texts, scores, log_probabilities, lengths, strict=True)
         ]
         return [
-            # Length 0 stands for an answer that does not exist.
+            # A length of 0 marks a hypothesis that does not exist.
             [one for one in hypotheses[start : start + n_best] if one.num_tokens]
             for start in range(0, len(hypotheses), n_best)
         ]
 
 
 def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: float | None) -> Translator:
-    """A checkpoint's translator, on the GPU if there is one; None stands for what its recipe says.
+    """Load a checkpoint for translation, on the GPU if there is one.
 
-    Raises InputError where there is no checkpoint or it cannot be read, or a setting is out of bounds.
+    Args:
+        checkpoint: a checkpoint or a run folder.
+        beam_size: beam size; None for the recipe's.
+        length_penalty: exponent alpha of the length penalty; None for the recipe's.
+
+    Raises:
+        InputError: the checkpoint cannot be read, or a setting is out of bounds.
     """
-    # Only the commands need files; whoever has a network does not.
     from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 
     path = resolve_checkpoint(checkpoint)
@@ -192,9 +202,10 @@ def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: flo
 
 
 def search_settings(recipe: DecodingSettings, beam_size: int | None, length_penalty: float | None) -> DecodingSettings:
-    """The recipe's, but for what the command line gives.
+    """Return the recipe's settings with the command line's values in place of its own.
 
-    Raises InputError where that is out of bounds.
+    Raises:
+        InputError: a value is out of bounds.
     """
     if beam_size is not None:
         if beam_size < 1:
@@ -208,18 +219,18 @@ def search_settings(recipe: DecodingSettings, beam_size: int | None, length_pena
 
 
 def padded(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids [B, S], and a mask [B, S] that is False where they are padding."""
+    """Return padded ids [B, S] and a mask [B, S] that is False at padding."""
     longest = max(map(len, rows))
     ids = torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows])
     return ids, torch.arange(longest) < torch.tensor([len(row) for row in rows]).unsqueeze(1)
 
 
 def batches_by_length(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of sentences to search together, the longest sentences first, for they take the most memory.
+    """Yield the indices of each batch, longest sentences first because they need the most memory.
 
-    A batch ends where one more would exceed `batch_tokens` padded cells, and where the length changes once it
-    is half full: sentences of one length need no mask. Short sentences count as `SHORTEST` tokens, so no batch has
-    more than batch_tokens / SHORTEST. Sentences of one token, the end symbol, are left out.
+    A batch ends before it would exceed `batch_tokens` padded tokens. It also ends where the length changes once it is
+    half full, because a batch of one length needs no mask. Sentences shorter than `SHORTEST` count as that long, so a
+    batch has at most `batch_tokens / SHORTEST` sentences. Sentences of one token, the end symbol, are left out.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]):

@@ -102,12 +102,12 @@ def test_average_of_more_than_there_are_is_refused(
         assert main(["average", str(run), "--last", str(last)]) == 2
         return capsys.readouterr().err
 
-    assert "has 3 whole checkpoints, --last is 9; give --last 3 or less" in refused(finished_run, 9)
+    assert "has 3 valid checkpoints, --last is 9; give --last 3 or less" in refused(finished_run, 9)
     assert "holds no checkpoint; give a run folder" in refused(finished_run / "checkpoints", 3)
     assert "there is no such run folder" in refused(finished_run / "none", 3)
     assert refused(finished_run, 0) == "error: --last 0 is not 1 or more\n"
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
-    for number, word in ((2, "2 whole checkpoints"), (1, "1 whole checkpoint")):
+    for number, word in ((2, "2 valid checkpoints"), (1, "1 valid checkpoint")):
         step_checkpoints(run)[0].unlink()
         assert f"has {word}, --last is 3; give --last {number} or less" in refused(run, 3)
     assert main(["average", str(run), "--last", "1"]) == 0

@@ -3,14 +3,16 @@
 import math
 import random
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import sacrebleu
-from sacrebleu.significance import PairedTest, Result
+from sacrebleu.significance import PairedTest
 
 from data_module.errors import InputError
-from pipeline.inference.metrics import compare, paper_score, reference_warnings, score
+from pipeline.inference import metrics
+from pipeline.inference.metrics import compare, corpus_score, paper_score, reference_warnings, register_metric, score
 
 REFERENCES = [
     "Der Vater-Sohn-Tag ist heute.",
@@ -101,16 +103,14 @@ def test_a_real_difference_and_one_by_chance() -> None:
 
 def test_a_difference_that_chance_gives_in_1_of_20_test_sets_is_not_real(monkeypatch: pytest.MonkeyPatch) -> None:
     for p_value, is_real in ((0.05, False), (0.0499, True)):
-        column = [Result(30.0), Result(31.0, p_value)]
-        result = {"System": ["other", "this"], "BLEU": column, "chrF2": column}
-        monkeypatch.setattr(PairedTest, "__call__", lambda self, result=result: ({}, result))
-        figures = compare(["a b", "c"], ["a b", "d"], ["a b", "c"])
+        monkeypatch.setattr(metrics, "_p_value", lambda *_, p_value=p_value: p_value)
+        figures = compare(["a b c d e"], ["a b c d f"], ["a b c d e"])
         assert figures["bleu_p_value"] == p_value
         assert figures["bleu_difference_is_real"] is figures["chrf_difference_is_real"] is is_real
 
 
-def test_scores_are_rounded_to_four_places_and_tokenised_text_is_no_surprise(caplog: pytest.LogCaptureFixture) -> None:
-    """sacreBLEU warns of text that looks tokenised, but for text that is to be."""
+def test_scores_are_rounded_to_four_places_and_sacrebleu_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    """sacreBLEU would warn of tokenised text, which `paper_score` makes."""
     hypotheses = ["ein Hund läuft sehr schnell.", "zwei Hunde laufen schnell."] * 60
     references = ["ein Hund läuft so schnell.", "drei Hunde laufen schnell."] * 60
     figures = paper_score(hypotheses, references, "de")
@@ -176,3 +176,76 @@ def test_intervals_where_some_draws_match_nothing() -> None:
     low, high = figures["bleu_interval"]
     assert low < 1
     assert high > figures["bleu"] > 1
+
+
+def test_scores_intervals_and_p_values_are_sacrebleus() -> None:
+    """Draw by draw: the same resamples, in the same precision."""
+    draws = random.Random(5)
+    references = [" ".join(draws.choices(["ein", "Hund", "und", "Katze,", "läuft.", ""], k=9)) for _ in range(50)]
+    this, other = (
+        [" ".join("falsch" if draws.random() < share else w for w in line.split()) for line in references]
+        for share in (0.2, 0.24)
+    )
+    scores, comparison = score(this, references), compare(this, other, references)
+    theirs = {"bleu": sacrebleu.BLEU(), "chrf": sacrebleu.CHRF()}
+    _, columns = PairedTest([("other", other), ("this", this)], theirs, [references], test_type="bs")()
+    for name, title in (("bleu", "BLEU"), ("chrf", "chrF2")):
+        expected = columns[title][1]
+        assert scores[name] == round(expected.score, 4)
+        for sign, bound in zip((-1, 1), scores[f"{name}_interval"], strict=True):
+            assert bound == pytest.approx(expected.mean + sign * expected.ci, abs=1e-4)
+        assert comparison[name] == round(columns[title][0].score, 4)
+        assert comparison[f"{name}_p_value"] == round(expected.p_value, 4)
+        theirs[name].corpus_score(this, [references], n_bootstrap=1000)
+        assert scores[f"{name}_signature"] == str(theirs[name].get_signature())
+    assert 0.01 < comparison["bleu_p_value"] < 1
+
+
+class Lines:
+    """Share of lines with as many words as their reference."""
+
+    name = "line_length"
+
+    def signature(self) -> str:
+        return "words:split"
+
+    def statistics(self, hypothesis: str, reference: str) -> list[int]:
+        return [len(hypothesis.split()) == len(reference.split()), 1]
+
+    def score(self, statistics: Any) -> float:
+        return 100.0 * statistics[0] / max(statistics[1], 1)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, metrics.Metric]:
+    copy = dict(metrics.METRICS)
+    monkeypatch.setattr(metrics, "METRICS", copy)
+    return copy
+
+
+def test_a_registered_metric_is_scored_and_compared(registry: dict[str, metrics.Metric]) -> None:
+    register_metric(Lines())
+    references, good, bad = ["a b", "c d"] * 20, ["a x", "c y"] * 20, ["a x", "c"] * 20
+    figures = score(bad, references)
+    assert figures["line_length"] == 50
+    low, high = figures["line_length_interval"]
+    assert low < 50 < high
+    assert figures["line_length_signature"] == "bs:1000|seed:12345|words:split"
+    comparison = compare(good, bad, references)
+    assert comparison["line_length"] == comparison["line_length_difference"] == 50
+    assert comparison["line_length_difference_is_real"] is True
+    assert corpus_score(registry["line_length"], bad, references) == 50
+
+
+def test_a_name_is_registered_once_and_can_be_a_key(registry: dict[str, metrics.Metric]) -> None:
+    for name, message in (
+        ("chrf", "is taken"),
+        ("exact_match", "is taken"),
+        ("accuracy", "is taken"),
+        ("a b", "ident"),
+    ):
+        metric = Lines()
+        metric.name = name
+        with pytest.raises(ValueError, match=message):
+            register_metric(metric)
+    assert list(registry) == ["bleu", "chrf"]

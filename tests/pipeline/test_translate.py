@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.inference.text_io import CHUNK, sentences, translated
+from pipeline.inference.text_io import CHUNK, sentences
+from pipeline.inference.translator import Translator
 from tests.conftest import pipeline
 
 PLAIN = b"the dog sees a cat"
@@ -84,7 +85,7 @@ def test_no_more_than_a_chunk_is_read_ahead() -> None:
             yield b"%d\n" % read
 
     written = 0
-    for line in translated(Echo(), sentences(lines()), CHUNK):  # type: ignore[arg-type]
+    for line in Translator.translate_lines(Echo(), sentences(lines()), CHUNK):  # type: ignore[arg-type]
         written += 1
         assert str(line) == str(written)
         assert read - written < CHUNK

@@ -7,7 +7,7 @@ from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
-from pipeline.inference.translator import NOTHING, Translator, batches_by_length
+from pipeline.inference.translator import EMPTY, Translator, batches_by_length
 
 WORDS = ["ein", "hund", "läuft", "über", "die", "straße", "und", "bellt", "laut"]
 
@@ -66,7 +66,7 @@ def test_evaluation_mode_is_the_translators_care(tokenizer: Tokenizer) -> None:
 def test_empty_sentences_are_not_searched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     translator = Translator(make_network(tokenizer), tokenizer, SETTINGS)
     mixed = translator.translate(["", "ein hund", " \t", "ein hund"])
-    assert [one.hypotheses for one in (mixed[0], mixed[2])] == [[NOTHING], [NOTHING]]
+    assert [one.hypotheses for one in (mixed[0], mixed[2])] == [[EMPTY], [EMPTY]]
     assert mixed[1] == mixed[3]
     assert mixed[1].hypotheses[0].num_tokens > 0
     monkeypatch.setattr(BeamSearch, "beam", None)

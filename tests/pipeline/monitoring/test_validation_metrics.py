@@ -4,6 +4,7 @@ import pytest
 import sacrebleu
 import torch
 
+from pipeline.inference import metrics
 from pipeline.monitoring.validation_metrics import ValidationMetrics
 
 HYPOTHESES = ["the cat sat on the mat", "a dog runs through deep snow", "", "he says nothing at all today"]
@@ -76,6 +77,34 @@ def test_each_length_has_its_bucket() -> None:
 def test_sums_are_exact_and_lists_are_of_one_length() -> None:
     metric = ValidationMetrics()
     # float32 holds whole numbers up to 2 ** 24.
-    assert {metric.bleu.dtype, metric.chrf.dtype, metric.repeated.dtype} == {torch.int64}
+    assert len(metric.metric_state) == 3
+    assert {state.dtype for state in metric.metric_state.values()} == {torch.int64}
     with pytest.raises(ValueError, match="shorter"):
         metric.update(["yes", "no"], ["yes", "no"], [[4], [5]], [1])
+
+
+class Words:
+    """Words of all translations, for each reference word."""
+
+    name = "compute"  # also the name of a method of ValidationMetrics
+
+    def signature(self) -> str:
+        return "words:split"
+
+    def statistics(self, hypothesis: str, reference: str) -> list[int]:
+        return [len(hypothesis.split()), len(reference.split())]
+
+    def score(self, statistics: list[int]) -> float:
+        return statistics[0] / max(statistics[1], 1)
+
+
+def test_a_registered_metric_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "METRICS", {**metrics.METRICS, "compute": Words()})
+    metric, other = ValidationMetrics(), ValidationMetrics()
+    metric.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], LENGTHS[:1])
+    other.update(HYPOTHESES[1:], REFERENCES[1:], PIECES[1:], LENGTHS[1:])
+    metric.merge_state(other)
+    scores = metric.compute()
+    assert list(scores)[:3] == ["validation/bleu", "validation/chrf", "validation/compute"]
+    assert scores["validation/compute"] == pytest.approx(18 / 19)
+    assert metric.signatures().endswith("; compute words:split")
