@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.inference import metrics
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -19,6 +20,7 @@ def blocks(section: str) -> list[str]:
 def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a section run one after another, as one program, in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
     found = blocks(SECTIONS[name])
     assert found, "a section without an example"
     exec(compile("\n".join(found), name, "exec"), {"__name__": "example"})
