@@ -1,7 +1,7 @@
-"""The networks that ours is measured against, each as fast as it is meant to be used.
+"""Networks of other libraries to compare training with, each used in its fastest way.
 
-They are of the recipe's size, with dropout where ours has it and nowhere else: after the embeddings and on
-sub-layer outputs. Masks are given only where there is padding to hide.
+They have the recipe's size. Dropout is applied in the same places as in our network: after the embeddings and on
+sub-layer outputs. Masks are passed only for batches with padding.
 """
 
 import math
@@ -18,14 +18,14 @@ from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
 from model.positions import SinusoidalPositions
 from model.settings import NetworkSettings
-from pipeline.benchmark.huggingface_engine import require_transformers
+from pipeline.benchmark.engines import require_transformers
 
 _SHARED = ("num_layers", "d_model", "d_ff", "num_heads", "dropout", "max_positions")
-"""What the baselines have as well, or what changes nothing without `learned_positions`; all else is refused."""
+"""Settings that the baselines support, or that have no effect without `learned_positions`; others are refused."""
 
 
 class TorchNetwork(nn.Module):
-    """Layers of `torch.nn.Transformer`, one matrix for both embeddings and the output projection."""
+    """Layers of `torch.nn.Transformer` with one matrix for both embeddings and the output projection."""
 
     def __init__(self, vocabulary_size: int, settings: NetworkSettings) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class TorchNetwork(nn.Module):
                 module.dropout.p = 0.0  # inside the feed-forward network
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Ids [B, L] -> [B, L, D]."""
+        """Embed ids [B, L] to [B, L, D]."""
         x = self.embedding(ids) * math.sqrt(self.embedding.embedding_dim)
         return self.dropout(x + self.positions(0, ids.size(1)))
 
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None) -> Tensor:
-        """Ids [B, S] and [B, T], mask [B, S], True where a token stands, or None -> logits [B, T, V]."""
+        """Map ids [B, S] and [B, T] and a mask [B, S], True at tokens, or None, to logits [B, T, V]."""
         padding = ~source_mask if source_mask is not None else None
-        # The hint makes attention causal by itself; the mask has to be there all the same.
+        # `tgt_is_causal` makes attention causal, but PyTorch requires the mask as well.
         causal = nn.Transformer.generate_square_subsequent_mask(target.size(1), source.device)
         with _fast_attention(source.device.type):
             memory = self.encoder(self.embed(source), src_key_padding_mask=padding)
@@ -101,19 +101,19 @@ class MarianNetwork(nn.Module):
         )
 
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None) -> Tensor:
-        """Ids [B, S] and [B, T], mask [B, S], True where a token stands, or None -> logits [B, T, V]."""
+        """Map ids [B, S] and [B, T] and a mask [B, S], True at tokens, or None, to logits [B, T, V]."""
         with _fast_attention(source.device.type):
             return self.model(input_ids=source, attention_mask=source_mask, decoder_input_ids=target).logits
 
 
 def _fast_attention(device: str) -> AbstractContextManager[None]:
-    """PyTorch's plain kernel for bf16 on a CPU, since going back through its fused one takes half a step."""
+    """Select PyTorch's unfused kernel for bf16 on a CPU, where the fused one's backward pass takes half of a step."""
     is_slow = device == "cpu" and torch.is_autocast_enabled(device)
     return sdpa_kernel(SDPBackend.MATH) if is_slow else nullcontext()
 
 
 def cross_entropy(pad: int, label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """PyTorch's loss as a sum: logits [B, T, V] and targets [B, T], of which padding does not count -> scalar."""
+    """Return PyTorch's loss, summed: it maps logits [B, T, V] and targets [B, T] to a scalar and ignores padding."""
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(
@@ -130,16 +130,17 @@ def cross_entropy(pad: int, label_smoothing: float) -> Callable[[Tensor, Tensor]
 def baseline_network(
     name: str, vocabulary_size: int, settings: NetworkSettings, special: SpecialIds, longest: int
 ) -> nn.Module:
-    """The baseline of this name, of the recipe's size.
+    """Create a baseline.
 
     Args:
         name: "torch" or "marian".
-        vocabulary_size: pieces.
-        settings: the recipe's network.
-        special: ids of padding, begin and end.
-        longest: tokens of the longest sentence.
+        vocabulary_size: number of pieces.
+        settings: the recipe's network settings.
+        special: ids of padding, begin and end symbol.
+        longest: number of tokens of the longest sentence.
 
-    Raises InputError where the baseline has no such network, or is not installed.
+    Raises:
+        InputError: the baseline does not support a setting or is not installed.
     """
     plain = type(settings)()
     odd = [key for key, value in vars(settings).items() if key not in _SHARED and value != vars(plain)[key]]

@@ -1,6 +1,6 @@
-"""The data path alone: pairs prepared a second, an epoch's plan, padding, and what one loader worker delivers.
+"""Measure the data path alone: corpus preparation, epoch planning, padding and the throughput of one loader worker.
 
-Reads the recipe's `corpus:` and `batches:`; the corpus is prepared first if it is not there.
+Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first.
 """
 
 import argparse
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
     from data_module.translation_data_module import TranslationDataModule
 
 LARGE = 40_000_000
-"""Pairs of the corpus whose plan is timed: the recipe's, repeated to this size."""
+"""Pairs of the larger corpus whose planning is timed: the recipe's corpus, repeated."""
 LOADED_STEPS = 300
+"""Number of batches to load."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the benchmark's arguments."""
     parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, in the order of the data's way."""
+    """Measure preparation, loading and planning, and print the JSON."""
     from data_module.batching.batch import SpecialIds
     from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.config.recipe import load_recipe
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _timed("opening the corpus") as seconds:
         data = TranslationDataModule(folder, recipe.batches, special, recipe.run.seed)
     figures["open_seconds"] = seconds[0]
-    # First of all that reads, for pages that a process has mapped stay in memory.
+    # Before anything else reads the corpus: pages that a process has mapped cannot be dropped.
     figures |= _loading(data, cold=True)
     figures |= _loading(data, cold=False)
     figures |= _plan(data)
@@ -63,16 +64,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
-    """Pairs cleaned, encoded and written a second, learning the tokenizer apart; in a folder that goes away."""
+    """Clean, encode and write the corpus into a temporary folder, without training the tokenizer."""
     from data_module.corpus.builder import write_corpus
     from data_module.corpus.preparation import without_garbage_collection
     from data_module.readers.pairs import all_available, open_reader
 
     if not all_available(settings):
         return {"pairs_per_second": None}
-    place = Path(settings.folder).parent
-    with tempfile.TemporaryDirectory(dir=place, prefix=".benchmark-") as folder:
-        with _timed("preparing, the tokenizer apart") as seconds, without_garbage_collection():
+    parent = Path(settings.folder).parent
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".benchmark-") as folder:
+        with _timed("preparing, without the tokenizer") as seconds, without_garbage_collection():
             num_pairs = [open_reader(text, settings).count_pairs() for text in settings.train]
             manifest = write_corpus(settings, tokenizer, {}, num_pairs, Path(folder), progress=True)
         train = manifest["train"]
@@ -86,7 +87,7 @@ def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
 
 
 def _plan(data: "TranslationDataModule") -> dict[str, Any]:
-    """The first epoch's plan, and that of the same corpus repeated to `LARGE` pairs."""
+    """Plan the first epoch of the corpus and of the corpus repeated to `LARGE` pairs."""
     from data_module.batching.batch_plan import plan_epoch
     from data_module.corpus.store import lengths_with_eos
 
@@ -105,48 +106,49 @@ def _plan(data: "TranslationDataModule") -> dict[str, Any]:
 
     with _timed("planning an epoch") as seconds:
         epoch = plan(1)
-    figures = {"group_tokens": data.group_tokens, "plan_seconds": seconds[0], **_fullness(epoch, corpus, settings)}
+    figures = {"group_tokens": data.group_tokens, "plan_seconds": seconds[0], **_padding(epoch, corpus, settings)}
     times = -(-LARGE // len(source))
     with _timed(f"planning an epoch of {times * len(source):,} pairs") as seconds:
         plan(times)
     return figures | {"plan_seconds_large": seconds[0], "plan_large_pairs": times * len(source)}
 
 
-def _fullness(epoch: "EpochPlan", corpus: "ParallelCorpus", settings: Any) -> dict[str, Any]:
+def _padding(epoch: "EpochPlan", corpus: "ParallelCorpus", settings: Any) -> dict[str, Any]:
+    """Return counts of batches and groups, and how full of tokens they are."""
     batches = [epoch[index] for index in range(len(epoch))]
     groups = [group for batch in batches for group in batch]
-    cells = np.array([(len(g.pairs) * g.source_length, len(g.pairs) * g.target_length) for g in groups])
-    of_batch = np.add.reduceat(cells, np.cumsum([0, *map(len, batches[:-1])]), axis=0).max(axis=1)
-    real = sum(len(side.tokens) + len(side) for side in (corpus.source, corpus.target))
+    padded_tokens = np.array([(len(g.pairs) * g.source_length, len(g.pairs) * g.target_length) for g in groups])
+    of_batch = np.add.reduceat(padded_tokens, np.cumsum([0, *map(len, batches[:-1])]), axis=0).max(axis=1)
+    num_tokens = sum(len(side.tokens) + len(side) for side in (corpus.source, corpus.target))
     one_length = [bool((corpus.source.lengths[g.pairs] + 1 == g.source_length).all()) for g in groups]
     return {
         "batches": len(batches),
         "groups": len(groups),
         "pairs_planned": sum(len(group.pairs) for group in groups),
-        "padding_share": 1.0 - real / float(cells.sum()),
-        "largest_group_cells": int(cells.max()),
+        "padding_share": 1.0 - num_tokens / float(padded_tokens.sum()),
+        "largest_group_cells": int(padded_tokens.max()),
         "emptiest_batch": float(of_batch[:-1].min(initial=settings.batch_tokens)) / settings.batch_tokens,
         "groups_without_mask": sum(one_length) / len(groups),
     }
 
 
 def _loading(data: "TranslationDataModule", *, cold: bool) -> dict[str, Any]:
-    """What one worker process delivers, from a corpus of which no page is in memory or from one just read."""
+    """Measure the throughput of one worker process, with the corpus on disk only (`cold`) or in memory."""
     data.settings = replace(data.settings, workers=1)
     if cold:
         _drop_pages(data.folder)
-    said, prefix = (" from the disk", "cold_") if cold else ("", "")
-    with _timed(f"the first batch{said}") as seconds:
+    suffix, prefix = (" from the disk", "cold_") if cold else ("", "")
+    with _timed(f"the first batch{suffix}") as seconds:
         batches = iter(data.train_dataloader())
         next(batches)
     figures: dict[str, Any] = {f"{prefix}first_batch_seconds": seconds[0]}
-    with _timed(f"{LOADED_STEPS} batches{said}") as seconds:
+    with _timed(f"{LOADED_STEPS} batches{suffix}") as seconds:
         tokens = sum(next(batches).num_target_tokens for _ in range(LOADED_STEPS))
     return figures | {f"{prefix}loader_target_tokens_per_second": tokens / seconds[0]}
 
 
 def _drop_pages(folder: Path) -> None:
-    """Let the system forget the files, as far as nobody maps them."""
+    """Drop the files' pages from the system's cache, except pages that a process maps."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -154,15 +156,15 @@ def _drop_pages(folder: Path) -> None:
 
 
 def _peak_memory() -> int:
-    """Bytes, of this process so far."""
+    """Return this process's peak memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager
-def _timed(what: str) -> Iterator[list[float]]:
-    """Say how long it took; the seconds are in the list afterwards."""
+def _timed(name: str) -> Iterator[list[float]]:
+    """Time the block and print its duration; the yielded list holds the seconds afterwards."""
     seconds: list[float] = []
     started = time.perf_counter()
     yield seconds
     seconds.append(time.perf_counter() - started)
-    print(f"{seconds[0]:9.3f} s  {what}", file=sys.stderr)
+    print(f"{seconds[0]:9.3f} s  {name}", file=sys.stderr)

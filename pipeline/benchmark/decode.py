@@ -1,8 +1,9 @@
-"""How fast a checkpoint translates a text: tokens and sentences a second, tokenization in and out; the latency of
-single sentences; memory. With --baseline, others take turns with it on the same network, beam and threads, in float32.
+"""Measure how fast a checkpoint translates a text, the latency of single sentences, and memory.
 
-A search that stops earlier takes fewer steps, so the time of a step stands beside: one decoder step of one sentence
-with all its hypotheses, everything included. Threads are set with OMP_NUM_THREADS.
+Times include encoding and decoding of text. With --baseline, other programs translate the same text in float32 with the
+same network, beam size and number of threads, in alternating rounds. A search that stops earlier takes fewer steps;
+seconds_per_sentence_step is therefore reported as well: the total time divided by the number of decoder steps, summed
+over sentences. OMP_NUM_THREADS sets the number of threads.
 """
 
 import argparse
@@ -17,42 +18,43 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipeline.inference.text_io import add_search_arguments
+
 if TYPE_CHECKING:
-    from pipeline.benchmark.engine import Engine, Settings, Turn
+    from pipeline.benchmark.engines import Engine, EngineOutput, EngineSettings
 
 BASELINES = ("ctranslate2", "huggingface")
 ROUNDS = 3
 SINGLE_SENTENCES = 40
-"""Sentences translated alone in a round, spread over the text."""
+"""Number of sentences, spread over the text, that are translated alone in each round."""
 
 
 class Round(NamedTuple):
-    """What an engine did in one round."""
+    """Measurements of one engine in one round."""
 
-    turn: "Turn"
+    output: "EngineOutput"
     seconds: float
-    """The whole text."""
+    """Time of the whole text."""
     latencies: list[float]
-    """Seconds for each single sentence."""
+    """Seconds of each sentence translated alone."""
     peak_memory_bytes: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the benchmark's arguments."""
     parser.add_argument("--checkpoint", type=Path, required=True, help="a .ckpt file or a run folder")
-    parser.add_argument("--bundle", type=Path, help="what export made of it: its model.ts takes turns with it")
+    parser.add_argument("--bundle", type=Path, help="exported bundle of the checkpoint; compare with its model.ts")
     parser.add_argument("--source", type=Path, required=True, help="sentences to translate (plain or .gz)")
-    parser.add_argument("--beam", type=int, help="open hypotheses; 1 is greedy; the recipe's unless given")
-    parser.add_argument("--length-penalty", type=float, help="alpha; the recipe's unless given")
+    add_search_arguments(parser)
     parser.add_argument(
-        "--baseline", action="append", default=[], choices=BASELINES, help="compare with it; may be given twice"
+        "--baseline", action="append", default=[], choices=BASELINES, help="program to compare with; may be given twice"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure by turns, print a table and the JSON."""
+    """Measure in alternating rounds; print a table and the JSON."""
     from data_module.errors import InputError
-    from pipeline.benchmark.decode_engines import prepare
+    from pipeline.benchmark.engines import prepare
     from pipeline.benchmark.report import rounded
     from pipeline.inference.text_io import read_sentences
 
@@ -73,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.bundle,
             ).result()
         rounds = _alternate(names, settings, sentences)
-    # TorchScript counts no steps, and a bundle's search is the same.
-    steps = rounds["pipeline"][0].turn.sentence_steps
+    # Steps are not counted in TorchScript; a bundle's search is the same as ours.
+    steps = rounds["pipeline"][0].output.sentence_steps
     figures = {name: _figures(rounds[name], len(sentences), steps if name == "bundle" else None) for name in names}
     ours = figures["pipeline"]
     result: dict[str, Any] = {
@@ -91,20 +93,20 @@ def run(arguments: argparse.Namespace) -> int:
         result[f"ratio_to_{name}"] = theirs["seconds"] / ours["seconds"]
         result[f"step_ratio_to_{name}"] = theirs["seconds_per_sentence_step"] / ours["seconds_per_sentence_step"]
         result[f"latency_ratio_to_{name}"] = theirs["latency_median_seconds"] / ours["latency_median_seconds"]
-        pairs = zip(rounds["pipeline"][0].turn.texts, rounds[name][0].turn.texts, strict=True)
+        pairs = zip(rounds["pipeline"][0].output.texts, rounds[name][0].output.texts, strict=True)
         result[f"same_as_{name}"] = sum(one == other for one, other in pairs) / len(sentences)
-    _show(figures)
+    _print_table(figures)
     print(json.dumps(rounded(result)))
     return 0
 
 
 def _process() -> ProcessPoolExecutor:
-    """A process that imports for itself, so that its memory is its own."""
+    """Return an executor with one new process, whose memory holds only what it imports itself."""
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
-def _alternate(names: list[str], settings: "Settings", sentences: list[str]) -> dict[str, list[Round]]:
-    """All engines at each round, one after the other."""
+def _alternate(names: list[str], settings: "EngineSettings", sentences: list[str]) -> dict[str, list[Round]]:
+    """Run all engines in each round, one after another."""
     processes = {name: _process() for name in names}
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     try:
@@ -123,14 +125,14 @@ def _alternate(names: list[str], settings: "Settings", sentences: list[str]) -> 
 
 
 _engine: "Engine"
-"""This process's."""
+"""This process's engine."""
 _device: str
-"""Where it computes."""
+"""Device of `_engine`."""
 
 
-def _start(name: str, settings: "Settings", sentences: list[str]) -> None:
-    """Make this process's engine, and let it translate a little."""
-    from pipeline.benchmark.decode_engines import ENGINES
+def _start(name: str, settings: "EngineSettings", sentences: list[str]) -> None:
+    """Create this process's engine and warm it up."""
+    from pipeline.benchmark.engines import ENGINES
 
     global _engine, _device
     _engine, _device = ENGINES[name](settings), settings.device
@@ -139,18 +141,18 @@ def _start(name: str, settings: "Settings", sentences: list[str]) -> None:
 
 def _round(sentences: list[str], single: list[str]) -> Round:
     started = time.perf_counter()
-    turn = _engine.translate(sentences)
+    output = _engine.translate(sentences)
     seconds = time.perf_counter() - started
     latencies = []
     for sentence in single:
         started = time.perf_counter()
         _engine.translate([sentence])
         latencies.append(time.perf_counter() - started)
-    return Round(turn, seconds, latencies, _peak_memory())
+    return Round(output, seconds, latencies, _peak_memory())
 
 
 def _peak_memory() -> int:
-    """Bytes of this process so far; on a GPU those that PyTorch had there, and none of an engine that is not its."""
+    """Return peak bytes of this process; on a GPU, those of PyTorch's tensors, and 0 for an engine without PyTorch."""
     if _device == "cuda":
         torch: Any = sys.modules.get("torch")
         return int(torch.cuda.max_memory_allocated()) if torch is not None else 0
@@ -158,14 +160,17 @@ def _peak_memory() -> int:
 
 
 def _figures(rounds: list[Round], num_sentences: int, steps: int | None) -> dict[str, float]:
-    """The median round, and all rounds' single sentences; `steps` where the engine has not counted them."""
+    """Return an engine's figures: the median round and the latencies of all rounds.
+
+    `steps` is the number of sentence steps of an engine that does not count them, else None.
+    """
     seconds = statistics.median(one.seconds for one in rounds)
-    turn = rounds[0].turn
-    steps = turn.sentence_steps if steps is None else steps
+    output = rounds[0].output
+    steps = output.sentence_steps if steps is None else steps
     latencies = sorted(latency for one in rounds for latency in one.latencies)
     return {
         "seconds": seconds,
-        "target_tokens_per_second": turn.num_tokens / seconds,
+        "target_tokens_per_second": output.num_tokens / seconds,
         "sentences_per_second": num_sentences / seconds,
         "sentence_steps": steps,
         "seconds_per_sentence_step": seconds / steps,
@@ -175,7 +180,7 @@ def _figures(rounds: list[Round], num_sentences: int, steps: int | None) -> dict
     }
 
 
-def _show(figures: dict[str, dict[str, float]]) -> None:
+def _print_table(figures: dict[str, dict[str, float]]) -> None:
     print(f"{'':12} tokens/s  sentences/s  ms a step  latency ms (p95)  memory MB", file=sys.stderr)
     for name, one in figures.items():
         print(

@@ -1,19 +1,20 @@
-"""Step time and efficiency on 1, 2, 4 ... 512 GPUs, on paper: once for one global batch, once for a batch a GPU.
+"""Predict step time and efficiency on 1, 2, 4 ... 512 GPUs, for one global batch and for one batch a GPU.
 
-One GPU's step is measured as `benchmark train` does, on the recipe's batch and, for what a step costs however small
-its batch, on a sixteenth of it; or it is given by --step-seconds, --backward-share and --fixed-seconds, and then
-neither a GPU nor the corpus is needed. The model:
+One GPU's step is measured as `benchmark train` does, on the recipe's batch and on a sixteenth of it. The smaller batch
+gives the fixed part of a step, which does not depend on the batch size. With --step-seconds, --backward-share and
+--fixed-seconds nothing is measured, and neither a GPU nor the corpus is needed. The model:
 
-  own work       fixed + (step - fixed) / n on n GPUs that share a batch; the whole step where each has its own
+  own work       fixed + (step - fixed) / n on n GPUs that share a batch; the whole step if each has its own batch
   all-reduce     2 (n-1)/n bytes / bandwidth + 2 (n-1) latency in a ring, 2 bytes / bandwidth + 2 log2(n) latency in
-                 a tree; the shorter one
-  overlap        buckets of 25 MiB, as DDP makes them, are complete evenly through the backward pass of the last
-                 micro-batch and go one after another. The shared embedding's gradient is complete at its very end,
-                 so the bucket that holds it is never hidden.
+                 a tree; the shorter of the two
+  overlap        DDP's buckets of 25 MiB become complete evenly through the backward pass of the last micro-batch and
+                 are reduced one after another. The shared embedding's gradient is complete only at the end, so its
+                 bucket is never hidden.
   efficiency     one GPU's step / (n x this step) for a shared batch, one GPU's step / this step otherwise
 
-Left out: ranks that wait for a slower one, all-reduce taking memory and cores from the backward pass, loading.
-Bandwidth is what a ring reaches (NCCL's "bus bandwidth"), between nodes; that inside a node may be given too.
+The model ignores ranks that wait for slower ones, memory and cores that the all-reduce takes from the backward pass,
+and loading. Bandwidth is that of a ring (NCCL's "bus bandwidth") between nodes; the bandwidth inside a node may be
+given as well.
 """
 
 import argparse
@@ -31,26 +32,35 @@ if TYPE_CHECKING:
 
 GPUS = [2**power for power in range(10)]
 SMALLER = 16
-"""The second batch that is measured is this many times smaller."""
+"""Ratio of the two measured batch sizes."""
 GRADIENT_BYTES = 4
-"""An element; weights and gradients are float32, in mixed precision too."""
+"""Bytes of an element; gradients are float32 in mixed precision, too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the benchmark's arguments."""
     parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
-    parser.add_argument("--bandwidth-gb-s", type=float, required=True, help="10^9 bytes a second each way")
-    parser.add_argument("--latency-us", type=float, required=True, help="from one GPU to the next, in microseconds")
-    parser.add_argument("--gpus-per-node", type=int, help="with --node-bandwidth-gb-s")
-    parser.add_argument("--node-bandwidth-gb-s", type=float, help="among the GPUs of one node (default: as between)")
+    parser.add_argument(
+        "--bandwidth-gb-s",
+        type=float,
+        required=True,
+        help="bandwidth between nodes, 10^9 bytes a second in each direction",
+    )
+    parser.add_argument(
+        "--latency-us", type=float, required=True, help="latency from one GPU to the next, in microseconds"
+    )
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs of a node; needs --node-bandwidth-gb-s")
+    parser.add_argument("--node-bandwidth-gb-s", type=float, help="bandwidth inside a node (default: as between nodes)")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps to measure (default: %(default)s)")
-    parser.add_argument("--step-seconds", type=float, help="one GPU's step, instead of measuring it")
-    parser.add_argument("--backward-share", type=float, help="of --step-seconds, in backward passes")
-    parser.add_argument("--fixed-seconds", type=float, help="of --step-seconds, what a smaller batch takes as well")
+    parser.add_argument("--step-seconds", type=float, help="duration of one GPU's step, instead of measuring it")
+    parser.add_argument("--backward-share", type=float, help="share of --step-seconds in backward passes")
+    parser.add_argument(
+        "--fixed-seconds", type=float, help="part of --step-seconds that does not depend on the batch size"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure or take the step, predict, report."""
+    """Measure the step unless it is given, predict, and print."""
     from pipeline.benchmark.report import rounded
     from pipeline.benchmark.scaling_model import ddp_buckets, pays_up_to, strong_scaling, weak_scaling
     from pipeline.config.recipe import load_recipe
@@ -91,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cluster(arguments: argparse.Namespace) -> "Cluster":
-    """The links from the command line."""
+    """Return the links that the command line describes."""
     from data_module.errors import InputError
     from pipeline.benchmark.scaling_model import Cluster, Link
 
@@ -110,7 +120,7 @@ def _cluster(arguments: argparse.Namespace) -> "Cluster":
 
 
 def _given_step(arguments: argparse.Namespace, recipe: "Recipe") -> "Step | None":
-    """The step from the command line, or None where it is to be measured."""
+    """Return the step that the command line gives, or None if it is to be measured."""
     from data_module.errors import InputError
     from pipeline.benchmark.scaling_model import Step
 
@@ -121,7 +131,7 @@ def _given_step(arguments: argparse.Namespace, recipe: "Recipe") -> "Step | None
             raise InputError(f"--steps {arguments.steps}: must be 1 or more")
         return None
     if missing:
-        raise InputError(f"{' and '.join(missing)}: missing; a step that is not measured is given by all three")
+        raise InputError(f"{' and '.join(missing)}: missing; give all three, or none to measure the step")
     seconds, backward_share, fixed = given.values()
     if not 0 < seconds < math.inf:
         raise InputError(f"--step-seconds {seconds}: must be more than 0")
@@ -136,8 +146,8 @@ def _option(name: str) -> str:
 
 
 def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
-    """The step on the recipe's batch, from a smaller one what does not shrink with it, and the number of pieces."""
-    # PyTorch's profiler, which counts memory, reports itself on standard error.
+    """Measure the step on the recipe's batch and on a smaller one; return it with the vocabulary size."""
+    # PyTorch's profiler, which measures memory, writes to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from data_module.errors import InputError
@@ -148,7 +158,7 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
     from pipeline.training.build import build_data
     from pipeline.training.corpus import ensure_corpus
 
-    place = benchmark_device(recipe.trainer)
+    device = benchmark_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     batch_tokens, longest = recipe.batches.batch_tokens, build_data(recipe, tokenizer).longest
@@ -160,27 +170,29 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
         )
     smaller = replace(recipe.batches, batch_tokens=few, group_tokens=few, max_tokens_per_device=None)
     whole, part = (
-        recipe_comparison(replace(recipe, batches=batches), tokenizer, [], steps, place)
+        recipe_comparison(replace(recipe, batches=batches), tokenizer, [], steps, device)
         for batches in (recipe.batches, smaller)
     )
     figures, figures_of_part = (figures_of(one, recipe.network, tokenizer.vocabulary_size) for one in (whole, part))
     seconds, seconds_of_part = figures["step_seconds"], figures_of_part["step_seconds"]
-    tokens, tokens_of_part = (sum(turn.tokens for turn in one.turns) / len(one.turns) for one in (whole, part))
-    # The line through both, where it has no tokens; timings scatter, so it may miss what is possible.
+    tokens, tokens_of_part = (
+        sum(measured.tokens for measured in one.rounds) / len(one.rounds) for one in (whole, part)
+    )
+    # The line through both measurements, at zero tokens. Timings scatter, so it may leave the possible range.
     fixed = seconds_of_part - tokens_of_part * (seconds - seconds_of_part) / (tokens - tokens_of_part)
     step = Step(seconds, figures["backward_seconds"], min(max(fixed, 0.0), seconds), _micro_batches(recipe))
     return step, tokenizer.vocabulary_size
 
 
 def _micro_batches(recipe: "Recipe") -> int:
-    """How many of them make the recipe's batch on one GPU."""
+    """Return the number of micro-batches of the recipe's batch on one GPU."""
     batches = recipe.batches
     group = batches.group_tokens or batches.batch_tokens / 8
     return math.ceil(batches.batch_tokens / min(group, batches.max_tokens_per_device or group))
 
 
 def _gradient_bytes(recipe: "Recipe", vocabulary_size: int) -> list[int]:
-    """Of each parameter, in the network's order."""
+    """Return the size of each parameter's gradient, in the network's order."""
     import torch
 
     from model.transformer import Transformer
@@ -191,20 +203,20 @@ def _gradient_bytes(recipe: "Recipe", vocabulary_size: int) -> list[int]:
 
 
 def _table(figures: dict[str, Any], strong: "list[Prediction]", weak: "list[Prediction]") -> str:
-    """Both ways side by side, milliseconds a step, and where more GPUs stop paying."""
+    """Return a table of both predictions, in milliseconds a step, and where more GPUs stop paying."""
     tokens = figures["batch_tokens"]
     shared, own = f"one batch of {tokens:,} tokens", f"{tokens:,} tokens a GPU"
     columns = f"{'ms/step':>10}{'exposed':>10}{'speed-up':>10}{'efficiency':>12}"
     lines = [f"{'':6}{shared:>42}{own:>42}", f"{'GPUs':6}{columns}{columns}"]
     for both in zip(strong, weak, strict=True):
-        cells = (
+        columns_of_row = (
             f"{1000 * one.step_seconds:10.1f}{1000 * one.exposed_seconds:10.1f}"
             f"{one.gpus * one.efficiency:10.1f}{one.efficiency:12.1%}"
             for one in both
         )
-        lines.append(f"{both[0].gpus:<6}{''.join(cells)}")
-    for name, said in (("strong", shared), ("weak", own)):
+        lines.append(f"{both[0].gpus:<6}{''.join(columns_of_row)}")
+    for name, title in (("strong", shared), ("weak", own)):
         last = figures[f"{name}_pays_up_to"]
-        beyond = f"on {2 * last} efficiency is below a half" if last < GPUS[-1] else "no more were tried"
-        lines.append(f"{said}: GPUs pay up to {last}; {beyond}")
+        beyond = f"on {2 * last}, efficiency is below one half" if last < GPUS[-1] else "more were not predicted"
+        lines.append(f"{title}: more GPUs pay up to {last}; {beyond}")
     return "\n".join(lines)

@@ -1,9 +1,9 @@
-"""What a training step costs on many GPUs, on paper: pure functions of one GPU's step and of the links between GPUs.
+"""A model of the training step on many GPUs, computed from one GPU's step and the links between GPUs.
 
-A GPU's own work takes `fixed + (step - fixed) / parts`, where `parts` is how many GPUs share the batch. Gradients are
-complete in DDP's buckets, evenly through the last micro-batch's backward pass; only the shared embedding's is complete
-at its very end. Buckets are all-reduced one after another, each as soon as it is complete. What is still under way
-when the backward pass ends is exposed: the step waits for it.
+A GPU's own work takes `fixed + (step - fixed) / parts`, where `parts` is the number of GPUs that share the batch.
+Gradients become complete in DDP's buckets, evenly through the last micro-batch's backward pass; the gradient of the
+shared embedding is complete only at its end. Buckets are all-reduced one after another, each as soon as it is complete.
+The all-reduce time that remains after the backward pass is exposed: the step waits for it.
 """
 
 import math
@@ -12,41 +12,41 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-"""DDP's own: a bucket is closed once it holds this much."""
+"""DDP's defaults: a bucket is closed once it holds this many bytes."""
 
 
 class Step(NamedTuple):
-    """An optimizer step as one GPU takes it alone."""
+    """An optimizer step on one GPU."""
 
     seconds: float
     backward_seconds: float
-    """All micro-batches' backward passes together."""
+    """Backward passes of all micro-batches."""
     fixed_seconds: float
-    """What does not shrink with the GPU's share of the batch: the optimizer, the loop, kernels too short to fill it."""
+    """Time that does not depend on the batch size: the optimizer, the loop, kernels too short to fill the GPU."""
     micro_batches: int
 
 
 class Link(NamedTuple):
-    """What an all-reduce goes over."""
+    """A connection between GPUs."""
 
     bytes_per_second: float
-    """In each direction; of a GPU, or of a node whose GPUs make one ring with the others'."""
+    """Bandwidth in each direction, of a GPU or of a node whose GPUs are part of one ring."""
     latency_seconds: float
-    """From one GPU to the next."""
+    """Latency from one GPU to the next."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The links among GPUs."""
+    """The links between GPUs."""
 
     between: Link
-    """Between nodes, or anywhere if nothing is said of nodes."""
+    """Link between nodes, or between all GPUs if `inside` is None."""
     inside: Link | None = None
-    """Between the GPUs of one node."""
+    """Link between the GPUs of one node."""
     gpus_per_node: int = 1
 
     def link(self, gpus: int) -> Link:
-        """The slowest link that so many GPUs need."""
+        """Return the slowest link that this number of GPUs uses."""
         return self.inside if self.inside is not None and gpus <= self.gpus_per_node else self.between
 
 
@@ -55,27 +55,28 @@ class Bucket(NamedTuple):
 
     num_bytes: int
     ready: float
-    """The share of the backward pass after which they are complete."""
+    """Share of the backward pass after which the gradients are complete."""
 
 
 class Prediction(NamedTuple):
-    """A step on so many GPUs."""
+    """A step on a number of GPUs."""
 
     gpus: int
     step_seconds: float
     exposed_seconds: float
-    """Of these, waiting for gradients."""
+    """Part of `step_seconds` that waits for gradients."""
     efficiency: float
-    """How fast it is over how fast so many GPUs would be if each were as fast as one alone."""
+    """Speed relative to perfect scaling from one GPU."""
 
 
 def ddp_buckets(parameter_bytes: Sequence[int]) -> list[Bucket]:
-    """The gradients of a network whose first parameter is the shared embedding, as DDP makes buckets of them.
+    """Group gradients into buckets as DDP does, for a network whose first parameter is the shared embedding.
 
     Args:
-        parameter_bytes: of each parameter's gradient, in the network's order; the last is complete first.
+        parameter_bytes: size of each parameter's gradient, in the network's order; the last is complete first.
 
-    Returns: buckets in the order in which they are complete.
+    Returns:
+        Buckets in the order in which they become complete.
     """
     buckets, held, done = [], 0, 0
     evenly = sum(parameter_bytes[1:])
@@ -91,10 +92,10 @@ def ddp_buckets(parameter_bytes: Sequence[int]) -> list[Bucket]:
 
 
 def all_reduce_seconds(num_bytes: int, gpus: int, link: Link) -> float:
-    """A ring's time or a tree's, whichever is shorter, as NCCL chooses.
+    """Return the time of a ring or of a tree, whichever is shorter, as NCCL chooses.
 
-    A ring sends 2 (n - 1) / n of the bytes in 2 (n - 1) hops; a double tree, up and down, all of them twice in
-    2 log2 n.
+    A ring of n GPUs sends 2 (n - 1) / n of the bytes in 2 (n - 1) hops. A double tree sends all bytes twice, up and
+    down, in 2 log2(n) hops.
     """
     once = num_bytes / link.bytes_per_second
     ring = 2 * (gpus - 1) / gpus * once + 2 * (gpus - 1) * link.latency_seconds
@@ -103,7 +104,7 @@ def all_reduce_seconds(num_bytes: int, gpus: int, link: Link) -> float:
 
 
 def exposed_seconds(buckets: Sequence[Bucket], backward_seconds: float, gpus: int, link: Link) -> float:
-    """What of the all-reduces is left when the backward pass that they run beside has ended."""
+    """Return the time of all-reduces that remains after the backward pass that they overlap."""
     end = 0.0
     for bucket in buckets:
         end = max(end, bucket.ready * backward_seconds) + all_reduce_seconds(bucket.num_bytes, gpus, link)
@@ -111,7 +112,10 @@ def exposed_seconds(buckets: Sequence[Bucket], backward_seconds: float, gpus: in
 
 
 def strong_scaling(step: Step, buckets: Sequence[Bucket], cluster: Cluster, gpus: int) -> Prediction:
-    """So many GPUs share one global batch: whole micro-batches as long as there are enough, then parts of one."""
+    """Predict the step of GPUs that share one global batch.
+
+    Each GPU gets whole micro-batches while there are enough of them, and parts of one micro-batch otherwise.
+    """
     own = step.fixed_seconds + (step.seconds - step.fixed_seconds) / gpus
     last_backward = step.backward_seconds / max(gpus, step.micro_batches)
     exposed = exposed_seconds(buckets, last_backward, gpus, cluster.link(gpus))
@@ -119,14 +123,14 @@ def strong_scaling(step: Step, buckets: Sequence[Bucket], cluster: Cluster, gpus
 
 
 def weak_scaling(step: Step, buckets: Sequence[Bucket], cluster: Cluster, gpus: int) -> Prediction:
-    """Each GPU has a batch of its own, as large as the one that was measured."""
+    """Predict the step of GPUs that each have a batch of the measured size."""
     last_backward = step.backward_seconds / step.micro_batches
     exposed = exposed_seconds(buckets, last_backward, gpus, cluster.link(gpus))
     return Prediction(gpus, step.seconds + exposed, exposed, step.seconds / (step.seconds + exposed))
 
 
 def pays_up_to(predictions: Sequence[Prediction]) -> int:
-    """The last number of GPUs before efficiency falls below a half: beyond, a GPU does less than half its work."""
+    """Return the largest number of GPUs before efficiency falls below one half."""
     last = 1
     for prediction in predictions:
         if prediction.efficiency < 0.5:

@@ -1,4 +1,7 @@
-"""Trains the recipe as `fit` does and, in turns, other networks on the same steps, so that drift hits all alike."""
+"""Train the recipe as `fit` does and, alternating with it, other networks on the same batches.
+
+Alternating exposes all networks to the same changes in the machine's speed.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,14 +25,16 @@ from pipeline.profiling.stopwatch import PeakMemory, Stopwatch, kept_bytes
 
 WARM_UP_STEPS = 5
 QUIET_STEPS = 50
-"""Where the network is compiled, the warm-up lasts until this many steps in a row have compiled nothing: kinds of
-batches that need a graph of their own can turn up late."""
+"""The warm-up of a compiled network ends after this many consecutive steps without a compilation.
+
+Batch shapes that need a graph of their own can appear late.
+"""
 MEMORY_STEPS = 2
-"""After the warm-up, measured for memory, which slows them, and not for time."""
+"""Steps after the warm-up that measure memory. They are not timed because measuring memory slows them."""
 
 
 class BareLoop:
-    """A training step as short as PyTorch allows: no Lightning, no statistics."""
+    """A minimal training loop in plain PyTorch, without Lightning and without statistics."""
 
     def __init__(
         self,
@@ -40,15 +45,15 @@ class BareLoop:
         device: torch.device,
         autocast_dtype: torch.dtype,
     ) -> None:
-        """Train `network` by `loss`, with the recipe's schedule, optimizer and clipping.
+        """Prepare to train `network` with the recipe's schedule, optimizer and clipping.
 
         Args:
-            network: ids [B, S] and [B, T] and source mask -> anything that `loss` takes.
-            loss: that and targets [B, T] -> the sum over target tokens.
-            settings: the recipe's.
-            d_model: what the schedule goes by.
-            device: where to train.
-            autocast_dtype: what products run in; float32 for no autocast.
+            network: maps source ids [B, S], target ids [B, T] and source mask [B, S] to the input of `loss`.
+            loss: maps the network's output and targets [B, T] to the sum over target tokens.
+            settings: the recipe's training settings.
+            d_model: width of the recipe's network, for the schedule.
+            device: device to train on.
+            autocast_dtype: type of matrix products; float32 for no autocast.
         """
         self.network, self._loss, self._settings, self._d_model = network.to(device).train(), loss, settings, d_model
         self._device, self._dtype = device, autocast_dtype
@@ -58,19 +63,19 @@ class BareLoop:
             network.parameters(), lr=0.0, betas=betas, eps=settings.adam_epsilon, fused=True
         )
 
-    def step(self, share: RankBatch, watch: Stopwatch) -> None:
-        """One optimizer step."""
+    def step(self, batch: RankBatch, watch: Stopwatch) -> None:
+        """Take one optimizer step."""
         self._steps += 1
         settings = self._settings
         for group in self.optimizer.param_groups:
             group["lr"] = noam_learning_rate(self._steps, self._d_model, settings)
-        # Around the whole step, as ours: weights are cast once and not in every micro-batch.
+        # Around the whole step, as in `fit`: weights are cast once and not in every micro-batch.
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
-            for batch in share.micro_batches:
+            for micro_batch in batch.micro_batches:
                 watch.begin("forward")
-                outputs = self.network(batch.source, batch.target_input, batch.source_mask)
+                outputs = self.network(micro_batch.source, micro_batch.target_input, micro_batch.source_mask)
                 watch.begin("loss")
-                loss = self._loss(outputs, batch.target_output) / share.num_target_tokens
+                loss = self._loss(outputs, micro_batch.target_output) / batch.num_target_tokens
                 watch.begin("backward")
                 loss.backward()
         watch.begin("optimizer")
@@ -82,73 +87,84 @@ class BareLoop:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A few steps that each network took."""
+class Round:
+    """Measurements of the same few steps taken by every network."""
 
     seconds: dict[str, dict[str, float]]
-    """Of each network, ours first: seconds a step in each stretch of it."""
+    """Seconds of each phase of a step, by network; "ours" comes first."""
     tokens: float
-    """Target tokens a step, without padding."""
+    """Target tokens of a step, without padding."""
     source: NDArray[np.int64]
-    """Lengths [pairs] without padding."""
+    """Source lengths [pairs] without padding."""
     target: NDArray[np.int64]
-    cells: int
-    """Places for tokens on both sides, padding included."""
-    ceiling: float
-    """FLOP/s of a large matrix product right after."""
+    """Target lengths [pairs] without padding."""
+    padded_tokens: int
+    """Tokens of both sides, including padding."""
+    product_rate: float
+    """FLOP/s of a large matrix product, measured right after the round."""
 
 
 class SideBySide(Callback):
-    """Stands beside `fit`'s training step, times it, and lets the others take the same steps.
+    """Times `fit`'s training step, then lets the other networks take the same steps.
 
-    Of our step, `data_wait` is the loader's, `loss` lasts from the decoder's states to the backward pass (so it
-    holds the fused loss's own gradient, which others work out in `backward`), `optimizer` also holds the gradient's
-    norm, and `rest` is everything between these: Lightning, callbacks, the copy to the device.
+    Phases of our step: `data_wait` waits for the loader. `loss` lasts from the decoder's states to the backward pass.
+    It includes the gradient of the fused loss, which other networks compute in `backward`. `optimizer` includes the
+    gradient's norm. `rest` is everything else: Lightning, callbacks and the copy to the device.
 
-    A turn in which something was compiled is not measured but taken again, on the next steps.
+    A round in which something was compiled is discarded and repeated on the next batches.
     """
 
     def __init__(
         self,
         others: dict[str, BareLoop],
         steps: int,
-        turn_steps: int,
+        round_steps: int,
         device: torch.device,
         product_dtype: torch.dtype,
     ) -> None:
-        """Measure `steps` steps of each, or a few more, `turn_steps` at a time."""
+        """Measure at least `steps` steps of each network, in rounds of `round_steps`.
+
+        Args:
+            others: networks to compare with, by name.
+            steps: number of steps, rounded up to whole rounds.
+            round_steps: number of steps of a round.
+            device: device that the networks train on.
+            product_dtype: type of the matrix products of `Round.product_rate`.
+        """
         self.others = others
-        self.turns: list[Turn] = []
+        self.rounds: list[Round] = []
         self.peak_memory: dict[str, int] = {}
-        """Bytes; by network, ours first, as in `num_parameters`."""
+        """Bytes, by network."""
         self.num_parameters: dict[str, int] = {}
+        """Trainable parameters, by network."""
         self.warm_up_steps = 0
-        """Our steps before the first turn that counts."""
+        """Our steps before the first measured round."""
         self.steps_taken_again = 0
-        """Our steps in turns that did not count, since something was compiled in them."""
-        self.num_steps = WARM_UP_STEPS + MEMORY_STEPS + -(-steps // turn_steps) * turn_steps
-        """Our steps where nothing is compiled."""
-        self._last_turn = 1 + -(-steps // turn_steps)
-        self._turn_steps, self._device = turn_steps, device
+        """Our steps in rounds that were discarded because something was compiled."""
+        self.num_steps = WARM_UP_STEPS + MEMORY_STEPS + -(-steps // round_steps) * round_steps
+        """Our steps if nothing is compiled."""
+        self._last_round = 1 + -(-steps // round_steps)
+        self._round_steps, self._device = round_steps, device
         self._compilations, self._compiled_before, self._quiet_steps = Compilations(), 0, 0
         self._watch, self._product = Stopwatch(device), MatrixProduct(device, product_dtype)
         self._peak: PeakMemory | None = None
-        self._turn = 0
-        self._shares: list[RankBatch] = []
+        # 0 is the warm-up, 1 measures memory.
+        self._round = 0
+        self._batches: list[RankBatch] = []
         self._micro_batches_left = 0
         self._bar = tqdm(total=self.num_steps, desc="measuring", unit="step", mininterval=1.0, leave=False)
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs our network was compiled to."""
+        """Number of graphs that our network was compiled to."""
         return self._compilations.num_graphs
 
     def loader_profiler(self) -> Profiler:
-        """What the Trainer needs besides this callback: only a profiler hears it ask for data."""
+        """Return a profiler for the Trainer that times the wait for data, which callbacks cannot see."""
         return _LoaderProfiler(self._watch)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look for where the network begins and ends; a hook of its own would be compiled with it."""
+        """Time the network by wrapping `states`; a forward hook would be compiled with the network."""
         assert isinstance(pl_module, TranslationModule)
         self._compilations.__enter__()
         if pl_module.compiled_forward is not None:
@@ -166,75 +182,75 @@ class SideBySide(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: RankBatch, batch_idx: int
     ) -> None:
-        """Count down to the last backward pass."""
+        """Remember the number of backward passes to come."""
         self._micro_batches_left = len(batch.shapes)
 
     def on_before_backward(self, *_: Any) -> None:
-        """The loss ends here."""
+        """End the loss phase."""
         self._watch.begin("backward")
 
     def on_after_backward(self, *_: Any) -> None:
-        """After the last one stands the optimizer."""
+        """Begin the optimizer phase after the last micro-batch."""
         self._micro_batches_left -= 1
         self._watch.begin("rest" if self._micro_batches_left else "optimizer")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RankBatch, batch_idx: int
     ) -> None:
-        """After our turn come the others'."""
+        """Count the step; at the end of a round, let the other networks take it."""
         self._watch.begin("rest")
         self._bar.update()
-        self._shares.append(batch)
+        self._batches.append(batch)
         compiled = self._compilations.count > self._compiled_before
         self._compiled_before = self._compilations.count
-        if self._turn == 0:
+        if self._round == 0:
             self._warm_up(trainer, pl_module, compiled)
         elif compiled:
-            self._drop_turn()
-        elif len(self._shares) == (MEMORY_STEPS if self._turn == 1 else self._turn_steps):
-            self._end_turn(trainer, pl_module)
+            self._discard_round()
+        elif len(self._batches) == (MEMORY_STEPS if self._round == 1 else self._round_steps):
+            self._end_round(trainer, pl_module)
 
     def _warm_up(self, trainer: Trainer, module: LightningModule, compiled: bool) -> None:
-        """The first turn lasts until all that is compiled has been, as far as can be known."""
+        """End the first round once no compilation is expected any more."""
         self.warm_up_steps += 1
         self._quiet_steps = 0 if compiled else self._quiet_steps + 1
-        self._shares = self._shares[-WARM_UP_STEPS:]
+        self._batches = self._batches[-WARM_UP_STEPS:]
         is_quiet = module.compiled_forward is None or self._quiet_steps >= QUIET_STEPS
         if self.warm_up_steps >= WARM_UP_STEPS and is_quiet:
-            self._end_turn(trainer, module)
+            self._end_round(trainer, module)
 
-    def _drop_turn(self) -> None:
-        """Forget what was measured of it, and begin it again."""
-        self.steps_taken_again += len(self._shares)
+    def _discard_round(self) -> None:
+        """Discard the round's measurements and begin it again."""
+        self.steps_taken_again += len(self._batches)
         self._watch.read()
         if self._peak is not None:
             self._peak.read()
-        self._shares = []
+        self._batches = []
         self._start()
 
-    def _end_turn(self, trainer: Trainer, module: LightningModule) -> None:
+    def _end_round(self, trainer: Trainer, module: LightningModule) -> None:
         network = module.network
         assert isinstance(network, nn.Module)
         seconds = {"ours": self._finish("ours", network, trainer.optimizers[0])}
         for name, other in self.others.items():
             self._start()
-            for share in self._shares:
-                other.step(share, self._watch)
+            for batch in self._batches:
+                other.step(batch, self._watch)
             seconds[name] = self._finish(name, other.network, other.optimizer)
-        if self._turn > 1:
-            self.turns.append(self._measured(seconds))
-        trainer.should_stop = self._turn == self._last_turn
-        self._turn += 1
-        self._shares = []
+        if self._round > 1:
+            self.rounds.append(self._measured(seconds))
+        trainer.should_stop = self._round == self._last_round
+        self._round += 1
+        self._batches = []
         self._start()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the bar."""
+        """Close the progress bar and stop counting compilations."""
         self._bar.close()
         self._compilations.__exit__(None, None, None)
 
     def _start(self) -> None:
-        if self._turn == 1:
+        if self._round == 1:
             self._peak = PeakMemory(self._device)
         self._watch.begin("rest")
 
@@ -244,18 +260,18 @@ class SideBySide(Callback):
         if self._peak is not None:
             self.peak_memory[name] = self._peak.read() + kept_bytes(network, optimizer)
             self._peak = None
-        return {stretch: s / len(self._shares) for stretch, s in seconds.items()}
+        return {phase: s / len(self._batches) for phase, s in seconds.items()}
 
-    def _measured(self, seconds: dict[str, dict[str, float]]) -> Turn:
-        pad = self._shares[0].pad
-        batches = [batch for share in self._shares for batch in share.to("cpu").micro_batches]
-        return Turn(
+    def _measured(self, seconds: dict[str, dict[str, float]]) -> Round:
+        pad = self._batches[0].pad
+        micro_batches = [one for batch in self._batches for one in batch.to("cpu").micro_batches]
+        return Round(
             seconds=seconds,
-            tokens=sum(share.num_target_tokens for share in self._shares) / len(self._shares),
-            source=np.concatenate([(batch.source != pad).sum(1).numpy() for batch in batches]),
-            target=np.concatenate([(batch.target_output != pad).sum(1).numpy() for batch in batches]),
-            cells=sum(batch.source.numel() + batch.target_output.numel() for batch in batches),
-            ceiling=self._product.rate(),
+            tokens=sum(batch.num_target_tokens for batch in self._batches) / len(self._batches),
+            source=np.concatenate([(one.source != pad).sum(1).numpy() for one in micro_batches]),
+            target=np.concatenate([(one.target_output != pad).sum(1).numpy() for one in micro_batches]),
+            padded_tokens=sum(one.source.numel() + one.target_output.numel() for one in micro_batches),
+            product_rate=self._product.rate(),
         )
 
 
@@ -265,11 +281,11 @@ class _LoaderProfiler(Profiler):
         self._watch = watch
 
     def start(self, action_name: str) -> None:
-        """Called by Lightning around all that it does."""
+        """Begin the phase when Lightning asks the loader for a batch."""
         if action_name.endswith("train_dataloader_next"):
             self._watch.begin("data_wait")
 
     def stop(self, action_name: str) -> None:
-        """As `start`."""
+        """End the phase when the batch is there."""
         if action_name.endswith("train_dataloader_next"):
             self._watch.begin("rest")

@@ -1,23 +1,30 @@
-"""Training's speed and memory on the recipe's own batches, and how they compare with other programs'.
+"""Measure the speed and memory of training on the recipe's own batches, also against other programs.
 
-One device trains the recipe as `fit` does, but for checkpoints and validation. Each baseline takes the same steps in
-the same process, in turns with ours; a ratio is the median over turns of its time over ours. The figures:
+One device trains the recipe as `fit` does, without checkpoints and validation. Each baseline takes the same steps in
+the same process, alternating with ours in rounds of a few steps. A ratio is the median over rounds of the baseline's
+time divided by ours. Figures:
 
-  target_tokens_per_second  without padding, after warm-up: median, and its quartiles
-  step_seconds              median, and those of its parts: data_wait (for the loader), forward, loss (from the
-                            decoder's states on), backward, optimizer (norm and clipping too), rest (what lies
-                            between: Lightning, the copy to the device). Our loss works out its own gradient in its
-                            forward pass, so `loss` holds what in the baselines is part of `backward`.
-  loop_seconds_per_step     Lightning, logging and data hand-over: a tiny network's step on one sentence in
-                            Lightning's Trainer, less the same step in a bare loop; a turn is 50 steps, logged once
-  peak_memory_bytes         what the network's tensors hold at most: weights, moments, gradients, activations
-  padding_share             of all cells, both sides
-  flops_per_target_token    of the matrix products that the real tokens need, forward and backward
-  warm_up_steps             before the first that is timed; with a compiled network, 50 in a row that compiled nothing
-  compiled_graphs           how many the network was compiled to
-  steps_taken_again         steps of ours that were not timed, since they or their neighbours compiled a graph
-  share_of_ceiling          the rate of those over this machine's rate of large products at the same precision,
-                            which is measured between the turns
+  target_tokens_per_second  without padding, after the warm-up: median and quartiles
+  step_seconds              median and quartiles; medians of its phases: data_wait (for the loader), forward, loss
+                            (from the decoder's states on), backward, optimizer (with norm and clipping), rest
+                            (Lightning and the copy to the device). Our loss computes its own gradient in its forward
+                            pass; the baselines compute that part in `backward`.
+  loop_seconds_per_step     cost of Lightning, logging and data hand-over: a tiny network's step on one sentence in
+                            Lightning's Trainer, minus the same step in a bare loop; logged once in 50 steps
+  peak_memory_bytes         maximum size of the network's tensors: weights, moments, gradients, activations
+  parameters                trainable parameters
+  padding_share             share of padding in all tokens of both sides
+  flops_per_target_token    of the matrix products for tokens that are not padding, forward and backward
+  ceiling_flops_per_second  rate of large matrix products on this machine at the same precision, measured after each
+                            round
+  mfu                       model FLOPs utilization: flops_per_target_token x target_tokens_per_second /
+                            ceiling_flops_per_second. The peak is measured on this machine, not taken from a data
+                            sheet.
+  share_of_ceiling          deprecated name of mfu, to be removed in the next version
+  warm_up_steps             steps before the first timed step; a compiled network warms up until 50 consecutive steps
+                            compiled nothing
+  compiled_graphs           number of graphs that the network was compiled to
+  steps_taken_again         steps of ours that were repeated because a graph was compiled in their round
 """
 
 import argparse
@@ -42,11 +49,11 @@ if TYPE_CHECKING:
     from pipeline.benchmark.side_by_side import SideBySide
     from pipeline.config.recipe import Recipe
 
-LOOP_TURN, LOOP_STEPS = 50, 300
+LOOP_ROUND, LOOP_STEPS = 50, 300
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the benchmark's arguments."""
     parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps to measure (default: %(default)s)")
     parser.add_argument(
@@ -54,16 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=("torch", "marian"),
-        help="compare with layers of torch.nn.Transformer, or with Hugging Face's MarianMTModel; may be repeated",
+        help="compare with torch.nn.Transformer's layers or Hugging Face's MarianMTModel; may be repeated",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and report."""
+    """Measure and print."""
     from pipeline.runtime.console import quiet_lightning
     from pipeline.training.corpus import ensure_corpus
 
-    # PyTorch's profiler, which counts memory, reports itself on standard error.
+    # PyTorch's profiler, which measures memory, writes to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     quiet_lightning()
@@ -78,16 +85,17 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: must be 1 or more")
-    place = benchmark_device(recipe.trainer)
+    device = benchmark_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    contest = recipe_comparison(recipe, tokenizer, list(dict.fromkeys(arguments.baseline)), arguments.steps, place)
+    baselines = list(dict.fromkeys(arguments.baseline))
+    comparison = recipe_comparison(recipe, tokenizer, baselines, arguments.steps, device)
     figures = {
         "recipe": recipe.name,
-        **figures_of(contest, recipe.network, tokenizer.vocabulary_size),
-        "loop_seconds_per_step": loop_seconds(_loop_comparison(recipe, tokenizer, place)),
-        "precision": str(place.options["precision"]),
-        "device": torch.cuda.get_device_name() if place.device.type == "cuda" else "cpu",
+        **figures_of(comparison, recipe.network, tokenizer.vocabulary_size),
+        "loop_seconds_per_step": loop_seconds(_loop_comparison(recipe, tokenizer, device)),
+        "precision": str(device.options["precision"]),
+        "device": torch.cuda.get_device_name() if device.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "torch_version": torch.__version__,
     }
@@ -96,18 +104,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Place(NamedTuple):
-    """Where and how everything is trained."""
+class BenchmarkDevice(NamedTuple):
+    """The device and precision that all networks train with."""
 
     options: dict[str, Any]
-    """For Lightning's Trainer."""
+    """Arguments of Lightning's Trainer."""
     device: "torch.device"
     dtype: "torch.dtype"
+    """Type of matrix products."""
     """What matrix products run in."""
 
 
-def benchmark_device(trainer: dict[str, Any]) -> _Place:
-    """One device, and what else of the recipe's `trainer:` has to do with its speed."""
+def benchmark_device(trainer: dict[str, Any]) -> BenchmarkDevice:
+    """Return one device with the options of the recipe's `trainer:` that affect speed."""
     import torch
 
     from data_module.errors import InputError
@@ -124,13 +133,13 @@ def benchmark_device(trainer: dict[str, Any]) -> _Place:
     if precision not in ("bf16-mixed", "32-true", "32"):
         raise InputError(f"trainer.precision {precision}: benchmark train knows bf16-mixed and 32-true only")
     dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
-    return _Place(options, torch.device("cpu" if on_cpu else "cuda"), dtype)
+    return BenchmarkDevice(options, torch.device("cpu" if on_cpu else "cuda"), dtype)
 
 
 def recipe_comparison(
-    recipe: "Recipe", tokenizer: "Tokenizer", baselines: list[str], steps: int, place: _Place
+    recipe: "Recipe", tokenizer: "Tokenizer", baselines: list[str], steps: int, device: BenchmarkDevice
 ) -> "SideBySide":
-    """The recipe's network against the baselines."""
+    """Train the recipe's network and the baselines."""
     from pipeline.benchmark.baselines import baseline_network, cross_entropy
     from pipeline.benchmark.side_by_side import BareLoop, SideBySide
     from pipeline.training.build import build_data, build_module
@@ -140,15 +149,16 @@ def recipe_comparison(
     others = {}
     for name in baselines:
         network = baseline_network(name, tokenizer.vocabulary_size, recipe.network, data.special, data.longest)
-        others[name] = BareLoop(network, loss, recipe.training, recipe.network.d_model, place.device, place.dtype)
-    # On a GPU a turn ends with a wait for it, so it has to be long beside that.
-    contest = SideBySide(others, steps, 1 if place.device.type == "cpu" else 10, place.device, place.dtype)
-    _fit(module, data, contest, place.options, [], False)
-    return contest
+        others[name] = BareLoop(network, loss, recipe.training, recipe.network.d_model, device.device, device.dtype)
+    # On a GPU, a round ends by waiting for the device; longer rounds make that negligible.
+    round_steps = 1 if device.device.type == "cpu" else 10
+    comparison = SideBySide(others, steps, round_steps, device.device, device.dtype)
+    _fit(module, data, comparison, device.options, [], False)
+    return comparison
 
 
-def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) -> "SideBySide":
-    """A tiny network on a few sentences, trained as `fit` does it and in a bare loop."""
+def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", device: BenchmarkDevice) -> "SideBySide":
+    """Train a tiny network on single sentences, as `fit` does and in a bare loop."""
     from model.loss import label_smoothed_loss
     from model.settings import NetworkSettings
     from model.transformer import Transformer
@@ -160,7 +170,7 @@ def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) ->
     longest = build_data(recipe, tokenizer).longest
     network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1, dropout=0.0)
     batches = replace(recipe.batches, batch_tokens=longest, group_tokens=None, max_tokens_per_device=None)
-    # Not compiled, as the other is not: its network's time is not what is asked for.
+    # Not compiled, like the bare loop's network, whose time is to be subtracted.
     run = replace(recipe.run, compile=False)
     tiny = replace(recipe, network=network, batches=batches, run=run)
     module, data = build_module(tiny, tokenizer), build_data(tiny, tokenizer)
@@ -170,29 +180,29 @@ def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", place: _Place) ->
         smoothing = recipe.training.label_smoothing
         return label_smoothed_loss(states, bare.embedding.weight, targets, smoothing, tokenizer.pad_id).smoothed
 
-    others = {"bare": BareLoop(bare, loss, recipe.training, network.d_model, place.device, place.dtype)}
-    contest = SideBySide(others, LOOP_STEPS, LOOP_TURN, place.device, place.dtype)
-    # The Monitor's progress bar is part of the cost, but nothing to look at here.
+    others = {"bare": BareLoop(bare, loss, recipe.training, network.d_model, device.device, device.dtype)}
+    comparison = SideBySide(others, LOOP_STEPS, LOOP_ROUND, device.device, device.dtype)
+    # The Monitor's progress bar is part of the cost but is not shown.
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
-        _fit(module, data, contest, place.options, [Monitor(LOOP_TURN)], RunLog(Path(folder), 0, writes=True))
-    return contest
+        _fit(module, data, comparison, device.options, [Monitor(LOOP_ROUND)], RunLog(Path(folder), 0, writes=True))
+    return comparison
 
 
 def _fit(
     module: "TranslationModule",
     data: "TranslationDataModule",
-    contest: "SideBySide",
+    comparison: "SideBySide",
     options: dict[str, Any],
     callbacks: "list[Callback]",
     logger: Any,
 ) -> None:
-    """Lightning's Trainer as `fit` has it, less validation and checkpoints."""
+    """Train with Lightning's Trainer as `fit` does, without validation and checkpoints."""
     from lightning.pytorch import Trainer
 
     trainer = Trainer(
         **options,
-        # How many steps a compiled network needs before it is timed is not known: the contest ends it.
-        max_steps=contest.num_steps if module.compiled_forward is None else -1,
+        # The warm-up of a compiled network has no known length; the comparison ends training.
+        max_steps=comparison.num_steps if module.compiled_forward is None else -1,
         max_epochs=-1,
         check_val_every_n_epoch=None,
         limit_val_batches=0,
@@ -202,7 +212,7 @@ def _fit(
         enable_model_summary=False,
         enable_checkpointing=False,
         logger=logger,
-        callbacks=[contest, *callbacks],
-        profiler=contest.loader_profiler(),
+        callbacks=[comparison, *callbacks],
+        profiler=comparison.loader_profiler(),
     )
     trainer.fit(module, datamodule=data)

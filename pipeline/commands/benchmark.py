@@ -1,18 +1,18 @@
-"""How fast, how lean, how full: a file a kind of `benchmark`. The last line is one JSON object."""
+"""Measure speed and memory. The last output line is one JSON object."""
 
 import argparse
 import importlib
 
 KINDS = {
     "train": "training steps, also against other programs",
-    "scaling": "1 to 512 GPUs, predicted from one",
+    "scaling": "training on 1 to 512 GPUs, predicted from one",
     "data": "preparing a corpus, planning its epochs, loading its batches",
-    "decode": "translating a text, beside CTranslate2 and Hugging Face",
+    "decode": "translating a text, also with CTranslate2 and Hugging Face",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One kind of benchmark a file; it is imported when it is asked for."""
+    """Add a subcommand for each kind of benchmark, a module of `pipeline.benchmark`."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="|".join(KINDS))
     for kind, purpose in KINDS.items():
         module = importlib.import_module(f"pipeline.benchmark.{kind}")
@@ -28,5 +28,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the kind that was asked for."""
+    """Run the chosen kind of benchmark."""
     return int(importlib.import_module(f"pipeline.benchmark.{arguments.kind}").run(arguments))

@@ -1,4 +1,4 @@
-"""How often torch.compile has compiled: a step in which it did is not a step to time."""
+"""Counting of compilations by torch.compile, because steps in which something is compiled must not be timed."""
 
 from types import TracebackType
 from typing import Any
@@ -8,17 +8,17 @@ from torch._dynamo.utils import counters
 
 
 class Compilations:
-    """Counts compilations from `with` on: of new graphs, and of backward passes that were put off."""
+    """Context manager that counts compilations: of new graphs, and of backward passes that are compiled later."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Compilations so far."""
+        """Number of compilations so far."""
         self._graphs_before = 0
         self._graphs_after: int | None = None
 
     @property
     def num_graphs(self) -> int:
-        """New graphs so far."""
+        """Number of new graphs so far."""
         graphs = _graphs() if self._graphs_after is None else self._graphs_after
         return graphs - self._graphs_before
 
@@ -29,7 +29,7 @@ class Compilations:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._graphs_after = _graphs()
-        # `torch.compiler.reset` forgets all callbacks.
+        # `torch.compiler.reset` removes all callbacks.
         if self._note in callback_handler.start_callbacks:
             callback_handler.remove_start_callback(self._note)
 

@@ -1,4 +1,4 @@
-"""How much arithmetic a training step needs, from the settings and the sentences' real lengths."""
+"""Number of floating-point operations of a training step."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,18 +9,24 @@ from model.settings import NetworkSettings
 def training_flops(
     network: NetworkSettings, vocabulary_size: int, source: NDArray[np.integer], target: NDArray[np.integer]
 ) -> float:
-    """FLOPs of the matrix products for pairs of these lengths [pairs], forward and backward, without padding.
+    """Return the FLOPs of the matrix products for sentence pairs, forward and backward, without padding.
 
-    A product of [a, b] and [b, c] is 2abc. With s and t a pair's lengths, D d_model, F d_ff, K and V the sizes of
-    all heads' keys and values together, N layers and P pieces, a pair's forward pass needs
+    A product of [a, b] and [b, c] counts 2abc. With s and t the lengths of a pair, D d_model, F d_ff, K and V the total
+    sizes of all heads' keys and values, N layers and P pieces, the forward pass of a pair needs
 
         N s (2 D (2K + V) + 2 V D + 4 D F) + N 2 s s (K + V)                      encoder
         N t (2 D (2K + V) + 2 V D + 4 D F) + N 2 t t (K + V)                      decoder
-        N t (2 D K + 2 V D) + N s 2 D (K + V) + N 2 t s (K + V)                   its attention over the source
+        N t (2 D K + 2 V D) + N s 2 D (K + V) + N 2 t s (K + V)                   cross-attention
         t 2 D P                                                                   output projection
 
-    and its backward pass twice that, since each product has two factors. Causal attention counts as a whole
-    square. Embeddings are looked up, not multiplied; all else (softmax, norms, dropout, additions) is not counted.
+    and the backward pass needs twice that, because each product has two factors. Causal attention counts as a full
+    square. Embeddings (looked up, not multiplied), softmax, norms, dropout and additions are not counted.
+
+    Args:
+        network: the network's settings.
+        vocabulary_size: number of pieces.
+        source: source lengths [pairs].
+        target: target lengths [pairs].
     """
     s, t = source.astype(np.float64), target.astype(np.float64)
     width, inner = network.d_model, network.d_ff

@@ -1,4 +1,4 @@
-"""Where a run's time goes: into steps, or into what stands beside them."""
+"""Division of a run's time into training steps and other phases."""
 
 from collections import Counter
 
@@ -7,44 +7,44 @@ import torch
 from pipeline.profiling.stopwatch import Stopwatch
 
 STEP = ("data_wait", "compute", "between")
-"""Stretches that make up a step: waiting for the loader, the step itself, and the loop around them."""
+"""Phases of a step: waiting for the loader, the step itself, and the loop around them."""
 
 
 class StepClock:
-    """Cuts time into stretches by name, and adds them up.
+    """Measures the time of each phase.
 
-    On a GPU the time is the GPU's own, and nobody waits for it until it is read: a host that runs ahead, or a loader
-    that is slower than it but not than the GPU, costs nothing.
+    On a GPU, times are the GPU's own, and the host does not wait for the GPU until times are read. A loader that is
+    slower than the host but not slower than the GPU therefore costs no time.
     """
 
     def __init__(self) -> None:
         self._watch: Stopwatch | None = None
-        self._split_evenly = ""
+        self._phase = ""
         self._since_lap: Counter[str] = Counter()
         self.counted_seconds = 0.0
-        """In steps, up to the last reading; a run that goes on sets what its checkpoint says."""
+        """Seconds in steps up to the last reading; a resumed run restores them from its checkpoint."""
 
     def start(self, device: torch.device) -> None:
-        """Time counts from here on."""
+        """Begin to measure."""
         self._watch = Stopwatch(device)
         self.begin("between")
 
-    def begin(self, stretch: str) -> None:
-        """The last stretch ends here."""
+    def begin(self, phase: str) -> None:
+        """End the current phase and begin the next one."""
         if self._watch is not None:
-            self._watch.begin(stretch)
-            self._split_evenly = stretch
+            self._watch.begin(phase)
+            self._phase = phase
 
     def read(self) -> None:
-        """Bring sums up to date; waits for the device."""
+        """Update the sums; wait for the device."""
         if self._watch is not None:
             seconds = self._watch.read()
             self._since_lap.update(seconds)
             self.counted_seconds += sum(seconds.get(name, 0.0) for name in STEP)
-            self.begin(self._split_evenly)
+            self.begin(self._phase)
 
     def lap(self) -> dict[str, float]:
-        """Seconds in each of a step's stretches since the last lap."""
+        """Return the seconds in each phase of a step since the last call."""
         self.read()
         lap, self._since_lap = self._since_lap, Counter()
         return {name: lap.get(name, 0.0) for name in STEP}

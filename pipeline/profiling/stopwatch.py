@@ -1,4 +1,4 @@
-"""Where a step's time and memory go, measured alike for every network and without holding it up."""
+"""Time and memory of a training step, measured in the same way for every network and without slowing it."""
 
 import time
 from collections import defaultdict
@@ -11,27 +11,28 @@ from torch.autograd.profiler import profile
 
 
 class Stopwatch:
-    """Cuts a timeline into named stretches, each from where it begins to where the next one does.
+    """Measures the time of named phases, each of which lasts until the next one begins.
 
-    On a GPU the timeline is the GPU's own: events, which nobody waits for before `read`. What it waited for
-    (data, the host) stands there as long as it stood still, and a host that ran ahead costs nothing.
+    On a GPU, phases are delimited by events on the GPU's own timeline, and the host does not wait for them before
+    `read`. A phase in which the GPU waits for data or for the host includes that wait. Time by which the host runs
+    ahead of the GPU does not count.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[str, Any]] = []  # Any: a time, or an event
+        self._marks: list[tuple[str, Any]] = []  # Any: a time or an event
 
-    def begin(self, stretch: str) -> None:
-        """The last stretch ends, and one of this name begins."""
+    def begin(self, phase: str) -> None:
+        """End the current phase and begin the next one."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self._marks.append((stretch, event))
+            self._marks.append((phase, event))
         else:
-            self._marks.append((stretch, time.perf_counter()))
+            self._marks.append((phase, time.perf_counter()))
 
     def read(self) -> dict[str, float]:
-        """Seconds in all stretches of a name; the timeline ends here, and `begin` starts another."""
+        """Return the total seconds of each phase and reset the stopwatch."""
         self.begin("")
         if self._on_gpu:
             torch.cuda.synchronize()
@@ -43,9 +44,9 @@ class Stopwatch:
 
 
 class PeakMemory:
-    """The most bytes that tensors hold at once, beyond those that are there when it is made.
+    """Peak of the memory that tensors hold, relative to the time of construction.
 
-    Not the process's size: several networks share a process, and its allocator keeps what they have freed.
+    The size of the process is no measure: several networks share it, and its allocator keeps freed memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +59,7 @@ class PeakMemory:
             self._profile.__enter__()
 
     def read(self) -> int:
-        """Bytes; it ends here."""
+        """Stop measuring and return the peak in bytes."""
         if self._profile is None:
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated() - self._before
@@ -79,7 +80,7 @@ class PeakMemory:
 
 
 def kept_bytes(network: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of what stays from step to step: weights, buffers and the optimizer's moments."""
+    """Return the bytes that are kept between steps: weights, buffers and the optimizer's moments."""
     tensors = [*network.parameters(), *network.buffers()]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]

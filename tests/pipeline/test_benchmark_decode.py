@@ -9,8 +9,7 @@ import torch
 
 from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from model.settings import DecodingSettings
-from pipeline.benchmark.engine import Settings
-from pipeline.benchmark.huggingface_engine import HuggingFace, write_huggingface
+from pipeline.benchmark.engines import EngineSettings, HuggingFaceEngine, write_huggingface
 from pipeline.inference.translator import load_translator
 from tests.conftest import pipeline
 from tests.model.search_truth import LENGTHS, VOCABULARY_SIZE, make_network, make_sources
@@ -80,7 +79,7 @@ def test_transformers_gets_this_networks_weights(tmp_path: Path, pre_norm: bool)
     model = SimpleNamespace(network=network, tokenizer=tokenizer, decoding=DecodingSettings())
     write_huggingface(model, tmp_path / "huggingface")
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.model)
-    theirs = HuggingFace(Settings(tmp_path, tmp_path, 1, 0.0, 50, 1)).model
+    theirs = HuggingFaceEngine(EngineSettings(tmp_path, tmp_path, 1, 0.0, 50, 1)).model
     source, mask = make_sources(LENGTHS)
     target = torch.randint(4, VOCABULARY_SIZE, (len(LENGTHS), 7))
     with torch.no_grad():

@@ -55,7 +55,8 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert all(one[key] > 0 for key in OF_A_NETWORK)
         low, high = one["target_tokens_per_second_quartiles"]
         assert low <= one["target_tokens_per_second"] <= high
-        assert 0 < one["share_of_ceiling"] < 1
+        assert 0 < one["mfu"] < 1
+        assert one["share_of_ceiling"] == one["mfu"]  # the deprecated name
         assert one["parameters"] == figures["parameters"]
     assert figures["data_wait_seconds"] > 0
     assert 0 < figures["padding_share"] < 1
@@ -95,12 +96,12 @@ def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.M
     monkeypatch.setattr("pipeline.benchmark.side_by_side.QUIET_STEPS", 10)
     recipe = load_recipe([recipe_file], (), trainer_signature())
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    contest = recipe_comparison(recipe, tokenizer, [], 3, benchmark_device(recipe.trainer))
-    assert contest.warm_up_steps == 24
+    comparison = recipe_comparison(recipe, tokenizer, [], 3, benchmark_device(recipe.trainer))
+    assert comparison.warm_up_steps == 24
     # Both for memory, and one that was to be timed.
-    assert contest.steps_taken_again == 2 + 1
-    assert len(contest.turns) == 3
-    assert contest.num_graphs == 5
+    assert comparison.steps_taken_again == 2 + 1
+    assert len(comparison.rounds) == 3
+    assert comparison.num_graphs == 5
     assert taken == list(range(24 + 2 + 3 + 3))
 
 
