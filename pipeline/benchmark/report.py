@@ -80,7 +80,7 @@ def table(figures: dict[str, Any]) -> str:
             + f"{one['peak_memory_bytes'] / 1e6:8,.0f}{ratio}"
         )
     lines.append(
-        f"{figures['mfu']:.1%} MFU of {figures['ceiling_flops_per_second'] / 1e9:,.0f} GFLOP/s "
+        f"MFU {figures['mfu']:.1%} of {figures['ceiling_flops_per_second'] / 1e9:,.0f} GFLOP/s "
         f"({figures['precision']}, {figures['threads']} threads), {figures['padding_share']:.1%} padding, "
         f"{figures['flops_per_target_token'] / 1e6:.1f} MFLOP a target token, "
         f"the loop {1000 * figures['loop_seconds_per_step']:.2f} ms a step"

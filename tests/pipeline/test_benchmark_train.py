@@ -228,8 +228,8 @@ def test_flops_as_pytorch_counts_them() -> None:
 
 def test_stopwatch_leaves_no_gap() -> None:
     watch = Stopwatch(torch.device("cpu"))
-    for stretch in ("forward", "loss", "forward"):
-        watch.begin(stretch)
+    for phase in ("forward", "loss", "forward"):
+        watch.begin(phase)
     seconds = watch.read()
     assert list(seconds) == ["forward", "loss"]
     assert all(second > 0 for second in seconds.values())

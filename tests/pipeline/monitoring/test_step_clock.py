@@ -1,4 +1,4 @@
-"""Where time goes: stretches of a step, and what is none."""
+"""Where time goes: phases of a step, and other phases."""
 
 import time
 
@@ -7,7 +7,7 @@ import torch
 from pipeline.profiling.step_clock import StepClock
 
 
-def test_stretches_add_up_and_others_do_not_count() -> None:
+def test_phases_add_up_and_others_do_not_count() -> None:
     clock = StepClock()
     clock.begin("before it starts")
     clock.read()
@@ -15,8 +15,8 @@ def test_stretches_add_up_and_others_do_not_count() -> None:
     began = time.perf_counter()
     clock.start(torch.device("cpu"))
     for _ in range(2):
-        for stretch, seconds in (("data_wait", 0.01), ("compute", 0.02), ("checkpoint", 0.03), ("between", 0.005)):
-            clock.begin(stretch)
+        for phase, seconds in (("data_wait", 0.01), ("compute", 0.02), ("checkpoint", 0.03), ("between", 0.005)):
+            clock.begin(phase)
             time.sleep(seconds)
     clock.counted_seconds += 100.0  # of earlier processes
     lap = clock.lap()
@@ -27,7 +27,7 @@ def test_stretches_add_up_and_others_do_not_count() -> None:
     assert lap["between"] >= 0.01
     assert sum(lap.values()) <= whole - 0.06
     assert clock.counted_seconds == 100.0 + sum(lap.values())
-    # A reading in the middle of a stretch loses nothing of it.
+    # A reading in the middle of a phase loses nothing of it.
     clock.begin("compute")
     time.sleep(0.01)
     clock.read()
