@@ -1,6 +1,6 @@
 """Translation quality: metrics over a whole text, bootstrap intervals and the paired comparison of two systems.
 
-`METRICS` holds the metrics that `evaluate` and validation compute; `register_metric` adds one.
+`METRICS` holds the metrics that `evaluate` and validation compute.
 """
 
 import re
@@ -26,9 +26,6 @@ _PUNCTUATED = re.compile(r"[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
 class Metric(Protocol):
     """A metric whose score for a text is a function of summed sentence statistics."""
 
-    name: str
-    """Key in the JSON of `evaluate`; the TensorBoard tag is `validation/<name>`."""
-
     def signature(self) -> str:
         """Return the options and versions that scores depend on, as `key:value` pairs joined by `|`."""
         ...
@@ -48,8 +45,7 @@ class Bleu:
     Statistics: lengths of hypothesis and reference in words; matching n-grams of each order; all n-grams of each order.
     """
 
-    def __init__(self, name: str = "bleu", **options: Any) -> None:
-        self.name = name
+    def __init__(self, **options: Any) -> None:
         self._bleu = sacrebleu.BLEU(**options)
         # The signature needs this number, which sacreBLEU otherwise learns from the first text.
         self._bleu.num_refs = 1
@@ -78,8 +74,6 @@ class Bleu:
 class ChrF:
     """sacreBLEU's chrF."""
 
-    name = "chrf"
-
     def __init__(self) -> None:
         self._chrf = sacrebleu.CHRF()
         self._chrf.num_refs = 1
@@ -97,28 +91,31 @@ class ChrF:
         return chrf_score(self._chrf, statistics)
 
 
-METRICS: dict[str, Metric] = {metric.name: metric for metric in (Bleu(), ChrF())}
-_RESERVED = (
-    *("bleu_lowercase", "bleu_paper", "bleu_moses_lowercase", "exact_match"),
-    *("beam_size", "length_penalty", "sentences", "checkpoint", "versus"),
-    *("loss", "negative_log_likelihood", "perplexity", "accuracy", "best_bleu", "length_ratio", "repetition"),
-)
-"""Other keys of `evaluate`'s JSON and other tags under `validation/`."""
+class MetricRegistry(dict[str, Metric]):
+    """Metrics by name. To add one from outside: `METRICS["word_error_rate"] = WordErrorRate()`."""
+
+    RESERVED = (
+        *("bleu_lowercase", "bleu_paper", "bleu_moses_lowercase", "exact_match"),
+        *("beam_size", "length_penalty", "sentences", "checkpoint", "versus"),
+        *("loss", "negative_log_likelihood", "perplexity", "accuracy", "best_bleu", "length_ratio", "repetition"),
+    )
+    """Other keys of `evaluate`'s JSON and other tags under `validation/`."""
+
+    def __setitem__(self, name: str, metric: Metric) -> None:
+        """Raise ValueError if the name is taken or is not an identifier."""
+        if not name.isidentifier():
+            raise ValueError(f"metric {name!r}: is not an identifier; use letters, digits and underscores")
+        if name in self or name in self.RESERVED:
+            raise ValueError(f"metric {name!r}: the name is taken; choose another")
+        super().__setitem__(name, metric)
 
 
-def register_metric(metric: Metric) -> None:
-    """Add a metric to the output of `evaluate` and to validation.
+METRICS = MetricRegistry(bleu=Bleu(), chrf=ChrF())
+"""Metrics that `evaluate` and validation compute.
 
-    Every process that computes validation scores must register the same metrics.
-
-    Raises:
-        ValueError: the metric's name is taken or is not an identifier.
-    """
-    if not metric.name.isidentifier():
-        raise ValueError(f"metric {metric.name!r}: is not an identifier; use letters, digits and underscores")
-    if metric.name in METRICS or metric.name in _RESERVED:
-        raise ValueError(f"metric {metric.name!r}: the name is taken; choose another")
-    METRICS[metric.name] = metric
+The name is the key in the JSON of `evaluate`; the TensorBoard tag is `validation/<name>`. Every process that computes
+validation scores must register the same metrics.
+"""
 
 
 def corpus_score(metric: Metric, hypotheses: list[str], references: list[str]) -> float:
@@ -133,10 +130,11 @@ def score(hypotheses: list[str], references: list[str]) -> dict[str, Any]:
     `exact_match` is the percentage of lines that equal their reference apart from white space. It suits tasks with one
     right answer.
     """
-    bleu, *others = METRICS.values()
     scores: dict[str, Any] = {}
-    for metric in (bleu, Bleu("bleu_lowercase", lowercase=True), *others):
-        scores |= _with_interval(metric, hypotheses, references)
+    for name, metric in METRICS.items():
+        scores |= _with_interval(name, metric, hypotheses, references)
+        if name == "bleu":
+            scores |= _with_interval("bleu_lowercase", Bleu(lowercase=True), hypotheses, references)
     matches = sum(ours.split() == theirs.split() for ours, theirs in zip(hypotheses, references, strict=True))
     return scores | {"exact_match": 100.0 * matches / len(references)}
 
@@ -168,12 +166,9 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
         return [_COMPOUND.sub(r"\1 ##AT##-##AT## \2", line) for line in lines]
 
     hypotheses, references = tokenized(hypotheses), tokenized(references)
-    paper, lowercase = (
-        Bleu(name, tokenize="none", smooth_method="none", lowercase=name == "bleu_moses_lowercase")
-        for name in ("bleu_paper", "bleu_moses_lowercase")
-    )
-    scores = _with_interval(paper, split(hypotheses), split(references))
-    scores |= _with_interval(lowercase, hypotheses, references)
+    bleu, lowercase = (Bleu(tokenize="none", smooth_method="none", lowercase=lower) for lower in (False, True))
+    scores = _with_interval("bleu_paper", bleu, split(hypotheses), split(references))
+    scores |= _with_interval("bleu_moses_lowercase", lowercase, hypotheses, references)
     moses = f"|moses:{language}|sacremoses:{sacremoses.__version__}"
     scores["bleu_paper_signature"] += f"{moses}|compounds:split"
     scores["bleu_moses_lowercase_signature"] += f"{moses}|compounds:whole"
@@ -239,16 +234,16 @@ def _total_score(metric: Metric, sentence_statistics: NDArray[np.int64]) -> floa
     return float(metric.score(sentence_statistics.sum(0).tolist()))
 
 
-def _with_interval(metric: Metric, hypotheses: list[str], references: list[str]) -> dict[str, Any]:
+def _with_interval(name: str, metric: Metric, hypotheses: list[str], references: list[str]) -> dict[str, Any]:
     sentence_statistics = _statistics(metric, hypotheses, references)
     resampled = sorted(map(float, _resample(metric, sentence_statistics, _draws(len(references)))))
     # As sacreBLEU does: the mean, and half the width of the middle 95 %.
     outside = len(resampled) // 40
     mean, half_width = statistics.mean(resampled), 0.5 * (resampled[-outside - 1] - resampled[outside])
     return {
-        metric.name: round(_total_score(metric, sentence_statistics), 4),
-        f"{metric.name}_interval": [round(mean + sign * half_width, 4) for sign in (-1, 1)],
-        f"{metric.name}_signature": _bootstrap_signature(metric.signature()),
+        name: round(_total_score(metric, sentence_statistics), 4),
+        f"{name}_interval": [round(mean + sign * half_width, 4) for sign in (-1, 1)],
+        f"{name}_signature": _bootstrap_signature(metric.signature()),
     }
 
 

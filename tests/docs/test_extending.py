@@ -1,5 +1,6 @@
 """The examples of docs/extending.md run."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def blocks(section: str) -> list[str]:
 def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a section run one after another, as one program, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
+    monkeypatch.setattr(metrics, "METRICS", copy.copy(metrics.METRICS))
     found = blocks(SECTIONS[name])
     assert found, "a section without an example"
     exec(compile("\n".join(found), name, "exec"), {"__name__": "example"})

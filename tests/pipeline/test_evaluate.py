@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from pipeline.__main__ import main
-from pipeline.inference import metrics, translator
+from pipeline.inference import translator
+from pipeline.inference.metrics import METRICS
 
 
 class WordCount:
     """Words for each reference word."""
-
-    name = "word_count"
 
     def signature(self) -> str:
         return "words:split"
@@ -42,7 +41,6 @@ class Repeat:
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     monkeypatch.setattr(translator, "load_translator", lambda path, *_: Repeat(str(path)))
-    monkeypatch.setattr(metrics, "METRICS", dict(metrics.METRICS))
 
     def evaluate(lines: int, *options: str) -> Any:
         text = tmp_path / "text"
@@ -53,8 +51,8 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return evaluate
 
 
-def test_a_registered_metric_is_printed_and_in_the_json(output: Any) -> None:
-    metrics.register_metric(WordCount())
+def test_a_registered_metric_is_printed_and_in_the_json(output: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METRICS, "word_count", WordCount())
     lines = output(5, "--versus", "other").out.splitlines()
     figures = json.loads(lines[-1])
     assert [line.split()[0] for line in lines[:5]] == ["bleu", "bleu_lowercase", "chrf", "word_count", "exact_match"]

@@ -12,7 +12,7 @@ from sacrebleu.significance import PairedTest
 
 from data_module.errors import InputError
 from pipeline.inference import metrics
-from pipeline.inference.metrics import compare, corpus_score, paper_score, reference_warnings, register_metric, score
+from pipeline.inference.metrics import METRICS, compare, corpus_score, paper_score, reference_warnings, score
 
 REFERENCES = [
     "Der Vater-Sohn-Tag ist heute.",
@@ -204,8 +204,6 @@ def test_scores_intervals_and_p_values_are_sacrebleus() -> None:
 class Lines:
     """Share of lines with as many words as their reference."""
 
-    name = "line_length"
-
     def signature(self) -> str:
         return "words:split"
 
@@ -216,15 +214,8 @@ class Lines:
         return 100.0 * statistics[0] / max(statistics[1], 1)
 
 
-@pytest.fixture
-def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, metrics.Metric]:
-    copy = dict(metrics.METRICS)
-    monkeypatch.setattr(metrics, "METRICS", copy)
-    return copy
-
-
-def test_a_registered_metric_is_scored_and_compared(registry: dict[str, metrics.Metric]) -> None:
-    register_metric(Lines())
+def test_a_registered_metric_is_scored_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METRICS, "line_length", Lines())
     references, good, bad = ["a b", "c d"] * 20, ["a x", "c y"] * 20, ["a x", "c"] * 20
     figures = score(bad, references)
     assert figures["line_length"] == 50
@@ -234,18 +225,16 @@ def test_a_registered_metric_is_scored_and_compared(registry: dict[str, metrics.
     comparison = compare(good, bad, references)
     assert comparison["line_length"] == comparison["line_length_difference"] == 50
     assert comparison["line_length_difference_is_real"] is True
-    assert corpus_score(registry["line_length"], bad, references) == 50
+    assert corpus_score(METRICS["line_length"], bad, references) == 50
 
 
-def test_a_name_is_registered_once_and_can_be_a_key(registry: dict[str, metrics.Metric]) -> None:
+def test_a_name_is_registered_once_and_can_be_a_key() -> None:
     for name, message in (
         ("chrf", "is taken"),
         ("exact_match", "is taken"),
         ("accuracy", "is taken"),
         ("a b", "ident"),
     ):
-        metric = Lines()
-        metric.name = name
         with pytest.raises(ValueError, match=message):
-            register_metric(metric)
-    assert list(registry) == ["bleu", "chrf"]
+            METRICS[name] = Lines()
+    assert list(METRICS) == ["bleu", "chrf"]

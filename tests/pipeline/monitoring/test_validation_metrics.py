@@ -4,7 +4,7 @@ import pytest
 import sacrebleu
 import torch
 
-from pipeline.inference import metrics
+from pipeline.inference.metrics import METRICS
 from pipeline.monitoring.validation_metrics import ValidationMetrics
 
 HYPOTHESES = ["the cat sat on the mat", "a dog runs through deep snow", "", "he says nothing at all today"]
@@ -86,8 +86,6 @@ def test_sums_are_exact_and_lists_are_of_one_length() -> None:
 class Words:
     """Words of all translations, for each reference word."""
 
-    name = "compute"  # also the name of a method of ValidationMetrics
-
     def signature(self) -> str:
         return "words:split"
 
@@ -99,7 +97,8 @@ class Words:
 
 
 def test_a_registered_metric_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "METRICS", {**metrics.METRICS, "compute": Words()})
+    # A name that ValidationMetrics has as a method.
+    monkeypatch.setitem(METRICS, "compute", Words())
     metric, other = ValidationMetrics(), ValidationMetrics()
     metric.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], LENGTHS[:1])
     other.update(HYPOTHESES[1:], REFERENCES[1:], PIECES[1:], LENGTHS[1:])
