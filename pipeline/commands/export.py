@@ -1,49 +1,48 @@
-"""A checkpoint -> a bundle that needs none of this code: TorchScript with search and tokenizer inside, torch.export,
-CTranslate2; each compared with the checkpoint's own search on real sentences before the folder appears.
+"""Export a checkpoint to a bundle that needs none of this code.
 
-The folder appears whole or not at all, and not where a format does not give what the checkpoint gives.
+Formats: TorchScript with search and tokenizer inside, torch.export, and CTranslate2. Each format's translations of real
+sentences are compared with the checkpoint's. The folder appears only when it is complete and all formats agree.
 """
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 
 from pipeline.export.bundle import (
-    DEFAULT_SENTENCES,
-    FORMATS,
+    FILES,
+    PARITY_SENTENCES,
     bundle_files,
     check_bundle_folder,
     ctranslate2_obstacle,
     parity_text,
+    replaced_folder,
     write_bundle,
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("checkpoint", type=Path, help="a .ckpt file or a run folder")
-    parser.add_argument("folder", type=Path, help="the bundle to make")
-    parser.add_argument("--force", action="store_true", help="replace a bundle that is there")
+    parser.add_argument("folder", type=Path, help="the bundle to write")
+    parser.add_argument("--force", action="store_true", help="replace an existing bundle")
     parser.add_argument(
-        "--format", action="append", choices=list(FORMATS), help="may be given several times; all unless given"
+        "--format", action="append", choices=list(FILES), help="may be given several times (default: all formats)"
     )
     parser.add_argument("--quantize", choices=["int8"], help="add int8 models for CPUs beside those in float32")
     parser.add_argument(
         "--parity-source",
         type=Path,
         metavar="FILE",
-        help=f"sentences to compare formats on; {DEFAULT_SENTENCES} of the validation text unless given",
+        help=f"sentences to compare formats on (default: {PARITY_SENTENCES} of the validation text)",
     )
-    parser.add_argument("--parity-reference", type=Path, metavar="FILE", help="their translations, for BLEU")
+    parser.add_argument("--parity-reference", type=Path, metavar="FILE", help="their reference translations, for BLEU")
     parser.add_argument(
-        "--data-licence", action="append", default=[], metavar="TEXT", help="of the training data, for the card"
+        "--data-licence", action="append", default=[], metavar="TEXT", help="licence of the training data, for the card"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the bundle and print its path."""
-    from data_module.atomic_folder import replace_folder
     from data_module.errors import InputError
     from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 
@@ -59,15 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "ctranslate2" in names and not arguments.format and (reason := ctranslate2_obstacle(model)):
         print(f"without ctranslate2/: {reason}", file=sys.stderr)
         names = [name for name in names if not name.startswith("ctranslate2")]
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        place = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from error
-    with place as temporary:
-        whole = Path(temporary) / "bundle"
-        whole.mkdir()
-        write_bundle(model, whole, names, text, arguments.data_licence)
-        replace_folder(whole, folder, Path(temporary) / "replaced")
+    with replaced_folder(folder) as new:
+        write_bundle(model, new, names, text, arguments.data_licence)
     print(folder)
     return 0

@@ -1,7 +1,10 @@
-"""Writes a bundle: every format, the card, the parity report and the README, as a whole or not at all."""
+"""Bundles: folders with a model in several formats, a card, a parity report and a README."""
 
 import json
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,37 +12,70 @@ if TYPE_CHECKING:
     from pipeline.checkpointing.checkpoint import TrainedModel
     from pipeline.export.parity import Text
 
-FORMATS = {"torchscript": "model.ts", "pt2": "model.pt2", "ctranslate2": "ctranslate2"}
+FILES = {"torchscript": "model.ts", "pt2": "model.pt2", "ctranslate2": "ctranslate2"}
+"""File or folder of each format."""
 
 INT8 = {"model.ts": "model.int8.ts", "ctranslate2": "ctranslate2-int8"}
+"""The int8 version of a file or folder."""
 
-DEFAULT_SENTENCES = 200
+PARITY_SENTENCES = 200
+"""Sentences of the validation text to compare formats on."""
 
 
 def check_bundle_folder(folder: Path, force: bool) -> None:
-    """Raises InputError where something else is, or a bundle that may not be replaced."""
+    """Raise InputError if the folder holds something else, or a bundle and not `force`."""
     from data_module.errors import InputError
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        is_bundle = (folder / "card.json").is_file() and any((folder / name).exists() for name in FORMATS.values())
+        is_bundle = (folder / "card.json").is_file() and any((folder / name).exists() for name in FILES.values())
         if not is_bundle:
             raise InputError(f"{folder}: holds something else than a bundle; give another folder")
         if not force:
             raise InputError(f"{folder}: holds a bundle already; use --force to replace it")
 
 
-def bundle_files(formats: list[str] | None, quantize: str | None) -> list[str]:
-    """The files and folders to write."""
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `folder` at the end; if the block raises, `folder` stays as it is.
+
+    Raises:
+        InputError: the folder cannot be created.
+    """
+    from data_module.atomic_folder import replace_folder
     from data_module.errors import InputError
 
-    names = [name for key, name in FORMATS.items() if formats is None or key in formats]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary_folder = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from error
+    with temporary_folder as name:
+        new, old = Path(name) / "new", Path(name) / "old"
+        new.mkdir()
+        yield new
+        replace_folder(new, folder, old)  # `old` is removed together with the temporary folder
+
+
+def bundle_files(formats: list[str] | None, quantize: str | None) -> list[str]:
+    """Return the files and folders to write.
+
+    Args:
+        formats: keys of `FILES`; None for all.
+        quantize: "int8" to add int8 versions.
+
+    Raises:
+        InputError: none of the formats has an int8 version.
+    """
+    from data_module.errors import InputError
+
+    names = [name for key, name in FILES.items() if formats is None or key in formats]
     if quantize and not INT8.keys() & names:
         raise InputError(f"--quantize {quantize}: is for torchscript and ctranslate2; add one of them as --format")
     return [one for name in names for one in (name, *([INT8[name]] if quantize and name in INT8 else []))]
 
 
 def ctranslate2_obstacle(model: "TrainedModel") -> str | None:
-    """Why this model cannot become CTranslate2's, in a line; None if it can."""
+    """Return why the model cannot be converted to CTranslate2, or None if it can."""
     from data_module.errors import InputError
     from pipeline.export.ctranslate2_model import require_shape
 
@@ -51,9 +87,10 @@ def ctranslate2_obstacle(model: "TrainedModel") -> str | None:
 
 
 def parity_text(model: "TrainedModel", source: Path | None, reference: Path | None) -> "Text":
-    """What is given, else some of the corpus's validation text.
+    """Return the given text, or some sentences of the corpus's validation text.
 
-    Raises InputError where it cannot be read, is empty, or is not at hand.
+    Raises:
+        InputError: the text cannot be read, is empty, or is missing.
     """
     from data_module.errors import InputError
     from pipeline.export.parity import Text
@@ -71,18 +108,26 @@ def parity_text(model: "TrainedModel", source: Path | None, reference: Path | No
     source, reference = folder / "validation.source.txt", folder / "validation.target.txt"
     if not (source.is_file() and reference.is_file()):
         raise InputError(
-            f"{source}: is not at hand, and formats are compared on real sentences; give --parity-source FILE "
-            "and --parity-reference FILE"
+            f"{source}: is missing, and formats are compared on real sentences; give --parity-source FILE and "
+            "--parity-reference FILE"
         )
     sources, references = paired_texts(source, reference)
-    every = max(1, len(sources) // DEFAULT_SENTENCES)
-    return Text("validation text", *(lines[::every][:DEFAULT_SENTENCES] for lines in (sources, references)))
+    stride = max(1, len(sources) // PARITY_SENTENCES)
+    return Text("validation text", *(lines[::stride][:PARITY_SENTENCES] for lines in (sources, references)))
 
 
 def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "Text", licences: list[str]) -> None:
-    """All files into a folder that is there and empty.
+    """Write all files into an empty folder.
 
-    Raises InputError where a format does not give what the checkpoint gives.
+    Args:
+        model: the checkpoint.
+        folder: an empty folder.
+        names: files and folders to write, from `bundle_files`.
+        text: sentences to compare formats on.
+        licences: licences of the training data.
+
+    Raises:
+        InputError: a format's translations differ from the checkpoint's.
     """
     import torch
 
@@ -104,20 +149,19 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     card = make_card(model, scores, licences, max_positions)
     if any(name.startswith("ctranslate2") for name in names):
         card["ctranslate2_length_penalty"] = parity.ctranslate2_penalty()
-    about = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
+    card_text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
     penalty = card.get("ctranslate2_length_penalty", 0.0)
-    bundle = formats.Bundle(model, folder, about, penalty, max_positions)
+    bundle = formats.Bundle(model, folder, card_text, penalty, max_positions)
     for name in names:
         print(f"writing {name}", file=sys.stderr)
         formats.FORMATS[name].write(bundle)
     (folder / "tokenizer.model").write_bytes(model.tokenizer.model)
-    (folder / "card.json").write_text(about, encoding="utf-8")
-    figures = formats.compare(bundle, names, parity)
-    found = formats.broken(figures)
-    if found:
+    (folder / "card.json").write_text(card_text, encoding="utf-8")
+    figures = formats.compare_formats(bundle, names, parity)
+    if failures := formats.broken_bounds(figures):
         raise InputError(
-            f"{model.path}: formats do not give what the checkpoint gives: {'; '.join(found)}; nothing was written; "
-            "leave such a format out with --format"
+            f"{model.path}: formats differ from the checkpoint: {'; '.join(failures)}; nothing was written; leave "
+            "such a format out with --format"
         )
     report = {
         "text": text.name,
@@ -129,5 +173,5 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     }
     (folder / "parity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     example = [*model.tokenizer.encode(["A sentence."])[0].tolist(), model.tokenizer.eos_id]
-    how_to = readme(names, card, example, max_positions or NUM_POSITIONS, can_pack(model.network))
-    (folder / "README.md").write_text(how_to, encoding="utf-8")
+    readme_text = readme(names, card, example, max_positions or NUM_POSITIONS, can_pack(model.network))
+    (folder / "README.md").write_text(readme_text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`card.json`: what one has to know of a model to use it, and to know what it is."""
+"""`card.json`: how to use an exported model, and what it was trained on and with."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,13 @@ FORMAT_VERSION = 1
 
 
 def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str], max_positions: int) -> dict[str, Any]:
-    """The card; all values are plain.
+    """Return the card as JSON values.
 
     Args:
         model: the checkpoint.
-        scores: BLEU, its signature and the text that it is on.
-        licences: of the data, as the user gave them.
-        max_positions: the most tokens a source may have, 0 for no end.
+        scores: BLEU, its signature and the name of the text.
+        licences: licences of the training data, as the user gave them.
+        max_positions: upper bound on the tokens of a source; 0 for none.
     """
     tokenizer, decoding, corpus = model.tokenizer, model.decoding, model.recipe["corpus"]
     return {
@@ -48,28 +48,28 @@ def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str], 
 
 
 def _data(corpus: Path, tokenizer_sha256: str) -> dict[str, Any] | str:
-    """What the manifest says of the texts, where the corpus is still at hand and is the one that was trained on."""
+    """Return the manifest's entries about the texts, if the corpus that the model was trained on is available."""
     try:
         manifest = read_manifest(corpus)
     except InputError:
-        return "the corpus was not at hand"
+        return "the corpus was not available"
     if manifest["tokenizer"]["sha256"] != tokenizer_sha256:
-        return "the corpus at hand is another one"
+        return "the corpus in its place is another one"
     pairs = {f"{split}_pairs": manifest[split]["pairs_kept"] for split in ("train", "validation")}
     return {**pairs, "source_files": manifest["source_files"], "hub_revisions": manifest.get("hub_revisions", {})}
 
 
 def _trained_with(checkpoint: Path) -> dict[str, Any] | str:
-    """The versions that `fit` noted in the run folder."""
+    """Return the versions that `fit` recorded in the run folder."""
     for folder in (checkpoint.parent, checkpoint.parent.parent):
         try:
-            noted = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
+            recorded = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if isinstance(noted, dict):
-            return _without_host(noted)
-    return "the run folder was not at hand"
+        if isinstance(recorded, dict):
+            return _without_host(recorded)
+    return "the run folder was not available"
 
 
-def _without_host(noted: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in noted.items() if name != "host"}
+def _without_host(recorded: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in recorded.items() if name != "host"}

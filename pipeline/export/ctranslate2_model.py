@@ -1,7 +1,7 @@
-"""A trained network in CTranslate2's format, made by its Python API; CTranslate2 is an optional extra.
+"""Conversion of a network to CTranslate2's format, with CTranslate2's Python API (an optional extra).
 
-What CTranslate2 gives is what this program gives, but for two things: its beam search stops earlier, and its
-scores are log-probability over length ** alpha, not over the paper's ((5 + length) / 6) ** alpha.
+CTranslate2 computes the same probabilities. Its beam search stops earlier, and it divides log-probabilities by
+length ** alpha instead of the paper's ((5 + length) / 6) ** alpha.
 """
 
 from pathlib import Path
@@ -18,11 +18,11 @@ from model.positions import LearnedPositions, sinusoidal_table
 from model.transformer import Transformer
 
 NUM_POSITIONS = 2048
-"""Sinusoids written into a model; CTranslate2 refuses a sentence or an answer that is longer."""
+"""Number of sinusoidal positions in a model; CTranslate2 refuses longer sentences and translations."""
 
 
 def require_ctranslate2() -> Any:
-    """The package; raises InputError where it is not installed."""
+    """Return the package `ctranslate2`; raise InputError if it is not installed."""
     try:
         import ctranslate2
     except ImportError:
@@ -31,33 +31,38 @@ def require_ctranslate2() -> Any:
 
 
 def require_shape(trained: Transformer) -> None:
-    """Raises InputError where CTranslate2 is not installed, or has no such network."""
+    """Raise InputError if CTranslate2 is not installed or does not support the network."""
     require_ctranslate2()
     network: Any = trained
     attention = network.encoder[0].self_attention
     d_model = network.embedding.embedding_dim
     if not attention.d_k == attention.d_v == d_model / attention.num_heads:
         raise InputError(
-            f"CTranslate2 takes d_k = d_v = d_model / num_heads only; this network has d_k {attention.d_k}, "
-            f"d_v {attention.d_v}, d_model {d_model}, num_heads {attention.num_heads}"
+            f"CTranslate2 needs d_k = d_v = d_model / num_heads; this network has d_k {attention.d_k}, "
+            f"d_v {attention.d_v}, d_model {d_model}, num_heads {attention.num_heads}; export other formats"
         )
 
 
 def write_ctranslate2(
     network: Transformer, tokenizer: Tokenizer, folder: Path, quantization: str | None = None
 ) -> None:
-    """Write model.bin, config.json and shared_vocabulary.json into a folder that is made if missing.
+    """Write model.bin, config.json and shared_vocabulary.json.
 
-    In float32, or with weights as `quantization` says, int8 say.
+    The model takes sources as pieces of the tokenizer, with the end symbol.
 
-    Sources must be given with their end symbol, as pieces of the tokenizer.
+    Args:
+        network: the network.
+        tokenizer: its tokenizer.
+        folder: the folder to write to; created if missing.
+        quantization: type of the weights, such as "int8"; None for float32.
 
-    Raises InputError where CTranslate2 is not installed, or has no such network.
+    Raises:
+        InputError: CTranslate2 is not installed or does not support the network.
     """
     require_shape(network)
     specification = _specification(network, tokenizer)
     specification.validate()
-    # Finds the three tied matrices to be one.
+    # Detects that three matrices are tied.
     specification.optimize(quantization=quantization)
     folder.mkdir(parents=True, exist_ok=True)
     specification.save(str(folder))
@@ -67,7 +72,7 @@ def _specification(trained: Transformer, tokenizer: Tokenizer) -> Any:
     from ctranslate2.specs import TransformerSpec
     from ctranslate2.specs.common_spec import Activation
 
-    network: Any = trained  # what stands in a ModuleList has no type of its own
+    network: Any = trained  # members of a ModuleList are untyped
     attention = network.encoder[0].self_attention
     d_model = network.embedding.embedding_dim
     is_pre_norm = isinstance(network.encoder_norm, nn.LayerNorm)
@@ -137,5 +142,5 @@ def _norm(target: Any, norm: nn.LayerNorm) -> None:
 
 
 def _array(tensor: Tensor) -> Any:
-    # A copy: quantization rounds in place.
+    # A copy, because quantization rounds in place.
     return tensor.detach().to("cpu", torch.float32, copy=True).numpy()

@@ -1,7 +1,8 @@
-"""`model.pt2`: encoder and decoding step by torch.export, with dynamic shapes; the loop around them is the host's.
+"""`model.pt2`: encoder and decoding step for torch.export, with dynamic shapes. The caller writes the decoding loop.
 
-A step is a pure function of R hypotheses, each a row: it takes their keys and values and gives longer ones, which the
-host may reorder. Shapes: R rows, S source length, P tokens before this one, H heads, K d_k, V d_v, N decoder layers.
+A step is a pure function of R rows, each a hypothesis. It takes the rows' keys and values and returns longer ones,
+which the caller may reorder. Shapes: R rows, S source length, P previous tokens, H heads, K d_k, V d_v, N decoder
+layers.
 """
 
 import io
@@ -22,7 +23,7 @@ NAME = "model.pt2"
 
 
 class Positions(nn.Module):
-    """The network's positions at places that a tensor gives: sinusoids by their formula, or the learned table."""
+    """The network's position encodings for positions in a tensor: computed sinusoids or the learned table."""
 
     table: Tensor
     frequency: Tensor
@@ -37,7 +38,7 @@ class Positions(nn.Module):
         self.register_buffer("frequency", torch.exp(even * (-math.log(10000.0) / d_model)))
 
     def forward(self, position: Tensor) -> Tensor:
-        """int64 [L] -> [L, D]; a position past the learned ones raises."""
+        """Map int64 positions [L] to encodings [L, D]; a position past the learned ones raises."""
         if self.learned:
             return self.table[position]
         angle = position.double().unsqueeze(1) * self.frequency
@@ -45,17 +46,17 @@ class Positions(nn.Module):
 
 
 class Encode(nn.Module):
-    """Source ids -> what a step needs of them."""
+    """The encoder and the cross-attention's keys and values."""
 
     def __init__(self, network: Transformer) -> None:
         super().__init__()
         self.embedding, self.embedding_scale = network.embedding, network.embedding_scale
         self.positions, self.encoder, self.norm = Positions(network), network.encoder, network.encoder_norm
-        # Only what is used is written.
+        # Only the cross-attention of each decoder layer, so that nothing unused is written.
         self.key_values = nn.ModuleList(layer.cross_attention for layer in network.decoder)  # type: ignore
 
     def forward(self, source: Tensor, source_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 ids [R, S], bool mask [R, S] -> the cross-attention's keys [N, R, H, S, K], values [N, R, H, S, V]."""
+        """Map ids [R, S] and mask [R, S] to the cross-attention's keys [N, R, H, S, K] and values [N, R, H, S, V]."""
         positions = self.positions(torch.arange(source.size(1), device=source.device))
         x = self.embedding(source) * self.embedding_scale + positions
         for layer in self.encoder:
@@ -66,7 +67,7 @@ class Encode(nn.Module):
 
 
 class Step(nn.Module):
-    """One more token of every row."""
+    """One decoding step of every row."""
 
     def __init__(self, network: Transformer) -> None:
         super().__init__()
@@ -83,14 +84,14 @@ class Step(nn.Module):
         cross_values: Tensor,
         source_mask: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The next token's logits [R, vocabulary], and keys and values with one position more.
+        """Return the next token's logits [R, vocabulary], and keys and values with one more position.
 
         Args:
-            last: int64 ids [R], each row's newest token.
-            keys: [N, R, H, P, K], empty at first.
-            values: [N, R, H, P, V].
-            cross_keys: from `Encode`, as are `cross_values`.
-            cross_values: see there.
+            last: int64 ids [R], the newest token of each row.
+            keys: self-attention's keys [N, R, H, P, K]; P is 0 at the first step.
+            values: self-attention's values [N, R, H, P, V].
+            cross_keys: cross-attention's keys from `Encode`.
+            cross_values: cross-attention's values from `Encode`.
             source_mask: bool [R, S], True at tokens.
         """
         position = torch.full([1], keys.size(3), dtype=torch.int64, device=last.device)
@@ -115,7 +116,7 @@ class Step(nn.Module):
 
 
 def write_exported_program(network: Transformer, card: str, path: Path) -> None:
-    """Write `encode` and `step` into one file, with the card beside them."""
+    """Write the programs `encode` and `step` and the card into one file."""
     from torch.export.pt2_archive._package import package_pt2
 
     programs = {"encode": _encode(network), "step": _step(network)}
@@ -128,7 +129,7 @@ def write_exported_program(network: Transformer, card: str, path: Path) -> None:
 
 
 def load_exported_program(path: Path) -> dict[str, Any]:
-    """`encode` and `step` of such a file, ready to be called."""
+    """Load the programs `encode` and `step` as callable modules."""
     from torch.export.pt2_archive._package import load_pt2
 
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The formats of a bundle: how each is written, and what is found when it is read again and laid beside the rest."""
+"""The formats of a bundle: how each is written, loaded and compared with the checkpoint."""
 
 import copy
 import sys
@@ -12,20 +12,21 @@ from model.cpu.packed_linear import can_pack, pack_linears
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program, torchscript
 from pipeline.export.ctranslate2_model import write_ctranslate2
-from pipeline.export.parity import Figures, Parity, clocked, largest, size
+from pipeline.export.parity import Figures, Parity, largest, size, timed
 from pipeline.export.runners import CTranslate2Runner, ExportedProgramRunner, SearchRunner
 
 
 class Bundle(NamedTuple):
-    """A bundle that is being made."""
+    """A bundle that is being written."""
 
     model: TrainedModel
     folder: Path
     card: str
-    """What goes into files that can hold it."""
+    """Text of `card.json`, which some formats hold as well."""
     ctranslate2_penalty: float
+    """Length penalty for CTranslate2's beam search."""
     max_positions: int
-    """0: no end."""
+    """Upper bound on the tokens of a source; 0 for none."""
 
 
 def _torchscript(bundle: Bundle) -> None:
@@ -52,33 +53,33 @@ def _ctranslate2_int8(bundle: Bundle) -> None:
 
 def _compare_torchscript(bundle: Bundle, parity: Parity) -> Figures:
     path = bundle.folder / torchscript.NAME
-    seconds, search = clocked(lambda: torchscript.load_torchscript(path, packed=False))
-    figures = {"float32": {"load_seconds": seconds, **_as_searched(bundle, search, parity)}}
+    seconds, search = timed(lambda: torchscript.load_torchscript(path, packed=False))
+    figures = {"float32": {"load_seconds": seconds, **_compare_search(bundle, search, parity)}}
     if can_pack(bundle.model.network):
-        # The same operations in the same order are compared: packed with packed.
+        # Packed with packed, which computes the same operations in the same order.
         network = copy.deepcopy(bundle.model.network)
         pack_linears(network)
         eager = parity.with_network(network)
-        seconds, search = clocked(lambda: torchscript.load_torchscript(path))
-        figures["float32, packed"] = {"load_seconds": seconds, **_as_searched(bundle, search, eager)}
+        seconds, search = timed(lambda: torchscript.load_torchscript(path))
+        figures["float32, packed"] = {"load_seconds": seconds, **_compare_search(bundle, search, eager)}
         figures["checkpoint, packed"] = eager.figures
-    seconds, search = clocked(lambda: torchscript.load_torchscript(path, packed=False).to(torch.bfloat16))
-    figures["bfloat16"] = {"load_seconds": seconds, **_reported(parity, _runner(bundle, search).beam)}
+    seconds, search = timed(lambda: torchscript.load_torchscript(path, packed=False).to(torch.bfloat16))
+    figures["bfloat16"] = {"load_seconds": seconds, **_report(parity, _runner(bundle, search).beam)}
     return figures
 
 
 def _compare_torchscript_int8(bundle: Bundle, parity: Parity) -> Figures:
     path = bundle.folder / torchscript.INT8_NAME
-    seconds, search = clocked(lambda: torchscript.load_torchscript(path))
-    return {"int8": {"load_seconds": seconds, **_reported(parity, _runner(bundle, search).beam)}}
+    seconds, search = timed(lambda: torchscript.load_torchscript(path))
+    return {"int8": {"load_seconds": seconds, **_report(parity, _runner(bundle, search).beam)}}
 
 
 def _compare_pt2(bundle: Bundle, parity: Parity) -> Figures:
     path = bundle.folder / exported_program.NAME
-    seconds, programs = clocked(lambda: exported_program.load_exported_program(path))
+    seconds, programs = timed(lambda: exported_program.load_exported_program(path))
     model = bundle.model
     runner = ExportedProgramRunner(programs, model.tokenizer, model.decoding, bundle.max_positions)
-    greedy, figures = parity.timed(lambda sources: [[one] for one in runner.greedy(sources)])
+    greedy, figures = parity.measure(lambda sources: [[one] for one in runner.greedy(sources)])
     figures = {
         "load_seconds": seconds,
         "search": "greedy",
@@ -86,25 +87,25 @@ def _compare_pt2(bundle: Bundle, parity: Parity) -> Figures:
         **parity.greedy_against([one for (one,) in greedy]),
         **figures,
     }
-    return {"float32": _judged(parity, figures)}
+    return {"float32": _with_bounds(parity, figures)}
 
 
 def _compare_ctranslate2(bundle: Bundle, parity: Parity) -> Figures:
-    seconds, runner = clocked(lambda: _ctranslate2_runner(bundle, "ctranslate2", "float32"))
+    seconds, runner = timed(lambda: _ctranslate2_runner(bundle, "ctranslate2", "float32"))
     pairs = zip(parity.log_probabilities(), runner.forced(parity.sources, parity.greedy), strict=True)
     figures = {
         "load_seconds": seconds,
         "length_penalty": bundle.ctranslate2_penalty,
         "largest_forced_score_difference": largest(abs(one - other) for one, other in pairs),
         **parity.greedy_against(runner.greedy(parity.sources)),
-        **_reported(parity, runner.beam),
+        **_report(parity, runner.beam),
     }
-    return {"float32": _judged(parity, figures)}
+    return {"float32": _with_bounds(parity, figures)}
 
 
 def _compare_ctranslate2_int8(bundle: Bundle, parity: Parity) -> Figures:
-    seconds, runner = clocked(lambda: _ctranslate2_runner(bundle, "ctranslate2-int8", "int8"))
-    return {"int8": {"load_seconds": seconds, **_reported(parity, runner.beam)}}
+    seconds, runner = timed(lambda: _ctranslate2_runner(bundle, "ctranslate2-int8", "int8"))
+    return {"int8": {"load_seconds": seconds, **_report(parity, runner.beam)}}
 
 
 def _runner(bundle: Bundle, search: Any) -> SearchRunner:
@@ -122,26 +123,28 @@ def _ctranslate2_runner(bundle: Bundle, name: str, compute_type: str) -> CTransl
     )
 
 
-def _as_searched(bundle: Bundle, search: Any, parity: Parity) -> Figures:
-    """Of a search that must find what the checkpoint's finds."""
+def _compare_search(bundle: Bundle, search: Any, parity: Parity) -> Figures:
+    """Compare a search that must give the checkpoint's translations."""
     runner = _runner(bundle, search)
-    beam, figures = parity.timed(runner.beam)
+    beam, figures = parity.measure(runner.beam)
     figures = {**parity.against(beam), **parity.greedy_against(runner.greedy(parity.sources)), **figures}
-    return _judged(parity, figures)
+    return _with_bounds(parity, figures)
 
 
-def _reported(parity: Parity, beam: Callable[..., Any]) -> Figures:
-    found, figures = parity.timed(beam)
+def _report(parity: Parity, beam: Callable[..., Any]) -> Figures:
+    """Compare a search that may give other translations."""
+    found, figures = parity.measure(beam)
     difference = {"bleu_difference": round(figures["bleu"] - parity.bleu, 4)} if parity.bleu is not None else {}
     return {"share_equal": parity.share_equal(found), **difference, **figures}
 
 
-def _judged(parity: Parity, figures: Figures) -> Figures:
+def _with_bounds(parity: Parity, figures: Figures) -> Figures:
+    """Add the bounds that do not hold."""
     return {"broken": parity.broken(figures), **figures}
 
 
 class Format(NamedTuple):
-    """How to write it, and how to compare it."""
+    """How a format is written, and how it is compared with the checkpoint."""
 
     write: Callable[[Bundle], None]
     compare: Callable[[Bundle, Parity], Figures]
@@ -156,8 +159,8 @@ FORMATS = {
 }
 
 
-def compare(bundle: Bundle, names: list[str], parity: Parity) -> dict[str, Figures]:
-    """All formats' figures; a format's size beside them."""
+def compare_formats(bundle: Bundle, names: list[str], parity: Parity) -> dict[str, Figures]:
+    """Return the size and the figures of each format."""
     figures: dict[str, Figures] = {}
     for name in names:
         print(f"comparing {name}", file=sys.stderr)
@@ -165,12 +168,12 @@ def compare(bundle: Bundle, names: list[str], parity: Parity) -> dict[str, Figur
     return figures
 
 
-def broken(figures: dict[str, Figures]) -> list[str]:
-    """The bounds that do not hold, each with its format and precision."""
+def broken_bounds(figures: dict[str, Figures]) -> list[str]:
+    """Return messages about the bounds that do not hold, with format and precision."""
     return [
-        f"{name} ({precision}): {what}"
+        f"{name} ({precision}): {message}"
         for name, precisions in figures.items()
         for precision, one in precisions.items()
         if isinstance(one, dict)
-        for what in one.get("broken", [])
+        for message in one.get("broken", [])
     ]

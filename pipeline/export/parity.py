@@ -1,7 +1,8 @@
-"""Whether a bundle's files give what the checkpoint gives, on real sentences; `parity.json`.
+"""Comparison of a bundle's formats with the checkpoint on real sentences, for `parity.json`.
 
-Bounds hold for float32; int8 and bfloat16 are only reported. A tie: where two searches part, both tokens have the same
-log-probability to TIE under the checkpoint's network (greedy), or the two answers the same score (beam).
+Bounds apply to float32; int8 and bfloat16 are only reported. Two different answers are a tie if, under the checkpoint's
+network, the first tokens that differ have the same log-probability (greedy search) or the answers have the same score
+(beam search), up to `TIE`.
 """
 
 import copy
@@ -18,6 +19,7 @@ from model.decoding import BeamSearch
 from model.settings import DecodingSettings
 from model.transformer import Transformer
 from pipeline.export.runners import Answer, Ids, SearchRunner
+from pipeline.inference.metrics import METRICS, corpus_score
 from pipeline.inference.translator import padded
 
 TIE = 1e-5
@@ -25,7 +27,7 @@ SCORES = 1e-4
 LOGITS = 1e-4
 BLEU = 0.1
 ENOUGH_SENTENCES = 500
-"""On fewer, one sentence that differs moves BLEU by more than its bound; the difference is then only reported."""
+"""With fewer sentences, BLEU's bound is not applied: a single different sentence can exceed it."""
 BOUNDS = {
     "tie": TIE,
     "score_difference": SCORES,
@@ -34,13 +36,14 @@ BOUNDS = {
     "bleu_difference_from_sentences_on": ENOUGH_SENTENCES,
 }
 SINGLE_SENTENCES = 20
+"""Number of sentences to measure latencies on."""
 
 Result = TypeVar("Result")
 Figures = dict[str, Any]
 
 
 class Text(NamedTuple):
-    """What formats are compared on."""
+    """Sentences to compare formats on."""
 
     name: str
     sources: list[str]
@@ -48,12 +51,12 @@ class Text(NamedTuple):
 
 
 class Parity:
-    """The checkpoint's own answers to a text, and how other formats' compare with them."""
+    """The checkpoint's answers for a text, and comparisons of other formats' answers with them."""
 
     def __init__(
         self, network: Transformer, tokenizer: Tokenizer, settings: DecodingSettings, text: Text, longest: int
     ) -> None:
-        """Search the text with the checkpoint; sources are cut to `longest` tokens, empty ones left out."""
+        """Search the text with the checkpoint. Sources are cut to `longest` tokens; empty sources are left out."""
         self.network, self.tokenizer, self.settings = network, tokenizer, settings
         encoded = [[*ids.tolist()[: longest - 1], tokenizer.eos_id] for ids in tokenizer.encode(text.sources)]
         kept = [index for index, ids in enumerate(encoded) if len(ids) > 1]
@@ -65,24 +68,24 @@ class Parity:
         tokenizer = self.tokenizer
         search = BeamSearch(self.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
         runner = SearchRunner(search, tokenizer, self.settings)
-        self.beam, self.figures = self.timed(runner.beam)
+        self.beam, self.figures = self.measure(runner.beam)
         self.greedy = runner.greedy(self.sources)
         self.bleu = self.figures.get("bleu")
 
     def with_network(self, network: Transformer) -> "Parity":
-        """The same text, searched with another form of the network."""
+        """Return a copy that compares with another form of the network."""
         other = copy.copy(self)
         other.network = network
         other._search()
         return other
 
-    def timed(self, beam: Callable[[list[Ids]], list[list[Answer]]]) -> tuple[list[list[Answer]], Figures]:
-        """Answers to the text, BLEU, and how fast they came once the format was warm."""
+    def measure(self, beam: Callable[[list[Ids]], list[list[Answer]]]) -> tuple[list[list[Answer]], Figures]:
+        """Return a format's answers with BLEU, throughput and latency after a warm-up."""
         few = self.sources[:: max(1, len(self.sources) // SINGLE_SENTENCES)][:SINGLE_SENTENCES]
-        first, _ = clocked(lambda: beam(few))
+        first, _ = timed(lambda: beam(few))
         beam(few)
-        seconds, answers = clocked(lambda: beam(self.sources))
-        latencies = [clocked(lambda one=one: beam([one]))[0] for one in few]  # type: ignore[misc]
+        seconds, answers = timed(lambda: beam(self.sources))
+        latencies = [timed(lambda one=one: beam([one]))[0] for one in few]  # type: ignore[misc]
         num_tokens = sum(len(best[0].tokens) for best in answers)
         figures = {
             "target_tokens_per_second": round(num_tokens / seconds, 1),
@@ -95,15 +98,12 @@ class Parity:
     def _bleu(self, answers: list[Answer]) -> Figures:
         if self.references is None:
             return {}
-        from sacrebleu.metrics import BLEU as Metric
-
-        metric = Metric()
+        metric = METRICS["bleu"]
         texts = self.tokenizer.decode([answer.tokens for answer in answers])
-        bleu = metric.corpus_score(texts, [self.references]).score
-        return {"bleu": round(bleu, 4), "bleu_signature": str(metric.get_signature())}
+        return {"bleu": round(corpus_score(metric, texts, self.references), 4), "bleu_signature": metric.signature()}
 
     def against(self, found: list[list[Answer]]) -> Figures:
-        """Best answers sentence by sentence, and the largest difference between n-best scores."""
+        """Count equal, tied and different best answers; return the largest difference between n-best scores."""
         counts = {"equal": 0, "tied": 0, "different": 0}
         differences: list[float] = []
         for one, other in zip(self.beam, found, strict=True):
@@ -116,7 +116,7 @@ class Parity:
         return {**counts, "largest_score_difference": largest(differences)}
 
     def greedy_against(self, found: list[Answer]) -> Figures:
-        """Greedy answers sentence by sentence."""
+        """Count equal, tied and different greedy answers."""
         counts = {"equal": 0, "tied": 0, "different": 0}
         for source, one, other in zip(self.sources, self.greedy, found, strict=True):
             same = one.tokens == other.tokens
@@ -135,13 +135,13 @@ class Parity:
         return bool((chances[one.tokens[place]] - chances[other.tokens[place]]).abs() <= TIE)
 
     def share_equal(self, found: list[list[Answer]]) -> float:
-        """The share of sentences whose best answers are the same."""
+        """Return the share of sentences whose best answers are equal."""
         pairs = zip(self.beam, found, strict=True)
         return round(sum(one[0].tokens == other[0].tokens for one, other in pairs) / len(found), 4)
 
     @torch.no_grad()
     def log_probabilities(self) -> list[float]:
-        """Of the checkpoint's greedy answers, by teacher forcing."""
+        """Return the log-probability of each of the checkpoint's greedy answers, by teacher forcing."""
         totals = []
         for source, answer in zip(self.sources, self.greedy, strict=True):
             target = torch.tensor([[self.tokenizer.bos_id, *answer.tokens]])
@@ -151,7 +151,10 @@ class Parity:
 
     @torch.no_grad()
     def logits_difference(self, forced: Callable[..., torch.Tensor]) -> float:
-        """The largest, over all steps of the checkpoint's greedy answers, a few sentences at a time."""
+        """Return the largest difference in logits over all steps of the checkpoint's greedy answers.
+
+        `forced` maps source [B, S], mask [B, S] and target [B, T] to a format's logits [B, T, vocabulary].
+        """
         differences: list[float] = []
         for start in range(0, len(self.sources), 20):
             source, mask = padded(self.sources[start : start + 20], self.tokenizer.pad_id)
@@ -163,45 +166,46 @@ class Parity:
         return largest(differences)
 
     def ctranslate2_penalty(self) -> float:
-        """The length penalty that ranks answers of a usual length as the checkpoint's does.
+        """Return the length penalty for CTranslate2 that comes nearest to the checkpoint's.
 
-        CTranslate2 divides by length ** alpha, the paper by ((5 + length) / 6) ** alpha. Both fall alike around a
-        length L where the former's alpha is L / (5 + L) of the latter's.
+        CTranslate2 divides by length ** alpha, the paper by ((5 + length) / 6) ** alpha. Around a length L, both change
+        at the same rate if the first alpha is L / (5 + L) times the second. L is the mean length of the answers.
         """
         length = statistics.mean(len(answers[0].tokens) for answers in self.beam)
         return round(self.settings.length_penalty * length / (5.0 + length), 3)
 
     def broken(self, figures: Figures) -> list[str]:
-        """The bounds that a format's figures do not keep, in words."""
-        said = []
+        """Return messages about the bounds that a format's figures exceed."""
+        messages = []
         for kind in ("", "greedy_"):
             if count := figures.get(f"{kind}different"):
-                said.append(f"{count} of {len(self.sources)} {kind.replace('_', ' ')}answers differ, and are no ties")
+                kind_of_answers = f"{kind.replace('_', ' ')}answers"
+                messages.append(f"{count} of {len(self.sources)} {kind_of_answers} differ and are not ties")
         for name, bound in (
             ("largest_score_difference", SCORES),
             ("largest_forced_score_difference", SCORES),
             ("largest_logit_difference", LOGITS),
         ):
             if not figures.get(name, 0.0) <= bound:
-                said.append(f"{name.replace('_', ' ')} {figures[name]:.2g} is more than {bound}")
+                messages.append(f"{name.replace('_', ' ')} {figures[name]:.2g} is more than {bound}")
         difference = figures.get("bleu_difference", 0.0)
         if not abs(difference) <= BLEU and len(self.sources) >= ENOUGH_SENTENCES:
-            said.append(f"BLEU differs by {difference:+.2f}, more than {BLEU}")
-        return said
+            messages.append(f"BLEU differs by {difference:+.2f}, more than {BLEU}")
+        return messages
 
 
 def largest(differences: Iterable[float]) -> float:
-    """The largest of them, and 0 of none; NaN where one is NaN, which Python's `max` may leave out."""
+    """Return the largest difference, 0 if there is none, and NaN if one is NaN, which Python's `max` may ignore."""
     return float(torch.tensor([0.0, *differences], dtype=torch.float64).max())
 
 
-def clocked(work: Callable[[], Result]) -> tuple[float, Result]:
-    """How many seconds something takes, and what it returns."""
+def timed(work: Callable[[], Result]) -> tuple[float, Result]:
+    """Call a function; return the seconds that it took and its result."""
     started = time.perf_counter()
     result = work()
     return time.perf_counter() - started, result
 
 
 def size(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder."""
+    """Return the size in bytes of a file or of all files in a folder."""
     return sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size

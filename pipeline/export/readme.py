@@ -1,17 +1,17 @@
-"""The README.md of a bundle: what lies there, and how each format is loaded."""
+"""The README.md of a bundle: its files, and how to load each format."""
 
 from typing import Any
 
 TITLE = """# {name}: {source_language} to {target_language}
 
-A Transformer, exported. `card.json` says what it was trained on and how well it does; `parity.json` how this bundle's
-files compared with the checkpoint that they were made from, on real sentences, when they were made.
+An exported Transformer. `card.json` describes the training data and the model's scores. `parity.json` compares this
+bundle's files with the checkpoint that they were exported from, on real sentences.
 
 """
 
 TORCHSCRIPT = """## model.ts
 
-Network, greedy and beam search, tokenizer and card in one file. It needs torch and sentencepiece, nothing else:
+Network, greedy and beam search, tokenizer and card in one file. It needs only torch and sentencepiece:
 
 ```python
 import json, sentencepiece, torch
@@ -27,20 +27,20 @@ print(tokenizer.decode(tokens[0, 0, : lengths[0, 0] - 1].tolist()))
 ```
 
 `model.beam(source, source_mask, beam_size, length_penalty, max_extra_tokens, n_best)` takes int64 ids [sentences,
-tokens], each row ending with the end symbol, then padding (`pad_id`), and a bool mask, True at tokens (None if no row
-is padded). It returns tokens [sentences, n_best, length], their lengths (the end symbol included, 0 where there is no
-such answer), scores and log-probabilities. `model.greedy(source, source_mask, max_extra_tokens)` returns tokens,
-lengths and log-probabilities. Wrong arguments raise an error that says what is wrong. For a search of your own,
-`model.network` has `encode`, `init_cache`, `decode_step` and `logits`.
+tokens] and a bool mask of the same shape. Each row of ids ends with the end symbol, followed by padding (`pad_id`). The
+mask is True at tokens; it is None if no row is padded. The method returns tokens [sentences, n_best, length], their
+lengths, scores and log-probabilities. A length includes the end symbol and is 0 for a hypothesis that does not exist.
+`model.greedy(source, source_mask, max_extra_tokens)` returns tokens, lengths and log-probabilities. Invalid arguments
+raise an error. To write another search, use `encode`, `init_cache`, `decode_step` and `logits` of `model.network`.
 
-On a GPU: `torch.jit.load("model.ts", map_location="cuda")`, with ids on it too. In bfloat16:
+On a GPU, load with `torch.jit.load("model.ts", map_location="cuda")` and move the ids to the GPU. For bfloat16, call
 `model.to(torch.bfloat16)`.
 
 """
 
 PACKED = """\
-**Fast on a CPU.** Inside the file lies the same search for PyTorch with oneDNN (x86, Linux on ARM), which lays its
-weights out for the processor when first used. It finds the same, 1.3 to 1.8 times as fast:
+**Faster on a CPU.** The file contains the same search for PyTorch with oneDNN (x86, Linux on ARM). It packs its weights
+for the processor on first use. Its translations are the same, and it is 1.3 to 1.8 times as fast:
 
 ```python
 import io, torch
@@ -56,11 +56,11 @@ for name, parameter in model.named_parameters():
 """
 
 TORCHSCRIPT_ON = """\
-**Warm up** with two batches before you measure, or share the model between threads: the first call compiles and
-packs, the second optimises what the first has seen, and both take two to three times as long as later ones;
-`first_batch_seconds` in `parity.json` is what the first one took.
-**Freezing** (`torch.jit.freeze(model, preserved_attrs=["beam", "greedy"])` on the model as loaded, without packing)
-was worth 0 to 8 % on a CPU, and a frozen model no longer moves to another device or type: not worth it beside packing.
+**Warm up** with two batches before you measure times or share the model between threads. The first call compiles and
+packs, and the second optimises. Both take two to three times as long as later calls. `first_batch_seconds` in
+`parity.json` is the time of the first call.
+**Freezing** the model as loaded, without packing (`torch.jit.freeze(model, preserved_attrs=["beam", "greedy"])`), made
+it 0 to 8 % faster on a CPU. A frozen model cannot be moved to another device or type. Packing is the better choice.
 
 In C++, with ids, linked with libtorch:
 
@@ -79,21 +79,21 @@ int main() {
 ```
 
 `CMakeLists.txt`: `find_package(Torch REQUIRED)`, `target_link_libraries(program "${TORCH_LIBRARIES}")`, C++20, and
-`-DCMAKE_PREFIX_PATH=$(python -c "import torch; print(torch.utils.cmake_prefix_path)")`. The tokenizer's and the card's
-bytes come as `torch::jit::ExtraFilesMap`, third argument of `torch::jit::load`.
+`-DCMAKE_PREFIX_PATH=$(python -c "import torch; print(torch.utils.cmake_prefix_path)")`. To read the tokenizer and the
+card, pass a `torch::jit::ExtraFilesMap` as the third argument of `torch::jit::load`.
 
 """
 
 INT8 = """## model.int8.ts
 
-As `model.ts`, for CPUs only (no GPU, no bfloat16, no `packed.ts`): weights of the linear layers in int8, their inputs
-rounded as they come. What that costs in BLEU stands in `parity.json`.
+Like `model.ts`, with int8 weights in the linear layers, whose inputs are rounded at run time. For CPUs only, without
+bfloat16 and without `packed.ts`. `parity.json` has the difference in BLEU.
 
 """
 
 PT2 = """## model.pt2
 
-The same network by torch.export, for when TorchScript goes. It has `encode` and `step`; the loop is yours:
+The same network for torch.export, the successor of TorchScript. It has `encode` and `step`; you write the loop:
 
 ```python
 import json, sentencepiece, torch
@@ -120,13 +120,14 @@ with torch.no_grad():
 print(tokenizer.decode([one for one in tokens[1:] if one != card["eos_id"]]))
 ```
 
-Rows are independent: for a beam, give each hypothesis a row, and reorder `keys` and `values` along their second axis.
+Rows are independent. For a beam search, give each hypothesis a row and reorder `keys` and `values` along their second
+axis.
 
 """
 
 CTRANSLATE2 = """## ctranslate2/
 
-For [CTranslate2](https://opennmt.net/CTranslate2/). Sources are given with their end symbol:
+For [CTranslate2](https://opennmt.net/CTranslate2/). Sources include the end symbol:
 
 ```python
 import json, ctranslate2, sentencepiece
@@ -142,34 +143,34 @@ answers = translator.translate_batch([source], max_decoding_length=longest, supp
 print(tokenizer.decode(answers[0].hypotheses[0]))
 ```
 
-Probabilities are the same. Its beam stops when as many answers as the beam is wide have ended, and divides by
-length ** alpha, the checkpoint by ((5 + length) / 6) ** alpha: `ctranslate2_length_penalty` is the alpha that ranks
-answers of a usual length alike. Sources and answers have POSITIONS tokens at most.
+Probabilities are the same. CTranslate2's beam search stops as soon as `beam_size` hypotheses have ended. It divides
+log-probabilities by length ** alpha, the checkpoint by ((5 + length) / 6) ** alpha; `ctranslate2_length_penalty` is the
+alpha that comes nearest for translations of usual length. Sources and translations have at most POSITIONS tokens.
 
 """
 
-CTRANSLATE2_INT8 = """`ctranslate2-int8/` is the same with weights in int8: `compute_type="int8"`. What that costs in
-BLEU stands in `parity.json`.
+CTRANSLATE2_INT8 = """`ctranslate2-int8/` is the same model with int8 weights: `compute_type="int8"`. `parity.json` has
+the difference in BLEU.
 
 """
 
-SAFETY = """## Files from strangers
+SAFETY = """## Untrusted files
 
-A TorchScript file is a program, and PyTorch runs it unchecked: it can read and overwrite files that you may (by mapping
-them into memory), use all memory and time, and, through operators that trust their arguments, reach the process itself.
-`model.pt2` also is a program. Load only what you trust; a stranger's runs in a container without network or files.
+A TorchScript file is a program that PyTorch runs without checks. It can read and overwrite your files by mapping them
+into memory, use all memory and time, and attack the process through operators that trust their arguments. `model.pt2`
+is a program as well. Load only files that you trust, and run others in a container without network and files.
 """
 
 
 def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslate2_positions: int, packed: bool) -> str:
-    """The text, with sections for the formats named.
+    """Return the README, with a section for each format in `names`.
 
     Args:
         names: files and folders of the bundle.
-        card: its card.
-        example: ids of "A sentence.", the end symbol last.
-        ctranslate2_positions: the most tokens that `ctranslate2/` takes.
-        packed: whether `packed.ts` lies inside model.ts.
+        card: the bundle's card.
+        example: ids of "A sentence." with the end symbol.
+        ctranslate2_positions: upper bound on the tokens of a sentence for `ctranslate2/`.
+        packed: whether model.ts contains `packed.ts`.
     """
     sections = [TITLE.format(**card)]
     for name, section in (

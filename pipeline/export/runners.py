@@ -1,4 +1,4 @@
-"""Each format of a bundle as something that translates ids, so that their answers can be laid side by side."""
+"""Runners that translate ids with each format of a bundle, so that their answers can be compared."""
 
 import functools
 from collections.abc import Callable
@@ -17,28 +17,28 @@ Ids = list[int]
 
 
 class Answer(NamedTuple):
-    """One answer to a sentence."""
+    """One translation of a sentence, as ids."""
 
     tokens: tuple[int, ...]
-    """With the end symbol."""
+    """Token ids, including the end symbol."""
     score: float
-    """Log-probability over length penalty; of a greedy answer the log-probability."""
+    """Log-probability divided by the length penalty; the log-probability for greedy search."""
 
 
 class SearchRunner:
-    """`BeamSearch`: the checkpoint's own, or one that TorchScript has loaded."""
+    """A `BeamSearch`, the checkpoint's or one loaded from TorchScript."""
 
     def __init__(self, search: Any, tokenizer: Tokenizer, settings: DecodingSettings) -> None:
         self.search, self.tokenizer, self.settings = search, tokenizer, settings
 
     def beam(self, sources: list[Ids]) -> list[list[Answer]]:
-        """All answers that the beam ends with, the best first."""
+        """Return all hypotheses of the final beam, best first."""
         settings = self.settings
         options = (settings.beam_size, settings.length_penalty, settings.max_extra_tokens, settings.beam_size)
         return self._all(sources, lambda source, mask: self.search.beam(source, mask, *options)[:3])
 
     def greedy(self, sources: list[Ids]) -> list[Answer]:
-        """The likeliest next token at each step."""
+        """Return the greedy answer of each sentence."""
 
         def search(source: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
             return tuple(one.unsqueeze(1) for one in self.search.greedy(source, mask, self.settings.max_extra_tokens))
@@ -58,7 +58,7 @@ class SearchRunner:
 
 
 class ExportedProgramRunner:
-    """`model.pt2` with the loop that this project states for it: greedy, over batches."""
+    """`model.pt2` with a greedy decoding loop over batches."""
 
     def __init__(
         self, programs: dict[str, Any], tokenizer: Tokenizer, settings: DecodingSettings, max_positions: int
@@ -68,7 +68,7 @@ class ExportedProgramRunner:
 
     @torch.no_grad()
     def greedy(self, sources: list[Ids]) -> list[Answer]:
-        """The likeliest next token at each step, but for padding and the begin symbol; at its limit a row ends."""
+        """Return the greedy answer of each sentence. Padding and the begin symbol are never chosen."""
         found: list[Answer] = [Answer((), 0.0) for _ in sources]
         tokenizer = self.tokenizer
         for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
@@ -95,7 +95,10 @@ class ExportedProgramRunner:
 
     @torch.no_grad()
     def logits(self, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-        """Forced: ids [B, S] and [B, T], the begin symbol first -> [B, T, vocabulary]."""
+        """Return logits [B, T, vocabulary] for source and target ids [B, S] and [B, T], by teacher forcing.
+
+        Targets start with the begin symbol.
+        """
         cross_keys, cross_values = self.encode(source, mask)
         keys, values = cross_keys[:, :, :, :0], cross_values[:, :, :, :0]
         steps = []
@@ -106,7 +109,7 @@ class ExportedProgramRunner:
 
 
 class CTranslate2Runner:
-    """A `ctranslate2/` folder; its beam's length penalty is what comes nearest to the checkpoint's."""
+    """A `ctranslate2/` folder, with the length penalty that comes nearest to the checkpoint's."""
 
     def __init__(
         self,
@@ -131,21 +134,21 @@ class CTranslate2Runner:
     def _ids(self) -> dict[str, int]:
         return {piece: number for number, piece in enumerate(self.pieces)}
 
-    def _spelt(self, rows: list[Ids]) -> list[list[str]]:
+    def _pieces(self, rows: list[Ids]) -> list[list[str]]:
         return [[self.pieces[i] for i in row] for row in rows]
 
     def _translate(self, sources: list[Ids], longest: int, **options: Any) -> list[list[Answer]]:
         tokenizer = self.tokenizer
         limit = longest + self.settings.max_extra_tokens
         results = self.translator.translate_batch(
-            self._spelt(sources),
-            # Without the end symbol, which our limit counts.
+            self._pieces(sources),
+            # CTranslate2 does not count the end symbol.
             max_decoding_length=(min(limit, self.max_positions) if self.max_positions else limit) - 1,
             min_decoding_length=0,
             max_batch_size=BATCH_TOKENS,
             batch_type="tokens",
             return_scores=True,
-            suppress_sequences=self._spelt([[tokenizer.pad_id], [tokenizer.bos_id]]),
+            suppress_sequences=self._pieces([[tokenizer.pad_id], [tokenizer.bos_id]]),
             **options,
         )
         return [
@@ -157,12 +160,15 @@ class CTranslate2Runner:
         ]
 
     def beam(self, sources: list[Ids]) -> list[list[Answer]]:
-        """Its best answers."""
+        """Return the best answer of each sentence."""
         options = {"beam_size": self.settings.beam_size, "length_penalty": self.length_penalty}
         return self._translate(sources, max(map(len, sources)), **options)
 
     def greedy(self, sources: list[Ids]) -> list[Answer]:
-        """Sentences of one length at a time, since its limit is one for all."""
+        """Return the greedy answer of each sentence.
+
+        Sentences of one length are translated together, because a call has one length limit.
+        """
         found: dict[int, Answer] = {}
         for length in sorted({len(source) for source in sources}):
             indices = [index for index, source in enumerate(sources) if len(source) == length]
@@ -171,6 +177,6 @@ class CTranslate2Runner:
         return [found[index] for index in range(len(sources))]
 
     def forced(self, sources: list[Ids], answers: list[Answer]) -> list[float]:
-        """The log-probability of each answer, end symbol included."""
-        targets = self._spelt([list(answer.tokens[:-1]) for answer in answers])
-        return [sum(one.log_probs) for one in self.translator.score_batch(self._spelt(sources), targets)]
+        """Return the log-probability of each answer, including the end symbol."""
+        targets = self._pieces([list(answer.tokens[:-1]) for answer in answers])
+        return [sum(one.log_probs) for one in self.translator.score_batch(self._pieces(sources), targets)]

@@ -1,6 +1,6 @@
 """`model.ts`: network, greedy and beam search, tokenizer and card in one TorchScript file.
 
-Inside it lies `packed.ts`, the same search without weights, for CPUs: see `model/cpu/lazy_packed_linear.py`.
+It contains `packed.ts`, the same search without weights, for CPUs: see `model/cpu/lazy_packed_linear.py`.
 """
 
 import io
@@ -22,7 +22,7 @@ NAME, INT8_NAME = "model.ts", "model.int8.ts"
 
 
 def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, path: Path) -> None:
-    """Write the file; `card` is the text that goes inside it."""
+    """Write the file. `card` is the text of `card.json`, which the file contains."""
     extra = {"card.json": card, "tokenizer.model": tokenizer.model}
     if can_pack(network):
         extra["packed.ts"] = _saved(strip_weights(network), tokenizer, {})
@@ -31,12 +31,12 @@ def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, pat
 
 
 def write_int8(network: Transformer, tokenizer: Tokenizer, card: str, path: Path) -> None:
-    """As `write_torchscript`, for CPUs, with int8 weights in all linear layers but the output projection.
+    """Write the file for CPUs with int8 weights in all linear layers except the output projection.
 
-    Inputs of a layer are rounded to int8 as they come, by the range of each call.
+    A layer's inputs are rounded to int8 by the range of each call.
     """
     with warnings.catch_warnings():
-        # Deprecated upstream in favour of a package that does not script.
+        # PyTorch deprecates this function in favour of a package that does not support TorchScript.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", "torch.quantize_per_tensor|.*reduce_range", UserWarning)
         quantized = torch.ao.quantization.quantize_dynamic(network, {nn.Linear}, dtype=torch.qint8)
@@ -47,7 +47,7 @@ def write_int8(network: Transformer, tokenizer: Tokenizer, card: str, path: Path
 def _saved(network: Transformer, tokenizer: Tokenizer, extra: dict[str, Any]) -> bytes:
     search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
     with warnings.catch_warnings():
-        # TorchScript is deprecated upstream, and is what this file is made of.
+        # PyTorch deprecates TorchScript.
         warnings.simplefilter("ignore", DeprecationWarning)
         buffer = io.BytesIO()
         torch.jit.save(torch.jit.script(search), buffer, _extra_files=extra)
@@ -55,9 +55,12 @@ def _saved(network: Transformer, tokenizer: Tokenizer, extra: dict[str, Any]) ->
 
 
 def load_torchscript(path: Path, device: str = "cpu", *, packed: bool = True) -> Any:
-    """The search of a file that this program has written, as its README says to load it.
+    """Load the search from a file, as the bundle's README describes.
 
-    On a CPU, with weights packed if the file can do that, this PyTorch too, and `packed` asks for it.
+    Args:
+        path: the file.
+        device: device to load to.
+        packed: on a CPU, pack weights for oneDNN if the file and this PyTorch support it.
     """
     extra: dict[str, Any] = {"packed.ts": ""}
     with warnings.catch_warnings():

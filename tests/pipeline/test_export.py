@@ -177,7 +177,7 @@ def test_without_ctranslate2(
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     if not named:
         # The two others are tested elsewhere.
-        monkeypatch.setattr(export, "FORMATS", {name: export.FORMATS[name] for name in ("torchscript", "ctranslate2")})
+        monkeypatch.setattr(export, "FILES", {name: export.FILES[name] for name in ("torchscript", "ctranslate2")})
     options = ["--format", "ctranslate2"] if named else []
     code = main(["export", str(trained_run), str(tmp_path / "bundle"), *options])
     said = capsys.readouterr().err

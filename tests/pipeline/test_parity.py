@@ -177,7 +177,7 @@ def test_how_fast_answers_come(
     parity.sources = [parity.sources[0]] * num_sentences
     [translation] = parity.tokenizer.decode([best])
     parity.references = [translation + " and what was left out"] * num_sentences
-    answers, figures = parity.timed(beam)
+    answers, figures = parity.measure(beam)
     assert answers == beam(parity.sources)
     assert calls == [num_single, num_single, num_sentences, *[1] * num_single, num_sentences]
     expected = sacrebleu.corpus_bleu([translation] * num_sentences, [parity.references])
