@@ -1,4 +1,4 @@
-"""sacreBLEU's private functions that this project calls, seen in version 2.6.0.
+"""Private API of sacreBLEU, last seen in 2.6.0; `tests/pipeline/test_private_api.py` fails when it moves.
 
 sacreBLEU has no public function for chrF's sufficient statistics or for a score from their sum. Both are needed to add
 up statistics over batches and ranks, and to resample a text without counting its n-grams again.

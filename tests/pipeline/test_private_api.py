@@ -5,10 +5,13 @@ A failure here means that the library has moved something: see the module named 
 
 import inspect
 
+import pytest
+import sacrebleu
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
 from pipeline.compat.lightning import disable_signal_handling
+from pipeline.compat.sacrebleu import chrf_score, chrf_statistics
 
 
 def test_lightning() -> None:
@@ -26,3 +29,19 @@ def test_lightning() -> None:
     assert averaging._average_model is None
     assert averaging._latest_update_step == 0
     assert "self._swap_models(pl_module)" in inspect.getsource(WeightAveraging.on_validation_epoch_start)
+
+
+def test_sacrebleu() -> None:
+    """See pipeline/compat/sacrebleu.py: the private functions give what the public ones give."""
+    hypotheses = ["the cat sat on the mat", "", "he says nothing at all today"]
+    references = ["the cat sat on a mat", "yes", "he said nothing at all"]
+    for name in ("_extract_corpus_statistics", "_compute_f_score"):
+        assert hasattr(sacrebleu.CHRF, name), f"sacreBLEU {sacrebleu.__version__} has no CHRF.{name}; see compat"
+    metric = sacrebleu.CHRF()
+    pairs = list(zip(hypotheses, references, strict=True))
+    statistics = [chrf_statistics(metric, hypothesis, reference) for hypothesis, reference in pairs]
+    assert {len(counts) for counts in statistics} == {3 * metric.order}
+    for counts, (hypothesis, reference) in zip(statistics, pairs, strict=True):
+        assert chrf_score(metric, counts) == pytest.approx(metric.sentence_score(hypothesis, [reference]).score)
+    total = [sum(column) for column in zip(*statistics, strict=True)]
+    assert chrf_score(metric, total) == pytest.approx(metric.corpus_score(hypotheses, [references]).score)
