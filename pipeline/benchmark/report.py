@@ -95,5 +95,5 @@ def _spread(name: str, values: list[float]) -> dict[str, Any]:
 
 
 def _total(one: "Round", name: str) -> float:
-    """Return a network's seconds a step."""
+    """Return how many seconds a step of the network takes."""
     return sum(one.seconds[name].values())

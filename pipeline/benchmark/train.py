@@ -112,7 +112,6 @@ class BenchmarkDevice(NamedTuple):
     device: "torch.device"
     dtype: "torch.dtype"
     """Type of matrix products."""
-    """What matrix products run in."""
 
 
 def benchmark_device(trainer: dict[str, Any]) -> BenchmarkDevice:
@@ -128,10 +127,10 @@ def benchmark_device(trainer: dict[str, Any]) -> BenchmarkDevice:
     options = trainer_options({**kept, "devices": 1})
     on_cpu = options["accelerator"] == "cpu"
     if not on_cpu and not torch.cuda.is_available():
-        raise InputError(f"trainer.accelerator {options['accelerator']} is not here; use cpu")
+        raise InputError(f"trainer.accelerator {options['accelerator']} is not available on this machine; use cpu")
     precision = str(options["precision"])
     if precision not in ("bf16-mixed", "32-true", "32"):
-        raise InputError(f"trainer.precision {precision}: benchmark train knows bf16-mixed and 32-true only")
+        raise InputError(f"trainer.precision {precision}: is not supported by benchmark train; use bf16-mixed or 32-true")
     dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
     return BenchmarkDevice(options, torch.device("cpu" if on_cpu else "cuda"), dtype)
 

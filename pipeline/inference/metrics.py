@@ -210,7 +210,7 @@ def compare(hypotheses: list[str], others: list[str], references: list[str]) -> 
 
 
 def reference_warnings(references: list[str]) -> list[str]:
-    """Return what suggests that references are not text as people write it."""
+    """Return warnings about references that look tokenised or lower-cased."""
     found = []
     punctuated = sum(bool(_PUNCTUATED.search(line)) for line in references)
     tokenised = sum(bool(_TOKENISED.search(line)) for line in references)
@@ -230,14 +230,14 @@ def _statistics(metric: Metric, hypotheses: list[str], references: list[str]) ->
 
 
 def _total_score(metric: Metric, sentence_statistics: NDArray[np.int64]) -> float:
-    # A list: Python's numbers round correctly, NumPy's do not always.
+    # As Python's numbers, because `round` on NumPy's numbers is not always exact.
     return float(metric.score(sentence_statistics.sum(0).tolist()))
 
 
 def _with_interval(name: str, metric: Metric, hypotheses: list[str], references: list[str]) -> dict[str, Any]:
     sentence_statistics = _statistics(metric, hypotheses, references)
     resampled = sorted(map(float, _resample(metric, sentence_statistics, _draws(len(references)))))
-    # As sacreBLEU does: the mean, and half the width of the middle 95 %.
+    # sacreBLEU's interval: the mean plus or minus half the width of the middle 95 %.
     outside = len(resampled) // 40
     mean, half_width = statistics.mean(resampled), 0.5 * (resampled[-outside - 1] - resampled[outside])
     return {
@@ -259,7 +259,7 @@ def _draws(num_sentences: int) -> NDArray[np.int64]:
 
 def _resample(metric: Metric, sentence_statistics: NDArray[np.int64], draws: NDArray[np.int64]) -> NDArray[Any]:
     """Return the score of each resample."""
-    # float32 as in sacreBLEU: other types give other last digits.
+    # float32 as in sacreBLEU, for equal results to the last digit.
     rows = sentence_statistics.astype(np.float32)
     return np.array([metric.score(rows[drawn].sum(0)) for drawn in draws])
 
