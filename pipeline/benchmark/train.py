@@ -130,7 +130,7 @@ def benchmark_device(trainer: dict[str, Any]) -> BenchmarkDevice:
         raise InputError(f"trainer.accelerator {options['accelerator']} is not available on this machine; use cpu")
     precision = str(options["precision"])
     if precision not in ("bf16-mixed", "32-true", "32"):
-        raise InputError(f"trainer.precision {precision}: is not supported by benchmark train; use bf16-mixed or 32-true")
+        raise InputError(f"trainer.precision {precision}: is not supported here; use bf16-mixed or 32-true")
     dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
     return BenchmarkDevice(options, torch.device("cpu" if on_cpu else "cuda"), dtype)
 

@@ -1,4 +1,4 @@
-"""`benchmark decode` on a tiny run: every figure there, and those that can be known are right."""
+"""`benchmark decode` on a tiny run: its figures, its errors, and the converted weights."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_pat
         assert one["peak_memory_bytes"] > 1e7
         assert one["sentence_steps"] * one["seconds_per_sentence_step"] == pytest.approx(one["seconds"], rel=1e-3)
     assert figures["same_as_bundle"] == 1.0
-    # Greedily nothing differs, but for ties and CTranslate2's ban on empty answers.
+    # Greedy translations are equal except for ties and empty translations, which CTranslate2 forbids.
     assert figures["same_as_ctranslate2"] >= 0.9
     assert figures["ctranslate2"]["sentence_steps"] == pytest.approx(num_tokens, rel=0.1)
     ratio = figures["ctranslate2"]["seconds"] / figures["seconds"]
@@ -69,12 +69,12 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pre_norm", [False, True])
-def test_transformers_gets_this_networks_weights(tmp_path: Path, pre_norm: bool) -> None:
+def test_weights_converted_for_transformers(tmp_path: Path, pre_norm: bool) -> None:
     tokenizer = Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
     network = make_network(1, d_model=32, d_ff=48, num_heads=4, pre_norm=pre_norm)
     with torch.no_grad():
         for parameter in network.parameters():
-            # Biases and norms too, so that one left out shows.
+            # Biases and norms as well, so that a missing one is detected.
             parameter.add_(0.1 * torch.randn_like(parameter))
     model = SimpleNamespace(network=network, tokenizer=tokenizer, decoding=DecodingSettings())
     write_huggingface(model, tmp_path / "huggingface")

@@ -70,7 +70,7 @@ def test_a_batch_each_by_hand() -> None:
 
 
 @pytest.mark.parametrize("scaling", [strong_scaling, weak_scaling])
-def test_one_gpu_has_nobody_to_talk_to(scaling) -> None:
+def test_one_gpu_needs_no_all_reduce(scaling) -> None:
     assert scaling(STEP, BUCKETS, Cluster(LINK), 1) == Prediction(1, 1.0, 0.0, 1.0)
 
 

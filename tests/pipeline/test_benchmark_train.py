@@ -1,4 +1,4 @@
-"""`benchmark train`: its figures, the honesty of its baselines, and the arithmetic that it counts."""
+"""`benchmark train`: its figures, its baselines, and the FLOPs that it counts."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ from pipeline.profiling.stopwatch import PeakMemory, Stopwatch
 SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2)
 PIECES = 50
-OF_A_NETWORK = {
+NETWORK_FIGURES = {
     "target_tokens_per_second",
     "step_seconds",
     "forward_seconds",
@@ -52,7 +52,7 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     figures = json.loads(printed.out.splitlines()[-1])
     for one in (figures, figures["baselines"]["torch"], figures["baselines"]["marian"]):
-        assert all(one[key] > 0 for key in OF_A_NETWORK)
+        assert all(one[key] > 0 for key in NETWORK_FIGURES)
         low, high = one["target_tokens_per_second_quartiles"]
         assert low <= one["target_tokens_per_second"] <= high
         assert 0 < one["mfu"] < 1
@@ -77,7 +77,7 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Steps 0 to 23 warm up: 10 quiet ones follow step 13. Step 25 is one of two for memory, 28 was to be timed.
+    # Steps 0 to 23 are the warm-up: 10 steps after step 13. Step 25 is one of two that measure memory, 28 a timed one.
     compiling, taken = {0, 4, 13, 25, 28}, []
     training_step = TranslationModule.training_step
 
@@ -89,7 +89,7 @@ def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.M
         return training_step(module, share, batch_idx)
 
     monkeypatch.setattr(TranslationModule, "training_step", compiling_now_and_then)
-    # Compiled in name only: that would take a minute.
+    # Not really compiled, which would take a minute.
     monkeypatch.setattr("model.translation_module.CompiledForward", lambda network: lambda *batch: network(*batch))
     monkeypatch.setattr("model.loss._compiled_over_classes", lambda: _over_classes)
     monkeypatch.setattr("pipeline.training.build.should_compile", lambda *_: True)
@@ -98,7 +98,7 @@ def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.M
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     comparison = recipe_comparison(recipe, tokenizer, [], 3, benchmark_device(recipe.trainer))
     assert comparison.warm_up_steps == 24
-    # Both for memory, and one that was to be timed.
+    # Both that measure memory, and one timed step.
     assert comparison.steps_taken_again == 2 + 1
     assert len(comparison.rounds) == 3
     assert comparison.num_graphs == 5
@@ -120,13 +120,13 @@ def test_mistakes(arguments: list[str], said: str, recipe_file: Path, capsys: py
     assert said in line
 
 
-def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=r"\.venv/bin/pip install -c constraints\.txt -e '\.\[benchmark\]'"):
         baseline_network("marian", PIECES, SETTINGS, SPECIAL, longest=20)
 
 
-def test_a_setting_that_no_baseline_knows_is_refused() -> None:
+def test_a_setting_that_no_baseline_supports_is_refused() -> None:
     @dataclass(frozen=True)
     class Changed(NetworkSettings):
         other_attention: bool = False
@@ -148,7 +148,7 @@ def batch(padded: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 
 def with_weights_of(ours: Transformer) -> TorchNetwork:
-    """The torch baseline as the same function."""
+    """Return the torch baseline with our weights."""
 
     def copy(theirs: nn.Module, mine: nn.Module) -> None:
         theirs.load_state_dict(mine.state_dict())
@@ -198,7 +198,7 @@ def test_baselines_have_our_size_and_our_dropout() -> None:
         assert sum(p.numel() for p in network.parameters() if p.requires_grad) == ours
         source, target, output, mask = batch(padded=True)
         network.train()
-        # Without dropout two passes are alike; padding of the source changes nothing.
+        # Two passes are equal without dropout; padding of the source has no effect.
         logits = network(source, target, mask)
         torch.testing.assert_close(logits, network(source, target, mask))
         assert mask is not None
@@ -226,7 +226,7 @@ def test_flops_as_pytorch_counts_them() -> None:
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-def test_stopwatch_leaves_no_gap() -> None:
+def test_stopwatch_adds_up_phases() -> None:
     watch = Stopwatch(torch.device("cpu"))
     for phase in ("forward", "loss", "forward"):
         watch.begin(phase)
@@ -236,7 +236,7 @@ def test_stopwatch_leaves_no_gap() -> None:
     assert not watch.read()
 
 
-def test_peak_memory_counts_what_is_held_at_once() -> None:
+def test_peak_memory_of_tensors_held_at_once() -> None:
     memory = PeakMemory(torch.device("cpu"))
     for _ in range(3):
         first = torch.empty(1000)

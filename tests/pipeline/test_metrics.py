@@ -1,4 +1,4 @@
-"""Scores by hand-worked numbers and against sacreBLEU's own; what references look like."""
+"""Scores, intervals and p-values, by hand and against sacreBLEU; the metric registry; warnings about references."""
 
 import math
 import random
@@ -22,33 +22,33 @@ REFERENCES = [
 ]
 
 
-def test_the_papers_count_by_hand() -> None:
+def test_paper_bleu_by_hand() -> None:
     # Tokens: Der Vater ##AT##-##AT## Sohn ##AT##-##AT## Tag ist heute . (9), and one of them wrong.
     reference, hypothesis = "Der Vater-Sohn-Tag ist heute.", "Der Vater-Sohn-Tag war heute."
     # n-grams of 9 tokens: 8 of 9, 6 of 8, 4 of 7, 3 of 6 are right.
     expected = 100 * math.exp(sum(map(math.log, (8 / 9, 6 / 8, 4 / 7, 3 / 6))) / 4)
     figures = paper_score([hypothesis], [reference], "de")
     assert figures["bleu_paper"] == pytest.approx(expected, abs=1e-3)
-    # Unsplit, four right n-grams are not to be had.
+    # Without splitting compounds, no 4-gram matches.
     assert figures["bleu_paper"] > sacrebleu.corpus_bleu([hypothesis], [[reference]]).score
     assert "case:mixed" in figures["bleu_paper_signature"]
     assert "smooth:none" in figures["bleu_paper_signature"]
     assert "compounds:split" in figures["bleu_paper_signature"]
 
 
-def test_case_counts_in_bleu_and_not_in_bleu_lowercase() -> None:
+def test_bleu_is_case_sensitive_and_bleu_lowercase_is_not() -> None:
     figures = score([REFERENCES[1].upper()], [REFERENCES[1]])
     assert figures["bleu"] < 50
     assert figures["bleu_lowercase"] == pytest.approx(100)
 
 
-def test_the_papers_count_knows_case_and_equal_quotation_marks() -> None:
+def test_paper_bleu_is_case_sensitive_and_normalizes_quotation_marks() -> None:
     assert paper_score(["„Ja“, sagt er heute."], ["“Ja„, sagt er heute."], "de")["bleu_paper"] < 100
     assert paper_score(["Er sagt ”Ja“ heute."], ['Er sagt "Ja" heute.'], "de")["bleu_paper"] == pytest.approx(100)
     assert paper_score([REFERENCES[1].lower()], [REFERENCES[1]], "de")["bleu_paper"] < 90
 
 
-def test_the_count_of_lower_cased_tokens_by_hand() -> None:
+def test_lowercase_moses_bleu_by_hand() -> None:
     # Tokens: zwei vater-sohn-paare laufen heute durch den tiefen schnee . (9), and the seventh wrong.
     reference = "Zwei Vater-Sohn-Paare laufen heute durch den tiefen Schnee."
     hypothesis = "zwei Vater-Sohn-Paare laufen heute durch den Weißen schnee."
@@ -65,7 +65,7 @@ def test_without_sacremoses_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         paper_score(REFERENCES, REFERENCES, "de")
 
 
-def test_intervals_hold_the_score() -> None:
+def test_intervals_contain_the_score() -> None:
     hypotheses = [*REFERENCES[:2], "Ein Mann sitzt auf der Bank.", "Die Frau sagte etwas."] * 10
     figures = score(hypotheses, REFERENCES * 10)
     assert figures["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [REFERENCES * 10]).score, abs=1e-3)
@@ -79,11 +79,11 @@ def test_a_real_difference_and_one_by_chance() -> None:
     draws = random.Random(1)
     references = [" ".join(draws.choices(["ein", "Hund", "und", "Katze", "läuft", "schnell"], k=12)) for _ in range(60)]
 
-    def spoilt(share: float, seed: int) -> list[str]:
+    def corrupted(share: float, seed: int) -> list[str]:
         draws = random.Random(seed)
         return [" ".join("falsch" if draws.random() < share else w for w in line.split()) for line in references]
 
-    good, as_good, bad = spoilt(0.1, 1), spoilt(0.1, 2), spoilt(0.3, 3)
+    good, as_good, bad = corrupted(0.1, 1), corrupted(0.1, 2), corrupted(0.3, 3)
     better = compare(good, bad, references)
     assert better["bleu"] == pytest.approx(sacrebleu.corpus_bleu(bad, [references]).score, abs=1e-3)
     assert better["bleu_difference"] > 10
@@ -138,14 +138,14 @@ def test_scores_are_rounded_to_four_places_and_sacrebleu_is_silent(caplog: pytes
         ([""], []),
     ],
 )
-def test_what_references_look_like(references: list[str], words: list[str]) -> None:
-    said = reference_warnings(references)
-    assert len(said) == len(words)
-    assert all(word in line for word, line in zip(words, said, strict=True))
+def test_reference_warnings(references: list[str], words: list[str]) -> None:
+    messages = reference_warnings(references)
+    assert len(messages) == len(words)
+    assert all(word in message for word, message in zip(words, messages, strict=True))
 
 
-def test_intervals_against_a_bootstrap_of_ones_own() -> None:
-    """The middle 95 % of the scores of 1,000 test sets drawn from this one, with other draws."""
+def test_intervals_agree_with_another_bootstrap() -> None:
+    """The middle 95 % of the scores of 1,000 resamples, with other random draws."""
     draws = random.Random(3)
     references = [" ".join(draws.choices(["ein", "Hund", "und", "Katze", "läuft", "schnell"], k=9)) for _ in range(40)]
     hypotheses = [" ".join("falsch" if draws.random() < 0.2 else w for w in line.split()) for line in references]
@@ -154,7 +154,7 @@ def test_intervals_against_a_bootstrap_of_ones_own() -> None:
     sums = np.array([[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in found])
     chosen = np.random.default_rng(7).integers(0, len(sums), (1000, len(sums)))
     drawn = sums[chosen].sum(1)
-    # Of as many words as the references have, there is no brevity penalty: BLEU is the mean precision of four orders.
+    # The lengths are equal, so there is no brevity penalty: BLEU is the geometric mean of four precisions.
     assert (drawn[:, 8] == drawn[:, 9]).all()
     bleu = 100 * np.exp(np.log(drawn[:, :4] / drawn[:, 4:8]).mean(1))
     low, high = np.percentile(bleu, [2.5, 97.5])
@@ -165,13 +165,13 @@ def test_intervals_against_a_bootstrap_of_ones_own() -> None:
     assert figures["chrf_interval"][0] < figures["chrf"] < figures["chrf_interval"][1]
 
 
-def test_exact_matches_are_counted_but_for_white_space() -> None:
+def test_exact_match_ignores_white_space() -> None:
     hypotheses = ["a b", " a  b ", "a B", "a", ""]
     assert score(hypotheses, ["a b"] * 5)["exact_match"] == pytest.approx(40)
 
 
 def test_intervals_where_some_draws_match_nothing() -> None:
-    """A poor translation of few lines."""
+    """As for a poor translation of few lines."""
     figures = score(["zwei Hunde laufen schnell", "x y z", "x y"], ["zwei Hunde laufen schnell", "a b c", "a b"])
     low, high = figures["bleu_interval"]
     assert low < 1
@@ -179,7 +179,7 @@ def test_intervals_where_some_draws_match_nothing() -> None:
 
 
 def test_scores_intervals_and_p_values_are_sacrebleus() -> None:
-    """Draw by draw: the same resamples, in the same precision."""
+    """The resamples and their precision are the same."""
     draws = random.Random(5)
     references = [" ".join(draws.choices(["ein", "Hund", "und", "Katze,", "läuft.", ""], k=9)) for _ in range(50)]
     this, other = (
@@ -228,7 +228,7 @@ def test_a_registered_metric_is_scored_and_compared(monkeypatch: pytest.MonkeyPa
     assert corpus_score(METRICS["line_length"], bad, references) == 50
 
 
-def test_a_name_is_registered_once_and_can_be_a_key() -> None:
+def test_names_that_cannot_be_registered() -> None:
     for name, message in (
         ("chrf", "is taken"),
         ("exact_match", "is taken"),

@@ -1,4 +1,4 @@
-"""`translate` on every kind of line: one line out for one line in, in order, and a word about what was lost."""
+"""`translate` writes one line for each input line, whatever it holds, and warns about what was lost."""
 
 from collections.abc import Iterator
 from io import BytesIO
@@ -42,14 +42,14 @@ def test_a_line_for_every_line(answer: Any) -> None:
     assert len(answer.stdout.decode().splitlines()) == len(lines) - 1
 
 
-def test_what_is_lost_is_said_with_the_line_number(answer: Any) -> None:
-    said = [line for line in answer.stderr.decode().splitlines() if line.startswith("line ")]
+def test_warnings_have_line_numbers(answer: Any) -> None:
+    warnings = [line for line in answer.stderr.decode().splitlines() if line.startswith("line ")]
     numbers = {name: 2 + place for place, name in enumerate(BAD_LINES)}
     expected = {f"line {numbers[name]}: is not valid UTF-8" for name in ("invalid UTF-8", "lone surrogate")}
     expected |= {f"line {numbers[name]}: its" for name in ("long", "one long word")}
-    assert len(said) == len(expected)
-    assert {line for line in said if any(line.startswith(start) for start in expected)} == set(said)
-    assert any("are more than the 1024" in line for line in said)
+    assert len(warnings) == len(expected)
+    assert {line for line in warnings if any(line.startswith(start) for start in expected)} == set(warnings)
+    assert any("are more than the 1024" in line for line in warnings)
 
 
 def test_n_best_with_scores(trained_run: Path) -> None:
@@ -70,7 +70,7 @@ def test_n_best_with_scores(trained_run: Path) -> None:
 
 
 class Echo:
-    """Says how many lines it was given and not yet asked for."""
+    """A translator that returns its input."""
 
     def translate(self, lines: list[str], n_best: int) -> list[str]:
         return lines
@@ -92,5 +92,5 @@ def test_no_more_than_a_chunk_is_read_ahead() -> None:
     assert written == 5 * CHUNK + 7
 
 
-def test_a_byte_order_mark_is_not_text() -> None:
+def test_a_byte_order_mark_is_removed() -> None:
     assert list(sentences(BytesIO(b"\xef\xbb\xbfa\r\nb\n\n"))) == ["a", "b", ""]

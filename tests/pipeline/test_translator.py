@@ -36,7 +36,7 @@ def make_network(tokenizer: Tokenizer, learned_positions: bool = False) -> Trans
 SETTINGS = DecodingSettings(beam_size=3, max_extra_tokens=4)
 
 
-def test_answers_come_in_the_order_of_the_sentences_whatever_the_batches(tokenizer: Tokenizer) -> None:
+def test_translations_have_the_order_of_the_sentences_for_any_batch_size(tokenizer: Tokenizer) -> None:
     sentences = make_sentences(40)
     network = make_network(tokenizer)
     search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
@@ -57,7 +57,7 @@ def test_answers_come_in_the_order_of_the_sentences_whatever_the_batches(tokeniz
             assert not translation.truncated
 
 
-def test_evaluation_mode_is_the_translators_care(tokenizer: Tokenizer) -> None:
+def test_the_translator_sets_evaluation_mode(tokenizer: Tokenizer) -> None:
     translator = Translator(make_network(tokenizer).train(), tokenizer, SETTINGS)
     sentences = make_sentences(10)
     assert translator.translate(sentences) == translator.translate(sentences)
@@ -74,13 +74,13 @@ def test_empty_sentences_are_not_searched(tokenizer: Tokenizer, monkeypatch: pyt
     assert translator.translate([]) == []
 
 
-def test_a_sentence_longer_than_the_positions_is_cut_and_said_so(tokenizer: Tokenizer) -> None:
+def test_a_sentence_longer_than_the_positions_is_cut_and_marked(tokenizer: Tokenizer) -> None:
     translator = Translator(make_network(tokenizer, learned_positions=True), tokenizer, SETTINGS)
     longest = " ".join(["hund"] * 30)
     short, cut = translator.translate(["ein", longest])
     assert (short.truncated, cut.truncated) == (False, True)
     assert cut.num_source_tokens == len(tokenizer.encode([longest])[0]) + 1
-    # As if the sentence had ended there: eleven pieces and the end symbol.
+    # Eleven pieces and the end symbol.
     source = torch.tensor([[*tokenizer.encode([longest])[0][:11].tolist(), tokenizer.eos_id]])
     answers = translator.search.beam(source, None, 3, 0.6, 4, 1)
     assert cut.score == pytest.approx(float(answers.scores[0, 0]), abs=1e-4)
@@ -89,7 +89,7 @@ def test_a_sentence_longer_than_the_positions_is_cut_and_said_so(tokenizer: Toke
     )
 
 
-def test_no_line_break_comes_out(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_translations_have_no_line_breaks(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     translator = Translator(make_network(tokenizer), tokenizer, SETTINGS)
     broken = "a\nb\r\nc\u2028d\x85e\x0bf\x1cg"
     monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: [broken for _ in ids])
@@ -110,7 +110,7 @@ def test_a_foreign_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
         Translator(make_network(tokenizer), other, SETTINGS)
 
 
-def test_batches_go_by_tokens_longest_first_and_by_length_where_cheap() -> None:
+def test_batches_by_length() -> None:
     draws = random.Random(2)
     lengths = [draws.randint(1, 30) for _ in range(1000)] + [900]
     batches = list(batches_by_length(lengths, 400))
@@ -123,6 +123,6 @@ def test_batches_go_by_tokens_longest_first_and_by_length_where_cheap() -> None:
         assert max(*sizes, 16) * len(sizes) <= 400
     unmasked = sum(len({lengths[index] for index in batch}) == 1 for batch in batches)
     assert unmasked > len(batches) // 2
-    # Answers take memory as well, so the shortest sentences do not come by the thousand.
+    # Hypotheses need memory as well, so the number of very short sentences is bounded.
     assert max(len(batch) for batch in batches_by_length([2] * 5000, 4096)) == 256
     assert list(batches_by_length([20] * 10, 100)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]

@@ -1,4 +1,4 @@
-"""Scores over batches and ranks are sacreBLEU's over all at once."""
+"""Scores summed over batches and ranks equal sacreBLEU's scores of the whole text."""
 
 import pytest
 import sacrebleu
@@ -28,9 +28,9 @@ def test_batches_add_up() -> None:
     scores = metric.compute()
     assert scores["validation/bleu"] == pytest.approx(sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score)
     assert scores["validation/chrf"] == pytest.approx(sacrebleu.corpus_chrf(HYPOTHESES, [REFERENCES]).score)
-    # 6 + 6 + 0 + 6 words where 6 + 7 + 1 + 5 were asked for.
+    # 6 + 6 + 0 + 6 words; the references have 6 + 7 + 1 + 5.
     assert scores["validation/length_ratio"] == pytest.approx(18 / 19)
-    # Of 2 + 7 + 0 + 2 runs of four pieces, 3 of the second and 1 of the fourth had been there before.
+    # Of 2 + 7 + 0 + 2 runs of four pieces, 3 in the second and 1 in the fourth translation are repeated.
     assert scores["validation/repetition"] == pytest.approx(4 / 11)
     by_length = {name: value for name, value in scores.items() if "length/" in name}
     assert list(by_length) == [f"validation_bleu_by_length/{name}_pieces" for name in ("01-10", "11-20", "61-")]
@@ -39,11 +39,11 @@ def test_batches_add_up() -> None:
         assert by_length[f"validation_bleu_by_length/{name}_pieces"] == pytest.approx(alone)
     assert "tok:13a" in metric.signatures()
     assert "chrF nrefs:1" in metric.signatures()
-    assert ValidationMetrics().signatures() == metric.signatures()  # known to a rank that has had no text, too
+    assert ValidationMetrics().signatures() == metric.signatures()  # also on a rank without text
 
 
 def test_ranks_add_up() -> None:
-    """One of them has the longest translation; the scores are those of one process with all of them."""
+    """Merged scores equal those of one process with all translations."""
     whole, first, second = ValidationMetrics(), ValidationMetrics(), ValidationMetrics()
     whole.update(HYPOTHESES, REFERENCES, PIECES, LENGTHS)
     first.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], LENGTHS[:1])
@@ -76,7 +76,7 @@ def test_each_length_has_its_bucket() -> None:
 
 def test_sums_are_exact_and_lists_are_of_one_length() -> None:
     metric = ValidationMetrics()
-    # float32 holds whole numbers up to 2 ** 24.
+    # float32 is exact only up to 2 ** 24.
     assert len(metric.metric_state) == 3
     assert {state.dtype for state in metric.metric_state.values()} == {torch.int64}
     with pytest.raises(ValueError, match="shorter"):
