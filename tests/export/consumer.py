@@ -1,4 +1,4 @@
-"""A program outside this project, with torch and sentencepiece only: translates standard input with a bundle's model.
+"""Translate standard input with a bundle's model; needs only torch and sentencepiece.
 
 python consumer.py model.ts [packed]
 """

@@ -1,4 +1,4 @@
-"""A bundle where this project is not: in C++, in a fresh environment, by its README, and what is in it."""
+"""Bundles used without this project: in C++, in a fresh environment and with the programs of their README."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def expected(trained_run: Path) -> list[str]:
     return done.stdout.decode().splitlines()
 
 
-def test_what_lies_there(bundle: Path, tiny_corpus: Path) -> None:
+def test_files_of_a_bundle(bundle: Path, tiny_corpus: Path) -> None:
     names = ["README.md", "card.json", "ctranslate2", "ctranslate2-int8", "model.int8.ts", "model.pt2", "model.ts"]
     assert sorted(path.name for path in bundle.iterdir()) == [*names, "parity.json", "tokenizer.model"]
     card = json.loads((bundle / "card.json").read_text())
@@ -61,8 +61,8 @@ def test_what_lies_there(bundle: Path, tiny_corpus: Path) -> None:
     assert "share_equal" in parity["ctranslate2-int8"]["int8"]
 
 
-def said_by(program: str, sentence: str, folder: Path) -> str:
-    """What a Python program prints that runs in the folder by itself, with the sentence as its argument."""
+def output_of(program: str, sentence: str, folder: Path) -> str:
+    """Return the output of an isolated Python program that runs in the folder with the sentence as its argument."""
     done = subprocess.run(
         [sys.executable, "-I", "-W", "ignore", "-c", program, sentence],
         cwd=folder,
@@ -80,15 +80,15 @@ def test_python_programs_of_the_readme(bundle: Path, trained_run: Path, expected
     assert len(programs) == 4
     program = programs[number]
     if "packed.ts" in program:
-        # Goes on where the first one has loaded the model.
+        # Continues after the first program has loaded the model.
         head, tail = programs[0].split("source = ")
         program = head + program + "source = " + tail
     program = program.replace('"A sentence."', "__import__('sys').argv[1]")
-    answers = [said_by(program, sentence, bundle) for sentence in SENTENCES[:2]]
+    answers = [output_of(program, sentence, bundle) for sentence in SENTENCES[:2]]
     if "ctranslate2" in program:
-        # Its beam search ends otherwise, and this network has learned too little for both to agree on every machine.
+        # Its beam search stops earlier. With a network trained so briefly, both may differ on some machines.
         assert all(answers)
-        answers = [said_by(program.replace('card["beam_size"]', "1"), line, bundle) for line in SENTENCES[:2]]
+        answers = [output_of(program.replace('card["beam_size"]', "1"), line, bundle) for line in SENTENCES[:2]]
         done = pipeline("translate", trained_run, "--beam", 1, text="".join(line + "\n" for line in SENTENCES))
         expected = done.stdout.decode().splitlines()
     if "load_pt2" in program:  # greedy
@@ -138,7 +138,7 @@ def test_cpp_finds_what_python_finds(bundle: Path, tmp_path: Path) -> None:
     done = subprocess.run([build / "readme"], cwd=bundle, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "CPULongType" in done.stdout
-    # What Python raises, a C++ program catches.
+    # C++ programs catch the errors that the Python code raises.
     (tmp_path / "ids.txt").write_text("5 6 60 3\n")
     arguments = [build / "translate_ids", bundle / "model.ts", tmp_path / "ids.txt", *map(str, settings)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
@@ -147,7 +147,7 @@ def test_cpp_finds_what_python_finds(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_a_consumer_in_a_fresh_environment(bundle: Path, expected: list[str], tmp_path: Path) -> None:
-    """torch and sentencepiece are all that is asked for."""
+    """Only torch and sentencepiece are needed."""
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     install = [python, "-m", "pip", "install", "--disable-pip-version-check", "-q", "-c", ROOT / "constraints.txt"]

@@ -1,4 +1,4 @@
-"""`benchmark data` on a tiny corpus: every figure there, and those that can be known are right."""
+"""`benchmark data` on a tiny corpus: its figures."""
 
 import json
 from pathlib import Path

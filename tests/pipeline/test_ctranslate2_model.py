@@ -1,4 +1,4 @@
-"""A network written for CTranslate2 gives the same probabilities there, and the same answers."""
+"""A network converted to CTranslate2 has the same probabilities and the same greedy translations."""
 
 import random
 import sys
@@ -34,7 +34,7 @@ def make_network(tokenizer: Tokenizer, **settings: object) -> Transformer:
     network = Transformer(tokenizer.vocabulary_size, shape).eval()
     with torch.no_grad():
         for parameter in network.parameters():
-            # Biases and norms too, so that one left out shows.
+            # Biases and norms as well, so that a missing one is detected.
             parameter.copy_(parameter * 2.0 if parameter.dim() == 2 else parameter + 0.3 * torch.randn_like(parameter))
     return network
 
@@ -45,7 +45,7 @@ def make_sentences(count: int, seed: int) -> list[list[int]]:
 
 
 class Peer:
-    """CTranslate2 with a network of ours, over ids."""
+    """CTranslate2 with a converted network."""
 
     def __init__(self, network: Transformer, tokenizer: Tokenizer, folder: Path) -> None:
         write_ctranslate2(network, tokenizer, folder)
@@ -61,7 +61,7 @@ def test_probabilities_are_the_same(tokenizer: Tokenizer, tmp_path: Path, varian
     network = make_network(tokenizer, **VARIANTS[variant])
     peer = Peer(network, tokenizer, tmp_path / "model")
     sources, answers = make_sentences(30, 1), make_sentences(30, 2)
-    # CTranslate2 adds an answer's end symbol itself.
+    # CTranslate2 adds the end symbol itself.
     scored = peer.translator.score_batch(peer.spelt(sources), peer.spelt([answer[:-1] for answer in answers]))
     for source, answer, one in zip(sources, answers, scored, strict=True):
         expected = forced_log_probability(network, torch.tensor(source), answer)
@@ -98,7 +98,7 @@ def test_greedy_answers_are_the_same(tokenizer: Tokenizer, tmp_path: Path, varia
     assert len(lengths) >= 6
 
 
-def test_a_network_that_ctranslate2_has_not_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_an_unsupported_network_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="d_k 6, d_v 8"):
         write_ctranslate2(make_network(tokenizer, d_k=6), tokenizer, tmp_path / "model")
     assert not (tmp_path / "model").exists()

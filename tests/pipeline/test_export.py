@@ -1,4 +1,4 @@
-"""Bundles of every recipe's shape in miniature, and what is refused."""
+"""Bundles of networks of every supported shape, in miniature, and what `export` refuses."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def make_model(tokenizer: Tokenizer, **shape: Any) -> TrainedModel:
     network = Transformer(tokenizer.vocabulary_size, settings).eval()
     with torch.no_grad():
         for parameter in network.parameters():
-            # Biases and norms too, so that one left out shows; large enough that answers differ.
+            # Biases and norms as well, so that a missing one is detected; large enough that answers differ.
             parameter.copy_(parameter * 2.0 if parameter.dim() == 2 else parameter + 0.3 * torch.randn_like(parameter))
     corpus = {"folder": "nowhere", "source_language": "xx", "target_language": "yy"}
     recipe = {"name": "letters", "corpus": corpus}
@@ -50,7 +50,7 @@ def make_model(tokenizer: Tokenizer, **shape: Any) -> TrainedModel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_each_shape_gives_the_same_in_every_format(tokenizer: Tokenizer, tmp_path: Path, shape: str) -> None:
+def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path, shape: str) -> None:
     names = bundle_files(None, None)
     if shape == "d_k":
         names.remove("ctranslate2")
@@ -70,7 +70,7 @@ def test_each_shape_gives_the_same_in_every_format(tokenizer: Tokenizer, tmp_pat
         with pytest.raises(Exception, match="24"):
             programs["encode"](source, mask)
     else:
-        # Positions of which training has seen none: sinusoids go on.
+        # Positions beyond those in training: sinusoids have no limit.
         with torch.no_grad():
             memory = model.network.encode(source, mask)
             keys = model.network.decoder[0].cross_attention.keys_values(memory)[0]  # type: ignore
@@ -78,7 +78,7 @@ def test_each_shape_gives_the_same_in_every_format(tokenizer: Tokenizer, tmp_pat
         assert search.greedy(source, None, 0).lengths.item() > 0
 
 
-def test_a_format_that_gives_something_else_ends_the_export(
+def test_a_format_that_differs_from_the_checkpoint_is_refused(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_another(bundle: formats.Bundle) -> None:
@@ -176,7 +176,7 @@ def test_without_ctranslate2(
 
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     if not named:
-        # The two others are tested elsewhere.
+        # The other two formats are tested elsewhere.
         monkeypatch.setattr(export, "FILES", {name: export.FILES[name] for name in ("torchscript", "ctranslate2")})
     options = ["--format", "ctranslate2"] if named else []
     code = main(["export", str(trained_run), str(tmp_path / "bundle"), *options])

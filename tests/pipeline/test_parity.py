@@ -28,11 +28,11 @@ def searched(tokenizer: Tokenizer) -> Parity:
 
 @pytest.fixture
 def parity(searched: Parity) -> Parity:
-    """A copy of it that a test may change."""
+    """A copy that a test may change."""
     return copy.copy(searched)
 
 
-def test_a_tie_is_told_from_a_difference(parity: Parity) -> None:
+def test_ties_and_differences(parity: Parity) -> None:
     first = parity.beam[0][0]
     other = (*first.tokens[:-1], 5, first.tokens[-1])
     for offset, kind in ((0.9e-5, "tied"), (2e-5, "different")):
@@ -40,10 +40,10 @@ def test_a_tie_is_told_from_a_difference(parity: Parity) -> None:
         figures = parity.against(found)
         assert (figures["equal"], figures[kind]) == (11, 1)
         assert bool(parity.broken(figures)) == (kind == "different")
-    # A greedy answer that takes another way where the network has a clear favourite is no tie.
+    # A greedy answer that differs where one token is clearly more probable is not a tie.
     greedy = [parity.greedy[0]._replace(tokens=other), *parity.greedy[1:]]
     assert parity.greedy_against(greedy)["greedy_different"] == 1
-    assert any("greedy answers differ" in what for what in parity.broken(parity.greedy_against(greedy)))
+    assert any("greedy answers differ" in message for message in parity.broken(parity.greedy_against(greedy)))
 
 
 NAN = float("nan")
@@ -51,7 +51,7 @@ NAN = float("nan")
 
 def test_scores_and_logits_that_are_nan_are_refused(parity: Parity) -> None:
     assert parity.broken(parity.against(parity.beam)) == []
-    # The tokens are the same, and NaN compares with nothing: in the first answer, in the middle and in the last.
+    # Tokens are the same. The NaN is in the first answer, in the middle or in the last one.
     for place in (0, len(parity.beam) // 2, len(parity.beam) - 1):
         found = [list(answers) for answers in parity.beam]
         found[place][-1] = found[place][-1]._replace(score=NAN)
@@ -91,12 +91,12 @@ def test_each_bound_is_kept(parity: Parity, name: str, bound: float) -> None:
     assert parity.broken({name: 0.99 * bound}) == []
     for value in (1.01 * bound, NAN, float("inf")):
         assert len(parity.broken({name: value})) == 1
-    # Of fewer sentences a difference in BLEU says little.
+    # With fewer sentences, the bound on BLEU is not applied.
     del parity.sources[-1]
     assert len(parity.broken({name: 1.01 * bound})) == (0 if name == "bleu_difference" else 1)
 
 
-def test_sources_are_cut_and_empty_ones_left_out(tokenizer: Tokenizer) -> None:
+def test_sources_are_cut_and_empty_sources_left_out(tokenizer: Tokenizer) -> None:
     model = make_model(tokenizer)
     text = Text("letters", ["a b c d e f", "", "ab", "a b c"], ["first", "no source", "third", "fourth"])
     parity = Parity(model.network, tokenizer, model.decoding, text, 5)
@@ -108,7 +108,7 @@ def test_sources_are_cut_and_empty_ones_left_out(tokenizer: Tokenizer) -> None:
     assert len(parity.beam) == len(parity.greedy) == 3
 
 
-def test_another_form_of_the_network_is_searched_anew(parity: Parity, tokenizer: Tokenizer) -> None:
+def test_another_form_of_the_network_is_searched_again(parity: Parity, tokenizer: Tokenizer) -> None:
     other = parity.with_network(make_model(tokenizer, d_ff=40).network)
     assert other.sources == parity.sources
     assert other.beam != parity.beam
@@ -134,7 +134,7 @@ def test_beam_answers_are_counted_by_hand(parity: Parity) -> None:
 
 
 def test_greedy_answers_are_counted_by_hand(parity: Parity) -> None:
-    """Tokens whose embeddings are the same have the same probability everywhere."""
+    """Tokens with equal embeddings always have equal probabilities."""
     parity.network = copy.deepcopy(parity.network)
     one = parity.greedy[0]
     used = {*one.tokens}
@@ -160,10 +160,10 @@ def test_log_probabilities_are_those_of_the_search(parity: Parity) -> None:
 
 
 @pytest.mark.parametrize(("num_sentences", "num_single"), [(12, 12), (50, 20)])
-def test_how_fast_answers_come(
+def test_throughput_and_latency(
     parity: Parity, monkeypatch: pytest.MonkeyPatch, num_sentences: int, num_single: int
 ) -> None:
-    """A format needs two calls to become warm; then a sentence takes it 0.1357913 s."""
+    """The first two calls are slow; then each sentence takes 0.1357913 s."""
     now, calls = 50.0, []
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     best = parity.sources[0][:3]
@@ -191,7 +191,7 @@ def test_how_fast_answers_come(
 
 
 def test_the_length_penalty_for_ctranslate2_by_hand(parity: Parity) -> None:
-    """Of answers of 3 and 8 tokens, 5.5 on average: 0.6 * 5.5 / 10.5."""
+    """For answers of 3 and 8 tokens, 5.5 on average: 0.6 * 5.5 / 10.5."""
     assert parity.settings.length_penalty == 0.6
     others = [Answer((5,) * 20, -1.0)]
     parity.beam = [[Answer((5,) * length, 0.0), *others] for length in (3, 8)]
