@@ -1,4 +1,4 @@
-"""Headless Chromium, driven over a pipe by its DevTools protocol: no driver, no port, no package."""
+"""Control headless Chromium over a pipe with the DevTools protocol; needs no driver, port or package."""
 
 import base64
 import json
@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# TensorBoard is built of web components: what one sees lies in trees of their own, below shadow roots.
+# TensorBoard consists of web components, whose elements are in separate trees below shadow roots.
 _LIBRARY = """
 window.__all = (root = document) => {
     const found = [];
@@ -28,14 +28,14 @@ window.__text = () => window.__all().filter(e => !['STYLE', 'SCRIPT', 'NOSCRIPT'
 
 
 class Browser:
-    """One page of a browser of its own."""
+    """A browser process with one page."""
 
     def __init__(self, profile: Path, width: int = 1400, height: int = 1000) -> None:
         binary = shutil.which("chromium")
         assert binary, "Debian's chromium is not installed"
-        to_browser, ours = os.pipe()
-        theirs, from_browser = os.pipe()
-        # The pipes have to be descriptors 3 and 4; a shell puts them there.
+        to_browser, write_end = os.pipe()
+        read_end, from_browser = os.pipe()
+        # Chromium expects the pipes at descriptors 3 and 4; a shell redirects them.
         arguments = [binary, "--headless=new", "--no-sandbox", "--remote-debugging-pipe", "--disable-dev-shm-usage"]
         arguments += [f"--user-data-dir={profile}", f"--window-size={width},{height}", "--hide-scrollbars"]
         # The projector draws with WebGL.
@@ -50,7 +50,7 @@ class Browser:
         )
         os.close(to_browser)
         os.close(from_browser)
-        self._to, self._from = os.fdopen(ours, "wb"), os.fdopen(theirs, "rb")
+        self._to, self._from = os.fdopen(write_end, "wb"), os.fdopen(read_end, "rb")
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
@@ -71,7 +71,7 @@ class Browser:
         while True:
             while b"\0" not in self._buffer:
                 chunk = os.read(self._from.fileno(), 1 << 16)
-                assert chunk, f"the browser has gone: {Path(self._log.name).read_text()[-2000:]}"
+                assert chunk, f"the browser has exited: {Path(self._log.name).read_text()[-2000:]}"
                 self._buffer += chunk
             line, _, self._buffer = self._buffer.partition(b"\0")
             answer = json.loads(line)
@@ -80,17 +80,17 @@ class Browser:
                 return answer["result"]
 
     def open(self, address: str) -> None:
-        """Go there."""
+        """Navigate to an address."""
         self._send("Page.navigate", url=address)
 
     def run(self, script: str) -> Any:
-        """What a JavaScript expression gives."""
+        """Return the value of a JavaScript expression."""
         answer = self._send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait(self, script: str, seconds: float = 120) -> Any:
-        """What an expression gives as soon as that is something."""
+        """Wait until an expression is truthy, and return its value."""
         deadline = time.monotonic() + seconds
         while not (value := self.run(f"window.__all ? ({script}) : null")):
             assert time.monotonic() < deadline, f"not on the page: {script}\n{self.text()[:3000]}"
@@ -98,27 +98,27 @@ class Browser:
         return value
 
     def text(self) -> str:
-        """All that is written on the page."""
+        """Return all text on the page."""
         return self.run("window.__text()")
 
-    def wait_for_text(self, words: str) -> None:
-        """Until it is written somewhere on the page."""
-        self.wait(f"window.__text().includes({json.dumps(words)})")
+    def wait_for_text(self, text: str) -> None:
+        """Wait until the page contains a text."""
+        self.wait(f"window.__text().includes({json.dumps(text)})")
 
     def click(self, selector: str, text: str = "") -> None:
-        """The first element that a selector matches and a text stands in."""
+        """Click the first element that matches a selector and contains a text."""
         matches = f"e.matches({json.dumps(selector)}) && e.innerText.includes({json.dumps(text)})"
         found = f"window.__all().filter(e => {matches})[0]"
         self.wait(f"!!{found}")
         self.run(f"{found}.click()")
 
     def screenshot(self, path: Path) -> None:
-        """What one sees, as PNG."""
+        """Save the visible part of the page as PNG."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(self._send("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
-        """End the browser."""
+        """Close the browser and wait for it to exit."""
         self._send("Browser.close")
         self._process.wait(30)
         self._to.close()

@@ -1,8 +1,8 @@
-"""Text as people type it, made from clean text: `python -m tests.integration.messy_text KIND < CLEAN > MESSY`.
+"""Make clean text look hand-with_typo: `python -m tests.integration.messy_text KIND < CLEAN > MESSY`.
 
-Kinds: `lower` and `upper` (case), `typos` (in one of six words of four letters and more, two inner neighbours swapped),
-`unpunctuated` (no full stop, question or exclamation mark at the end), `address` (a web address at the end: give it to
-the references too). What comes out is a function of the input alone.
+Kinds: `lower` and `upper` change the case; `typos` swaps two adjacent inner letters in about one of six words with four
+or more letters; `unpunctuated` removes `.`, `!` and `?` at the end; `address` appends a web address (append it to the
+references too). The output depends on the input only.
 """
 
 import random
@@ -13,16 +13,16 @@ ADDRESS = "https://example.org/a?b=1"
 
 
 def with_typos(line: str) -> str:
-    """In one of six words that are long enough, two letters beside each other swap places; first and last stay."""
-    chance = random.Random(line)
+    """Swap two adjacent inner letters in about one of six words with four or more letters."""
+    rng = random.Random(line)
 
-    def typed(word: str) -> str:
-        if len(word) < 4 or not word.isalpha() or chance.random() >= 1 / 6:
+    def with_typo(word: str) -> str:
+        if len(word) < 4 or not word.isalpha() or rng.random() >= 1 / 6:
             return word
-        place = chance.randrange(1, len(word) - 2)
-        return word[:place] + word[place + 1] + word[place] + word[place + 2 :]
+        index = rng.randrange(1, len(word) - 2)
+        return word[:index] + word[index + 1] + word[index] + word[index + 2 :]
 
-    return " ".join(map(typed, line.split(" ")))
+    return " ".join(map(with_typo, line.split(" ")))
 
 
 KINDS: dict[str, Callable[[str], str]] = {
@@ -35,7 +35,7 @@ KINDS: dict[str, Callable[[str], str]] = {
 
 
 def main() -> None:
-    """Standard input to standard output, line by line."""
+    """Convert standard input line by line."""
     if len(sys.argv) != 2 or sys.argv[1] not in KINDS:
         sys.exit(f"messy_text: name one of {', '.join(KINDS)}")
     for line in sys.stdin:

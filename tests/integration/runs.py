@@ -1,4 +1,4 @@
-"""Training processes to kill, and what their runs have left."""
+"""Start and kill training processes, and read what they wrote to their run folders."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from tests.fork_server import ForkedProcess, ForkServer
 
 
 def start(*arguments: object, module: str = "pipeline", stderr: Any = None, **environment: str) -> ForkedProcess:
-    """`python -m pipeline ...`, or another module, going on by itself; silent unless told where to speak."""
+    """Start `python -m pipeline ...`, or another module, without waiting; by default its stderr is discarded."""
     return ForkServer.shared().start(
         module,
         list(map(str, arguments)),
@@ -24,13 +24,13 @@ def start(*arguments: object, module: str = "pipeline", stderr: Any = None, **en
 
 
 def kill(process: ForkedProcess) -> bool:
-    """SIGKILL; whether it hit a process that was still running."""
+    """Send SIGKILL; return whether the process was still running."""
     process.send_signal(signal.SIGKILL)
     return process.wait() == -signal.SIGKILL
 
 
 def accumulator(run: Path) -> EventAccumulator:
-    """All that TensorBoard's own reader finds in a run."""
+    """Return TensorBoard's reader of a run, with all events loaded."""
     events = EventAccumulator(
         str(run / "tensorboard"), size_guidance=dict.fromkeys(("scalars", "tensors", "images"), 0)
     )
@@ -39,12 +39,12 @@ def accumulator(run: Path) -> EventAccumulator:
 
 
 def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
-    """A curve as TensorBoard shows it: (step, value)."""
+    """Return a curve as TensorBoard shows it: pairs of step and value."""
     return [(event.step, event.value) for event in accumulator(run).Scalars(tag)]
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Whatever has a checkpoint's final name, the newest last."""
+    """Return the files with the final name of a checkpoint, the newest last."""
     return sorted((run / "checkpoints").glob("step=*.ckpt"))
 
 
@@ -57,28 +57,28 @@ def step_of(checkpoint: Path) -> int:
 
 
 def assert_same_state(left: Path, right: Path) -> None:
-    """Two checkpoints hold the same weights, Adam moments and position in the data, bit for bit."""
-    ours, theirs = (torch.load(path, weights_only=True, mmap=True) for path in (left, right))
-    assert ours["global_step"] == theirs["global_step"]
-    assert ours["state_dict"].keys() == theirs["state_dict"].keys()
-    for name, weight in ours["state_dict"].items():
-        assert torch.equal(weight, theirs["state_dict"][name]), name
-    [adam], [other] = ours["optimizer_states"], theirs["optimizer_states"]
-    assert adam["state"].keys() == other["state"].keys()
-    for key, moments in adam["state"].items():
+    """Check that two checkpoints hold the same weights, Adam moments and position in the data, bit for bit."""
+    left_state, right_state = (torch.load(path, weights_only=True, mmap=True) for path in (left, right))
+    assert left_state["global_step"] == right_state["global_step"]
+    assert left_state["state_dict"].keys() == right_state["state_dict"].keys()
+    for name, weight in left_state["state_dict"].items():
+        assert torch.equal(weight, right_state["state_dict"][name]), name
+    [left_adam], [right_adam] = left_state["optimizer_states"], right_state["optimizer_states"]
+    assert left_adam["state"].keys() == right_adam["state"].keys()
+    for key, moments in left_adam["state"].items():
         for name, moment in moments.items():
-            assert torch.equal(moment, other["state"][key][name]), (key, name)
-    assert position(ours) == position(theirs)
+            assert torch.equal(moment, right_adam["state"][key][name]), (key, name)
+    assert position(left_state) == position(right_state)
 
 
 def position(contents: dict) -> dict:
-    """Where in the data a checkpoint stands."""
+    """Return the position in the data that a checkpoint holds."""
     [state] = contents["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     return state
 
 
 def descendants(process: ForkedProcess) -> set[int]:
-    """The ranks, loader workers and helpers that a process has started, and those that they have."""
+    """Return the ids of the processes that a process has started, directly or indirectly."""
     parents = {pid: parent for pid, (parent, _) in _processes().items()}
     found = {process.pid}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
@@ -86,13 +86,13 @@ def descendants(process: ForkedProcess) -> set[int]:
     return found - {process.pid}
 
 
-def still_there(pids: set[int]) -> set[int]:
-    """Those that run; a dead one that nobody has asked after does not."""
+def still_running(pids: set[int]) -> set[int]:
+    """Return the ids of the processes that run; a zombie does not."""
     return {pid for pid, (_, state) in _processes().items() if pid in pids and state != "Z"}
 
 
 def _processes() -> dict[int, tuple[int, str]]:
-    """Parent and state of every process."""
+    """Return the parent and the state of every process, by id."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid=,state="], capture_output=True, text=True, check=True).stdout
     rows = (line.split() for line in listed.splitlines())
     return {int(pid): (int(parent), state) for pid, parent, state in rows}

@@ -1,13 +1,13 @@
-"""The model behind `benchmark scaling` against two real gloo processes: `python -m tests.integration.scaling_check C`.
+"""Compare `benchmark scaling` with two gloo processes: `python -m tests.integration.scaling_check RECIPE`.
 
-The recipe C is trained on the CPU, a thread a process, by DDP: by one process alone, by two that share a batch, and by
-two with a batch each, with and without all-reducing. All take turns of the same step, and what gloo's all-reduce takes
-is measured in every turn, so that drift hits all alike. Two processes also share a machine's memory and cores, of which
-the model knows nothing; so under `asleep` stand backward passes of DDP on the same gradients that sleep instead of
-working, as if a GPU did the work: there only the overlap counts.
+The recipe is trained on the CPU with DDP and one thread per process: by one process, by two processes that share a
+batch, and by two processes with one batch each, with and without all-reduce. Every turn measures each of these and
+gloo's all-reduce once, so that drift affects all of them alike. Two processes also share memory and cores of the
+machine, which the model does not consider. `asleep` therefore holds measurements of DDP backward passes that reduce the
+same gradients but sleep instead of computing, as if a GPU did the work; only the overlap matters there.
 
-The last line is one JSON object of seconds and of the efficiencies that were predicted and measured. Every time is the
-shortest of all turns, since whatever else the machine does only makes them longer; give it a quiet one.
+The last line of the output is a JSON object with times in seconds and the predicted and measured efficiencies. Each
+time is the minimum over all turns. Run this on an otherwise idle machine.
 """
 
 import json
@@ -52,7 +52,7 @@ LATENCY_BYTES, BUCKET_BYTES = 4096, 25 << 20
 
 
 class Losses(nn.Module):
-    """What DDP wraps."""
+    """The network with its loss, for DDP to wrap."""
 
     def __init__(self, network: Transformer, smoothing: float, pad: int) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ class Losses(nn.Module):
         return label_smoothed_loss(states, weight, batch.target_output, self.smoothing, self.pad).smoothed
 
 
-class Slept(torch.autograd.Function):
-    """The identity, whose backward pass takes its time and gives the weight a gradient."""
+class SleepInBackward(torch.autograd.Function):
+    """The identity; its backward pass sleeps and gives the weight a zero gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
@@ -78,53 +78,54 @@ class Slept(torch.autograd.Function):
         return gradients[0], ctx.gradient, None
 
 
-class Sleeper(nn.Module):
-    """The network's gradients, complete one after another: seconds of sleep for each as its bytes are."""
+class SleepingModule(nn.Module):
+    """A module with the network's parameter sizes whose backward pass sleeps in proportion to each parameter's size."""
 
     def __init__(self, parameter_bytes: list[int]) -> None:
         super().__init__()
         self.weights = nn.ParameterList([torch.zeros(size // 4) for size in parameter_bytes])
 
     def forward(self, seconds: float) -> Tensor:
-        evenly = sum(weight.numel() for weight in list(self.weights)[1:])
+        num_timed_elements = sum(weight.numel() for weight in list(self.weights)[1:])
         x = torch.zeros(1, requires_grad=True)
         for number, weight in enumerate(self.weights):
-            x = Slept.apply(x, weight, seconds * weight.numel() / evenly if number else 0.0)
+            x = SleepInBackward.apply(x, weight, seconds * weight.numel() / num_timed_elements if number else 0.0)
         return x.sum()
 
 
 def asleep(parameter_bytes: list[int]) -> dict[str, Any]:
-    """Seconds exposed beside backward passes of no time, of half an all-reduce, of one and of two."""
-    ddp = DistributedDataParallel(Sleeper(parameter_bytes), gradient_as_bucket_view=True, broadcast_buffers=False)
+    """Measure the exposed all-reduce time next to backward passes of 0, 0.5, 1 and 2 times an all-reduce."""
+    module = SleepingModule(parameter_bytes)
+    ddp = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
     buckets = ddp_buckets(parameter_bytes)
-    once = all_reduce_seconds(sum(parameter_bytes))
-    figures: dict[str, list[float]] = {"backward": [], "exposed_predicted": [], "exposed_measured": []}
-    for times in (0.0, 0.5, 1.0, 2.0):
+    full_all_reduce = all_reduce_seconds(sum(parameter_bytes))
+    results: dict[str, list[float]] = {"backward": [], "exposed_predicted": [], "exposed_measured": []}
+    for ratio in (0.0, 0.5, 1.0, 2.0):
         backward: dict[bool, list[float]] = {False: [], True: []}
         all_reduces = []
         for turn in range(20):
-            for synchronise in (False, True):
-                with nullcontext() if synchronise else ddp.no_sync():
-                    loss = ddp(times * once)
+            for synchronize in (False, True):
+                with nullcontext() if synchronize else ddp.no_sync():
+                    loss = ddp(ratio * full_all_reduce)
                     dist.barrier()
                     began = time.perf_counter()
                     loss.backward()
-                    # DDP makes its final buckets after the first one that synchronises.
+                    # DDP builds its final buckets after the first synchronized backward pass.
                     if turn > 1:
-                        backward[synchronise].append(time.perf_counter() - began)
+                        backward[synchronize].append(time.perf_counter() - began)
                 ddp.zero_grad()
             all_reduces.append(all_reduce_seconds(BUCKET_BYTES))
         alone = min(backward[False])
         small = all_reduce_seconds(LATENCY_BYTES)
         link = Link(BUCKET_BYTES / (min(all_reduces) - small), small / 2)
-        figures["backward"].append(alone)
-        figures["exposed_predicted"].append(exposed_seconds(buckets, alone, 2, link))
-        figures["exposed_measured"].append(min(backward[True]) - alone)
-    return figures
+        results["backward"].append(alone)
+        results["exposed_predicted"].append(exposed_seconds(buckets, alone, 2, link))
+        results["exposed_measured"].append(min(backward[True]) - alone)
+    return results
 
 
-class Trainee:
-    """One of two processes."""
+class TrainingProcess:
+    """The training state of one of the two processes."""
 
     def __init__(self, rank: int, recipe: Recipe) -> None:
         self.rank = rank
@@ -143,30 +144,30 @@ class Trainee:
         network = Transformer(tokenizer.vocabulary_size, recipe.network)
         self.parameter_bytes = [4 * parameter.numel() for parameter in network.parameters()]
         losses = Losses(network, recipe.training.label_smoothing, self.special.pad)
-        # One process trains while the other stands still, so buffers must not be broadcast.
+        # One process may train while the other waits, so buffers must not be broadcast.
         self.ddp = DistributedDataParallel(losses, gradient_as_bucket_view=True, broadcast_buffers=False)
-        # The rate is 0: weights stay what they are, whoever takes a step alone.
+        # The learning rate is 0, so that the weights of both processes stay equal.
         self.optimizer = torch.optim.Adam(self.ddp.parameters(), lr=0.0, fused=True)
         self.bf16 = best_precision("cpu") == "bf16-mixed"
         self.backward_seconds = 0.0
 
-    def share(self, batch: int, part: int, parts: int) -> RankBatch:
-        """One of so many parts of a global batch."""
+    def part_of(self, batch: int, part: int, parts: int) -> RankBatch:
+        """Return one part of a global batch that is split into `parts`."""
         groups = rank_batch(self.plan[batch], part, parts, self.data.micro_batch_tokens)
         return collate(self.data.train_corpus, groups, self.special, num_target_tokens=self.plan.target_tokens(batch))
 
-    def step(self, share: RankBatch | None, synchronise: bool) -> float:
-        """Train, or stand still; returns seconds until the other process has finished too."""
+    def step(self, batch: RankBatch | None, synchronize: bool) -> float:
+        """Train on a batch, or only wait if it is None; return the seconds until both processes have finished."""
         dist.barrier()
         began = time.perf_counter()
         self.backward_seconds = 0.0
-        if share is not None:
-            batches = share.micro_batches
-            for number, batch in enumerate(batches):
-                last = number == len(batches) - 1
-                with nullcontext() if synchronise and last else self.ddp.no_sync():
+        if batch is not None:
+            micro_batches = batch.micro_batches
+            for number, micro_batch in enumerate(micro_batches):
+                is_last = number == len(micro_batches) - 1
+                with nullcontext() if synchronize and is_last else self.ddp.no_sync():
                     with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
-                        loss = self.ddp(batch) / share.num_target_tokens
+                        loss = self.ddp(micro_batch) / batch.num_target_tokens
                     backward_began = time.perf_counter()
                     loss.backward()
                     self.backward_seconds += time.perf_counter() - backward_began
@@ -187,57 +188,58 @@ def all_reduce_seconds(num_bytes: int) -> float:
     return min(times)
 
 
-def train(rank: int, port: int, recipe: Recipe, answer: Path) -> None:
-    """One process's life; the first one writes the answer."""
+def train(rank: int, port: int, recipe: Recipe, results_file: Path) -> None:
+    """Run one process; rank 0 writes the results to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    one, seconds = Trainee(rank, recipe), defaultdict(list)
-    # One batch for all: the shortest time must not be that of the smallest batch.
-    part, halves, wholes = one.share(0, 0, SMALLER), one.share(0, rank, 2), one.share(0, 0, 1)
+    process, seconds = TrainingProcess(rank, recipe), defaultdict(list)
+    # Use the same batch throughout. Otherwise, the minimum time would be that of the smallest batch.
+    part, halves, wholes = process.part_of(0, 0, SMALLER), process.part_of(0, rank, 2), process.part_of(0, 0, 1)
     for turn in range(WARM_UP_TURNS + TURNS):
         measured = {
-            # The other one stands at the barrier, which takes no time of a core.
-            "part": one.step(part if rank == 0 else None, False),
-            "alone": one.step(wholes if rank == 0 else None, False),
-            "alone_backward": one.backward_seconds,
-            "halves_apart": one.step(halves, False),
-            "halves": one.step(halves, True),
-            "wholes_apart": one.step(wholes, False),
-            "wholes": one.step(wholes, True),
+            # The other process waits at the barrier, which uses no CPU time.
+            "part": process.step(part if rank == 0 else None, False),
+            "alone": process.step(wholes if rank == 0 else None, False),
+            "alone_backward": process.backward_seconds,
+            "halves_apart": process.step(halves, False),
+            "halves": process.step(halves, True),
+            "wholes_apart": process.step(wholes, False),
+            "wholes": process.step(wholes, True),
             "small_all_reduce": all_reduce_seconds(LATENCY_BYTES),
             "large_all_reduce": all_reduce_seconds(BUCKET_BYTES),
         }
         if turn >= WARM_UP_TURNS:
             for name, value in measured.items():
                 seconds[name].append(value)
-    overlap = asleep(one.parameter_bytes)
+    overlap = asleep(process.parameter_bytes)
     if rank == 0:
-        figures = compared(seconds, one.parameter_bytes, len(wholes.shapes))
-        answer.write_text(json.dumps({**figures, "asleep": overlap}))
-    # Whoever leaves first would keep the other waiting for ever.
+        results = compare(seconds, process.parameter_bytes, len(wholes.shapes))
+        results_file.write_text(json.dumps({**results, "asleep": overlap}))
+    # If one process left first, the other would wait forever.
     dist.barrier()
     dist.destroy_process_group()
 
 
-def compared(seconds: dict[str, list[float]], parameter_bytes: list[int], micro_batches: int) -> dict[str, Any]:
-    """What was measured beside what the model makes of a step alone and of gloo's link."""
-    of = {name: min(values) for name, values in seconds.items()}
-    fixed = max(0.0, of["part"] - (of["alone"] - of["part"]) / (SMALLER - 1))
-    step = Step(of["alone"], of["alone_backward"], fixed, micro_batches)
-    # A ring of two sends all bytes once, in two hops.
-    link = Link(BUCKET_BYTES / (of["large_all_reduce"] - of["small_all_reduce"]), of["small_all_reduce"] / 2)
+def compare(seconds: dict[str, list[float]], parameter_bytes: list[int], micro_batches: int) -> dict[str, Any]:
+    """Return the measurements and what the model predicts from the step of one process and from gloo's link."""
+    minimum = {name: min(values) for name, values in seconds.items()}
+    fixed = max(0.0, minimum["part"] - (minimum["alone"] - minimum["part"]) / (SMALLER - 1))
+    step = Step(minimum["alone"], minimum["alone_backward"], fixed, micro_batches)
+    # A ring of two processes sends all bytes once, in two hops.
+    small = minimum["small_all_reduce"]
+    link = Link(BUCKET_BYTES / (minimum["large_all_reduce"] - small), small / 2)
     buckets = ddp_buckets(parameter_bytes)
-    figures: dict[str, Any] = {"gradient_bytes": sum(parameter_bytes), "micro_batches": micro_batches}
-    figures |= {"gloo_gb_s": link.bytes_per_second / 1e9, "gloo_latency_us": link.latency_seconds * 1e6}
-    figures |= {**of, "fixed": fixed}
+    results: dict[str, Any] = {"gradient_bytes": sum(parameter_bytes), "micro_batches": micro_batches}
+    results |= {"gloo_gb_s": link.bytes_per_second / 1e9, "gloo_latency_us": link.latency_seconds * 1e6}
+    results |= {**minimum, "fixed": fixed}
     for name, scaling in (("halves", strong_scaling), ("wholes", weak_scaling)):
         two = scaling(step, buckets, Cluster(link), 2)
-        figures[name + "_predicted"] = two.step_seconds
-        figures[name + "_exposed_predicted"] = two.exposed_seconds
-        figures[name + "_exposed_measured"] = of[name] - of[f"{name}_apart"]
-        figures[name + "_efficiency_predicted"] = two.efficiency
-        figures[name + "_efficiency_measured"] = of["alone"] / (of[name] * (2 if name == "halves" else 1))
-    return figures
+        results[name + "_predicted"] = two.step_seconds
+        results[name + "_exposed_predicted"] = two.exposed_seconds
+        results[name + "_exposed_measured"] = minimum[name] - minimum[f"{name}_apart"]
+        results[name + "_efficiency_predicted"] = two.efficiency
+        results[name + "_efficiency_measured"] = minimum["alone"] / (minimum[name] * (2 if name == "halves" else 1))
+    return results
 
 
 def main(path: str) -> None:
@@ -246,9 +248,9 @@ def main(path: str) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        mp.spawn(train, (port, recipe, answer), nprocs=2)
-        print(json.dumps(rounded(json.loads(answer.read_text()))))
+        results_file = Path(folder) / "results.json"
+        mp.spawn(train, (port, recipe, results_file), nprocs=2)
+        print(json.dumps(rounded(json.loads(results_file.read_text()))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A task that is no translation, by the same commands: digits sorted, scored by exact match."""
+"""A task other than translation with the same commands: sort digits, scored by exact match."""
 
 import json
 import random
@@ -11,9 +11,9 @@ from tests.conftest import pipeline
 
 
 def write_digits(folder: Path, split: str, count: int, seed: int) -> dict[str, str]:
-    """Two files: two to five digits a line, and the same in order."""
-    chooser = random.Random(seed)
-    lines = [chooser.choices("0123456789", k=chooser.randint(2, 5)) for _ in range(count)]
+    """Write a file with two to five digits per line, and one with the digits of each line sorted."""
+    rng = random.Random(seed)
+    lines = [rng.choices("0123456789", k=rng.randint(2, 5)) for _ in range(count)]
     (folder / f"{split}.shuffled").write_text("".join(" ".join(line) + "\n" for line in lines))
     (folder / f"{split}.sorted").write_text("".join(" ".join(sorted(line)) + "\n" for line in lines))
     return {"source": str(folder / f"{split}.shuffled"), "target": str(folder / f"{split}.sorted")}
@@ -41,8 +41,8 @@ def test_learns_to_sort(tmp_path: Path) -> None:
         "--output", tmp_path / "answers",
     )  # fmt: skip
     assert evaluated.returncode == 0, evaluated.stderr.decode()
-    figures = json.loads(evaluated.stdout.decode().splitlines()[-1])
-    answers, right = (tmp_path / "answers").read_text().splitlines(), Path(test["target"]).read_text().splitlines()
-    counted = 100.0 * sum(map(str.__eq__, answers, right)) / len(right)
-    assert figures["exact_match"] == pytest.approx(counted)
-    assert counted > 90.0
+    scores = json.loads(evaluated.stdout.decode().splitlines()[-1])
+    answers, references = (tmp_path / "answers").read_text().splitlines(), Path(test["target"]).read_text().splitlines()
+    exact_match = 100.0 * sum(map(str.__eq__, answers, references)) / len(references)
+    assert scores["exact_match"] == pytest.approx(exact_match)
+    assert exact_match > 90.0

@@ -1,4 +1,4 @@
-"""The commands on a trained run, as a user types them; and what they say to a user's mistakes."""
+"""The commands on a trained run, called as a user calls them, and their error messages."""
 
 import gzip
 import json
@@ -17,21 +17,21 @@ from tests.integration.runs import start
 VERBS = ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo"]
 
 
-def refused(*arguments: object, text: str | None = None) -> str:
-    """The one line that a mistake gets."""
+def error_line(*arguments: object, text: str | None = None) -> str:
+    """Run a command that must fail with exit code 2 and one line of error; return that line."""
     done = pipeline(*arguments, text=text)
-    said = done.stderr.decode()
-    assert done.returncode == 2, said
+    stderr = done.stderr.decode()
+    assert done.returncode == 2, stderr
     assert done.stdout == b""
-    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
-    assert "Traceback" not in said
-    assert "usage" not in said
+    assert "Traceback" not in stderr
+    assert "usage" not in stderr
     return lines[0]
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_needs_no_torch(verb: str) -> None:
+def test_help_does_not_import_torch(verb: str) -> None:
     code = (
         f"import sys; from pipeline.__main__ import main\ntry: main([{verb!r}, '--help'])\nexcept SystemExit: pass\n"
         "print('torch' in sys.modules or 'lightning' in sys.modules)"
@@ -42,7 +42,7 @@ def test_help_needs_no_torch(verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["prepare", "translate", "evaluate"])
-def test_no_lightning_where_nothing_is_trained(verb: str, trained_run: Path, recipe_file: Path) -> None:
+def test_lightning_is_imported_only_to_train(verb: str, trained_run: Path, recipe_file: Path) -> None:
     texts = trained_run.parent / "text"
     texts.write_text("a red dog\n")
     arguments = {
@@ -59,8 +59,8 @@ def test_no_lightning_where_nothing_is_trained(verb: str, trained_run: Path, rec
     assert done.stdout.splitlines()[-1] == "False"
 
 
-def test_a_python_without_the_packages() -> None:
-    """A recipe's command typed where the virtual environment is not active."""
+def test_missing_packages_are_reported() -> None:
+    """As when the virtual environment is not active."""
     for verb in ("fit", "doctor", "prepare"):
         command = [sys.executable, "-S", "-m", "pipeline", verb, "--config", "configs/demo.yaml"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -71,7 +71,7 @@ def test_a_python_without_the_packages() -> None:
 
 
 def test_doctor_in_a_job_of_one_task(recipe_file: Path) -> None:
-    """One task was asked for, and an overlay says two."""
+    """The job has one task, the recipe two devices."""
     job = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "LOCALID": "0", "NTASKS": "1", "STEP_TASKS_PER_NODE": "1"}
     environment = {f"SLURM_{name}": value for name, value in job.items()}
     done = pipeline("doctor", "--config", recipe_file, "--trainer.devices", 2, environment=environment)
@@ -79,7 +79,7 @@ def test_doctor_in_a_job_of_one_task(recipe_file: Path) -> None:
     assert b"ok    trainer.devices 2 of the recipe does not count: the job gives 1" in done.stdout
 
 
-def test_translate_gives_a_line_for_a_line(trained_run: Path) -> None:
+def test_translate_writes_one_line_per_input_line(trained_run: Path) -> None:
     done = pipeline("translate", trained_run, text="the dog sees a cat\n\na house\nthe dog sees a cat")
     assert done.returncode == 0
     lines = done.stdout.decode().split("\n")
@@ -90,7 +90,7 @@ def test_translate_gives_a_line_for_a_line(trained_run: Path) -> None:
     assert "best.ckpt" in done.stderr.decode()
 
 
-def test_a_reader_that_leaves_is_no_error(trained_run: Path, tmp_path: Path) -> None:
+def test_a_closed_output_pipe_is_no_error(trained_run: Path, tmp_path: Path) -> None:
     text = tmp_path / "many"
     text.write_text("a dog\n" * 3000)
     command = f"'{sys.executable}' -m pipeline translate '{trained_run}' --input '{text}' | head -n 1"
@@ -102,7 +102,7 @@ def test_a_reader_that_leaves_is_no_error(trained_run: Path, tmp_path: Path) -> 
     assert done.returncode == 0
 
 
-def test_a_prompt_answers_line_by_line(trained_run: Path) -> None:
+def test_interactive_input_is_translated_line_by_line(trained_run: Path) -> None:
     import os
     import pty
 
@@ -116,7 +116,7 @@ def test_a_prompt_answers_line_by_line(trained_run: Path) -> None:
     )
     assert process.stdout is not None
     os.write(leader, b"the dog sees a cat\n")
-    first = process.stdout.readline()  # before the input has ended
+    first = process.stdout.readline()  # before the end of the input
     assert first.strip()
     os.write(leader, b"\x04")
     assert process.wait(60) == 0
@@ -130,54 +130,58 @@ def test_evaluate_scores_with_signatures(trained_run: Path, tiny_corpus: Path, t
     output = tmp_path / "hypotheses"
     done = pipeline("evaluate", trained_run, "--source", source, "--reference", reference, "--output", output)
     assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.decode().splitlines()[-1])
+    scores = json.loads(done.stdout.decode().splitlines()[-1])
     hypotheses, references = output.read_text().split("\n")[:-1], reference.read_text().split("\n")[:-1]
-    assert figures["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score, abs=1e-3)
-    assert figures["chrf"] == pytest.approx(sacrebleu.corpus_chrf(hypotheses, [references]).score, abs=1e-3)
-    assert "tok:13a" in figures["bleu_signature"]
-    assert "case:lc" in figures["bleu_lowercase_signature"]
-    assert figures["chrf_interval"][0] < figures["chrf"] < figures["chrf_interval"][1]
+    assert scores["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score, abs=1e-3)
+    assert scores["chrf"] == pytest.approx(sacrebleu.corpus_chrf(hypotheses, [references]).score, abs=1e-3)
+    assert "tok:13a" in scores["bleu_signature"]
+    assert "case:lc" in scores["bleu_lowercase_signature"]
+    assert scores["chrf_interval"][0] < scores["chrf"] < scores["chrf_interval"][1]
     greedy = pipeline("evaluate", trained_run, "--source", source, "--reference", reference, "--beam", 1)
     assert json.loads(greedy.stdout.decode().splitlines()[-1])["beam_size"] == 1
 
 
 @pytest.mark.slow
-def test_evaluate_compares_and_counts_as_the_paper(trained_run: Path, tiny_corpus: Path, tmp_path: Path) -> None:
+def test_evaluate_against_another_checkpoint_with_the_papers_bleu(
+    trained_run: Path, tiny_corpus: Path, tmp_path: Path
+) -> None:
     source, reference = (tiny_corpus.parent / f"validation.{side}" for side in ("source", "target"))
     other = trained_run / "checkpoints" / "step=00000080.ckpt"
     command = ["evaluate", trained_run, "--source", source, "--reference", reference, "--beam", 1]
     done = pipeline(*command, "--paper", "--versus", other)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode().splitlines()
-    figures = json.loads(lines[-1])
-    assert figures["versus"]["checkpoint"] == str(other)
-    # It compares with the other one's own score, and says so in a line that people read.
-    alone = pipeline("evaluate", other, "--source", source, "--reference", reference, "--beam", 1)
-    theirs = json.loads(alone.stdout.decode().splitlines()[-1])
-    assert figures["versus"]["bleu"] == theirs["bleu"]
-    assert figures["versus"]["bleu_difference"] == pytest.approx(figures["bleu"] - theirs["bleu"], abs=1e-3)
+    scores = json.loads(lines[-1])
+    assert scores["versus"]["checkpoint"] == str(other)
+    # The difference is to the other checkpoint's own BLEU, and a line of text names the checkpoint.
+    other_evaluation = pipeline("evaluate", other, "--source", source, "--reference", reference, "--beam", 1)
+    other_scores = json.loads(other_evaluation.stdout.decode().splitlines()[-1])
+    assert scores["versus"]["bleu"] == other_scores["bleu"]
+    assert scores["versus"]["bleu_difference"] == pytest.approx(scores["bleu"] - other_scores["bleu"], abs=1e-3)
     assert any(str(other) in line and "paired bootstrap" in line for line in lines)
-    # Beside sacreBLEU, under a name of its own.
-    assert figures["bleu_paper_signature"] != figures["bleu_signature"]
+    # The paper's BLEU has its own name and signature beside sacreBLEU's.
+    assert scores["bleu_paper_signature"] != scores["bleu_signature"]
     scores = ["bleu", "bleu_lowercase", "chrf", "bleu_paper", "bleu_moses_lowercase"]
     assert [line.split()[0] for line in lines[: len(scores)]] == scores
-    assert "bleu_paper" not in theirs
+    assert "bleu_paper" not in other_scores
     assert f"{reference}: its lines look lower-cased" in done.stderr.decode()
 
 
-def test_doctor_finds_what_is_wrong(recipe_file: Path) -> None:
-    well = pipeline("doctor", "--config", recipe_file, "--fresh")
-    assert well.returncode == 0, well.stdout
-    assert b"WRONG" not in well.stdout
-    ill = pipeline("doctor", "--config", recipe_file, "--corpus.folder", "nowhere", "--corpus.train.source", "none.en")
-    assert ill.returncode == 1
-    assert b"WRONG text none.en is missing" in ill.stdout
+def test_doctor_reports_problems(recipe_file: Path) -> None:
+    healthy = pipeline("doctor", "--config", recipe_file, "--fresh")
+    assert healthy.returncode == 0, healthy.stdout
+    assert b"WRONG" not in healthy.stdout
+    broken = pipeline(
+        "doctor", "--config", recipe_file, "--corpus.folder", "nowhere", "--corpus.train.source", "none.en"
+    )
+    assert broken.returncode == 1
+    assert b"WRONG text none.en is missing" in broken.stdout
     other = pipeline("doctor", "--config", recipe_file, "--corpus.vocabulary_size", 50)
     assert other.returncode == 1
     assert b"is prepared with other settings: corpus.vocabulary_size was 60, now 50; name another" in other.stdout
 
 
-def test_doctor_refuses_what_fit_would(trained_run: Path, recipe_file: Path) -> None:
+def test_doctor_reports_what_fit_refuses(trained_run: Path, recipe_file: Path) -> None:
     wider = pipeline("doctor", "--config", recipe_file, "--run.folder", trained_run, "--network.d_ff", 64)
     assert wider.returncode == 1
     assert re.search(rb"contains a run of another recipe: .*network\.d_ff 32 -> 64.*; use --fresh", wider.stdout)
@@ -187,55 +191,59 @@ def test_doctor_refuses_what_fit_would(trained_run: Path, recipe_file: Path) -> 
     assert b"WRONG trainer.max_steps -1 is not a number of steps" in endless.stdout
 
 
-def test_mistakes_of_the_command_line(trained_run: Path, tmp_path: Path) -> None:
-    assert "'translat' is not a verb" in refused("translat")
-    assert "no such checkpoint" in refused("translate", tmp_path / "none.ckpt")
-    assert "arguments are required: --reference; see" in refused("evaluate", trained_run, "--source", tmp_path)
-    assert "argument '--beems'" in refused("translate", trained_run, "--beems", 3)
-    assert "--beam 0" in refused("translate", trained_run, "--beam", 0)
-    assert "--n-best 0" in refused("translate", trained_run, "--n-best", 0)
-    assert "is more than the beam, 2; raise --beam" in refused("translate", trained_run, "--n-best", 3, "--beam", 2)
-    assert "--length-penalty -1" in refused("translate", trained_run, "--length-penalty", -1)
-    assert "none.txt" in refused("translate", trained_run, "--input", tmp_path / "none.txt")
+def test_errors_of_the_command_line(trained_run: Path, tmp_path: Path) -> None:
+    assert "'translat' is not a verb" in error_line("translat")
+    assert "no such checkpoint" in error_line("translate", tmp_path / "none.ckpt")
+    assert "arguments are required: --reference; see" in error_line("evaluate", trained_run, "--source", tmp_path)
+    assert "argument '--beems'" in error_line("translate", trained_run, "--beems", 3)
+    assert "--beam 0" in error_line("translate", trained_run, "--beam", 0)
+    assert "--n-best 0" in error_line("translate", trained_run, "--n-best", 0)
+    assert "is more than the beam, 2; raise --beam" in error_line("translate", trained_run, "--n-best", 3, "--beam", 2)
+    assert "--length-penalty -1" in error_line("translate", trained_run, "--length-penalty", -1)
+    assert "none.txt" in error_line("translate", trained_run, "--input", tmp_path / "none.txt")
     truncated = tmp_path / "cut.ckpt"
     truncated.write_bytes((trained_run / "checkpoints" / "best.ckpt").read_bytes()[:5000])
-    assert "truncated" in refused("translate", truncated)
-    assert "truncated" in refused("export", truncated, tmp_path / "bundle")
+    assert "truncated" in error_line("translate", truncated)
+    assert "truncated" in error_line("export", truncated, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
     three, two = tmp_path / "three", tmp_path / "two"
     three.write_text("a\nb\nc\n")
     two.write_text("a\nb\n")
-    said = refused("evaluate", trained_run, "--source", three, "--reference", two)
-    assert "3 lines" in said
-    assert f"{two} is shorter" in said
+    message = error_line("evaluate", trained_run, "--source", three, "--reference", two)
+    assert "3 lines" in message
+    assert f"{two} is shorter" in message
     texts = ["--source", three, "--reference", three]
-    assert "its folder is not there" in refused("evaluate", trained_run, *texts, "--output", tmp_path / "no" / "file")
-    assert "no such checkpoint" in refused("evaluate", trained_run, *texts, "--versus", tmp_path / "none.ckpt")
+    assert "its folder is not there" in error_line(
+        "evaluate", trained_run, *texts, "--output", tmp_path / "no" / "file"
+    )
+    assert "no such checkpoint" in error_line("evaluate", trained_run, *texts, "--versus", tmp_path / "none.ckpt")
 
 
-def test_places_that_cannot_be_written(trained_run: Path, recipe_file: Path, tmp_path: Path) -> None:
-    # Nothing can be written below a file, by whomever.
+def test_paths_that_cannot_be_written(trained_run: Path, recipe_file: Path, tmp_path: Path) -> None:
+    # Nothing can be created below a file, even by root.
     (tmp_path / "file").touch()
-    place = tmp_path / "file" / "place"
-    run = refused("fit", "--config", recipe_file, "--run.folder", place)
-    assert f"{place}: cannot be written (Not a directory); give another run.folder" in run
-    assert f"{place}: cannot be written (File exists); give another folder" in refused("export", trained_run, place)
-    assert "check that path, or give another" in refused("average", trained_run, "--last", 2, "--output", place)
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"a house" * 99)[:-9])
-    cut = refused("evaluate", trained_run, "--source", tmp_path / "cut.gz", "--reference", tmp_path / "cut.gz")
-    assert f"{tmp_path / 'cut.gz'}: is no gzip file or a damaged one" in cut
+    unwritable = tmp_path / "file" / "folder"
+    line = error_line("fit", "--config", recipe_file, "--run.folder", unwritable)
+    assert f"{unwritable}: cannot be written (Not a directory); give another run.folder" in line
+    line = error_line("export", trained_run, unwritable)
+    assert f"{unwritable}: cannot be written (File exists); give another folder" in line
+    assert "check that path, or give another" in error_line("average", trained_run, "--last", 2, "--output", unwritable)
+    truncated = tmp_path / "truncated.gz"
+    truncated.write_bytes(gzip.compress(b"a house" * 99)[:-9])
+    line = error_line("evaluate", trained_run, "--source", truncated, "--reference", truncated)
+    assert f"{truncated}: is no gzip file or a damaged one" in line
 
 
-def test_a_run_folder_that_holds_something_else(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused(recipe_file: Path, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("meow")
-    assert "not a run folder" in refused("fit", "--config", recipe_file, "--run.folder", tmp_path / "photos")
+    assert "not a run folder" in error_line("fit", "--config", recipe_file, "--run.folder", tmp_path / "photos")
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
 
 
 def test_unequal_texts_stop_fit_before_anything_is_written(recipe_file: Path, tmp_path: Path) -> None:
     (tmp_path / "short").write_text("a\n")
-    said = refused(
+    message = error_line(
         "fit",
         "--config",
         recipe_file,
@@ -246,17 +254,17 @@ def test_unequal_texts_stop_fit_before_anything_is_written(recipe_file: Path, tm
         "--run.folder",
         tmp_path / "run",
     )
-    assert "1 line" in said
+    assert "1 line" in message
     assert not (tmp_path / "corpus").exists()
     assert not (tmp_path / "run").exists()
 
 
-def test_two_fits_on_one_folder(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_second_fit_on_a_run_folder_is_refused(recipe_file: Path, tmp_path: Path) -> None:
     command = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.max_steps", 100000]
     first = start(*command)
     while not list((tmp_path / "run").glob("checkpoints/*")) and first.poll() is None:
         time.sleep(0.05)
-    assert "another fit is writing to it" in refused(*command)
+    assert "another fit is writing to it" in error_line(*command)
     first.kill()
     first.wait()
     done = pipeline(*command[:-1], 10)

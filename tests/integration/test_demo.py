@@ -1,4 +1,4 @@
-"""The whole product once, as `make demo` runs it."""
+"""The demo, as `make demo` runs it."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def demo(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-SAVES_SLOWLY = """
+SLOW_SAVE = """
 import pathlib, signal, sys, time
 
 def save(*_):
@@ -38,12 +38,12 @@ time.sleep(60)
 """
 
 
-def test_ctrl_c_leaves_the_command_time_to_save(tmp_path: Path) -> None:
+def test_ctrl_c_waits_for_the_command_to_save(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    stage = f"d.Demo(pathlib.Path('run')).stage('fit', ['-c', {SAVES_SLOWLY!r}])"
-    staged = f"import pathlib, pipeline.commands.demo as d; {stage}"
+    run_stage = f"d.Demo(pathlib.Path('run')).stage('fit', ['-c', {SLOW_SAVE!r}])"
+    code = f"import pathlib, pipeline.commands.demo as d; {run_stage}"
     running = subprocess.Popen(
-        [sys.executable, "-c", staged],
+        [sys.executable, "-c", code],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=subprocess.PIPE,
@@ -52,7 +52,7 @@ def test_ctrl_c_leaves_the_command_time_to_save(tmp_path: Path) -> None:
     )
     while not (tmp_path / "begun").exists() and running.poll() is None:
         time.sleep(0.05)
-    os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+    os.killpg(running.pid, signal.SIGINT)  # a terminal signals the process group
     assert running.communicate()[1].endswith("the demo stopped at 'fit'; run it again\n")
     assert running.returncode == 130
     assert (tmp_path / "saved").exists()
@@ -71,10 +71,10 @@ def test_the_demo_learns_its_grammar(tmp_path: Path) -> None:
     }
     assert scores["test"]["bleu"] >= 90
     assert scores["test_new_combinations"]["bleu"] >= 90
-    for what in ("BLEU signature nrefs:1", "chrF signature", "translation ", "reference ", "tensorboard", "export"):
-        assert what in first.stdout
+    for text in ("BLEU signature nrefs:1", "chrF signature", "translation ", "reference ", "tensorboard", "export"):
+        assert text in first.stdout
     assert (tmp_path / "runs" / "demo" / "export" / "model.ts").exists()
     again = demo(tmp_path)
     assert again.returncode == 0
-    assert "$ python" not in again.stderr  # nothing is done twice
+    assert "$ python" not in again.stderr  # no stage runs twice
     assert again.stdout == first.stdout

@@ -1,4 +1,4 @@
-"""Training as a user runs it: real processes, real files."""
+"""`fit`, called as a user calls it: resuming, scaling over ranks, early stopping and `--fresh`."""
 
 import shutil
 import time
@@ -24,35 +24,35 @@ def fit(recipe: Path, run: Path, *arguments: object) -> Path:
 
 
 def assert_equal(left: Path, right: Path, step: int = 12, tolerance: float = 0.0) -> None:
-    ours, theirs = weights(left, step), weights(right, step)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance, msg=name)
+    left_weights, right_weights = weights(left, step), weights(right, step)
+    assert left_weights.keys() == right_weights.keys()
+    for name in left_weights:
+        torch.testing.assert_close(left_weights[name], right_weights[name], rtol=0, atol=tolerance, msg=name)
 
 
 def test_ranks_and_micro_batches_change_nothing(recipe_file: Path, tmp_path: Path) -> None:
-    """1 process with few micro-batches a step = 1 with four times as many = 2 that share those, to rounding."""
-    # Key biases have no gradient but rounding (softmax ignores them), which Adam would blow up with the paper's 1e-9.
+    """One rank, one rank with smaller micro-batches and two ranks yield the same weights, up to rounding."""
+    # The gradient of key biases is only rounding error, which Adam amplifies with the paper's epsilon of 1e-9.
     options = ["--batches.group_tokens", 400, "--training.adam_epsilon", 1e-3]
     one = fit(recipe_file, tmp_path / "one", *options)
-    # The same groups, cut into micro-batches of a quarter, on one device and on two.
+    # The same groups in micro-batches a quarter as large, on one device and on two.
     options += ["--batches.max_tokens_per_device", 100]
     many = fit(recipe_file, tmp_path / "many", *options)
     two = fit(recipe_file, tmp_path / "two", *options, "--trainer.devices", 2)
     initial = torch.load(one / "checkpoints" / "step=00000004.ckpt", weights_only=True)["state_dict"]
     moved = max((initial[name] - weight).abs().max().item() for name, weight in weights(one).items())
-    assert moved > 0.01  # something was learned between the checkpoints compared
+    assert moved > 0.01  # the weights have changed since the first checkpoint
     assert_equal(one, many, tolerance=2e-6)
     assert_equal(one, two, tolerance=2e-6)
-    # What the ranks saw together is what one saw.
+    # Logged metrics are those of all ranks.
     for tag in ("train/loss", "validation/loss", "validation/bleu"):
         for other in (many, two):
             assert scalars(other, tag) == [(step, pytest.approx(value, abs=1e-4)) for step, value in scalars(one, tag)]
 
 
 @pytest.mark.slow
-def test_compiled_or_not_it_is_one_run(recipe_file: Path, tmp_path: Path) -> None:
-    """Two ranks train compiled and one goes on without: the run that never was compiled, to rounding."""
+def test_compiled_and_eager_training_agree(recipe_file: Path, tmp_path: Path) -> None:
+    """A run compiled on two ranks and resumed in eager mode on one equals an eager run, up to rounding."""
     options = ["--training.adam_epsilon", 1e-3, "--batches.max_tokens_per_device", 100]
     eager = fit(recipe_file, tmp_path / "eager", *options)
     run = tmp_path / "compiled"
@@ -63,12 +63,12 @@ def test_compiled_or_not_it_is_one_run(recipe_file: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Path, workers: int) -> None:
-    """Bit for bit, with dropout, whatever moment the kill hits; steps since the last save are done again."""
+    """Bit for bit, with dropout. Steps after the last checkpoint are repeated."""
     options = ["--network.dropout", 0.3, "--batches.workers", workers, "--trainer.max_steps", 40]
     whole = fit(recipe_file, tmp_path / "whole", *options)
     run = tmp_path / "killed"
     kills = 0
-    for kept in (8, 12, 20):  # at 12 a validation is due too
+    for kept in (8, 12, 20):  # step 12 is also validated
         process = start("fit", "--config", recipe_file, "--run.folder", run, *options)
         while process.poll() is None and not (run / "checkpoints" / f"step={kept:08d}.ckpt").exists():
             time.sleep(0.01)
@@ -88,7 +88,7 @@ def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_a_run_folder_holds_what_the_design_says(trained_run: Path) -> None:
+def test_contents_of_a_run_folder(trained_run: Path) -> None:
     checkpoints = sorted(path.name for path in (trained_run / "checkpoints").iterdir())
     assert checkpoints == ["best.ckpt", *[f"step={step:08d}.ckpt" for step in (80, 160, 240)]]
     for name in ("config.yaml", "tokenizer.model", "versions.json"):
@@ -114,48 +114,48 @@ def test_a_run_folder_holds_what_the_design_says(trained_run: Path) -> None:
     assert losses[-1][1] < losses[0][1]
 
 
-def test_a_finished_run_says_so(trained_run: Path) -> None:
+def test_a_finished_run_is_not_resumed(trained_run: Path) -> None:
     recipe = trained_run.parent / "tiny.yaml"
     done = pipeline("fit", "--config", recipe, "--run.folder", trained_run)
     assert done.returncode == 0
     assert b"finished at step 240" in done.stderr
 
 
-def test_another_recipe_is_refused_and_named(trained_run: Path) -> None:
+def test_a_changed_recipe_is_refused_with_the_differences(trained_run: Path) -> None:
     recipe = trained_run.parent / "tiny.yaml"
     done = pipeline("fit", "--config", recipe, "--run.folder", trained_run, "--network.d_ff", 64)
     assert done.returncode == 2
-    [said] = [line for line in done.stderr.decode().splitlines() if line.startswith("error: ")]
-    assert "network.d_ff 32 -> 64" in said
-    assert "--fresh" in said
+    [error_line] = [line for line in done.stderr.decode().splitlines() if line.startswith("error: ")]
+    assert "network.d_ff 32 -> 64" in error_line
+    assert "--fresh" in error_line
 
 
 def test_early_stopping_by_patience(recipe_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    patient = ["--config", recipe_file, "--run.folder", run, "--run.patience", 2, "--trainer.val_check_interval", 2]
-    patient += ["--training.learning_rate_factor", 1e-6, "--trainer.max_steps", 40]
-    done = pipeline("fit", *patient)
+    options = ["--config", recipe_file, "--run.folder", run, "--run.patience", 2, "--trainer.val_check_interval", 2]
+    options += ["--training.learning_rate_factor", 1e-6, "--trainer.max_steps", 40]
+    done = pipeline("fit", *options)
     assert done.returncode == 0
     assert b"after 2 validations without a better BLEU" in done.stderr
     steps = [int(path.stem.removeprefix("step=")) for path in (run / "checkpoints").glob("step=*")]
     assert max(steps) < 40
-    again = pipeline("fit", *patient)
+    again = pipeline("fit", *options)
     assert f"stopped early at step {max(steps)}" in again.stderr.decode()
     assert again.returncode == 0
     assert max(int(path.stem.removeprefix("step=")) for path in (run / "checkpoints").glob("step=*")) == max(steps)
-    more = pipeline("fit", *patient, "--run.patience", 4)
+    more = pipeline("fit", *options, "--run.patience", 4)
     assert more.returncode == 0, more.stderr.decode()
-    again = pipeline("fit", *patient, "--run.patience", 4)
+    again = pipeline("fit", *options, "--run.patience", 4)
     assert f"stopped early at step {max(steps) + 4} after 4 validations" in again.stderr.decode()
 
 
-def test_newest_whole_checkpoint_is_taken(recipe_file: Path, tmp_path: Path) -> None:
+def test_resuming_from_the_newest_valid_checkpoint(recipe_file: Path, tmp_path: Path) -> None:
     run = fit(recipe_file, tmp_path / "run", "--run.keep_last", 2)
     newest = run / "checkpoints" / "step=00000012.ckpt"
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
-    # What is saved on the way there is not given up for it.
-    there = fit(recipe_file, run, "--run.keep_last", 1, "--run.checkpoint_every_steps", 1, "--trainer.max_steps", 10)
-    assert sorted(path.name for path in (there / "checkpoints").glob("step=*")) == ["step=00000010.ckpt", newest.name]
+    # The truncated checkpoint does not replace checkpoints saved before its step is reached again.
+    fit(recipe_file, run, "--run.keep_last", 1, "--run.checkpoint_every_steps", 1, "--trainer.max_steps", 10)
+    assert sorted(path.name for path in (run / "checkpoints").glob("step=*")) == ["step=00000010.ckpt", newest.name]
     done = pipeline("fit", "--config", recipe_file, "--run.folder", run)
     assert done.returncode == 0, done.stderr.decode()
     assert "step=00000012.ckpt: is incomplete; skipped" in done.stderr.decode()
@@ -165,22 +165,22 @@ def test_newest_whole_checkpoint_is_taken(recipe_file: Path, tmp_path: Path) -> 
 
 def test_a_corpus_copied_without_its_texts(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:
     corpus = shutil.copytree(tiny_corpus, tmp_path / "corpus")
-    gone = ["--corpus.folder", corpus]
+    options = ["--corpus.folder", corpus]
     for split in ("train", "validation"):
         for side in ("source", "target"):
             (tmp_path / f"{split}.{side}").write_text((tiny_corpus.parent / f"{split}.{side}").read_text())
-            gone += [f"--corpus.{split}.{side}", tmp_path / f"{split}.{side}"]
-    assert pipeline("prepare", "--config", recipe_file, *gone, "--force").returncode == 0
+            options += [f"--corpus.{split}.{side}", tmp_path / f"{split}.{side}"]
+    assert pipeline("prepare", "--config", recipe_file, *options, "--force").returncode == 0
     (tmp_path / "train.source").unlink()
-    fit(recipe_file, tmp_path / "run", *gone)
+    fit(recipe_file, tmp_path / "run", *options)
     refused = pipeline(
-        "fit", "--config", recipe_file, "--run.folder", tmp_path / "other", *gone, "--corpus.max_tokens", 9
+        "fit", "--config", recipe_file, "--run.folder", tmp_path / "other", *options, "--corpus.max_tokens", 9
     )
     assert refused.returncode == 2
     assert b"max_tokens" in refused.stderr
 
 
-def test_a_layer_to_look_at_that_is_not_there(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_missing_attention_layer_is_refused(recipe_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--monitoring.attention_layers", "[0, 1]")
     assert done.returncode == 2
@@ -202,9 +202,9 @@ def test_learned_positions_reach_the_longest_validation_sentence(
     assert "error: network.max_positions 60 is less than the longest sentence" in done.stderr.decode()
 
 
-def test_chosen_pictures(recipe_file: Path, tmp_path: Path) -> None:
-    chosen = ["--monitoring.attention_sentences", "[7]", "--monitoring.attention_heads", "[1]"]
-    run = fit(recipe_file, tmp_path / "run", *chosen, "--monitoring.embedding_pieces", 9)
+def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:
+    options = ["--monitoring.attention_sentences", "[7]", "--monitoring.attention_heads", "[1]"]
+    run = fit(recipe_file, tmp_path / "run", *options, "--monitoring.embedding_pieces", 9)
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     assert {tag for tag in events.Tags()["images"] if tag.endswith("_1")} == {
@@ -218,13 +218,13 @@ def test_chosen_pictures(recipe_file: Path, tmp_path: Path) -> None:
     assert (run / "tensorboard" / "embeddings.bytes").stat().st_size == 9 * 16 * 4
 
 
-def test_hardware_that_is_not_there(recipe_file: Path, tmp_path: Path) -> None:
+def test_missing_hardware_is_refused(recipe_file: Path, tmp_path: Path) -> None:
     done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.accelerator", "tpu")
     assert done.returncode == 2
     assert done.stderr.decode().splitlines()[-1].startswith("error: trainer: ")
 
 
-def test_validation_points_stand_at_their_steps(trained_run: Path) -> None:
+def test_validation_metrics_are_logged_at_their_steps(trained_run: Path) -> None:
     for tag in ("validation/loss", "validation/bleu"):
         assert [step for step, _ in scalars(trained_run, tag)] == [120, 240]
 
@@ -233,9 +233,9 @@ def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Pat
     run = fit(recipe_file, tmp_path / "run")
     (run / "notes.txt").write_text("mine")
     (run / "checkpoints" / ".step=00000012.ckpt.99.tmp").write_text("half")
-    # What is wrong with the new recipe is said before the old run is touched.
-    wrong = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--fresh", "--batches.group_tokens", 5)
-    assert wrong.returncode == 2
+    # An invalid recipe is refused before the old run is removed.
+    refused = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--fresh", "--batches.group_tokens", 5)
+    assert refused.returncode == 2
     assert weights(run)
     fit(recipe_file, run, "--fresh", "--network.d_ff", 48)
     assert weights(run)["network.encoder.0.feed_forward.inner.bias"].numel() == 48
@@ -244,14 +244,14 @@ def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Pat
     assert [step for step, _ in scalars(run, "train/loss")] == [2, 4, 6, 8, 10, 12]
 
 
-def test_a_mistake_leaves_the_folder_free(recipe_file: Path, tmp_path: Path) -> None:
-    wrong = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--batches.group_tokens", 5)
-    assert wrong.returncode == 2
-    assert "group_tokens" in wrong.stderr.decode()
+def test_an_error_unlocks_the_run_folder(recipe_file: Path, tmp_path: Path) -> None:
+    refused = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--batches.group_tokens", 5)
+    assert refused.returncode == 2
+    assert "group_tokens" in refused.stderr.decode()
     fit(recipe_file, tmp_path / "run")
 
 
-def test_fresh_in_a_folder_of_somebody_else(recipe_file: Path, tmp_path: Path) -> None:
+def test_fresh_refuses_a_folder_that_is_no_run(recipe_file: Path, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.yaml").write_text("model: resnet\n")
     done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "theirs", "--fresh")

@@ -1,4 +1,4 @@
-"""A disk that is full: while a run saves, one line and nothing torn; while it logs, one warning."""
+"""A full disk: an error without a partial checkpoint while a run saves, and a warning while it logs."""
 
 import json
 import os
@@ -17,13 +17,13 @@ import yaml
 from pipeline.config.recipe import load_recipe
 from pipeline.monitoring.log_files import metrics
 from tests.conftest import pipeline
-from tests.integration.runs import checkpoints, descendants, scalars, start, step_of, still_there, temporary_files
+from tests.integration.runs import checkpoints, descendants, scalars, start, step_of, still_running, temporary_files
 
 MEGABYTE = 1_000_000
 
 
 class SmallDisk:
-    """A file system of its own; where none may be mounted, a limit to the files of a process stands in for it."""
+    """A file system of 100 MB, or a limit on file sizes where mounting is not permitted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,63 +31,63 @@ class SmallDisk:
         mount = ["mount", "-t", "tmpfs", "-o", "size=100m", "none", str(folder)]
         self.mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
         self._filler = folder / "filler"
-        self._said = folder.with_name("said")
+        self._stderr = folder.with_name("stderr")
 
     def start(self, *command: object, until: str = "checkpoints/step=*.ckpt") -> None:
-        """Start a command that writes here, and wait for a file in `run`, its first checkpoint."""
-        with self._said.open("w") as stderr:
+        """Start a command and wait for a file in `run`, by default its first checkpoint."""
+        with self._stderr.open("w") as stderr:
             self.process = start(*command, stderr=stderr)
         while not list((self.folder / "run").glob(until)) and self.process.poll() is None:
             time.sleep(0.001)
         self.children = descendants(self.process)
 
     def fill(self, leave: int) -> None:
-        """Leave so many bytes of room."""
+        """Fill the disk except for `leave` bytes."""
         if not self.mounted:
-            limit = max(leave, 30_000)  # so that what it says finds room, but not its curves
+            limit = max(leave, 30_000)  # enough for its stderr, but not for its curves
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             return
-        # Half of the room at a time: what fails is given back, and all at once would fail whenever the command writes
-        # meanwhile, so that the disk would be full and have room again by turns.
+        # Take half of the free space at a time. A failed allocation is released again, so that taking all at once would
+        # make the disk alternate between full and free whenever the command writes.
         with self._filler.open("wb") as file:
-            taken = 0
+            allocated = 0
             while True:
                 disk = os.statvfs(self.folder)
-                room = disk.f_bavail * disk.f_frsize - leave
-                if room < disk.f_frsize:
+                free = disk.f_bavail * disk.f_frsize - leave
+                if free < disk.f_frsize:
                     return
-                piece = max(room // 2 // disk.f_frsize, 1) * disk.f_frsize
-                with suppress(OSError):  # the command was quicker
-                    os.posix_fallocate(file.fileno(), taken, piece)
-                    taken += piece
+                size = max(free // 2 // disk.f_frsize, 1) * disk.f_frsize
+                with suppress(OSError):  # the command has used the space
+                    os.posix_fallocate(file.fileno(), allocated, size)
+                    allocated += size
 
-    def said(self) -> str:
-        """Its standard error so far."""
-        return self._said.read_text()
+    def stderr(self) -> str:
+        """Return the standard error so far."""
+        return self._stderr.read_text()
 
-    def wait_for(self, words: str) -> None:
-        """Until it has said this, a moment at least; it has not ended before."""
+    def wait_for(self, text: str) -> None:
+        """Wait until its standard error contains a text, at least 0.1 s; the command must not end before."""
         time.sleep(0.1)
-        while words not in self.said():
-            assert self.process.poll() is None, self.said()
+        while text not in self.stderr():
+            assert self.process.poll() is None, self.stderr()
             time.sleep(0.05)
 
-    def make_room(self) -> None:
+    def free_space(self) -> None:
         self._filler.unlink(missing_ok=True)
         if not self.mounted and self.process.poll() is None:
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    def line(self) -> str:
-        """The one line of the command that a full disk has ended; nobody is left of it, promptly."""
+    def error_line(self) -> str:
+        """Wait until the full disk ends the command and all its processes; return its line of error."""
         deadline = time.monotonic() + 20
-        assert self.process.wait(20) == 2, self._said.read_text()
-        while still_there(self.children) and time.monotonic() < deadline:
+        assert self.process.wait(20) == 2, self._stderr.read_text()
+        while still_running(self.children) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not still_there(self.children)
-        said = self._said.read_text()
-        assert "Traceback" not in said
-        [line] = [line for line in said.splitlines() if line.startswith("error: ")]
-        assert line == said.splitlines()[-1]
+        assert not still_running(self.children)
+        stderr = self._stderr.read_text()
+        assert "Traceback" not in stderr
+        [line] = [line for line in stderr.splitlines() if line.startswith("error: ")]
+        assert line == stderr.splitlines()[-1]
         return line
 
     def close(self) -> None:
@@ -99,20 +99,20 @@ class SmallDisk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    small = SmallDisk(tmp_path / "disk")
-    yield small
-    small.close()
+    small_disk = SmallDisk(tmp_path / "disk")
+    yield small_disk
+    small_disk.close()
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_no_room_for_a_checkpoint(disk: SmallDisk, recipe_file: Path, devices: int) -> None:
+def test_disk_full_while_saving_a_checkpoint(disk: SmallDisk, recipe_file: Path, devices: int) -> None:
     run = disk.folder / "run"
     command = ["fit", "--config", recipe_file, "--run.folder", run, "--run.keep_last", 1, "--trainer.devices", devices]
     command += ["--network.learned_positions", "true", "--network.max_positions", 200_000]
     command += ["--trainer.val_check_interval", 1000, "--batches.workers", 2]
     disk.start(*command, "--trainer.max_steps", 100_000)
     disk.fill(20 * MEGABYTE)
-    line = disk.line()
+    line = disk.error_line()
     [kept] = checkpoints(run)
     failed = f"step={step_of(kept) + 4:08d}.ckpt"
     assert line.startswith(f"error: {run / 'checkpoints' / failed}: ")
@@ -120,7 +120,7 @@ def test_no_room_for_a_checkpoint(disk: SmallDisk, recipe_file: Path, devices: i
     assert "make room, then run the same command again" in line
     assert not temporary_files(run)
     assert torch.load(kept, weights_only=True)["global_step"] == step_of(kept)
-    disk.make_room()
+    disk.free_space()
     done = pipeline(*command, "--trainer.max_steps", step_of(kept) + 2)
     assert done.returncode == 0, done.stderr.decode()
     assert f"resuming from {kept}" in done.stderr.decode()
@@ -128,7 +128,7 @@ def test_no_room_for_a_checkpoint(disk: SmallDisk, recipe_file: Path, devices: i
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_no_room_for_the_curves(disk: SmallDisk, recipe_file: Path, devices: int) -> None:
+def test_disk_full_while_logging(disk: SmallDisk, recipe_file: Path, devices: int) -> None:
     """One warning; training goes on, and so do the curves when there is room again."""
     run = disk.folder / "run"
     command = ["fit", "--config", recipe_file, "--run.folder", run, "--run.checkpoint_every_steps", 1_000_000]
@@ -138,17 +138,17 @@ def test_no_room_for_the_curves(disk: SmallDisk, recipe_file: Path, devices: int
     disk.wait_for("training goes on, and logs when it can")
     reached = last_step(run)
     time.sleep(3)
-    disk.make_room()
+    disk.free_space()
     while last_step(run) == reached:
         disk.wait_for("training")
     disk.process.terminate()
-    assert disk.process.wait(60) == 75, disk.said()
-    assert disk.said().count("warning: ") == 1
-    assert "Traceback" not in disk.said()
+    assert disk.process.wait(60) == 75, disk.stderr()
+    assert disk.stderr().count("warning: ") == 1
+    assert "Traceback" not in disk.stderr()
     steps = [line["step"] for line in metrics(run)]
     assert steps == sorted(steps)
-    assert max(later - earlier for earlier, later in pairwise(steps)) > 5  # it had not waited for room
-    # TensorBoard's records are larger; the disk may have filled up between the two of a step.
+    assert max(later - earlier for earlier, later in pairwise(steps)) > 5  # training continued without logging
+    # The disk may have filled up between the two logs of a step.
     assert {step for step, _ in scalars(run, "train/loss")} <= {*steps, reached + 1}
     assert step_of(checkpoints(run)[-1]) == steps[-1]
 
@@ -160,7 +160,7 @@ def last_step(run: Path) -> int:
 def test_a_log_folder_that_is_read_only(tmp_path: Path, recipe_file: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    # Nothing can be written below a file, by whomever.
+    # Nothing can be created below a file, even by root.
     (run / "tensorboard").touch()
     (run / "config.yaml").write_text(yaml.safe_dump(load_recipe([recipe_file]).as_dict()))
     done = pipeline("fit", "--config", recipe_file, "--run.folder", run)

@@ -1,4 +1,4 @@
-"""A new run that begins from another's weights and tokenizer."""
+"""`--init-from`: a new run that starts from the weights and the tokenizer of another."""
 
 import shutil
 from pathlib import Path
@@ -8,27 +8,27 @@ import torch
 from tests.conftest import pipeline
 
 
-def fit(recipe: Path, *arguments: object, fails: bool = False) -> str:
+def fit(recipe: Path, *arguments: object, should_fail: bool = False) -> str:
     done = pipeline("fit", "--config", recipe, *arguments)
-    said = done.stderr.decode()
-    assert done.returncode == (2 if fails else 0), said
-    return said
+    stderr = done.stderr.decode()
+    assert done.returncode == (2 if should_fail else 0), stderr
+    return stderr
 
 
 def contents(run: Path, step: int) -> dict:
     return torch.load(run / "checkpoints" / f"step={step:08d}.ckpt", weights_only=True)
 
 
-def test_begins_from_anothers_weights_and_tokenizer(recipe_file: Path, tmp_path: Path) -> None:
+def test_starts_from_the_weights_and_the_tokenizer_of_another_run(recipe_file: Path, tmp_path: Path) -> None:
     parent, child = tmp_path / "parent", tmp_path / "child"
     fit(recipe_file, "--run.folder", parent)
-    # Another corpus, whose own vocabulary would be larger.
+    # A different corpus, for which a larger vocabulary is configured.
     corpus = ["--corpus.folder", tmp_path / "other", "--corpus.max_tokens", 30, "--corpus.vocabulary_size", 90]
     start = ["--run.folder", child, *corpus, "--init-from", parent / "checkpoints" / "step=00000012.ckpt"]
 
-    # With a learning rate of nothing a step leaves the weights as they came.
-    said = fit(recipe_file, *start, "--trainer.max_steps", 1, "--training.learning_rate_factor", 0)
-    assert "starting from the weights and the tokenizer of" in said
+    # With a learning rate of 0, a step does not change the weights.
+    stderr = fit(recipe_file, *start, "--trainer.max_steps", 1, "--training.learning_rate_factor", 0)
+    assert "starting from the weights and the tokenizer of" in stderr
     before, after = contents(parent, 12), contents(child, 1)
     assert before["global_step"] == 12
     assert after["global_step"] == 1
@@ -36,42 +36,42 @@ def test_begins_from_anothers_weights_and_tokenizer(recipe_file: Path, tmp_path:
     assert torch.equal(before["translation"]["tokenizer"], after["translation"]["tokenizer"])
     assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (parent / "tokenizer.model").read_bytes()
 
-    examined = pipeline("doctor", "--config", recipe_file, "--run.folder", tmp_path / "none", *start[2:])
-    assert examined.returncode == 0, examined.stdout
-    assert b"begins from the weights of" in examined.stdout
+    report = pipeline("doctor", "--config", recipe_file, "--run.folder", tmp_path / "none", *start[2:])
+    assert report.returncode == 0, report.stdout
+    assert b"begins from the weights of" in report.stdout
 
-    # Typed again, as a job that is back in the queue does, it goes on.
-    said = fit(recipe_file, *start, "--trainer.max_steps", 2, "--training.learning_rate_factor", 0)
-    assert "resuming from" in said
-    assert "resuming this run; --init-from is ignored" in said
-    assert "beginning" not in said
+    # The same command again, as a requeued job runs it, resumes.
+    stderr = fit(recipe_file, *start, "--trainer.max_steps", 2, "--training.learning_rate_factor", 0)
+    assert "resuming from" in stderr
+    assert "resuming this run; --init-from is ignored" in stderr
+    assert "starting from" not in stderr
 
-    # Made anew without the parent, the corpus has pieces of its own: the run's weights would mean others by them.
+    # Prepared again without --init-from, the corpus has a vocabulary that does not match the run's weights.
     shutil.rmtree(tmp_path / "other")
     options = ["--trainer.max_steps", 3, "--training.learning_rate_factor", 0]
-    refused = fit(recipe_file, *start[:-2], *options, fails=True)
+    refused = fit(recipe_file, *start[:-2], *options, should_fail=True)
     assert f"has another vocabulary than the run in {child}; name another corpus.folder" in refused
     assert len(list((child / "checkpoints").glob("step=*"))) == 2
 
 
-def test_what_does_not_fit(recipe_file: Path, tmp_path: Path) -> None:
+def test_incompatible_checkpoints_are_refused(recipe_file: Path, tmp_path: Path) -> None:
     parent, child = tmp_path / "parent", tmp_path / "child"
     fit(recipe_file, "--run.folder", parent, "--trainer.max_steps", 4)
     start = ["--run.folder", child, "--init-from", parent]
-    wider = fit(recipe_file, *start, "--network.d_ff", 80, "--network.dropout", 0.2, fails=True)
+    wider = fit(recipe_file, *start, "--network.d_ff", 80, "--network.dropout", 0.2, should_fail=True)
     assert wider.count("\n") == 1
     assert "has another network: network.d_ff" in wider
     assert "dropout" not in wider
-    examined = pipeline("doctor", "--config", recipe_file, *start, "--network.d_ff", 80)
-    assert examined.returncode == 1
-    assert b"has another network: network.d_ff" in examined.stdout
+    report = pipeline("doctor", "--config", recipe_file, *start, "--network.d_ff", 80)
+    assert report.returncode == 1
+    assert b"has another network: network.d_ff" in report.stdout
     other = ["--corpus.folder", tmp_path / "other", "--corpus.vocabulary_size", 90]
     assert pipeline("prepare", "--config", recipe_file, *other).returncode == 0
-    said = fit(recipe_file, *start, *other, fails=True)
-    assert said.count("\n") == 1
-    assert "was made with another vocabulary" in said
+    stderr = fit(recipe_file, *start, *other, should_fail=True)
+    assert stderr.count("\n") == 1
+    assert "was made with another vocabulary" in stderr
     shutil.rmtree(tmp_path / "other")
     assert pipeline("prepare", "--config", recipe_file, *other, "--init-from", parent).returncode == 0
     assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (parent / "tokenizer.model").read_bytes()
-    assert "there is no such checkpoint" in fit(recipe_file, "--init-from", tmp_path / "none", fails=True)
+    assert "there is no such checkpoint" in fit(recipe_file, "--init-from", tmp_path / "none", should_fail=True)
     assert not child.exists()

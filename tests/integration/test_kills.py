@@ -1,4 +1,4 @@
-"""SIGKILL at random moments, also while a checkpoint is being written: nothing is lost."""
+"""SIGKILL at random times, also while a checkpoint is written: training resumes and ends with the same result."""
 
 import json
 import random
@@ -24,7 +24,7 @@ from tests.integration.runs import (
     scalars,
     start,
     step_of,
-    still_there,
+    still_running,
     temporary_files,
 )
 
@@ -34,69 +34,70 @@ EVERY = 6
 
 @dataclass
 class Victim:
-    """A run that is started, killed and looked at, again and again."""
+    """A run that is started, killed and checked repeatedly."""
 
     run: Path
     command: list[object]
-    chance: random.Random
+    rng: random.Random
     interval_seconds: float
-    """From a save to the next, about."""
+    """Approximate time between two checkpoints."""
     size: int
-    """Of a whole checkpoint, in bytes."""
+    """Size of a complete checkpoint in bytes."""
     kills: int = 0
-    torn: list[int] = field(default_factory=list)
-    """Sizes of the temporary files whose writers were killed."""
+    partial_sizes: list[int] = field(default_factory=list)
+    """Sizes of the partial temporary files that kills left."""
     too_early: int = 0
-    """Kills of processes that had not yet begun."""
+    """Number of kills before the start was recorded in the run folder."""
     resumed: int = 0
-    """Starts that were seen to go on from the newest checkpoint."""
+    """Number of starts that resumed from the newest checkpoint."""
 
     def start_and_kill(self, while_writing: bool) -> None:
-        newest, begun = checkpoints(self.run)[-1:], len(starts(self.run))
-        said = self.run.with_name("said")
-        with said.open("w") as stderr:
+        newest, num_starts = checkpoints(self.run)[-1:], len(starts(self.run))
+        log = self.run.with_name("stderr")
+        with log.open("w") as stderr:
             process = start(*self.command, stderr=stderr)
-        ours = f".{process.pid}.tmp"
+        suffix = f".{process.pid}.tmp"
         if while_writing:
-            part = self.chance.uniform(0, 0.7) * self.size
+            min_size = self.rng.uniform(0, 0.7) * self.size
             while process.poll() is None:
-                sizes = [size_of(path) for path in temporary_files(self.run) if path.name.endswith(ours)]
-                # Not the first: a run that has saved nothing has nothing to lose.
-                if checkpoints(self.run) and any(part < size < self.size for size in sizes):
+                sizes = [size_of(path) for path in temporary_files(self.run) if path.name.endswith(suffix)]
+                # Not during the first checkpoint, before which there is nothing to lose.
+                if checkpoints(self.run) and any(min_size < size < self.size for size in sizes):
                     break
                 time.sleep(0.0005)
-        elif self.chance.random() < 0.2:
-            time.sleep(self.chance.uniform(0, 5))  # while it starts
+        elif self.rng.random() < 0.2:
+            time.sleep(self.rng.uniform(0, 5))  # during start-up
         else:
-            while process.poll() is None and "training:" not in said.read_text():
+            while process.poll() is None and "training:" not in log.read_text():
                 time.sleep(0.01)
-            self.sleep(self.chance.uniform(0, 2 * self.interval_seconds))
-        assert kill(process), f"ended before it was killed: {said.read_text()}"
+            self.sleep(self.rng.uniform(0, 2 * self.interval_seconds))
+        assert kill(process), f"ended before it was killed: {log.read_text()}"
         self.kills += 1
-        self.too_early += len(starts(self.run)) == begun
-        left = {path.name: path.stat().st_size for path in temporary_files(self.run)}
-        self.torn += [size for name, size in left.items() if name.endswith(ours) and 0 < size < self.size]
-        if "training:" in said.read_text():
-            # What the last kill left behind has gone, and the newest checkpoint was taken.
-            assert all(name.endswith(ours) for name in left), left
+        self.too_early += len(starts(self.run)) == num_starts
+        leftovers = {path.name: path.stat().st_size for path in temporary_files(self.run)}
+        own_sizes = [size for name, size in leftovers.items() if name.endswith(suffix)]
+        self.partial_sizes += [size for size in own_sizes if 0 < size < self.size]
+        if "training:" in log.read_text():
+            # The leftovers of the previous kill were removed, and the run resumed from the newest checkpoint.
+            assert all(name.endswith(suffix) for name in leftovers), leftovers
             if newest:
-                assert f"resuming from {newest[0]}\n" in said.read_text()
+                assert f"resuming from {newest[0]}\n" in log.read_text()
                 self.resumed += 1
-        self.look()
+        self.check_files()
 
     def sleep(self, seconds: float) -> None:
-        """Until then, or until two checkpoints more are there, so that the run does not come to its end."""
+        """Sleep, at most until two more checkpoints exist, so that the run does not end."""
         newest = max(map(step_of, checkpoints(self.run)), default=0)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not step_path(self.run, newest + 2 * EVERY).exists():
             time.sleep(0.001)
 
-    def look(self) -> None:
-        """Whatever has a checkpoint's name is whole, and no more is lost than the steps since the last."""
+    def check_files(self) -> None:
+        """Check that all checkpoints are complete, and that at most the steps since the newest one are lost."""
         for path in (self.run / "checkpoints").glob("*.ckpt"):
             assert zipfile.ZipFile(path).testzip() is None
             assert torch.load(path, weights_only=True)["global_step"] > 0
-        # Its events are cut back as it goes on: one killed twice before its first checkpoint may have no loss in them.
+        # Resuming truncates the events, so a run killed twice before its first checkpoint may have no loss in them.
         events = list((self.run / "tensorboard").glob("events*"))
         logged = events and "train/loss" in accumulator(self.run).Tags()["scalars"]
         steps = [step for step, _ in scalars(self.run, "train/loss")] if logged else []
@@ -108,7 +109,7 @@ class Victim:
 def size_of(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # it has just got its final name
+    except FileNotFoundError:  # it was renamed to its final name
         return 0
 
 
@@ -116,12 +117,12 @@ def starts(run: Path) -> list[str]:
     return (run / STARTS).read_text().splitlines() if (run / STARTS).exists() else []
 
 
-def survives(recipe: Path, folder: Path, *, positions: int, steps: int, kills: int, torn: int) -> None:
-    """Kill a run so many times, so many of them while it writes a checkpoint; it ends as if nothing had been."""
+def check_kills(recipe: Path, folder: Path, *, positions: int, steps: int, kills: int, while_writing: int) -> None:
+    """Compare a run that is killed repeatedly, `while_writing` times during a checkpoint, with an uninterrupted run."""
     seed = random.SystemRandom().randrange(1_000_000)
-    print(f"kills of seed {seed}")  # shown when the test fails
+    print(f"seed of the kills: {seed}")  # shown when the test fails
     command = ["fit", "--config", recipe, "--batches.workers", 2, "--network.dropout", 0.2]
-    # A large table makes a large checkpoint, and steps that are still quick.
+    # A large position table makes checkpoints large and leaves steps fast.
     command += ["--network.learned_positions", "true", "--network.max_positions", positions]
     command += ["--run.checkpoint_every_steps", EVERY, "--run.log_every_steps", 1, "--run.keep_last", 2]
     command += ["--trainer.max_steps", steps, "--trainer.val_check_interval", 2 * EVERY]
@@ -133,21 +134,22 @@ def survives(recipe: Path, folder: Path, *, positions: int, steps: int, kills: i
     victim = Victim(
         run=run,
         command=[*command, "--run.folder", run],
-        chance=random.Random(seed),
+        rng=random.Random(seed),
         interval_seconds=last - last_but_one,
         size=size,
     )
-    plan = [True] * torn + [False] * (kills - torn)
-    victim.chance.shuffle(plan)
-    for while_writing in plan:
-        victim.start_and_kill(while_writing)
+    plan = [True] * while_writing + [False] * (kills - while_writing)
+    victim.rng.shuffle(plan)
+    for is_writing in plan:
+        victim.start_and_kill(while_writing=is_writing)
     done = pipeline(*victim.command)
     assert done.returncode == 0, done.stderr.decode()
     assert "resuming from" in done.stderr.decode()
-    print(f"{victim.kills} kills, {len(victim.torn)} in a temporary file of {size} bytes, at {sorted(victim.torn)}")
-    print(f"{victim.resumed} of the killed starts had gone on from the newest checkpoint")
+    partial_sizes = sorted(victim.partial_sizes)
+    print(f"{victim.kills} kills, {len(partial_sizes)} while a checkpoint of {size} bytes was written: {partial_sizes}")
+    print(f"{victim.resumed} of the killed starts had resumed from the newest checkpoint")
     assert victim.kills == kills
-    assert len(victim.torn) >= torn
+    assert len(partial_sizes) >= while_writing
     assert not temporary_files(run)
     assert [path.name for path in checkpoints(run)] == [path.name for path in checkpoints(whole)]
     assert_same_state(checkpoints(run)[-1], checkpoints(whole)[-1])
@@ -158,32 +160,32 @@ def survives(recipe: Path, folder: Path, *, positions: int, steps: int, kills: i
     assert logged == expected
     for tag in accumulator(whole).Tags()["tensors"]:
         if tag.startswith("validation/"):
-            found, sought = (
+            texts, expected_texts = (
                 [(event.step, event.tensor_proto.string_val[0]) for event in accumulator(path).Tensors(tag)]
                 for path in (run, whole)
             )
-            assert found == sought, tag
+            assert texts == expected_texts, tag
     summaries = [json.loads((path / "summary.json").read_text()) for path in (run, whole)]
     assert summaries[0]["starts"] == kills + 1 - victim.too_early
-    # What was lost, and starting again, is no part of the steps that count.
+    # Repeated steps and start-up do not count towards goodput.
     assert 0 < summaries[0]["goodput"] < summaries[1]["goodput"] < 1
 
 
 def test_a_few_kills(recipe_file: Path, tmp_path: Path) -> None:
-    survives(recipe_file, tmp_path, positions=200_000, steps=24, kills=2, torn=1)
+    check_kills(recipe_file, tmp_path, positions=200_000, steps=24, kills=2, while_writing=1)
 
 
 @pytest.mark.slow
 def test_twenty_kills(recipe_file: Path, tmp_path: Path) -> None:
-    survives(recipe_file, tmp_path, positions=560_000, steps=150, kills=20, torn=8)
+    check_kills(recipe_file, tmp_path, positions=560_000, steps=150, kills=20, while_writing=8)
     newest = checkpoints(tmp_path / "killed")[-1]
     assert newest.stat().st_size >= 100_000_000
     assert position(torch.load(newest, weights_only=True, mmap=True))["epoch"] >= 5
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_nobody_is_left_behind(recipe_file: Path, tmp_path: Path, devices: int) -> None:
-    """Ranks and loader workers of a killed process go away by themselves, and do not keep its folder from the next."""
+def test_child_processes_of_a_killed_run_end(recipe_file: Path, tmp_path: Path, devices: int) -> None:
+    """Ranks and loader workers of a killed process end by themselves, and do not block the next start."""
     command = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--batches.workers", 2]
     process = start(*command, "--trainer.max_steps", 1_000_000, "--trainer.devices", devices)
     while process.poll() is None and not checkpoints(tmp_path / "run"):
@@ -193,14 +195,14 @@ def test_nobody_is_left_behind(recipe_file: Path, tmp_path: Path, devices: int) 
     assert kill(process)
     deadline = time.monotonic() + 20
     newest = step_of(checkpoints(tmp_path / "run")[-1])
-    done = pipeline(*command, "--trainer.max_steps", newest + 2)  # at once, while they may still be there
+    done = pipeline(*command, "--trainer.max_steps", newest + 2)  # immediately, while they may still run
     assert done.returncode == 0, done.stderr.decode()
-    while still_there(children) and time.monotonic() < deadline:
+    while still_running(children) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not still_there(children)
+    assert not still_running(children)
 
 
-def test_killed_before_it_had_written_its_recipe(tmp_path: Path) -> None:
+def test_killed_before_the_recipe_was_written(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / ".lock").touch()

@@ -1,4 +1,4 @@
-"""Whoever starts at once: one prepares the corpus, one writes the run."""
+"""Processes that start at the same time: one prepares the corpus, and one writes to the run folder."""
 
 import re
 import subprocess
@@ -10,15 +10,15 @@ import pytest
 from tests.integration.runs import checkpoints, kill, start, step_of
 
 
-def same_corpus(left: Path, right: Path) -> bool:
-    """The same files, and nothing half-made beside them."""
+def is_same_corpus(left: Path, right: Path) -> bool:
+    """Check that two folders hold the same files, with no temporary files beside them."""
     names = {path.name for path in left.iterdir()}
     assert names == {path.name for path in right.iterdir()}
     assert {path.name for path in left.parent.glob(".corpus.*")} <= {".corpus.lock"}
     return all((left / name).read_bytes() == (right / name).read_bytes() for name in names)
 
 
-def test_two_fits_at_once_find_no_corpus(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:
+def test_two_fits_started_at_once_without_a_corpus(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:
     corpus, run = tmp_path / "corpus", tmp_path / "run"
     command = ["fit", "--config", recipe_file, "--corpus.folder", corpus, "--run.folder", run]
     fits = [start(*command, "--trainer.max_steps", 100_000, stderr=subprocess.PIPE) for _ in range(2)]
@@ -34,44 +34,46 @@ def test_two_fits_at_once_find_no_corpus(tiny_corpus: Path, recipe_file: Path, t
         time.sleep(0.05)
     assert kill(writer)
     writer.communicate()
-    assert same_corpus(corpus, tiny_corpus)
+    assert is_same_corpus(corpus, tiny_corpus)
 
 
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
-def test_two_ranks_find_no_corpus(tiny_corpus: Path, recipe_file: Path, tmp_path: Path, launcher: str) -> None:
+def test_two_ranks_started_without_a_corpus(
+    tiny_corpus: Path, recipe_file: Path, tmp_path: Path, launcher: str
+) -> None:
     corpus, run = tmp_path / "corpus", tmp_path / "run"
     command = ["fit", "--config", recipe_file, "--corpus.folder", corpus, "--run.folder", run, "--trainer.devices", 2]
-    if launcher == "torchrun":  # it starts both ranks at once, as a cluster does
+    if launcher == "torchrun":  # it starts both ranks at the same time, as a cluster does
         ranks = start("--standalone", "--nproc-per-node", 2, "-m", "pipeline", *command, module="torch.distributed.run")
     else:
         ranks = start(*command)
     assert ranks.wait(120) == 0
-    assert same_corpus(corpus, tiny_corpus)
+    assert is_same_corpus(corpus, tiny_corpus)
     assert [step_of(path) for path in checkpoints(run)] == [4, 8, 12]
 
 
-def test_ranks_that_found_other_checkpoints(recipe_file: Path, tmp_path: Path) -> None:
-    """They end before a step is taken, and name each other."""
-    run, said = tmp_path / "run", tmp_path / "said"
+def test_ranks_that_resume_from_different_checkpoints(recipe_file: Path, tmp_path: Path) -> None:
+    """They end before the first step, with an error that names both."""
+    run, log = tmp_path / "run", tmp_path / "stderr"
     command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.devices", 2]
     assert start(*command, "--trainer.max_steps", 8).wait(120) == 0
-    with said.open("w") as stderr:
-        ranks = start(*command, module="tests.integration.astray", stderr=stderr)
+    with log.open("w") as stderr:
+        ranks = start(*command, module="tests.integration.stale_checkpoint", stderr=stderr)
     assert ranks.wait(120) == 1
-    assert re.search("rank 0 on .* resumed from step 8, rank 1 on .* from 4: another job was still", said.read_text())
+    assert re.search("rank 0 on .* resumed from step 8, rank 1 on .* from 4: another job was still", log.read_text())
     assert [step_of(path) for path in checkpoints(run)] == [4, 8]
 
 
 @pytest.mark.slow
-def test_ranks_on_a_folder_in_use_end(recipe_file: Path, tmp_path: Path) -> None:
-    run, said = tmp_path / "run", tmp_path / "said"
+def test_ranks_on_a_run_folder_in_use_end(recipe_file: Path, tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "stderr"
     command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_steps", 100_000]
     writer = start(*command)
     while not checkpoints(run) and writer.poll() is None:
         time.sleep(0.05)
-    with said.open("w") as stderr:
+    with log.open("w") as stderr:
         torchrun = ["--standalone", "--nproc-per-node", 2, "-m", "pipeline", *command, "--trainer.devices", 2]
         ranks = start(*torchrun, module="torch.distributed.run", stderr=stderr)
     assert ranks.wait(120) != 0
-    assert said.read_text().count(f"error: {run}: another fit is writing to it; ") == 1
+    assert log.read_text().count(f"error: {run}: another fit is writing to it; ") == 1
     assert kill(writer)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, trainer.max_time outside SLURM: the run saves after the step, stops, and goes on exactly there."""
+"""Ctrl-C, SIGTERM and trainer.max_time outside SLURM: the run saves after the step, ends, and resumes from there."""
 
 import signal
 import subprocess
@@ -17,7 +17,7 @@ from tests.integration.runs import (
     scalars,
     start,
     step_of,
-    still_there,
+    still_running,
 )
 
 
@@ -25,50 +25,50 @@ from tests.integration.runs import (
     ("devices", "signum", "code"),
     [(1, signal.SIGINT, 130), pytest.param(2, signal.SIGTERM, 75, marks=pytest.mark.slow)],
 )
-def test_stopped_and_run_again(recipe_file: Path, tmp_path: Path, devices: int, signum: int, code: int) -> None:
-    run, said = tmp_path / "run", tmp_path / "said"
+def test_stopped_and_resumed(recipe_file: Path, tmp_path: Path, devices: int, signum: int, code: int) -> None:
+    run, log = tmp_path / "run", tmp_path / "stderr"
     command = ["fit", "--config", recipe_file, "--network.dropout", 0.3, "--trainer.devices", devices]
     command += ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 1000]
-    with said.open("w") as stderr:
+    with log.open("w") as stderr:
         process = start(*command, "--run.folder", run, "--trainer.max_steps", 100_000, stderr=stderr)
-    while "training:" not in said.read_text() and process.poll() is None:
+    while "training:" not in log.read_text() and process.poll() is None:
         time.sleep(0.01)
     time.sleep(1)
     children = descendants(process)
     process.send_signal(signum)
-    assert process.wait(30) == code, said.read_text()
+    assert process.wait(30) == code, log.read_text()
     [saved] = checkpoints(run)
-    assert said.read_text().count(f"asked to stop: saved after step {step_of(saved)}; ") == 1
-    assert "Traceback" not in said.read_text()
+    assert log.read_text().count(f"asked to stop: saved after step {step_of(saved)}; ") == 1
+    assert "Traceback" not in log.read_text()
     deadline = time.monotonic() + 20
-    while still_there(children) and time.monotonic() < deadline:
+    while still_running(children) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not still_there(children)
-    end = ["--trainer.max_steps", step_of(saved) + 5]
-    again = pipeline(*command, "--run.folder", run, *end)
+    assert not still_running(children)
+    options = ["--trainer.max_steps", step_of(saved) + 5]
+    again = pipeline(*command, "--run.folder", run, *options)
     assert again.returncode == 0
     assert again.stderr.decode().count(f"resuming from {saved}") == 1
-    assert pipeline(*command, "--run.folder", tmp_path / "whole", *end).returncode == 0
+    assert pipeline(*command, "--run.folder", tmp_path / "whole", *options).returncode == 0
     assert_same_state(checkpoints(run)[-1], checkpoints(tmp_path / "whole")[-1])
 
 
 @pytest.mark.slow
 def test_stopped_twice_in_one_validation(recipe_file: Path, tmp_path: Path) -> None:
-    """And killed after it: it stands once in the log, and its step's checkpoint is kept as any other."""
-    run, said = tmp_path / "run", tmp_path / "said"
+    """Then killed after it: the validation is logged once, and the checkpoint of its step is kept like any other."""
+    run, log = tmp_path / "run", tmp_path / "stderr"
     command = ["fit", "--config", recipe_file, "--run.folder", run, "--run.keep_last", 10, "--trainer.max_steps", 8]
     command += ["--run.checkpoint_every_steps", 3, "--trainer.val_check_interval", 3]
     for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
-        with said.open("w") as stderr:
+        with log.open("w") as stderr:
             process = start(*command, module="tests.slurm.slow_ranks", SLOW_RANK="0", stderr=stderr)
         validated = run / "checkpoints" / "best.ckpt"
         while process.poll() is None:
-            if validated.exists() if signum == signal.SIGKILL else "MOMENT validation" in said.read_text():
+            if validated.exists() if signum == signal.SIGKILL else "MOMENT validation" in log.read_text():
                 break
             time.sleep(0.01)
-        time.sleep(0.2 if signum == signal.SIGKILL else 0)  # what is logged comes right after
+        time.sleep(0.2 if signum == signal.SIGKILL else 0)  # it is logged right after best.ckpt is written
         process.send_signal(signum)
-        assert process.wait(60) == (-signum if signum == signal.SIGKILL else 75), said.read_text()
+        assert process.wait(60) == (-signum if signum == signal.SIGKILL else 75), log.read_text()
         assert [step_of(path) for path in checkpoints(run)] == [3]
     assert 3 in [line["step"] for line in metrics(run) if "validation/bleu" in line]
     assert pipeline(*command).returncode == 0
@@ -78,23 +78,23 @@ def test_stopped_twice_in_one_validation(recipe_file: Path, tmp_path: Path) -> N
 
 
 def test_signals_after_the_end(recipe_file: Path, tmp_path: Path) -> None:
-    """The run has finished, and its process is still on its way out."""
-    said = tmp_path / "said"
-    with said.open("w") as stderr:
+    """They are ignored while the process of a finished run exits."""
+    log = tmp_path / "stderr"
+    with log.open("w") as stderr:
         process = start(
             "fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.max_steps", 3, stderr=stderr
         )
-    while "the run is in" not in said.read_text() and process.poll() is None:
+    while "the run is in" not in log.read_text() and process.poll() is None:
         time.sleep(0.005)
     time.sleep(0.1)
     while process.poll() is None:
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.005)
-    assert process.returncode == 0, said.read_text()
+    assert process.returncode == 0, log.read_text()
 
 
-def test_time_is_over(recipe_file: Path, tmp_path: Path) -> None:
-    """Not finished, so not exit code 0; each start has all of the time, and what it saves is not kept to average."""
+def test_max_time(recipe_file: Path, tmp_path: Path) -> None:
+    """Each start trains for max_time, exits with 75 and saves a checkpoint, which the next regular one replaces."""
     run = tmp_path / "run"
     command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_time", "00:00:00:01"]
     command += ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 1000]
@@ -112,8 +112,8 @@ def test_time_is_over(recipe_file: Path, tmp_path: Path) -> None:
     assert [step_of(path) - steps[1] for path in checkpoints(run)] == [1, 2]
 
 
-def test_signals_leave_the_compiler_alone() -> None:
-    """SLURM sends them to all processes of a step; on a GPU a run waits for these to have their kernels."""
+def test_signals_do_not_end_compiler_processes() -> None:
+    """SLURM sends signals to all processes of a step; a run that compiles waits for these processes."""
     code = """
 import os, signal
 from pathlib import Path

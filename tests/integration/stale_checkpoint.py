@@ -1,6 +1,6 @@
-"""`python -m pipeline` where the second rank finds the oldest checkpoint in place of the newest.
+"""Run `python -m pipeline` with a rank 1 that finds the oldest checkpoint instead of the newest.
 
-As it would where another job is saving one, and the first rank waits for that to end.
+This happens when another job writes a checkpoint while rank 0 waits for that job to end.
 """
 
 import sys

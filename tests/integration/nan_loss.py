@@ -1,6 +1,6 @@
-"""`python -m pipeline` where one rank's loss is no number from step FIRST to step LAST.
+"""Run `python -m pipeline` with a NaN loss on the last rank from step FIRST_STEP to step LAST_STEP.
 
-FIRST and LAST are environment variables; it is the last rank's loss.
+FIRST_STEP and LAST_STEP are environment variables.
 """
 
 import os
@@ -11,13 +11,13 @@ from model.loss import LossSums
 from model.translation_module import TranslationModule
 from pipeline.__main__ import main
 
-sound_losses = TranslationModule.losses
+original_losses = TranslationModule.losses
 
 
 def losses(module: TranslationModule, batch: MicroBatch) -> LossSums:
-    sums = sound_losses(module, batch)
-    is_hit = int(os.environ["FIRST"]) <= module.global_step + 1 <= int(os.environ["LAST"])
-    if module.training and is_hit and module.global_rank == module.trainer.world_size - 1:
+    sums = original_losses(module, batch)
+    is_affected = int(os.environ["FIRST_STEP"]) <= module.global_step + 1 <= int(os.environ["LAST_STEP"])
+    if module.training and is_affected and module.global_rank == module.trainer.world_size - 1:
         return sums._replace(smoothed=sums.smoothed * float("nan"))
     return sums
 

@@ -1,6 +1,6 @@
-"""Validate a checkpoint on some ranks: `python -m tests.integration.validating CHECKPOINT CORPUS RANKS NOTES`.
+"""Validate a checkpoint: `python -m tests.integration.validate_on_ranks CHECKPOINT CORPUS NUM_RANKS RESULTS`.
 
-Each rank writes its score, and the pairs it decoded with their translations, to the folder of notes.
+Each rank writes its metrics, and the pairs that it decoded with their translations, to the folder RESULTS.
 """
 
 import json
@@ -21,21 +21,21 @@ from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.training.trainer import strategy
 
 
-class Notes(ValidationSamples):
-    """Also keeps what this rank decoded."""
+class RecordingSamples(ValidationSamples):
+    """Also record which pairs this rank decoded."""
 
     def on_validation_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: RankBatch, *others: Any
     ) -> None:
         super().on_validation_batch_end(trainer, pl_module, outputs, batch, *others)
         if not batch.is_filler:
-            PAIRS.extend(outputs[0].tolist())
+            DECODED_PAIRS.extend(outputs[0].tolist())
 
 
-PAIRS: list[int] = []
+DECODED_PAIRS: list[int] = []
 
 if __name__ == "__main__":
-    checkpoint, corpus, ranks, notes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    checkpoint, corpus, num_ranks, results = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     tokenizer = load_model(checkpoint).tokenizer
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     contents = read_checkpoint(checkpoint)
@@ -44,8 +44,8 @@ if __name__ == "__main__":
     module.load_state_dict(contents["state_dict"])
     data = TranslationDataModule(corpus, BatchSettings(batch_tokens=200, group_tokens=50, workers=0), special, 1)
     sources, references = data.validation_text()
-    callback = Notes(sources, references, tokenizer, samples=len(sources))
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": ranks}
+    callback = RecordingSamples(sources, references, tokenizer, samples=len(sources))
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": num_ranks}
     trainer = Trainer(
         **options,
         strategy=strategy(options, timeout_seconds=60),
@@ -55,12 +55,12 @@ if __name__ == "__main__":
         callbacks=[callback],
     )
     [metrics] = trainer.validate(module, datamodule=data, verbose=False)
-    note = {
+    result = {
         "bleu": metrics["validation/bleu"],
         "loss": metrics["validation/loss"],
-        "pairs": PAIRS,
+        "pairs": DECODED_PAIRS,
         "translations": {str(pair): callback.translation(pair).text for pair in callback.samples},
     }
-    (notes / f"{ranks}-{trainer.global_rank}").write_text(json.dumps(note))
+    (results / f"{num_ranks}-{trainer.global_rank}").write_text(json.dumps(result))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
