@@ -1,4 +1,4 @@
-"""Files written under a temporary name: the order of what reaches the disk, and what an error leaves."""
+"""Atomic file writes: the order of system calls, and what remains after an error."""
 
 import errno
 import os
@@ -9,16 +9,16 @@ import pytest
 from pipeline.runtime.atomic_file import atomic_file, disk_full_error, remove_temporary_files
 
 
-def test_data_reaches_the_disk_before_the_name_and_the_name_before_the_end(
+def test_data_is_synchronized_before_the_rename_and_the_rename_before_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power cut at any moment leaves the old file or the new one."""
+    """After a power failure at any time, either the old or the new file exists."""
     calls: list[tuple[object, ...]] = []
     fsync, replace = os.fsync, os.replace
 
     def record_fsync(descriptor: int) -> None:
         synced = Path(f"/proc/self/fd/{descriptor}").readlink()
-        # What is still in Python's buffer is not synchronised.
+        # Data in Python's buffer would not be synchronized.
         calls.append(("fsync", synced, synced.read_bytes() if synced.is_file() else None))
         fsync(descriptor)
 
@@ -40,7 +40,7 @@ def test_data_reaches_the_disk_before_the_name_and_the_name_before_the_end(
             ("replace", temporary, path),
             ("fsync", path.parent, None),
         ]
-        assert temporary.parent == path.parent  # a rename is atomic inside one file system only
+        assert temporary.parent == path.parent  # a rename is atomic only within one file system
         assert path.read_bytes() == contents
         assert [entry.name for entry in path.parent.iterdir()] == ["file"]
 
@@ -57,7 +57,7 @@ def write_half(path: Path, error: BaseException, implicitly: bool = False) -> No
             raise RuntimeError("cannot write")  # noqa: B904
 
 
-def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_an_error_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
     for error in (ArithmeticError(), KeyboardInterrupt()):
@@ -67,18 +67,18 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path: Path) -> None:
+def test_an_error_names_the_final_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        # Libraries raise errors of their own in place of the full disk, with and without `from`.
+        # Libraries replace the error of a full disk with their own, with and without `from`.
         for implicitly in (False, True):
-            disk = OSError(number, os.strerror(number))
-            error = disk if implicitly else RuntimeError("cannot write")
-            error.__cause__ = None if implicitly else disk
+            disk_error = OSError(number, os.strerror(number))
+            error = disk_error if implicitly else RuntimeError("cannot write")
+            error.__cause__ = None if implicitly else disk_error
             with pytest.raises(RuntimeError) as caught:
                 write_half(path, error, implicitly)
-            assert disk_full_error(caught.value) is disk
-            assert disk.filename == str(path)
+            assert disk_full_error(caught.value) is disk_error
+            assert disk_error.filename == str(path)
     assert disk_full_error(OSError(errno.EACCES, "no permission")) is None
     path.mkdir()
     with pytest.raises(IsADirectoryError) as refused, atomic_file(path):
@@ -88,11 +88,11 @@ def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path: Path) -> No
 
 
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
-    ours = [".step=4.ckpt.99.tmp", ".config.yaml.7.tmp"]
+    temporary_files = [".step=4.ckpt.99.tmp", ".config.yaml.7.tmp"]
     others = ["notes.tmp", ".hidden", "step=4.ckpt"]
-    for name in (*ours, *others):
+    for name in (*temporary_files, *others):
         (tmp_path / name).touch()
     remove_temporary_files(tmp_path, "config.yaml")
-    assert {path.name for path in tmp_path.iterdir()} == {ours[0], *others}
+    assert {path.name for path in tmp_path.iterdir()} == {temporary_files[0], *others}
     remove_temporary_files(tmp_path, "")
     assert {path.name for path in tmp_path.iterdir()} == set(others)

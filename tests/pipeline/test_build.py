@@ -19,7 +19,7 @@ ORDER = [
     "CheckpointCallback",
     "GracefulStop",
 ]
-"""Stated in `build_callbacks`, with the reasons."""
+"""`build_callbacks` gives the reasons."""
 
 
 def test_the_order_of_callbacks(recipe_file: Path) -> None:

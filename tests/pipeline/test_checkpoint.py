@@ -1,4 +1,4 @@
-"""Checkpoints: whole or refused, chosen as documented, averaged exactly."""
+"""Checkpoints: reading and writing them, which one a run folder means, and averages."""
 
 import io
 import os
@@ -33,7 +33,7 @@ from tests.conftest import tiny_recipe
 
 @pytest.fixture(scope="module")
 def finished_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with three checkpoints and a best one, as of a run that has ended."""
+    """A run folder with three checkpoints and best.ckpt."""
     run = tmp_path_factory.mktemp("finished")
     (run / "recipe.yaml").write_text(yaml.safe_dump(tiny_recipe(tiny_corpus.parent)))
     recipe = load_recipe([run / "recipe.yaml"])
@@ -51,7 +51,7 @@ def finished_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def test_a_checkpoint_moved_alone_loads(finished_run: Path, tmp_path: Path) -> None:
+def test_a_moved_checkpoint_can_be_loaded(finished_run: Path, tmp_path: Path) -> None:
     alone = Path(shutil.copy(finished_run / "checkpoints" / "step=00000240.ckpt", tmp_path / "moved.ckpt"))
     model = load_model(alone)
     assert model.step == 240
@@ -77,14 +77,14 @@ def test_average_is_the_mean(finished_run: Path, tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("other", ["network", "shape", "name", "vocabulary"])
-def test_average_refuses_what_does_not_fit(finished_run: Path, tmp_path: Path, other: str) -> None:
+def test_average_refuses_incompatible_checkpoints(finished_run: Path, tmp_path: Path, other: str) -> None:
     paths = step_checkpoints(finished_run)[:2]
     contents = torch.load(paths[0], weights_only=True)
     part, weights = contents["translation"], contents["state_dict"]
     if other == "network":
         part["network"]["d_ff"] = 99
     elif other == "shape":
-        # One row would be broadcast over all.
+        # A single row could be broadcast.
         weights["network.embedding.weight"] = weights["network.embedding.weight"][:1]
     elif other == "name":
         del weights["network.embedding.weight"]
@@ -95,7 +95,7 @@ def test_average_refuses_what_does_not_fit(finished_run: Path, tmp_path: Path, o
         average([tmp_path / "other.ckpt", *paths])
 
 
-def test_average_of_more_than_there_are_is_refused(
+def test_average_of_more_checkpoints_than_exist_is_refused(
     finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(run: Path, last: int) -> str:
@@ -118,7 +118,7 @@ def test_average_of_more_than_there_are_is_refused(
     assert "required: --last" in capsys.readouterr().err
 
 
-def test_average_leaves_out_what_is_not_whole(
+def test_average_skips_incomplete_checkpoints(
     finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
@@ -133,7 +133,7 @@ def test_average_leaves_out_what_is_not_whole(
 def test_average_is_summed_in_float64(finished_run: Path, tmp_path: Path) -> None:
     contents = torch.load(step_checkpoints(finished_run)[0], weights_only=True)
     paths = []
-    # The newest is taken first; in float32 it swallows the small one.
+    # The newest is added first; a float32 sum would lose the small value.
     for number, value in enumerate((1.0, 1e8, -1e8)):
         contents["state_dict"] = {"network.x": torch.tensor([value])}
         write_atomic(contents, tmp_path / f"{number}.ckpt")
@@ -141,7 +141,7 @@ def test_average_is_summed_in_float64(finished_run: Path, tmp_path: Path) -> Non
     assert average(paths)["state_dict"]["network.x"].item() == pytest.approx(1 / 3)
 
 
-def test_which_checkpoint_a_run_folder_means(finished_run: Path, tmp_path: Path) -> None:
+def test_resolution_of_a_run_folder(finished_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     assert resolve_checkpoint(run).name == "best.ckpt"
     (run / "checkpoints" / "best.ckpt").unlink()
@@ -155,21 +155,21 @@ def test_which_checkpoint_a_run_folder_means(finished_run: Path, tmp_path: Path)
     os.utime(run / "average-last-3.ckpt", (3, 3))
     assert resolve_checkpoint(run).name == "average-last-3.ckpt"
     shutil.copy(resolve_checkpoint(run), run / "checkpoints" / "step=00000300.ckpt")
-    assert resolve_checkpoint(run).name == "step=00000300.ckpt"  # the average is of what was before
+    assert resolve_checkpoint(run).name == "step=00000300.ckpt"  # the average is of earlier steps
     with pytest.raises(InputError, match="holds no checkpoint"):
         resolve_checkpoint(tmp_path)
     with pytest.raises(InputError, match="no such checkpoint"):
         resolve_checkpoint(tmp_path / "nowhere")
 
 
-def test_a_checkpoint_without_its_step_counts_as_the_first(finished_run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_step_has_step_0(finished_run: Path, tmp_path: Path) -> None:
     contents = torch.load(step_checkpoints(finished_run)[0], weights_only=True)
     del contents["global_step"]
     only, mean = tmp_path / "checkpoints" / "step=00000001.ckpt", tmp_path / "average-last-1.ckpt"
     for path in (only, mean):
         write_atomic(contents, path)
     assert load_model(only).step == average([only])["global_step"] == 0
-    assert resolve_checkpoint(tmp_path) == only  # that average is of what was before
+    assert resolve_checkpoint(tmp_path) == only  # the average has no later step
 
 
 def test_a_checkpoint_from_a_gpu_is_read_without_one(
@@ -184,22 +184,22 @@ def test_a_checkpoint_from_a_gpu_is_read_without_one(
 
 
 def test_a_file_of_another_kind_is_refused_without_warnings(tmp_path: Path) -> None:
-    """By which PyTorch knows a TorchScript module."""
+    """PyTorch recognizes TorchScript by these file names."""
     path = tmp_path / "export.ckpt"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name in ("data.pkl", "constants.pkl", "version"):
             archive.writestr(f"archive/{name}", "3\n")
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         with pytest.raises(InputError, match="may be an export"):
             read_checkpoint(path)
-    assert not seen
+    assert not caught_warnings
 
 
-def test_what_a_full_disk_would_have_to_hold_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_error_states_the_required_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = {"weight": torch.zeros(2_500_000, dtype=torch.uint8)}
-    whole = io.BytesIO()
-    torch.save(contents, whole)
+    complete = io.BytesIO()
+    torch.save(contents, complete)
     free = 5_000_000_000_000
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2 * free, free, free))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -209,36 +209,36 @@ def test_what_a_full_disk_would_have_to_hold_is_said(tmp_path: Path, monkeypatch
             write_atomic(contents, tmp_path / "x.ckpt")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = f"File too large: it needs {len(whole.getvalue()) / 1e6:.1f} MB and 5,000,000.0 MB are free; "
-    assert str(raised.value).startswith(f"{tmp_path / 'x.ckpt'}: {said}")
+    message = f"File too large: it needs {len(complete.getvalue()) / 1e6:.1f} MB and 5,000,000.0 MB are free; "
+    assert str(raised.value).startswith(f"{tmp_path / 'x.ckpt'}: {message}")
     assert not list(tmp_path.iterdir())
 
 
 def broken_checkpoints(run: Path, folder: Path) -> dict[str, tuple[Path, str]]:
-    whole = run / "checkpoints" / "step=00000240.ckpt"
-    contents = torch.load(whole, weights_only=True)
-    made = {}
+    complete = run / "checkpoints" / "step=00000240.ckpt"
+    contents = torch.load(complete, weights_only=True)
+    checkpoints = {}
 
-    def put(name: str, changed: object, message: str) -> None:
+    def add(name: str, changed: object, message: str) -> None:
         torch.save(changed, folder / name)
-        made[name] = (folder / name, message)
+        checkpoints[name] = (folder / name, message)
 
     truncated = folder / "truncated.ckpt"
-    truncated.write_bytes(whole.read_bytes()[:-1000])
-    made["truncated"] = (truncated, "truncated")
+    truncated.write_bytes(complete.read_bytes()[:-1000])
+    checkpoints["truncated"] = (truncated, "truncated")
     text = folder / "text.ckpt"
     text.write_text("hello")
-    made["text"] = (text, "not a checkpoint")
-    put("foreign.ckpt", {"state_dict": {}}, "not a checkpoint of this program")
-    put("list.ckpt", [1, 2], "not a checkpoint of this program")
-    put("newer.ckpt", {**contents, "translation": {**contents["translation"], "format_version": 99}}, "format 99")
+    checkpoints["text"] = (text, "not a checkpoint")
+    add("foreign.ckpt", {"state_dict": {}}, "not a checkpoint of this program")
+    add("list.ckpt", [1, 2], "not a checkpoint of this program")
+    add("newer.ckpt", {**contents, "translation": {**contents["translation"], "format_version": 99}}, "format 99")
     smaller = {**contents["state_dict"], "network.embedding.weight": torch.zeros(50, 16)}
-    put("vocabulary.ckpt", {**contents, "state_dict": smaller}, "vocabulary of 60")
-    return made
+    add("vocabulary.ckpt", {**contents, "state_dict": smaller}, "vocabulary of 60")
+    return checkpoints
 
 
 @pytest.mark.parametrize("kind", ["truncated", "text", "foreign.ckpt", "list.ckpt", "newer.ckpt", "vocabulary.ckpt"])
-def test_what_is_no_checkpoint_is_refused_in_one_line(finished_run: Path, tmp_path: Path, kind: str) -> None:
+def test_invalid_checkpoints_are_refused_in_one_line(finished_run: Path, tmp_path: Path, kind: str) -> None:
     path, message = broken_checkpoints(finished_run, tmp_path)[kind]
     with pytest.raises(InputError, match=message) as caught:
         load_model(path)
@@ -246,22 +246,22 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(finished_run: Path, tmp_pa
     assert "\n" not in str(caught.value)
 
 
-class Trap:
+class WritesFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __reduce__(self):
-        return Path.write_text, (self.path, "sprung")
+        return Path.write_text, (self.path, "written")
 
 
-def test_a_checkpoint_executes_nothing(tmp_path: Path) -> None:
-    torch.save({"state_dict": {}, "translation": Trap(tmp_path / "sprung")}, tmp_path / "trap.ckpt")
+def test_reading_a_checkpoint_executes_no_code(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "translation": WritesFile(tmp_path / "written")}, tmp_path / "malicious.ckpt")
     with pytest.raises(InputError, match="cannot be read"):
-        load_model(tmp_path / "trap.ckpt")
-    assert not (tmp_path / "sprung").exists()
+        load_model(tmp_path / "malicious.ckpt")
+    assert not (tmp_path / "written").exists()
 
 
-def test_a_failed_write_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     write_atomic({"a": torch.ones(2)}, tmp_path / "x.ckpt")
     with pytest.raises(AttributeError):
         write_atomic({"a": lambda: None}, tmp_path / "x.ckpt")

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps, and the moving average in them; a real Trainer trains a single weight."""
+"""Which checkpoints a run keeps, and the moving average in them, with a Trainer that trains a single weight."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.checkpointing import callback as checkpoint_keeper
+from pipeline.checkpointing import callback as callback_module
 from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
 from pipeline.checkpointing.checkpoint import read_checkpoint, step_checkpoints, step_of
 from pipeline.checkpointing.ema import EMA
@@ -25,13 +25,13 @@ from tests.conftest import ROOT
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*", "ignore:.*sync_dist=True.*")
 
 WEIGHTS = [1.0, 3.0, 7.0, 15.0, 31.0]
-"""After each step: step n adds 2 ** (n - 1)."""
+"""The weight after each step; step n adds 2 ** (n - 1)."""
 AVERAGES = [1.0, 0.9 * 1 + 0.1 * 3, 0.9 * 1.2 + 0.1 * 7, 0.9 * 1.78 + 0.1 * 15, 0.9 * 3.102 + 0.1 * 31]
-"""With a decay of 0.9."""
+"""The moving average after each step, with a decay of 0.9."""
 
 
 class OneWeight(LightningModule):
-    """Its validation BLEU after a step is as given."""
+    """A module with one weight, whose validation BLEU by step is given."""
 
     def __init__(self, bleu: dict[int, float] | None = None) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ Train = Callable[..., OneWeight]
 
 @pytest.fixture
 def train(tiny_corpus: Path, tmp_path: Path) -> Train:
-    """Train up to a step, in `tmp_path`, with these settings of the recipe's `run:`."""
+    """A function that trains in `tmp_path`; its other keyword arguments are settings of the recipe's `run` section."""
     quiet_lightning()
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
 
@@ -74,11 +74,11 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
         overrides = [f"--run.{name}={'null' if value is None else value}" for name, value in settings.items()]
         recipe = load_recipe([ROOT / "configs" / "demo.yaml"], overrides)
         module = OneWeight(bleu)
-        keeper = CheckpointCallback(tmp_path, recipe, tokenizer, clock or StepClock())
+        checkpoint_callback = CheckpointCallback(tmp_path, recipe, tokenizer, clock or StepClock())
         before = [callback for callback in others if not isinstance(callback, StopAt)]
         after = [callback for callback in others if isinstance(callback, StopAt)]
         for callback in after:
-            callback.keeper = keeper
+            callback.checkpoint_callback = checkpoint_callback
         trainer = Trainer(
             accelerator="cpu",
             max_steps=max_steps,
@@ -90,7 +90,7 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[*before, keeper, *after],
+            callbacks=[*before, checkpoint_callback, *after],
             plugins=[AtomicCheckpointIO()],
         )
         with suppress(Stopped):
@@ -102,9 +102,9 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
 
 
 class StopAt(Callback):
-    """Saves and stops as a run does that is asked to: after a step, in its validation, or before the next step."""
+    """Save and stop as on a signal: after a step, in its validation, or before the next step."""
 
-    keeper: CheckpointCallback
+    checkpoint_callback: CheckpointCallback
 
     def __init__(self, step: int, in_validation: bool = False) -> None:
         self.step, self.in_validation = step, in_validation
@@ -121,12 +121,12 @@ class StopAt(Callback):
 
     def stop(self, trainer: Trainer) -> None:
         if trainer.global_step == self.step:
-            self.keeper.save(trainer, stopping=True)
+            self.checkpoint_callback.save(trainer, stopping=True)
             raise Stopped("asked to stop")
 
 
-class LookBeforeValidation(Callback):
-    """Notes which checkpoints are there when a validation begins."""
+class RecordCheckpoints(Callback):
+    """Record which checkpoints exist when a validation starts."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
@@ -145,25 +145,25 @@ def step_in(checkpoint: Path) -> int:
 
 
 def steps(run: Path) -> list[int]:
-    """Of the checkpoints there, each of which holds what its name says."""
+    """Return the steps of all checkpoints, and check that file names and contents agree."""
     found = [step_of(path) for path in step_checkpoints(run)]
     assert [step_in(path) for path in step_checkpoints(run)] == found
     return found
 
 
-def test_a_moving_average_by_hand(train: Train, tmp_path: Path) -> None:
+def test_the_moving_average_matches_one_computed_by_hand(train: Train, tmp_path: Path) -> None:
     module = train(3, EMA(decay=0.9), validate_every=2)
     resumed = train(5, EMA(decay=0.9), validate_every=2, ckpt_path=newest(tmp_path))
-    # It is what is validated and what translates; the weights themselves go on beside it.
+    # Validation and translation use the average; training uses the weights.
     assert [*module.validated, *resumed.validated] == pytest.approx([AVERAGES[1], AVERAGES[3]])
     contents = [torch.load(path, weights_only=True) for path in step_checkpoints(tmp_path)]
-    assert [one["state_dict"]["weight"].item() for one in contents] == pytest.approx(AVERAGES)
-    assert [one["current_model_state"]["weight"].item() for one in contents] == WEIGHTS
+    assert [checkpoint["state_dict"]["weight"].item() for checkpoint in contents] == pytest.approx(AVERAGES)
+    assert [checkpoint["current_model_state"]["weight"].item() for checkpoint in contents] == WEIGHTS
     assert resumed.weight.item() == WEIGHTS[-1]
 
 
 def test_stopped_while_the_moving_average_is_validated(train: Train, tmp_path: Path) -> None:
-    """The weights and their average have changed places then."""
+    """Weights and average are swapped during validation."""
     train(5, EMA(decay=0.9), StopAt(4, in_validation=True), validate_every=4)
     contents = torch.load(newest(tmp_path), weights_only=True)
     assert contents["state_dict"]["weight"].item() == pytest.approx(AVERAGES[3])
@@ -172,7 +172,7 @@ def test_stopped_while_the_moving_average_is_validated(train: Train, tmp_path: P
     assert torch.load(newest(tmp_path), weights_only=True)["state_dict"]["weight"].item() == pytest.approx(AVERAGES[4])
 
 
-def test_the_best_by_bleu_is_kept_over_a_resume(train: Train, tmp_path: Path) -> None:
+def test_the_best_bleu_is_kept_when_resuming(train: Train, tmp_path: Path) -> None:
     best = tmp_path / "checkpoints" / "best.ckpt"
     bleu = {2: 10.0, 4: 30.0, 6: 20.0, 8: 25.0, 10: 30.0, 12: 40.0}
     train(6, bleu=bleu, validate_every=2)
@@ -195,27 +195,27 @@ def test_the_newest_are_kept(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*no `val_dataloader`.*")
 def test_a_run_without_validation(train: Train, tmp_path: Path) -> None:
-    """No checkpoint waits for one."""
+    """Checkpoints are not delayed until a validation."""
     train(3, checkpoint_every_steps=2, validate_every=2, is_validated=False)
     assert steps(tmp_path) == [2, 3]
 
 
-def test_an_old_checkpoint_that_someone_else_removes_is_no_error(
+def test_a_checkpoint_removed_by_another_process_is_no_error(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def listed_and_removed(run: Path) -> list[Path]:
+    def list_and_remove(run: Path) -> list[Path]:
         paths = step_checkpoints(run)
         for path in paths[:-2]:
             path.unlink()
         return paths
 
-    monkeypatch.setattr(checkpoint_keeper, "step_checkpoints", listed_and_removed)
+    monkeypatch.setattr(callback_module, "step_checkpoints", list_and_remove)
     train(4, keep_last=2)
     assert steps(tmp_path) == [3, 4]
 
 
-def test_writing_checkpoints_is_timed_by_itself(train: Train) -> None:
-    class Begun(StepClock):
+def test_writing_checkpoints_is_timed_separately(train: Train) -> None:
+    class RecordingClock(StepClock):
         def __init__(self) -> None:
             super().__init__()
             self.begun: list[str] = []
@@ -223,26 +223,26 @@ def test_writing_checkpoints_is_timed_by_itself(train: Train) -> None:
         def begin(self, stretch: str) -> None:
             self.begun.append(stretch)
 
-    clock = Begun()
+    clock = RecordingClock()
     train(2, clock=clock)
     assert clock.begun == ["checkpoint", "between"] * 2
 
 
-def test_a_checkpoint_of_a_validated_step_knows_of_the_validation(train: Train, tmp_path: Path) -> None:
-    """A resume from it does not validate again, and has the best BLEU so far."""
+def test_the_checkpoint_of_a_validated_step_is_saved_after_the_validation(train: Train, tmp_path: Path) -> None:
+    """Resuming from it does not repeat the validation, and keeps the best BLEU."""
     bleu = {2: 30.0, 4: 20.0}
-    look = LookBeforeValidation(tmp_path)
-    train(2, look, bleu=bleu, checkpoint_every_steps=2, validate_every=2)
-    # Saved before, and killed in the validation, the run would leave it out.
-    assert look.seen == [[]]
+    recorder = RecordCheckpoints(tmp_path)
+    train(2, recorder, bleu=bleu, checkpoint_every_steps=2, validate_every=2)
+    # If it were saved before, a run killed in the validation would skip the validation.
+    assert recorder.seen == [[]]
     [second] = step_checkpoints(tmp_path)
     resumed = train(4, bleu=bleu, checkpoint_every_steps=2, validate_every=2, ckpt_path=second)
     assert len(resumed.validated) == 1
     assert step_in(tmp_path / "checkpoints" / "best.ckpt") == 2
 
 
-def test_a_checkpoint_of_a_stop_between_two_intervals_gives_way_to_the_next(train: Train, tmp_path: Path) -> None:
-    """So that the checkpoints to average are as far apart as the recipe says."""
+def test_the_checkpoint_of_a_stop_between_two_intervals_is_replaced(train: Train, tmp_path: Path) -> None:
+    """Checkpoints to average are as far apart as the recipe specifies."""
     train(20, StopAt(6), checkpoint_every_steps=4)
     assert steps(tmp_path) == [4, 6]
     train(20, StopAt(7), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
@@ -253,11 +253,11 @@ def test_a_checkpoint_of_a_stop_between_two_intervals_gives_way_to_the_next(trai
 
 def test_a_stop_at_an_interval_leaves_a_regular_checkpoint(train: Train, tmp_path: Path) -> None:
     train(20, StopAt(4), checkpoint_every_steps=4)
-    # Stopped again before the next step, as in a validation that is done again.
+    # Stop again before the next step, as in a repeated validation.
     train(20, StopAt(4), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
     train(8, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
     assert steps(tmp_path) == [4, 8]
-    # Where the step is to be validated first, the keeper has not saved it yet.
+    # A step to be validated is not saved before its validation.
     train(20, StopAt(12), checkpoint_every_steps=4, validate_every=4, ckpt_path=newest(tmp_path))
     train(16, checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
     assert steps(tmp_path) == [4, 8, 12, 16]
@@ -267,12 +267,12 @@ def test_a_run_stopped_twice_at_one_step_between_two_intervals(train: Train, tmp
     train(20, StopAt(6), checkpoint_every_steps=4)
     train(20, StopAt(6), checkpoint_every_steps=4, ckpt_path=newest(tmp_path))
     assert steps(tmp_path) == [4, 6]
-    # Gone already when the next takes its place.
+    # The checkpoint of the stop no longer exists when it is to be replaced.
     train(8, checkpoint_every_steps=4, ckpt_path=newest(tmp_path).rename(tmp_path / "moved.ckpt"))
     assert steps(tmp_path) == [4, 8]
 
 
-def test_checkpoints_newer_than_where_a_run_goes_on_are_not_counted(train: Train, tmp_path: Path) -> None:
+def test_checkpoints_newer_than_the_resumed_one_are_not_counted(train: Train, tmp_path: Path) -> None:
     train(3)
     later = tmp_path / "checkpoints" / "step=00000100.ckpt"
     later.write_bytes(b"cut short")
@@ -280,8 +280,8 @@ def test_checkpoints_newer_than_where_a_run_goes_on_are_not_counted(train: Train
     assert [step_of(path) for path in step_checkpoints(tmp_path)] == [4, 5, 100]
 
 
-def test_checkpoints_by_the_clock(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take 24 seconds by this clock and later 40; it is looked at every `log_every_steps`."""
+def test_checkpoints_by_time(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take 24 s, and 40 s from step 5 on. The time is checked every `log_every_steps` steps."""
 
     class Tick(Callback):
         seconds = 1000.0
@@ -292,5 +292,5 @@ def test_checkpoints_by_the_clock(train: Train, tmp_path: Path, monkeypatch: pyt
     tick = Tick()
     monkeypatch.setattr(time, "monotonic", lambda: tick.seconds)
     train(11, tick, checkpoint_every_steps=None, checkpoint_every_minutes=1.6, log_every_steps=2)
-    # After exactly 96 seconds and after 160; the last step.
+    # After 96 s, after another 160 s, and after the last step.
     assert steps(tmp_path) == [4, 8, 11]

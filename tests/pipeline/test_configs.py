@@ -1,4 +1,4 @@
-"""The recipes that come along: each loads, has the paper's shape and size, and takes a step."""
+"""The recipes in configs/: they load, have the paper's hyperparameters and parameter counts, and train."""
 
 import subprocess
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 CONFIGS = ROOT / "configs"
 TRACKED = subprocess.run(["git", "ls-files"], cwd=CONFIGS, capture_output=True, text=True, check=False).stdout.split()
-"""A user's own recipes lie in configs/ too, and are not tested; all are without git."""
+"""Untracked recipes, which are the user's own, are not tested. Without git, all recipes are."""
 RECIPES = sorted(
     path
     for path in CONFIGS.rglob("*.yaml")
@@ -51,14 +51,17 @@ PARAMETERS = {
     "wmt14_en_de_many_gpus": (214_245_376, None),
     "wmt14_en_de_record": (214_249_472, None),
 }
-"""Worked by hand, and the paper's count in millions where Table 3 has one. For base, with V = 37,000 and D = 512:
-embeddings 37,000 x 512; an attention 4 x (512 x 512 + 512); a feed-forward layer 2 x 512 x 2048 + 2048 + 512; a layer
-norm 2 x 512; six encoder layers of one attention, one feed-forward layer and two norms, six decoder layers of two, one
-and three. Learned positions add 512 x 512, pre-norm the two norms at the ends."""
+"""Parameter counts computed by hand, and the count in millions of the paper's Table 3, if given.
+
+The base model, with a vocabulary of 37,000 and d_model 512, has embeddings (37,000 x 512), six encoder layers with one
+attention, one feed-forward layer and two layer norms each, and six decoder layers with two attentions, one feed-forward
+layer and three layer norms each. An attention has 4 x (512 x 512 + 512) parameters, a feed-forward layer
+2 x 512 x 2048 + 2048 + 512, a layer norm 2 x 512. Learned positions add 512 x 512, pre-norm adds two final layer norms.
+"""
 
 
 def name_of(path: Path) -> str:
-    """As in PARAMETERS."""
+    """Return the name of a recipe as in PARAMETERS."""
     return str(path.relative_to(CONFIGS).with_suffix(""))
 
 
@@ -72,7 +75,7 @@ def test_loads(path: Path) -> None:
         assert any(f"{command} {own}" in path.read_text() for command in ("fit --config", "slurm/train.sbatch"))
 
 
-def test_every_paper_recipe_is_counted() -> None:
+def test_parameters_covers_every_paper_recipe() -> None:
     assert {name_of(path) for path in RECIPES if "wmt14" in path.stem or path.parent.name == "table3"} == set(
         PARAMETERS
     )
@@ -80,18 +83,18 @@ def test_every_paper_recipe_is_counted() -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_number_of_parameters(name: str) -> None:
-    counted, papers = PARAMETERS[name]
+    expected, paper_millions = PARAMETERS[name]
     recipe = load_recipe([CONFIGS / f"{name}.yaml"])
     with torch.device("meta"):
         network = Transformer(recipe.corpus.vocabulary_size, recipe.network)
-    assert sum(p.numel() for p in network.parameters()) == counted
-    if papers is not None:
-        assert abs(counted / 1e6 - papers) <= 0.07 * papers
+    assert sum(p.numel() for p in network.parameters()) == expected
+    if paper_millions is not None:
+        assert abs(expected / 1e6 - paper_millions) <= 0.07 * paper_millions
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_takes_a_step_in_miniature(name: str) -> None:
-    """The recipe's shape, with all widths a sixteenth."""
+def test_a_small_version_learns(name: str) -> None:
+    """Train the recipe's network with all widths divided by 16."""
     torch.manual_seed(0)
     recipe = load_recipe([CONFIGS / f"{name}.yaml"])
     own = recipe.network
@@ -114,7 +117,7 @@ def test_takes_a_step_in_miniature(name: str) -> None:
 
 
 def test_the_papers_models() -> None:
-    """Section 5 and 6.1 in numbers."""
+    """The hyperparameters of sections 5 and 6.1."""
     base, big = (load_recipe([CONFIGS / f"wmt14_en_de_{size}.yaml"]) for size in ("base", "big"))
     french, french_big = (load_recipe([CONFIGS / f"wmt14_en_fr_{size}.yaml"]) for size in ("base", "big"))
     assert (base.network, base.training, base.decoding) == (NetworkSettings(), TrainingSettings(), DecodingSettings())
@@ -130,8 +133,8 @@ def test_the_papers_models() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "table3").iterdir()), ids=lambda path: path.stem)
-def test_a_row_changes_what_it_says(path: Path) -> None:
-    """And nothing else, beside its name."""
+def test_a_row_changes_only_its_section(path: Path) -> None:
+    """Rows of Table 3 differ from the base or big recipe in one section and in the name."""
     other = "big" if path.stem == "big" else "base"
     row, plain = load_recipe([path]), load_recipe([CONFIGS / f"wmt14_en_de_{other}.yaml"])
     changed = {section for section in vars(row) if getattr(row, section) != getattr(plain, section)}
@@ -141,12 +144,12 @@ def test_a_row_changes_what_it_says(path: Path) -> None:
 
 
 def peak_learning_rate(recipe: Recipe) -> float:
-    """Of section 5.3's schedule, at the end of its warm-up."""
+    """Return the learning rate of section 5.3's schedule at the end of warm-up."""
     settings = recipe.training
     return float(settings.learning_rate_factor * (recipe.network.d_model * settings.warmup_steps) ** -0.5)
 
 
-def test_modern_recipes_peak_where_their_sources_do() -> None:
+def test_modern_recipes_have_the_peak_learning_rates_of_their_sources() -> None:
     many, record, tiny = (
         load_recipe([CONFIGS / f"{name}.yaml"])
         for name in ("wmt14_en_de_many_gpus", "wmt14_en_de_record", "multi30k_tiny")
@@ -159,10 +162,10 @@ def test_modern_recipes_peak_where_their_sources_do() -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 def test_overlays_fit_every_recipe(overlay: Path) -> None:
-    """They say where a recipe runs and how often it saves, and nothing of what is learned."""
+    """Overlays change only `trainer` and `run`, so that they do not affect what is learned."""
     signature = trainer_signature()
     for path in RECIPES:
-        plain, laid_over = (load_recipe(paths, (), signature).as_dict() for paths in ([path], [path, overlay]))
-        different = {key for key in plain if plain[key] != laid_over[key]}
+        plain, with_overlay = (load_recipe(paths, (), signature).as_dict() for paths in ([path], [path, overlay]))
+        different = {key for key in plain if plain[key] != with_overlay[key]}
         assert "trainer" in different
         assert different <= {"trainer", "run"}

@@ -1,4 +1,4 @@
-"""What fit decides by itself: precision, strategy, which keys of Lightning's Trainer a recipe may hold."""
+"""Options that `fit` chooses: precision, strategy and compilation; and which Trainer keys a recipe may set."""
 
 import re
 import sysconfig
@@ -18,7 +18,7 @@ from pipeline.training.precision import best_precision, precision_plugin
 from pipeline.training.trainer import strategy, trainer_options
 
 
-def test_bf16_wherever_the_processor_has_it() -> None:
+def test_bf16_on_cpus_that_support_it() -> None:
     has_bf16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
     for accelerator in ("cpu",) if torch.cuda.is_available() else ("auto", "cpu"):
         assert best_precision(accelerator) == ("bf16-mixed" if has_bf16 else "32-true")
@@ -26,7 +26,7 @@ def test_bf16_wherever_the_processor_has_it() -> None:
 
 @pytest.mark.parametrize("accelerator", ["auto", "gpu", "cuda"])
 @pytest.mark.parametrize(("native", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
-def test_bf16_on_gpus_that_do_not_emulate_it(
+def test_bf16_on_gpus_that_support_it_natively(
     monkeypatch: pytest.MonkeyPatch, accelerator: str, native: bool, precision: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -34,7 +34,7 @@ def test_bf16_on_gpus_that_do_not_emulate_it(
     assert best_precision(accelerator) == precision
 
 
-def test_ddp_where_there_is_more_than_one_process() -> None:
+def test_ddp_with_more_than_one_process() -> None:
     assert strategy({"accelerator": "cpu", "devices": 1}) == "auto"
     for options in ({"devices": 2}, {"devices": 1, "num_nodes": 3}, {"devices": [0, 1], "strategy": "ddp"}):
         chosen = strategy({"accelerator": "cpu", **options})
@@ -42,13 +42,13 @@ def test_ddp_where_there_is_more_than_one_process() -> None:
         assert chosen._ddp_kwargs == {"gradient_as_bucket_view": True}
 
 
-def test_keys_that_are_not_the_recipes() -> None:
+def test_reserved_trainer_keys() -> None:
     signature = trainer_signature()
     assert {"max_steps", "val_check_interval", "precision", "devices", "num_nodes", "max_time"} <= signature.keys()
     assert not signature.keys() & RESERVED_KEYS.keys()
 
 
-def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_when_to_compile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not should_compile(None, "auto")
     assert should_compile(True, "cpu")
@@ -65,14 +65,14 @@ def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         should_compile(True, "cpu")
     monkeypatch.setenv("CC", "/opt/bin/cc")
     assert should_compile(None, "gpu")
-    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))  # a Python without its headers
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))  # Python without its headers
     assert not should_compile(None, "gpu")
     assert f"python3-dev or python3-devel, and {tmp_path}/Python.h is missing" in capsys.readouterr().err
     (tmp_path / "Python.h").touch()
     assert should_compile(None, "gpu")
 
 
-def test_how_long_a_start_may_train() -> None:
+def test_max_time() -> None:
     assert max_seconds(None) is None
     assert max_seconds("01:00:02:03") == 86_523
     assert max_seconds({"minutes": 2}) == 120
@@ -81,20 +81,18 @@ def test_how_long_a_start_may_train() -> None:
             max_seconds(wrong)
 
 
-def test_float32_on_gpus_multiplies_in_tf32(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_float32_on_gpus_uses_tf32(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    told = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", told.append)
+    precisions_set = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions_set.append)
     for capability, precision in (((7, 0), "32-true"), ((8, 0), "16-mixed"), ((8, 0), "32-true")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         trainer_options({"accelerator": "gpu", "precision": precision, "devices": 1})
-    assert told == ["high"]
+    assert precisions_set == ["high"]
     assert capsys.readouterr().err.count("matrix products use TF32; set NVIDIA_TF32_OVERRIDE=0") == 1
 
 
-def test_float16_scales_by_the_modules_own_factor() -> None:
+def test_float16_uses_no_grad_scaler() -> None:
     options = trainer_options({"accelerator": "cpu", "precision": "16-mixed"})
     plugin = precision_plugin(options)
     assert plugin.precision == "16-mixed"
@@ -102,8 +100,8 @@ def test_float16_scales_by_the_modules_own_factor() -> None:
     assert precision_plugin({"precision": "bf16-mixed", "accelerator": "cpu"}) is None
 
 
-def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # as a driver counts that is too old
+def test_unusable_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # as counted by a driver that is too old
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for options in ({}, {"accelerator": "gpu"}):
         with pytest.raises(InputError, match=r"torch cannot use the 8 GPUs of this machine \(\S"):
@@ -111,13 +109,13 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_a_cpu(monkeypatch:
     assert trainer_options({"accelerator": "cpu"})["accelerator"] == "cpu"
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     step = JobStep("1", rank=0, local_rank=0, num_tasks=8, num_nodes=1, tasks_per_node=8, restarts=0)
-    said = {finding.what: finding.well for finding in machine(step)}
-    assert [well for message, well in said.items() if "8 GPUs and torch sees 0" in message] == [False]
-    assert any("8 GPUs that torch cannot use" in message for message in said)
+    results = {finding.what: finding.well for finding in machine(step)}
+    assert [well for message, well in results.items() if "8 GPUs and torch sees 0" in message] == [False]
+    assert any("8 GPUs that torch cannot use" in message for message in results)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"precision": "16-true"}, "use 16-mixed"),
         ({"precision": 16}, "use 16-mixed"),
@@ -128,6 +126,6 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_a_cpu(monkeypatch:
         ({"val_check_interval": "00:00:30:00"}, "is not a number of steps"),
     ],
 )
-def test_what_cannot_be_trained_by(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=re.escape(said)):
+def test_invalid_trainer_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
         validate_trainer_keys({"max_steps": 1, **options})

@@ -1,4 +1,4 @@
-"""Two ranks that train: where one is asked to stop both stop after the same step, and where one fails both name it."""
+"""Ranks stop after the same step if one of them gets a signal, and all name the rank that failed."""
 
 import multiprocessing
 import os
@@ -45,17 +45,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"
 
 @dataclass(frozen=True)
 class Event:
-    """A signal that a rank gets: in a step (0: before the first), or in the validation after it; or its failure."""
+    """A signal that a rank gets in a step (0: before the first) or in the validation after it, or another event."""
 
     step: int
     in_validation: bool = False
     is_failure: bool = False
+    """Instead of a signal, the rank raises an error."""
     misses_newest: bool = False
-    """Instead of a signal: the rank goes on from the newest checkpoint but one."""
+    """Instead of a signal, the rank resumes from the second newest checkpoint."""
 
 
 class OneWeight(LightningModule):
-    """A rank that something happens to; it notes how many batches it was validated on after which step."""
+    """A module that triggers an event; `validated` holds the number of validation batches by step."""
 
     def __init__(self, event: Event | None) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class OneWeight(LightningModule):
         self.validated: dict[int, int] = {}
         self.num_batches = 0
 
-    def happens(self, step: int, in_validation: bool = False) -> None:
+    def trigger_event(self, step: int, in_validation: bool = False) -> None:
         if self.event is None or (self.event.step, self.event.in_validation) != (step, in_validation):
             return
         if self.event.misses_newest:
@@ -74,20 +75,20 @@ class OneWeight(LightningModule):
         os.kill(os.getpid(), signal.SIGUSR1)
 
     def on_fit_start(self) -> None:
-        self.happens(0)
+        self.trigger_event(0)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         assert self.trainer.training
-        self.happens(self.global_step + 1)
+        self.trigger_event(self.global_step + 1)
         return -self.weight
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.num_batches += 1
         if batch_idx == 1:
-            self.happens(self.global_step, in_validation=True)
+            self.trigger_event(self.global_step, in_validation=True)
 
     def on_validation_epoch_end(self) -> None:
-        assert self.trainer.validating  # by which Lightning knows where a figure that is logged belongs
+        assert self.trainer.validating  # Lightning's logging depends on it
         self.validated[self.global_step] = self.num_batches
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -100,7 +101,7 @@ def make_checkpoints(folder: Path, tokenizer: Path) -> CheckpointCallback:
 
 
 def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, max_seconds: float | None) -> str:
-    """Train from the newest checkpoint that is there; returns how it ended, and the validations done."""
+    """Train from the newest checkpoint, if any; return how training ended and which validations ran."""
     signals.install()
     quiet_lightning()
     checkpoints = make_checkpoints(folder, tokenizer)
@@ -137,52 +138,55 @@ def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, ma
     return f"{end}, validated {module.validated}"
 
 
-Work = Callable[..., str]
+RankFunction = Callable[..., str]
 
 
-def rank(number: int, size: int, folder: Path, work: Work, arguments: tuple[Any, ...]) -> None:
-    """In a process of its own; leaves what the work returns in a file."""
-    os.environ |= {"LOCAL_RANK": str(number), "WORLD_SIZE": str(size), "SLURMD_NODENAME": f"node-{number}"}
+def run_rank(rank: int, size: int, folder: Path, function: RankFunction, arguments: tuple[Any, ...]) -> None:
+    """Run a function as one rank, in a process of its own, and write its result to a file."""
+    os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "SLURMD_NODENAME": f"node-{rank}"}
     store = dist.FileStore(str(folder / "store"), size)
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=timeout)
-    (folder / f"rank-{number}").write_text(work(*arguments))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    (folder / f"rank-{rank}").write_text(function(*arguments))
     os._exit(0)
 
 
-def exit_codes(folder: Path, work: Work, *arguments: tuple[Any, ...]) -> list[int | None]:
-    """Of ranks that do the work, each with its own arguments."""
+def exit_codes(folder: Path, function: RankFunction, *arguments: tuple[Any, ...]) -> list[int | None]:
+    """Run a function on one rank per tuple of arguments; return the exit codes."""
     (folder / "store").unlink(missing_ok=True)
     size = len(arguments)
-    ranks = [FORK.Process(target=rank, args=(number, size, folder, work, own)) for number, own in enumerate(arguments)]
-    for process in ranks:
+    processes = [
+        FORK.Process(target=run_rank, args=(rank, size, folder, function, rank_arguments))
+        for rank, rank_arguments in enumerate(arguments)
+    ]
+    for process in processes:
         process.start()
-    for process in ranks:
+    for process in processes:
         process.join()
-    return [process.exitcode for process in ranks]
+    return [process.exitcode for process in processes]
 
 
-def results(folder: Path, work: Work, *arguments: tuple[Any, ...]) -> list[str]:
-    """What the work returns on each rank, given its own arguments."""
-    assert exit_codes(folder, work, *arguments) == [0] * len(arguments)
-    return [(folder / f"rank-{number}").read_text() for number in range(len(arguments))]
+def results(folder: Path, function: RankFunction, *arguments: tuple[Any, ...]) -> list[str]:
+    """Run a function on one rank per tuple of arguments; return the results."""
+    assert exit_codes(folder, function, *arguments) == [0] * len(arguments)
+    return [(folder / f"rank-{rank}").read_text() for rank in range(len(arguments))]
 
 
-def two_ranks(
+def train_on_ranks(
     folder: Path,
     corpus: Path,
     *events: Event | None,
     max_steps: int = 20,
     max_seconds: float | None = None,
 ) -> list[str]:
-    """How each rank ended, given what happens to each."""
+    """Train on one rank per event; return how training ended on each rank."""
     tokenizer = corpus / "tokenizer.model"
     return results(folder, train, *((folder, tokenizer, event, max_steps, max_seconds) for event in events))
 
 
 @pytest.fixture
 def failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which the job's script has counted a failure."""
+    """The file in which the job's script counts failures, with one counted."""
     path = tmp_path / "failures"
     path.touch()
     monkeypatch.setenv("FAILURES_FILE", str(path))
@@ -190,50 +194,50 @@ def failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_both_stop_after_the_same_step(tiny_corpus: Path, tmp_path: Path, failures: Path) -> None:
-    """One is asked in a step; by the end of the next the other knows."""
+    """Both stop at the end of the step after the one in which a rank got the signal."""
     stopped = "asked to stop: saved after step 4; run the same command to continue (exit code 75), validated {}"
-    assert two_ranks(tmp_path, tiny_corpus, None, Event(3), max_seconds=600.0) == [stopped] * 2
-    assert not failures.exists()  # since training has begun
+    assert train_on_ranks(tmp_path, tiny_corpus, None, Event(3), max_seconds=600.0) == [stopped] * 2
+    assert not failures.exists()  # removed when training starts
     [fourth] = step_checkpoints(tmp_path)
     assert step_of(fourth) == 4
-    # That step's validation is still to be done; asked in it, both stop in it, and it is done again from its beginning.
+    # The validation of that step is pending. After a signal in it, both ranks stop in it, and it is repeated in full.
     assert validation_is_pending(read_checkpoint(fourth))
     event = Event(4, in_validation=True)
-    assert two_ranks(tmp_path, tiny_corpus, event, None, max_seconds=600.0) == [stopped] * 2
+    assert train_on_ranks(tmp_path, tiny_corpus, event, None, max_seconds=600.0) == [stopped] * 2
     assert step_checkpoints(tmp_path) == [fourth]
     assert validation_is_pending(read_checkpoint(fourth))
-    # In the last step there is nothing to stop.
+    # In the last step, a signal has no effect.
     contents = fourth.read_bytes()
-    ends = two_ranks(tmp_path, tiny_corpus, None, Event(5), max_steps=6)
+    ends = train_on_ranks(tmp_path, tiny_corpus, None, Event(5), max_steps=6)
     assert ends == ["ended at step 6, validated {4: 6}"] * 2
-    [sixth] = step_checkpoints(tmp_path)  # that of the stop has given way
+    [sixth] = step_checkpoints(tmp_path)  # the checkpoint of the stop was removed
     assert not validation_is_pending(read_checkpoint(sixth))
-    # Where one rank has looked for the newest before it was there, none goes on.
+    # If one rank missed the newest checkpoint, none resumes.
     fourth.write_bytes(contents)
-    said = "rank 0 on node-0 resumed from step 6, rank 1 on node-1 from 4: another job was still writing"
-    for end in two_ranks(tmp_path, tiny_corpus, None, Event(0, misses_newest=True)):
-        assert end.startswith(said)
+    message = "rank 0 on node-0 resumed from step 6, rank 1 on node-1 from 4: another job was still writing"
+    for end in train_on_ranks(tmp_path, tiny_corpus, None, Event(0, misses_newest=True)):
+        assert end.startswith(message)
 
 
 def test_both_stop_in_the_first_validation(tiny_corpus: Path, tmp_path: Path) -> None:
-    """Which is to be done when the run goes on."""
-    for end in two_ranks(tmp_path, tiny_corpus, None, Event(4, in_validation=True)):
+    """The validation is pending then."""
+    for end in train_on_ranks(tmp_path, tiny_corpus, None, Event(4, in_validation=True)):
         assert end.startswith("asked to stop: saved after step 4; ")
     [fourth] = step_checkpoints(tmp_path)
     assert validation_is_pending(read_checkpoint(fourth))
 
 
 def test_both_stop_before_the_first_step(tiny_corpus: Path, tmp_path: Path, failures: Path) -> None:
-    ends = two_ranks(tmp_path, tiny_corpus, None, Event(0))
+    ends = train_on_ranks(tmp_path, tiny_corpus, None, Event(0))
     assert ends[0] == ends[1]
     assert ends[0].startswith("asked to stop during start-up; nothing was lost")
     assert not step_checkpoints(tmp_path)
     assert failures.exists()
 
 
-def test_both_stop_when_the_time_is_over(tiny_corpus: Path, tmp_path: Path) -> None:
-    """And say so, but for one that was asked as well."""
-    ends = two_ranks(tmp_path, tiny_corpus, None, Event(2), max_seconds=0.0)
+def test_both_stop_at_max_time(tiny_corpus: Path, tmp_path: Path) -> None:
+    """The message names max_time, except on a rank that also got a signal."""
+    ends = train_on_ranks(tmp_path, tiny_corpus, None, Event(2), max_seconds=0.0)
     assert ends[0].startswith("trainer.max_time is over: saved after step 2; ")
     assert ends[1].startswith("asked to stop: saved after step 2; ")
     [second] = step_checkpoints(tmp_path)
@@ -241,31 +245,31 @@ def test_both_stop_when_the_time_is_over(tiny_corpus: Path, tmp_path: Path) -> N
 
 
 def test_the_rank_that_failed_is_named_by_both(tiny_corpus: Path, tmp_path: Path) -> None:
-    waiting, failed = two_ranks(tmp_path, tiny_corpus, None, Event(3, is_failure=True))
+    waiting, failed = train_on_ranks(tmp_path, tiny_corpus, None, Event(3, is_failure=True))
     assert waiting.splitlines()[-1] == "step 2: rank 1 on node-1 failed: ArithmeticError: a bug of this step"
     assert failed == "a bug of this step\nstep 2: rank 1 on node-1 failed"
 
 
-LOST = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
-"""What a rank sees of another's end."""
+CONNECTION_LOST = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+"""What a rank gets when another rank ends."""
 
 
 class Clock:
-    """Time passes in `sleep` only; what else happens meanwhile may be given."""
+    """A clock that advances only in `sleep`; the first sleep calls `during_sleep`."""
 
-    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, during_sleep: Callable[[], object] = lambda: None) -> None:
         self.now = 0.0
-        self._meanwhile = meanwhile
+        self._during_sleep = during_sleep
         time.monotonic, time.sleep = (lambda: self.now), self.sleep
 
     def sleep(self, seconds: float) -> None:
         if not self.now:
-            self._meanwhile()
+            self._during_sleep()
         self.now += seconds
 
 
-def name_the_failed_rank(number: int) -> str:
-    """Rank 0 has to wait for what rank 1 says; rank 2 comes when it is said."""
+def name_the_failed_rank(rank: int) -> str:
+    """Describe errors on rank 0 before, and on rank 2 after rank 1 has reported its failure."""
     report = FailureReport()
 
     def let_rank_1_fail() -> None:
@@ -273,26 +277,26 @@ def name_the_failed_rank(number: int) -> str:
         dist.barrier()
 
     clock = Clock(let_rank_1_fail)
-    said = []
-    if number == 0:
-        said.append(report.describe(LOST))
+    messages = []
+    if rank == 0:
+        messages.append(report.describe(CONNECTION_LOST))
     else:
         dist.barrier()
-        if number == 1:
-            said.append(report.describe(ArithmeticError("1 | 0\nis no number")))
+        if rank == 1:
+            messages.append(report.describe(ArithmeticError("1 | 0\nis no number")))
         dist.barrier()
-    if number == 2:
-        lost = (LOST, RuntimeError("NCCL communicator was aborted"), dist.DistBackendError("remote process exited"))
-        said += {report.describe(error) for error in lost}
+    if rank == 2:
+        aborted, exited = RuntimeError("NCCL communicator was aborted"), dist.DistBackendError("remote process exited")
+        messages += {report.describe(error) for error in (CONNECTION_LOST, aborted, exited)}
     dist.barrier()
-    if number == 1:
-        said.append(report.describe(AssertionError()))
+    if rank == 1:
+        messages.append(report.describe(AssertionError()))
     dist.barrier()
-    if number == 2:
-        said.append(report.describe(LOST))
+    if rank == 2:
+        messages.append(report.describe(CONNECTION_LOST))
     dist.barrier()
-    assert number == 0 or clock.now == 0
-    return "\n".join(said)
+    assert rank == 0 or clock.now == 0
+    return "\n".join(messages)
 
 
 def test_the_rank_that_failed_is_named_by_those_that_waited(tmp_path: Path) -> None:
@@ -302,17 +306,17 @@ def test_the_rank_that_failed_is_named_by_those_that_waited(tmp_path: Path) -> N
     assert later == f"{first}\nrank 1 on node-1 failed: AssertionError: "
 
 
-def name_silent_ranks(number: int) -> str:
-    """Each in its turn; it waits for the others' words as long as it takes."""
+def name_silent_ranks(rank: int) -> str:
+    """Describe an error on one rank after another, with a timeout that is long enough for all reports."""
     failure_report.ANSWER_SECONDS = 50.0
     report = FailureReport()
     Clock(lambda: threading.Event().wait(0.1))
-    said = ""
+    message = ""
     for turn in (2, 0, 1):
-        if number == turn:
-            said = report.describe(LOST)
+        if rank == turn:
+            message = report.describe(CONNECTION_LOST)
         dist.barrier()
-    return said
+    return message
 
 
 def test_silent_ranks_are_named(tmp_path: Path) -> None:
@@ -331,46 +335,46 @@ def compare_steps(step: int) -> str:
     return str(raised.value)
 
 
-def test_ranks_that_went_on_from_different_steps(tmp_path: Path) -> None:
-    for said in results(tmp_path, compare_steps, (4,), (8,), (4,)):
-        assert said.startswith("rank 0 on node-0 resumed from step 4, rank 1 on node-1 from 8: ")
+def test_ranks_that_resumed_from_different_steps(tmp_path: Path) -> None:
+    for message in results(tmp_path, compare_steps, (4,), (8,), (4,)):
+        assert message.startswith("rank 0 on node-0 resumed from step 4, rank 1 on node-1 from 8: ")
 
 
-def call_a_rank_that_hangs(number: int, port: Any, is_stopped: Any) -> None:
-    """Rank 0, which has the key-value store, or the one that waits for it."""
-    os.environ["SLURMD_NODENAME"] = f"node-{number}"
-    if number == 0:
+def call_a_rank_that_hangs(rank: int, port_pipe: Any, pipe: Any) -> None:
+    """Run rank 0, which serves the key-value store and hangs, or rank 1, which waits for it."""
+    os.environ["SLURMD_NODENAME"] = f"node-{rank}"
+    if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port.send(store.port)
+        port_pipe.send(store.port)
     else:
-        store = dist.TCPStore("127.0.0.1", port.recv())
-    dist.init_process_group("gloo", store=store, rank=number, world_size=2)
+        store = dist.TCPStore("127.0.0.1", port_pipe.recv())
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     report = FailureReport()
     dist.barrier()
-    if number == 0:
-        is_stopped.send(True)
+    if rank == 0:
+        pipe.send(True)
         threading.Event().wait()
-    is_stopped.recv()
+    pipe.recv()
     failure_report.ANSWER_SECONDS = 0.1
-    said = report.describe(LOST)
-    # The thread that still asks does not keep the process alive.
-    sys.exit(7 if said == "rank 0 on node-0 has died or hangs; rank 1 on node-1 waited for it" else said)
+    message = report.describe(CONNECTION_LOST)
+    # The thread that still queries the store does not keep the process alive.
+    sys.exit(7 if message == "rank 0 on node-0 has died or hangs; rank 1 on node-1 waited for it" else message)
 
 
-def test_rank_0_hangs_and_the_key_value_store_with_it() -> None:
+def test_rank_0_hangs_and_so_does_its_key_value_store() -> None:
     receive_port, send_port = FORK.Pipe(duplex=False)
-    from_first, ready = FORK.Pipe(duplex=False)
-    is_stopped, tell = FORK.Pipe(duplex=False)
-    first = FORK.Process(target=call_a_rank_that_hangs, args=(0, send_port, ready))
-    second = FORK.Process(target=call_a_rank_that_hangs, args=(1, receive_port, is_stopped))
+    receive_ready, send_ready = FORK.Pipe(duplex=False)
+    receive_stopped, send_stopped = FORK.Pipe(duplex=False)
+    first = FORK.Process(target=call_a_rank_that_hangs, args=(0, send_port, send_ready))
+    second = FORK.Process(target=call_a_rank_that_hangs, args=(1, receive_port, receive_stopped))
     for process in (first, second):
         process.start()
     try:
-        from_first.recv()
+        receive_ready.recv()
         assert first.pid is not None
         os.kill(first.pid, signal.SIGSTOP)
         os.waitpid(first.pid, os.WUNTRACED)
-        tell.send(True)
+        send_stopped.send(True)
         second.join()
         assert second.exitcode == 7
     finally:
@@ -379,27 +383,27 @@ def test_rank_0_hangs_and_the_key_value_store_with_it() -> None:
             process.join()
 
 
-def wait_for_a_rank_that_hangs(number: int) -> str:
+def wait_for_a_rank_that_hangs(rank: int) -> str:
     report = FailureReport()
     consensus = StopConsensus(timeout_seconds=0.2)  # type: ignore[arg-type]
-    said = ""
-    if number == 0:
+    message = ""
+    if rank == 0:
         assert not consensus.should_stop()
         with pytest.raises(RuntimeError, match=r"\b200 ?ms") as raised:
             consensus.should_stop()
         Clock()
-        said = report.describe(raised.value)
+        message = report.describe(raised.value)
     dist.barrier()
-    return said
+    return message
 
 
-def test_ranks_wait_for_one_another_as_long_as_told(tmp_path: Path) -> None:
-    said, _ = results(tmp_path, wait_for_a_rank_that_hangs, (0,), (1,))
-    assert said == "rank 1 on node-1 has died or hangs; rank 0 on node-0 waited for it"
+def test_ranks_wait_for_each_other_up_to_the_timeout(tmp_path: Path) -> None:
+    message, _ = results(tmp_path, wait_for_a_rank_that_hangs, (0,), (1,))
+    assert message == "rank 1 on node-1 has died or hangs; rank 0 on node-0 waited for it"
 
 
 def fail(folder: Path, tokenizer: Path, error: BaseException, margin_seconds: float, exit_code: int | None) -> str:
-    """Take part in a fit that ends with the error; then hang, or exit with a code."""
+    """Let the callback handle an error, then hang or exit with a code."""
     graceful_stop.MARGIN_SECONDS = margin_seconds  # type: ignore[assignment]
     callback, trainer, module = (
         GracefulStop(make_checkpoints(folder, tokenizer), TIMEOUT_SECONDS),
@@ -414,8 +418,8 @@ def fail(folder: Path, tokenizer: Path, error: BaseException, margin_seconds: fl
     sys.exit(exit_code)
 
 
-def test_a_rank_that_hangs_after_an_error_is_ended(tiny_corpus: Path, tmp_path: Path) -> None:
-    """With the exit code of its error; one that does not hang ends by itself."""
+def test_a_rank_that_hangs_after_an_error_is_terminated(tiny_corpus: Path, tmp_path: Path) -> None:
+    """It ends with the exit code of its error. A rank that does not hang ends by itself."""
     shared = tmp_path, tiny_corpus / "tokenizer.model"
     stopped, failed = Stopped("asked to stop"), ArithmeticError("a bug of this step")
     codes = exit_codes(
@@ -424,8 +428,8 @@ def test_a_rank_that_hangs_after_an_error_is_ended(tiny_corpus: Path, tmp_path: 
     assert codes == [75, 1, 7]
 
 
-def take_part_alone(folder: Path, tokenizer: Path, is_grouped: bool) -> str:
-    if not is_grouped:
+def stop_and_fail_alone(folder: Path, tokenizer: Path, has_process_group: bool) -> str:
+    if not has_process_group:
         dist.destroy_process_group()
     signals.install()
     callback, trainer, module = (
@@ -444,8 +448,8 @@ def take_part_alone(folder: Path, tokenizer: Path, is_grouped: bool) -> str:
     return f"{answers}, {getattr(error, '__notes__', [])}, {threading.active_count() - num_threads}"
 
 
-@pytest.mark.parametrize("is_grouped", [False, True])
-def test_a_single_rank_has_nobody_to_wait_for(tiny_corpus: Path, tmp_path: Path, is_grouped: bool) -> None:
-    """It stops at once, names nobody and needs no help to end."""
-    arguments = tmp_path, tiny_corpus / "tokenizer.model", is_grouped
-    assert results(tmp_path, take_part_alone, arguments) == ["[False, True], [], 0"]
+@pytest.mark.parametrize("has_process_group", [False, True])
+def test_a_single_rank_waits_for_no_other(tiny_corpus: Path, tmp_path: Path, has_process_group: bool) -> None:
+    """It stops immediately, adds no note to the error and starts no thread."""
+    arguments = tmp_path, tiny_corpus / "tokenizer.model", has_process_group
+    assert results(tmp_path, stop_and_fail_alone, arguments) == ["[False, True], [], 0"]

@@ -1,4 +1,4 @@
-"""The largest micro-batches are tried before the first step, and nothing is left of the trial."""
+"""The memory probe runs the largest micro-batches before the first step and restores all state afterwards."""
 
 import subprocess
 import sys
@@ -24,8 +24,8 @@ from pipeline.training.memory_probe import MemoryProbe
 from tests.conftest import ROOT, pipeline
 
 
-class Look(Callback):
-    """What a training step could depend on, each time training starts."""
+class RecordState(Callback):
+    """Record the state that a training step depends on when training starts."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -43,41 +43,41 @@ class Look(Callback):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Notes the tensors that are made inside; counts the bytes of those still there, without views of what was."""
+    """Record the tensors created inside; count the bytes of those still alive, except views of earlier ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.before: set[int] = set()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.excluded: set[int] = set()
+        self._created: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self.before:
-                    self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                if storage.data_ptr() not in self.excluded:
+                    self._created[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
     def count(self) -> int:
-        return sum(size for storage, size in self._made.values() if not storage.expired())
+        return sum(size for storage, size in self._created.values() if not storage.expired())
 
 
 class GradientsAndMoments(Callback):
-    """Bytes that are there beside the weights: when the trial's last forward begins, and in training steps."""
+    """Count bytes besides the weights: when the probe's last forward pass starts, and in training steps."""
 
     def __init__(self) -> None:
         self._live = LiveBytes()
-        self.in_trial = self.in_steps = 0
+        self.in_probe = self.in_steps = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stands before the trial, which is over when the first batch comes."""
-        self._live.before = {weight.untyped_storage().data_ptr() for weight in pl_module.parameters()}
+        """Start counting; this runs before the probe, which ends before the first batch."""
+        self._live.excluded = {weight.untyped_storage().data_ptr() for weight in pl_module.parameters()}
         self._live.__enter__()
-        self._hook = pl_module.network.register_forward_pre_hook(self._note)
+        self._hook = pl_module.network.register_forward_pre_hook(self._record)
 
-    def _note(self, *_: Any) -> None:
-        self.in_trial = self._live.count()
+    def _record(self, *_: Any) -> None:
+        self.in_probe = self._live.count()
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self._hook.id in self._hook.hooks_dict_ref():
@@ -91,7 +91,7 @@ class GradientsAndMoments(Callback):
 
 
 def fit(tiny_corpus: Path, network: NetworkSettings, max_steps: int, *callbacks: Any) -> None:
-    """Train; the trial of micro-batches of 400 tokens stands in the callbacks where they have None."""
+    """Train with the given callbacks, where None stands for a probe of micro-batches of 400 tokens."""
     quiet_lightning()
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
@@ -114,8 +114,8 @@ def fit(tiny_corpus: Path, network: NetworkSettings, max_steps: int, *callbacks:
 
 
 @pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
-def test_nothing_is_left_of_the_trial(tiny_corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before, after = Look(), Look()
+def test_the_probe_restores_all_state(tiny_corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = RecordState(), RecordState()
     fit(tiny_corpus, NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2), 1, before, None, after)
     [first], [second] = before.seen, after.seen
     assert first["weights"].keys() == second["weights"].keys()
@@ -129,47 +129,47 @@ def test_nothing_is_left_of_the_trial(tiny_corpus: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
-def test_the_trial_takes_what_a_step_takes(tiny_corpus: Path) -> None:
-    """Of gradients and of both of Adam's moments."""
-    found = GradientsAndMoments()
-    fit(tiny_corpus, NetworkSettings(num_layers=1, d_model=16, d_ff=2048, num_heads=2), 2, found, None)
-    assert found.in_steps > 1_000_000
-    assert found.in_trial == pytest.approx(found.in_steps, rel=0.1)
+def test_the_probe_allocates_what_a_step_allocates(tiny_corpus: Path) -> None:
+    """Gradients and both of Adam's moments."""
+    memory = GradientsAndMoments()
+    fit(tiny_corpus, NetworkSettings(num_layers=1, d_model=16, d_ff=2048, num_heads=2), 2, memory, None)
+    assert memory.in_steps > 1_000_000
+    assert memory.in_probe == pytest.approx(memory.in_steps, rel=0.1)
 
 
-def test_what_cannot_fit_is_refused_before_the_first_step(recipe_file: Path, tmp_path: Path) -> None:
-    """A job's limit that the process alone exceeds (torch for GPUs takes 0.9 GB), and one that 100,000 tokens do."""
+def test_batches_that_do_not_fit_are_refused_before_the_first_step(recipe_file: Path, tmp_path: Path) -> None:
+    """One limit is exceeded by the process alone (0.9 GB with a CUDA build of torch), another by 100,000 tokens."""
     run = tmp_path / "run"
     options = ["--config", recipe_file, "--run.folder", run]
-    none = pipeline("fit", *options, environment={"SLURM_MEM_PER_NODE": "100"})
-    assert none.returncode == 2
-    assert b"ask for more memory" in none.stderr.splitlines()[-1]
-    large = ["--batches.max_tokens_per_device", 100_000, "--batches.group_tokens", 100_000]
-    few = pipeline(
-        *("fit", *options, *large, "--batches.batch_tokens", 100_000, "--network.d_ff", 4096),
+    too_little = pipeline("fit", *options, environment={"SLURM_MEM_PER_NODE": "100"})
+    assert too_little.returncode == 2
+    assert b"ask for more memory" in too_little.stderr.splitlines()[-1]
+    large_batches = ["--batches.max_tokens_per_device", 100_000, "--batches.group_tokens", 100_000]
+    too_large = pipeline(
+        *("fit", *options, *large_batches, "--batches.batch_tokens", 100_000, "--network.d_ff", 4096),
         environment={"SLURM_MEM_PER_CPU": "700", "SLURM_CPUS_ON_NODE": "2"},
     )
-    assert few.returncode == 2
-    [*_, said] = few.stderr.decode().splitlines()
-    assert "micro-batches of 100000 tokens a side need about" in said
-    assert "this job has 1.5; set it to " in said
-    assert b"Traceback" not in few.stderr
+    assert too_large.returncode == 2
+    [*_, message] = too_large.stderr.decode().splitlines()
+    assert "micro-batches of 100000 tokens a side need about" in message
+    assert "this job has 1.5; set it to " in message
+    assert b"Traceback" not in too_large.stderr
     assert not list(run.glob("checkpoints/*.ckpt"))
 
 
-def test_the_lowest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lowest_limit_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = host_memory_limit(1)
-    monkeypatch.setenv("SLURM_MEM_PER_NODE", str(1 << 30))  # more than there is
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", str(1 << 30))  # more than the machine has
     assert host_memory_limit(1) == machine
-    monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all of the node
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "0")  # all memory of the node
     assert host_memory_limit(1) == machine
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "64")
     assert host_memory_limit(1) == (64 << 20, "this job")
     assert host_memory_limit(4) == (16 << 20, "each of the 4 processes on this job")
 
 
-def test_memory_that_was_kept_is_given_back() -> None:
-    """In a process of its own: blocks that are freed one by one leave gaps, which only the second call returns."""
+def test_freed_memory_is_released() -> None:
+    """In a new process. Freed blocks leave gaps, which only `release_freed_memory` returns to the system."""
     code = """
 import torch
 from pipeline.runtime.memory import release_freed_memory, keep_freed_memory, private_memory

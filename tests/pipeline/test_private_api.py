@@ -1,6 +1,6 @@
-"""Private names of other libraries that the project uses are still where they were.
+"""Private names of other libraries that the project uses still exist.
 
-A failure here means that the library has moved something: see the module named in the test for what it is used for.
+If a test fails, the library has changed. The module named in the test explains what the name is used for.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from pipeline.compat.sacrebleu import chrf_score, chrf_statistics
 
 
 def test_lightning() -> None:
-    """See pipeline/compat/lightning.py."""
+    """Used in pipeline/compat/lightning.py."""
     trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
     assert callable(trainer._signal_connector.register_signal_handlers)
     loop = trainer.fit_loop.epoch_loop

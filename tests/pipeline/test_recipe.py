@@ -1,4 +1,4 @@
-"""Recipes: merged, overridden, and every mistake named at once with its place and the nearest right name."""
+"""Recipes: merging files, overriding settings, and reporting all mistakes at once with positions and suggestions."""
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ def write(folder: Path, text: str, name: str = "recipe.yaml") -> Path:
     return path
 
 
-def mistakes(path: Path, *overrides: str, trainer: dict[str, Any] | None = None) -> str:
+def error_message(path: Path, *overrides: str, trainer: dict[str, Any] | None = None) -> str:
+    """Load a recipe that must be refused, and return the error message."""
     with pytest.raises(InputError) as caught:
         load_recipe([path], overrides, trainer)
     assert "\n" not in str(caught.value)
@@ -53,54 +54,58 @@ def test_overlays_and_overrides(tmp_path: Path) -> None:
     recipe = load_recipe(
         [base, overlay], ["--training.adam_epsilon", "1e-8", "--trainer.devices=[0,1]", "--batches.batch_tokens", "1e4"]
     )
-    assert recipe.name == "recipe"  # the first file's
+    assert recipe.name == "recipe"  # from the first file
     assert (recipe.network.d_model, recipe.network.d_ff) == (64, 48)
     assert recipe.trainer == {"max_steps": 7, "devices": [0, 1]}
-    assert recipe.training.adam_epsilon == 1e-8  # which YAML takes for text
+    assert recipe.training.adam_epsilon == 1e-8  # YAML reads this as text
     assert recipe.batches.batch_tokens == 10_000
     assert load_recipe([write(tmp_path, yaml.safe_dump(recipe.as_dict()), "config.yaml")]) == recipe
 
 
-def test_all_mistakes_at_once_each_with_its_place(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_with_their_positions(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "netwerk: {}\nnetwork:\n  d_modle: 64\n  num_layers: many\n  pre_norm: 1\n")
-    said = mistakes(path, "--training.warmup_step", "5")
-    assert said.startswith("5 mistakes: ")
-    assert f"{path}:5: netwerk is not a key; did you mean network?" in said
-    assert f"{path}:7: network.d_modle is not a key; did you mean network.d_model?" in said
-    assert f"{path}:8: network.num_layers must be a whole number, not 'many'" in said
-    assert f"{path}:9: network.pre_norm must be true or false, not 1" in said
-    assert "command line: training.warmup_step is not a key; did you mean training.warmup_steps?" in said
+    message = error_message(path, "--training.warmup_step", "5")
+    assert message.startswith("5 mistakes: ")
+    assert f"{path}:5: netwerk is not a key; did you mean network?" in message
+    assert f"{path}:7: network.d_modle is not a key; did you mean network.d_model?" in message
+    assert f"{path}:8: network.num_layers must be a whole number, not 'many'" in message
+    assert f"{path}:9: network.pre_norm must be true or false, not 1" in message
+    assert "command line: training.warmup_step is not a key; did you mean training.warmup_steps?" in message
 
 
-def test_values_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_values(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
-    assert "network.d_model 10 is not a multiple" in mistakes(path, "--network.d_model", "10")
-    assert "label_smoothing" in mistakes(path, "--training.label_smoothing", "1.5")
-    assert "batches.batch_tokens must be a whole number, not 2.5" in mistakes(path, "--batches.batch_tokens", "2.5")
-    assert "run.patience must be a whole number, not True" in mistakes(path, "--run.patience", "true")
+    assert "network.d_model 10 is not a multiple" in error_message(path, "--network.d_model", "10")
+    assert "label_smoothing" in error_message(path, "--training.label_smoothing", "1.5")
+    assert "batches.batch_tokens must be a whole number, not 2.5" in error_message(
+        path, "--batches.batch_tokens", "2.5"
+    )
+    assert "run.patience must be a whole number, not True" in error_message(path, "--run.patience", "true")
 
 
-def test_values_of_another_type(tmp_path: Path) -> None:
+def test_values_of_the_wrong_type(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
-    assert "training.label_smoothing must be a number, not True" in mistakes(path, "--training.label_smoothing=true")
-    assert "name must be text, not nothing" in mistakes(write(tmp_path, MINIMAL + "name: null\n", "other.yaml"))
+    assert "training.label_smoothing must be a number, not True" in error_message(
+        path, "--training.label_smoothing=true"
+    )
+    assert "name must be text, not nothing" in error_message(write(tmp_path, MINIMAL + "name: null\n", "other.yaml"))
     signature = {"devices": list[int] | str | int, "strategy": Literal["auto", "ddp"]}
-    assert "trainer.devices must be" in mistakes(path, "--trainer.devices", "null", trainer=signature)
-    said = mistakes(path, "--trainer.strategy", "fsdp", trainer=signature)
-    assert "trainer.strategy must be one of 'auto', 'ddp', not 'fsdp'" in said
+    assert "trainer.devices must be" in error_message(path, "--trainer.devices", "null", trainer=signature)
+    message = error_message(path, "--trainer.strategy", "fsdp", trainer=signature)
+    assert "trainer.strategy must be one of 'auto', 'ddp', not 'fsdp'" in message
     assert load_recipe([path], ["--trainer.strategy", "ddp"], signature).trainer["strategy"] == "ddp"
 
 
-def test_a_wrong_type_and_a_value_out_of_range_are_named_together(tmp_path: Path) -> None:
-    said = mistakes(write(tmp_path, MINIMAL), "--corpus.max_tokens=many", "--run.keep_last=0")
-    assert said.startswith("2 mistakes: ")
-    assert "corpus.max_tokens must be a whole number" in said
-    assert "run.keep_last 0 is not 1 or more" in said
+def test_a_wrong_type_and_a_value_out_of_range_are_reported_together(tmp_path: Path) -> None:
+    message = error_message(write(tmp_path, MINIMAL), "--corpus.max_tokens=many", "--run.keep_last=0")
+    assert message.startswith("2 mistakes: ")
+    assert "corpus.max_tokens must be a whole number" in message
+    assert "run.keep_last 0 is not 1 or more" in message
 
 
 def test_checkpoints_by_steps_or_by_minutes(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
-    assert "give checkpoint_every_steps or" in mistakes(path, "--run.checkpoint_every_steps=null")
+    assert "give checkpoint_every_steps or" in error_message(path, "--run.checkpoint_every_steps=null")
     options = ["--run.checkpoint_every_steps=null", "--run.checkpoint_every_minutes=0.5"]
     run = load_recipe([path], options).run
     assert (run.checkpoint_every_steps, run.checkpoint_every_minutes) == (None, 0.5)
@@ -108,15 +113,17 @@ def test_checkpoints_by_steps_or_by_minutes(tmp_path: Path) -> None:
 
 def test_text_sources(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL.replace("train: {source: a.en, target: a.de}", "train: {datset: a, split: train}"))
-    assert f"{path}:3: corpus.train.datset is not a key; did you mean corpus.train.dataset?" in mistakes(path)
+    assert f"{path}:3: corpus.train.datset is not a key; did you mean corpus.train.dataset?" in error_message(path)
     listed = "train: [{tsv: a}, {dataset: a, splits: train}]"
     path = write(tmp_path, MINIMAL.replace("train: {source: a.en, target: a.de}", listed))
-    assert f"{path}:3: corpus.train.splits is not a key; did you mean corpus.train.split?" in mistakes(path)
+    assert f"{path}:3: corpus.train.splits is not a key; did you mean corpus.train.split?" in error_message(path)
     path = write(tmp_path, MINIMAL)
-    said = mistakes(path, "--corpus.train", "{dataset: a/b, split: train, tsv: c}")
-    assert said.startswith("command line: a text source is `source` and `target`, or `tsv`, or `dataset` and `split`,")
-    assert said.endswith("this one has tsv and dataset and split")
-    assert "`repeat` of a text source is 0" in mistakes(path, "--corpus.test", "{tsv: c, repeat: 0}")
+    message = error_message(path, "--corpus.train", "{dataset: a/b, split: train, tsv: c}")
+    assert message.startswith(
+        "command line: a text source is `source` and `target`, or `tsv`, or `dataset` and `split`,"
+    )
+    assert message.endswith("this one has tsv and dataset and split")
+    assert "`repeat` of a text source is 0" in error_message(path, "--corpus.test", "{tsv: c, repeat: 0}")
     recipe = load_recipe([path], ["--corpus.test", "{dataset: a/b, subset: de-en, split: test}"])
     assert recipe.corpus.test[0].subset == "de-en"
     assert load_recipe([write(tmp_path, yaml.safe_dump(recipe.as_dict()), "config.yaml")]) == recipe
@@ -130,11 +137,11 @@ def test_text_sources(tmp_path: Path) -> None:
      "training.gradient_clip_norm=0", "training.learning_rate_factor=-1", "network.d_k=0",
      "run.checkpoint_every_minutes=0"],
 )  # fmt: skip
-def test_values_out_of_range_are_named(tmp_path: Path, setting: str) -> None:
-    assert setting.split("=")[0] in mistakes(write(tmp_path, MINIMAL), f"--{setting}")
+def test_values_out_of_range(tmp_path: Path, setting: str) -> None:
+    assert setting.split("=")[0] in error_message(write(tmp_path, MINIMAL), f"--{setting}")
 
 
-def test_trainer_values_get_their_type(tmp_path: Path) -> None:
+def test_trainer_values_are_converted(tmp_path: Path) -> None:
     signature = {"max_steps": int, "devices": list[int] | str | int, "val_check_interval": int | float | None}
     arguments = ["--trainer.max_steps", "1e4", "--trainer.devices", "2", "--trainer.val_check_interval", "5"]
     recipe = load_recipe([write(tmp_path, MINIMAL)], arguments, signature)
@@ -142,53 +149,55 @@ def test_trainer_values_get_their_type(tmp_path: Path) -> None:
     assert isinstance(recipe.trainer["max_steps"], int)
 
 
-def test_trainer_keys_are_lightnings(tmp_path: Path) -> None:
+def test_unknown_trainer_keys(tmp_path: Path) -> None:
     signature = {"max_steps": int, "devices": list[int] | str | int}
     path = write(tmp_path, MINIMAL)
-    said = mistakes(path, "--trainer.max_step", "5", "--trainer.devices", "{}", trainer=signature)
-    assert "did you mean trainer.max_steps?" in said
-    assert "trainer.devices must be" in said
+    message = error_message(path, "--trainer.max_step", "5", "--trainer.devices", "{}", trainer=signature)
+    assert "did you mean trainer.max_steps?" in message
+    assert "trainer.devices must be" in message
 
 
-def test_trainer_keys_that_this_program_owns(tmp_path: Path) -> None:
-    said = mistakes(
+def test_reserved_trainer_keys(tmp_path: Path) -> None:
+    message = error_message(
         write(tmp_path, MINIMAL), "--trainer.max_epochs=3", "--trainer.barebones=1", trainer={"max_steps": int}
     )
-    assert "trainer.max_epochs is not a key; count in steps with trainer.max_steps" in said
-    assert "trainer.barebones is not a key; this program sets it" in said
+    assert "trainer.max_epochs is not a key; count in steps with trainer.max_steps" in message
+    assert "trainer.barebones is not a key; this program sets it" in message
 
 
-def test_where_a_mistake_is(tmp_path: Path) -> None:
+def test_positions_of_mistakes(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "run:\n  seed: 3\n  keep_last: 0\n")
     line = 1 + path.read_text().splitlines().index("  keep_last: 0")
-    assert mistakes(path) == f"{path}:{line}: run.keep_last 0 is not 1 or more"
+    assert error_message(path) == f"{path}:{line}: run.keep_last 0 is not 1 or more"
     twice = write(tmp_path, MINIMAL + "run:\n  seed: 3\n  seed: 4\n")
-    assert mistakes(twice).startswith(f"{twice}:{line - 1}: run.seed is given twice; ")
+    assert error_message(twice).startswith(f"{twice}:{line - 1}: run.seed is given twice; ")
     path = write(tmp_path, MINIMAL)
-    assert mistakes(path, "--networks.d_model=5").startswith(
+    assert error_message(path, "--networks.d_model=5").startswith(
         "command line: networks is not a key; did you mean network?"
     )
-    assert "target_language must be text, not False; put it in quotes" in mistakes(path, "--corpus.target_language=no")
+    assert "target_language must be text, not False; put it in quotes" in error_message(
+        path, "--corpus.target_language=no"
+    )
     empty = write(tmp_path, MINIMAL + "trainer:\n")
-    assert "trainer must be a mapping, not nothing" in mistakes(empty, trainer={})
+    assert "trainer must be a mapping, not nothing" in error_message(empty, trainer={})
     path = write(tmp_path, MINIMAL)
     overlay = write(tmp_path, "run: {seed: 3}", "overlay.yaml")
-    assert mistakes(overlay) == f"{overlay}: corpus is missing; give it"
+    assert error_message(overlay) == f"{overlay}: corpus is missing; give it"
 
 
-def test_what_is_no_recipe(tmp_path: Path) -> None:
-    assert "there is no such recipe" in mistakes(tmp_path / "none.yaml")
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    assert "there is no such recipe" in error_message(tmp_path / "none.yaml")
     broken = write(tmp_path, "a: [1,\nb: 2")
-    assert f"{broken}:2" in mistakes(broken)
-    assert "mapping" in mistakes(write(tmp_path, "- 1"))
-    assert "corpus is missing" in mistakes(write(tmp_path, "seed: 1"))
-    assert "recipe.yaml" in mistakes(write(tmp_path, "network: 3\n" + MINIMAL))
+    assert f"{broken}:2" in error_message(broken)
+    assert "mapping" in error_message(write(tmp_path, "- 1"))
+    assert "corpus is missing" in error_message(write(tmp_path, "seed: 1"))
+    assert "recipe.yaml" in error_message(write(tmp_path, "network: 3\n" + MINIMAL))
     executed = write(tmp_path, MINIMAL + "network: !!python/object/apply:os.system ['true']\n")
-    assert "not valid YAML" in mistakes(executed)
+    assert "not valid YAML" in error_message(executed)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("run:\n  seed: 2001-99-99\n", ":2: not valid YAML: '2001-99-99' is not a valid timestamp; correct that line"),
         ("run:\n  seed: !!int many\n", ":2: not valid YAML: 'many' is not a valid int; correct that line"),
@@ -200,37 +209,39 @@ def test_what_is_no_recipe(tmp_path: Path) -> None:
         (f"extends: {300 * 'a'}\n", f":1: extends {300 * 'a'}, which does not exist"),
     ],
 )
-def test_values_that_yaml_cannot_read(tmp_path: Path, text: str, said: str) -> None:
+def test_values_that_yaml_cannot_read(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
-    assert f"{path}{said}" in mistakes(path)
+    assert f"{path}{message}" in error_message(path)
 
 
 def test_overrides_that_yaml_cannot_read_are_text(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
     for text in ("2001-99-99", "!!int x", 2000 * "["):
-        assert f"command line: run.seed must be a whole number, not '{text}'" in mistakes(path, f"--run.seed={text}")
+        assert f"command line: run.seed must be a whole number, not '{text}'" in error_message(
+            path, f"--run.seed={text}"
+        )
     assert load_recipe([path], ["--run.folder", "2001-99-99"]).run.folder == "2001-99-99"
 
 
-def test_arguments_that_are_no_settings(tmp_path: Path) -> None:
+def test_unknown_arguments(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
-    assert "argument '--fersh' is unknown; settings are given as" in mistakes(path, "--fersh")
-    assert mistakes(path, "--warmup_steps", "9") == (
+    assert "argument '--fersh' is unknown; settings are given as" in error_message(path, "--fersh")
+    assert error_message(path, "--warmup_steps", "9") == (
         "argument '--warmup_steps' is unknown; did you mean --training.warmup_steps?"
     )
-    assert "argument 'cpu.yaml' is unknown; overlays are given as --config FILE" in mistakes(path, "cpu.yaml")
-    assert "'--network.d_ff' needs a value" in mistakes(path, "--network.d_ff")
+    assert "argument 'cpu.yaml' is unknown; overlays are given as --config FILE" in error_message(path, "cpu.yaml")
+    assert "'--network.d_ff' needs a value" in error_message(path, "--network.d_ff")
 
 
-def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
+def test_the_command_reports_mistakes_in_one_line(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "netwerk: {}\n")
     done = pipeline("fit", "--config", path, "--trainer.max_step", 5, "--trainer.max_epochs", 3)
     assert done.returncode == 2
-    said = done.stderr.decode()
-    assert said.count("\n") == 1
-    assert "did you mean network?" in said
-    assert "did you mean trainer.max_steps?" in said
-    assert "trainer.max_epochs" in said
+    message = done.stderr.decode()
+    assert message.count("\n") == 1
+    assert "did you mean network?" in message
+    assert "did you mean trainer.max_steps?" in message
+    assert "trainer.max_epochs" in message
     assert not (tmp_path / "corpus").exists()
 
 
@@ -248,16 +259,16 @@ def test_a_recipe_extends_another(tmp_path: Path) -> None:
     assert (recipe.run.checkpoint_every_steps, recipe.run.seed) == (5, 3)
 
 
-def test_what_cannot_be_extended(tmp_path: Path) -> None:
+def test_invalid_extends(tmp_path: Path) -> None:
     path = write(tmp_path, "\nextends: none.yaml\n")
-    assert mistakes(path).startswith(f"{path}:2: extends none.yaml, which does not exist")
+    assert error_message(path).startswith(f"{path}:2: extends none.yaml, which does not exist")
     write(tmp_path, "extends: recipe.yaml\n", "other.yaml")
-    assert "which extends this one" in mistakes(write(tmp_path, "extends: other.yaml\n"))
-    assert f"{path}:1: extends must name one recipe" in mistakes(write(tmp_path, "extends: [a, b]\n"))
+    assert "which extends this one" in error_message(write(tmp_path, "extends: other.yaml\n"))
+    assert f"{path}:1: extends must name one recipe" in error_message(write(tmp_path, "extends: [a, b]\n"))
     write(tmp_path, MINIMAL + "network: {d_modle: 5}\n", "base.yaml")
-    said = mistakes(write(tmp_path, "extends: base.yaml\nnetwork: {d_fff: 5}\n"))
-    assert f"{tmp_path / 'base.yaml'}:5: network.d_modle" in said
-    assert f"{path}:2: network.d_fff" in said
+    message = error_message(write(tmp_path, "extends: base.yaml\nnetwork: {d_fff: 5}\n"))
+    assert f"{tmp_path / 'base.yaml'}:5: network.d_modle" in message
+    assert f"{path}:2: network.d_fff" in message
 
 
 SIGNATURE = trainer_signature()
@@ -282,7 +293,7 @@ FILES = {"source": "a.en", "target": "a.de"}
 
 @st.composite
 def documents(draw: st.DrawFn) -> str:
-    """A recipe that has any value in some of its places, and rarely a key that is none."""
+    """Draw a recipe with arbitrary values for some keys, and sometimes an unknown key."""
     recipe: dict[Any, Any] = {"corpus": {"folder": "corpus", "train": FILES, "validation": FILES}}
     for _ in range(draw(st.integers(0, 3))):
         section = draw(st.sampled_from(list(SECTIONS)))
@@ -294,21 +305,22 @@ def documents(draw: st.DrawFn) -> str:
 
 
 def read_or_refuse(path: Path, text: str, *overrides: str) -> Recipe | None:
+    """Load a recipe; return None if it is refused in one line."""
     path.write_text(text, encoding="utf-8")
     try:
         return load_recipe([path], overrides, SIGNATURE)
     except InputError as error:
-        said = str(error)
-    assert not {"\n", "\r"} & set(said)
+        message = str(error)
+    assert not {"\n", "\r"} & set(message)
     return None
 
 
 @settings(max_examples=60)
 @given(text=documents())
-def test_any_values_make_a_recipe_or_one_line(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_values_yield_a_recipe_or_one_line_of_error(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "values.yaml"
     if recipe := read_or_refuse(path, text):
-        # What a run writes down is the same recipe.
+        # The recipe that a run saves is the same.
         assert repr(read_or_refuse(path, yaml.safe_dump(recipe.as_dict()))) == repr(recipe)
 
 
@@ -318,7 +330,7 @@ def test_any_values_make_a_recipe_or_one_line(text: str, tmp_path_factory: pytes
     override=st.builds("--{}={}".format, st.sampled_from(["run.seed", "a.b", "trainer.devices"]), st.text())
     | st.text(max_size=8),
 )
-def test_any_text_makes_a_recipe_or_one_line(
+def test_any_text_yields_a_recipe_or_one_line_of_error(
     text: str, override: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "text.yaml"

@@ -1,4 +1,4 @@
-"""A run folder: its lock, what it says to another recipe, what it removes, how often a job starts from one place."""
+"""Run folders: the lock, the differences to another recipe, removing runs, and counting the starts of a job."""
 
 import errno
 import fcntl
@@ -41,7 +41,7 @@ def recipe(tmp_path: Path) -> Recipe:
     return load_recipe([ROOT / "configs" / "demo.yaml"], ["--run.folder", str(tmp_path / "run")])
 
 
-def test_another_recipe(recipe: Recipe) -> None:
+def test_differences_to_another_recipe(recipe: Recipe) -> None:
     folder = RunFolder(recipe.run_folder())
     assert differences(folder.path, recipe) == ([], [])
     folder.write_config(recipe, b"")
@@ -50,29 +50,30 @@ def test_another_recipe(recipe: Recipe) -> None:
     assert differences(folder.path, wider)[0] == [f"network.d_ff {recipe.network.d_ff} -> {wider.network.d_ff}"]
     greedy = replace(recipe, decoding=replace(recipe.decoding, beam_size=1))
     assert differences(folder.path, greedy) == ([], [f"decoding.beam_size {recipe.decoding.beam_size} -> 1"])
-    noted = folder.path / "versions.json"
-    noted.write_text(json.dumps({**json.loads(noted.read_text()), "torch": "2.10.0", "host": "another"}))
+    versions_file = folder.path / "versions.json"
+    run_versions = {**json.loads(versions_file.read_text()), "torch": "2.10.0", "host": "another"}
+    versions_file.write_text(json.dumps(run_versions))
     assert differences(folder.path, recipe) == ([], [f"torch 2.10.0 -> {version('torch')}"])
-    noted.unlink()
+    versions_file.unlink()
     assert f"torch None -> {version('torch')}" in differences(folder.path, recipe)[1]
-    # In the order of the recipes that people write.
+    # Sections are in the order of the recipe files.
     assert list(yaml.safe_load((folder.path / "config.yaml").read_text())) == list(recipe.as_dict())
     folder.close()
 
 
-def test_a_setting_newer_than_the_run_has_its_default_there(recipe: Recipe) -> None:
+def test_a_setting_newer_than_the_run_has_its_default(recipe: Recipe) -> None:
     folder = RunFolder(recipe.run_folder())
     folder.write_config(recipe, b"")
     config = folder.path / "config.yaml"
-    written = yaml.safe_load(config.read_text())
-    del written["training"]["adam_epsilon"]
-    config.write_text(yaml.safe_dump(written))
+    config_values = yaml.safe_load(config.read_text())
+    del config_values["training"]["adam_epsilon"]
+    config.write_text(yaml.safe_dump(config_values))
     assert differences(folder.path, recipe) == ([], [])
     other = replace(recipe, training=replace(recipe.training, adam_epsilon=1e-6))
     assert differences(folder.path, other)[0] == [f"training.adam_epsilon {recipe.training.adam_epsilon} -> 1e-06"]
-    # One that this version does not know is named.
-    written["training"]["momentum"] = 0.5
-    config.write_text(yaml.safe_dump(written))
+    # A setting that this version does not have is a difference.
+    config_values["training"]["momentum"] = 0.5
+    config.write_text(yaml.safe_dump(config_values))
     assert "training.momentum 0.5 -> None" in differences(folder.path, recipe)[0]
     folder.close()
 
@@ -85,12 +86,12 @@ def another_process_can_lock(folder: Path) -> bool:
 
 
 def open_files(path: Path) -> list[int]:
-    """This process's descriptors of a file."""
+    """Return this process's descriptors of a file."""
     descriptors = Path("/proc/self/fd").iterdir()
-    return [int(one.name) for one in descriptors if one.exists() and one.readlink() == path.absolute()]
+    return [int(entry.name) for entry in descriptors if entry.exists() and entry.readlink() == path.absolute()]
 
 
-def test_a_worker_that_outlives_its_trainer_does_not_hold_the_folder(tmp_path: Path) -> None:
+def test_a_worker_that_outlives_its_trainer_does_not_hold_the_lock(tmp_path: Path) -> None:
     """A data loader's worker inherits the open lock file."""
     folder = RunFolder(tmp_path / "run")
     [lock] = open_files(tmp_path / "run" / ".lock")
@@ -105,24 +106,26 @@ def test_a_worker_that_outlives_its_trainer_does_not_hold_the_folder(tmp_path: P
 
 
 class Clock:
-    """Time passes in `sleep` only; what happens in the second of them may be given."""
+    """A clock that advances only in `sleep`; the second sleep calls `during_second_sleep`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, second: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, during_second_sleep: Callable[[], object] = lambda: None
+    ) -> None:
         self.slept: list[float] = []
-        self._num_looks = 0
-        self._second = second
+        self._num_calls = 0
+        self._during_second_sleep = during_second_sleep
         monkeypatch.setattr(time, "monotonic", self.now)
         monkeypatch.setattr(time, "sleep", self.sleep)
 
     def now(self) -> float:
-        self._num_looks += 1
-        assert self._num_looks < 100
+        self._num_calls += 1
+        assert self._num_calls < 100
         return 1000.0 + sum(self.slept)
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         if len(self.slept) == 2:
-            self._second()
+            self._during_second_sleep()
 
 
 def test_a_folder_in_use_is_refused(
@@ -131,7 +134,7 @@ def test_a_folder_in_use_is_refused(
     run = tmp_path / "runs" / "run"
     RunFolder(run).close()
     command = [sys.executable, "-S", "-c", HOLD_LOCK, str(run / ".lock")]
-    waiting = f"{run}: another fit is writing to it; waiting "
+    waiting_message = f"{run}: another fit is writing to it; waiting "
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"locked\n"
@@ -139,43 +142,43 @@ def test_a_folder_in_use_is_refused(
             RunFolder(run)
         assert not open_files(run / ".lock")
         assert capsys.readouterr().err == ""
-        # Waiting changes nothing as long as the other goes on.
+        # Waiting fails if the other process keeps the lock.
         clock = Clock(monkeypatch)
         with pytest.raises(InputError) as raised_later:
             RunFolder(run, patience_seconds=1.0)
         assert str(raised_later.value) == str(raised.value)
         assert clock.slept == [0.5, 0.5]
-        assert capsys.readouterr().err == waiting + "1 s\n"
-        with monkeypatch.context() as asked:
-            asked.setattr(signals, "_received", [signal.SIGUSR1])
+        assert capsys.readouterr().err == waiting_message + "1 s\n"
+        with monkeypatch.context() as context:
+            context.setattr(signals, "_received", [signal.SIGUSR1])
             with pytest.raises(Stopped, match="asked to stop while another fit was writing"):
                 RunFolder(run, patience_seconds=60.0)
         capsys.readouterr()
-        Clock(monkeypatch, second=writer.communicate)
+        Clock(monkeypatch, during_second_sleep=writer.communicate)
         RunFolder(run, patience_seconds=60.0).close()
-        assert capsys.readouterr().err == waiting + "60 s\n"
+        assert capsys.readouterr().err == waiting_message + "60 s\n"
     RunFolder(run).close()
 
 
-def test_a_file_system_that_cannot_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(*_: object) -> None:
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", cannot)
+    monkeypatch.setattr(fcntl, "lockf", raise_no_locks)
     with pytest.raises(InputError, match=r"its file system cannot lock files \(No locks available\)"):
         RunFolder(tmp_path / "run")
 
 
-def test_what_killed_processes_have_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    mine = [tmp_path / "checkpoints" / "step=00000004.ckpt", tmp_path / ".notes.txt.99.tmp"]
+    kept = [tmp_path / "checkpoints" / "step=00000004.ckpt", tmp_path / ".notes.txt.99.tmp"]
     (tmp_path / "config.yaml").write_text("{corpus: {}, batches: {}, network: {}, training: {}, run: {}}")
     leftovers = [tmp_path / "checkpoints" / ".step=00000008.ckpt.99.tmp"]
     leftovers += [tmp_path / f".{name}.99.tmp" for name in ("config.yaml", "tokenizer.model", "versions.json")]
-    for path in (*mine, *leftovers):
+    for path in (*kept, *leftovers):
         path.touch()
     RunFolder(tmp_path).close()
-    assert [path.exists() for path in (*mine, *leftovers)] == [True] * 2 + [False] * 4
+    assert [path.exists() for path in (*kept, *leftovers)] == [True] * 2 + [False] * 4
 
 
 @pytest.mark.parametrize(
@@ -189,13 +192,13 @@ def test_what_killed_processes_have_left_is_removed(tmp_path: Path) -> None:
         (None, False),
     ],
 )
-def test_what_is_a_run(tmp_path: Path, config: bytes | None, expected: bool) -> None:
+def test_which_folders_are_runs(tmp_path: Path, config: bytes | None, expected: bool) -> None:
     if config is not None:
         (tmp_path / "config.yaml").write_bytes(config)
     assert is_run(tmp_path) is expected
 
 
-def test_the_revision_is_that_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_revision_is_the_commit_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -229,7 +232,7 @@ MAY_NOT_CHANGE = {
 }
 
 
-def test_what_a_run_may_change(recipe: Recipe) -> None:
+def test_which_settings_a_run_may_change(recipe: Recipe) -> None:
     folder = RunFolder(recipe.run_folder())
     folder.write_config(recipe, b"")
     folder.close()
@@ -240,17 +243,17 @@ def test_what_a_run_may_change(recipe: Recipe) -> None:
     path = folder.path.with_name("changed.yaml")
     path.write_text(yaml.safe_dump(changed))
     forbidden, allowed = differences(folder.path, load_recipe([path]))
-    for said, expected in ((forbidden, MAY_NOT_CHANGE), (allowed, MAY_CHANGE)):
-        assert [line.split(" ")[0] for line in said] == sorted(expected)
-        assert all(line.endswith(f" -> {expected[line.split(' ')[0]]}") for line in said)
+    for lines, expected in ((forbidden, MAY_NOT_CHANGE), (allowed, MAY_CHANGE)):
+        assert [line.split(" ")[0] for line in lines] == sorted(expected)
+        assert all(line.endswith(f" -> {expected[line.split(' ')[0]]}") for line in lines)
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").touch()
     with pytest.raises(InputError, match="is not empty and not a run folder"):
         RunFolder(tmp_path)
     (tmp_path / "photo.jpg").unlink()
-    # What a fit leaves that was killed before it had written its recipe.
+    # The leftovers of a fit that was killed before it had written its recipe.
     for name in (".lock", ".starts-7.json", "..starts-7.json.99.tmp", ".fresh-7", ".config.yaml.99.tmp"):
         (tmp_path / name).touch()
     RunFolder(tmp_path).close()
@@ -258,18 +261,18 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path / ".lock")
 
 
-def test_a_run_is_removed_and_nothing_else(recipe: Recipe) -> None:
+def test_removing_a_run_keeps_other_files(recipe: Recipe) -> None:
     folder = RunFolder(recipe.run_folder())
     folder.write_config(recipe, b"")
     run = folder.path
     for name in ("checkpoints", "tensorboard"):
         (run / name).mkdir()
         (run / name / "file").touch()
-    mine = ["notes.txt", "average.txt", "results.jsonl"]
-    theirs = ["stopped-early.json", "metrics.jsonl", "summary.json", "starts.jsonl", "average-last-5.ckpt", ".fresh-6"]
-    for name in (*mine, *theirs):
+    other_files = ["notes.txt", "average.txt", "results.jsonl"]
+    removed = ["stopped-early.json", "metrics.jsonl", "summary.json", "starts.jsonl", "average-last-5.ckpt", ".fresh-6"]
+    for name in (*other_files, *removed):
         (run / name).touch()
-    kept = {".lock", "config.yaml", "tokenizer.model", "versions.json", *mine}
+    kept = {".lock", "config.yaml", "tokenizer.model", "versions.json", *other_files}
     folder.remove_run(STEP)
     assert {path.name for path in run.iterdir()} == {*kept, reset_marker(run, STEP).name}
     assert reset_marker(run, STEP) != reset_marker(run, replace(STEP, job="8"))
@@ -279,28 +282,28 @@ def test_a_run_is_removed_and_nothing_else(recipe: Recipe) -> None:
 
 
 def start(run: Path, restarts: int, checkpoint: Path | None, error: BaseException | None) -> None:
-    """A job's start from a checkpoint, ended by the error."""
+    """Start a job from a checkpoint, and end it with an error."""
     with count_start(run, replace(STEP, restarts=restarts), checkpoint):
         if error is not None:
             raise error
 
 
-def test_a_job_that_fails_from_one_checkpoint_again_and_again_is_ended(tmp_path: Path) -> None:
+def test_a_job_that_keeps_failing_from_one_checkpoint_is_ended(tmp_path: Path) -> None:
     four, eight = tmp_path / "step=4.ckpt", tmp_path / "step=8.ckpt"
-    # The first start, and two after a failure; a checkpoint further on counts anew.
+    # The first start and two after a failure. A newer checkpoint resets the count.
     for restarts, checkpoint in enumerate([None, None, four, four, four]):
         with pytest.raises(ArithmeticError):
             start(tmp_path, restarts, checkpoint, ArithmeticError())
     with pytest.raises(InputError, match=r"the job has failed 3 times from step=4\.ckpt"):
         start(tmp_path, 5, four, ArithmeticError())
-    # Submitted again, or from another checkpoint, it starts.
+    # The count is also reset by a new submission and by another checkpoint.
     for checkpoint, restarts in ((four, 0), (eight, 6)):
         with pytest.raises(ArithmeticError):
             start(tmp_path, restarts, checkpoint, ArithmeticError())
 
 
 @pytest.mark.parametrize("end", [None, Stopped("asked to stop"), InputError("a mistake")])
-def test_a_start_that_came_to_an_end_of_its_own_is_not_counted(tmp_path: Path, end: BaseException | None) -> None:
+def test_a_start_that_did_not_fail_resets_the_count(tmp_path: Path, end: BaseException | None) -> None:
     for restarts in range(2):
         with pytest.raises(ArithmeticError):
             start(tmp_path, restarts, None, ArithmeticError())

@@ -1,4 +1,4 @@
-"""Signals that ask the program to stop: noted, and what each exit code means."""
+"""Signals that ask the program to stop, and the exit codes that they lead to."""
 
 import os
 import signal
@@ -21,30 +21,30 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing was asked before, and handlers are put back."""
+def restore_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clear received signals, and restore the handlers afterwards."""
     monkeypatch.setattr(signals, "_received", [])
-    handlers = [signal.getsignal(one) for one in SIGNALS]
+    handlers = [signal.getsignal(signum) for signum in SIGNALS]
     yield
-    for one, handler in zip(SIGNALS, handlers, strict=True):
-        signal.signal(one, handler)
+    for signum, handler in zip(SIGNALS, handlers, strict=True):
+        signal.signal(signum, handler)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_is_noted_and_the_first_one_counts(number: signal.Signals) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_first_signal_is_recorded(signum: signal.Signals) -> None:
     install()
     raise_if_stopped("nowhere")
     assert first_signal() is None
-    assert callable(signal.getsignal(number))
-    os.kill(os.getpid(), number)
+    assert callable(signal.getsignal(signum))
+    os.kill(os.getpid(), signum)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert first_signal() == number
-    with pytest.raises(Stopped, match="asked to stop at the door; nothing was lost") as stopped:
-        raise_if_stopped("at the door")
+    assert first_signal() == signum
+    with pytest.raises(Stopped, match="asked to stop during start-up; nothing was lost") as stopped:
+        raise_if_stopped("during start-up")
     assert stopped.value.exit_code == 75
 
 
-def test_ctrl_c_asks_once_and_then_interrupts() -> None:
+def test_the_second_ctrl_c_interrupts() -> None:
     before = signal.getsignal(signal.SIGINT)
     with keyboard_interrupt_recorded():
         assert signal.getsignal(signal.SIGINT) != before
@@ -60,10 +60,10 @@ def test_ctrl_c_asks_once_and_then_interrupts() -> None:
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_work_that_loses_nothing_ends_at_once() -> None:
+def test_default_signals_end_the_process_immediately() -> None:
     install()
     with default_signals():
-        assert [signal.getsignal(one) for one in SIGNALS[:2]] == [signal.SIG_DFL] * 2
+        assert [signal.getsignal(signum) for signum in SIGNALS[:2]] == [signal.SIG_DFL] * 2
     assert callable(signal.getsignal(signal.SIGTERM))
     os.kill(os.getpid(), signal.SIGTERM)
     assert first_signal() == signal.SIGTERM
@@ -71,16 +71,16 @@ def test_work_that_loses_nothing_ends_at_once() -> None:
         pass
 
 
-def test_at_the_end_signals_are_ignored() -> None:
+def test_ignored_signals_are_not_recorded() -> None:
     install()
     signals.ignore()
-    for one in SIGNALS[:2]:
-        os.kill(os.getpid(), one)
+    for signum in SIGNALS[:2]:
+        os.kill(os.getpid(), signum)
     assert first_signal() is None
 
 
 @pytest.mark.parametrize(
-    ("environment", "speaks"),
+    ("environment", "expected"),
     [
         ({}, True),
         ({"LOCAL_RANK": "1"}, False),  # Lightning's own launcher
@@ -88,10 +88,12 @@ def test_at_the_end_signals_are_ignored() -> None:
         ({"LOCAL_RANK": "1", "SLURM_STEP_ID": "0"}, True),
     ],
 )
-def test_whose_exit_code_counts(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], speaks: bool) -> None:
+def test_which_ranks_report_their_exit_code(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: bool
+) -> None:
     for name in ("LOCAL_RANK", "RANK", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert reports_exit_code(0)
-    assert reports_exit_code(1) is speaks
+    assert reports_exit_code(1) is expected

@@ -1,4 +1,4 @@
-"""The job step as its environment tells it."""
+"""Reading the job step from environment variables."""
 
 import socket
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_a_task_of_a_step() -> None:
 
 
 def test_a_step_that_is_smaller_than_its_job() -> None:
-    """Tasks on nodes are the step's, and the job's where srun does not say the step's."""
+    """Tasks per node are those of the step, or those of the job if srun does not set them for the step."""
     job = {**TASK, "SLURM_TASKS_PER_NODE": "4(x2),1", "SLURM_RESTART_COUNT": "0"}
     step = current_step(job)
     assert step is not None
@@ -39,19 +39,19 @@ def test_a_step_that_is_smaller_than_its_job() -> None:
     assert (step.num_tasks, step.num_nodes, step.tasks_per_node) == (3, 3, 1)
 
 
-def test_what_the_jobs_script_is_told(tmp_path: Path) -> None:
+def test_files_for_the_jobs_script(tmp_path: Path) -> None:
     mistake, failures = tmp_path / "mistake", tmp_path / "failures"
     failures.touch()
     report_mistake_to_script({})
     clear_failure_count({})
     assert list(tmp_path.iterdir()) == [failures]
     report_mistake_to_script({"MISTAKE_FILE": str(mistake)})
-    for _ in range(2):  # every rank does
+    for _ in range(2):  # every rank calls it
         clear_failure_count({"FAILURES_FILE": str(failures)})
     assert list(tmp_path.iterdir()) == [mistake]
 
 
-def test_the_nodes_name_is_slurms() -> None:
+def test_the_node_name_is_slurms() -> None:
     assert node_name({"SLURMD_NODENAME": "gpu-17"}) == "gpu-17"
     assert node_name({}) == socket.gethostname()
 
@@ -66,12 +66,12 @@ def test_the_nodes_name_is_slurms() -> None:
         {**TASK, "TORCHELASTIC_RUN_ID": "none"},  # torchrun inside a job
     ],
 )
-def test_no_step(environment: dict[str, str]) -> None:
+def test_environments_without_a_step(environment: dict[str, str]) -> None:
     assert current_step(environment) is None
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"SLURM_STEP_ID": ""}, "not started by srun"),
         ({"SLURM_STEP_ID": "4294967290"}, "not started by srun"),
@@ -81,6 +81,6 @@ def test_no_step(environment: dict[str, str]) -> None:
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, r"\[2, 2, 1\] tasks"),
     ],
 )
-def test_started_the_wrong_way(changed: dict[str, str], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_invalid_environments_are_refused(changed: dict[str, str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         current_step({**TASK, **changed})
