@@ -1,4 +1,4 @@
-"""Make clean text look hand-with_typo: `python -m tests.integration.messy_text KIND < CLEAN > MESSY`.
+"""Make clean text look hand-typed: `python -m tests.integration.messy_text KIND < CLEAN > MESSY`.
 
 Kinds: `lower` and `upper` change the case; `typos` swaps two adjacent inner letters in about one of six words with four
 or more letters; `unpunctuated` removes `.`, `!` and `?` at the end; `address` appends a web address (append it to the

@@ -153,7 +153,7 @@ def test_resuming_from_the_newest_valid_checkpoint(recipe_file: Path, tmp_path: 
     run = fit(recipe_file, tmp_path / "run", "--run.keep_last", 2)
     newest = run / "checkpoints" / "step=00000012.ckpt"
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
-    # The truncated checkpoint does not replace checkpoints saved before its step is reached again.
+    # Until step 12 is reached again, the truncated checkpoint does not count for keep_last.
     fit(recipe_file, run, "--run.keep_last", 1, "--run.checkpoint_every_steps", 1, "--trainer.max_steps", 10)
     assert sorted(path.name for path in (run / "checkpoints").glob("step=*")) == ["step=00000010.ckpt", newest.name]
     done = pipeline("fit", "--config", recipe_file, "--run.folder", run)
@@ -252,11 +252,11 @@ def test_an_error_unlocks_the_run_folder(recipe_file: Path, tmp_path: Path) -> N
 
 
 def test_fresh_refuses_a_folder_that_is_no_run(recipe_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "config.yaml").write_text("model: resnet\n")
-    done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "theirs", "--fresh")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text("model: resnet\n")
+    done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "other", "--fresh")
     assert done.returncode == 2
-    assert (tmp_path / "theirs" / "config.yaml").read_text() == "model: resnet\n"
+    assert (tmp_path / "other" / "config.yaml").read_text() == "model: resnet\n"
 
 
 def test_a_rank_without_validation_pairs(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:

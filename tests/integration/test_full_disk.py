@@ -66,7 +66,7 @@ class SmallDisk:
         return self._stderr.read_text()
 
     def wait_for(self, text: str) -> None:
-        """Wait until its standard error contains a text, at least 0.1 s; the command must not end before."""
+        """Wait until its standard error contains a text, and at least 0.1 s; the command must not end before."""
         time.sleep(0.1)
         while text not in self.stderr():
             assert self.process.poll() is None, self.stderr()

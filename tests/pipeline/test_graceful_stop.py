@@ -186,7 +186,7 @@ def train_on_ranks(
 
 @pytest.fixture
 def failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which the job's script counts failures, with one counted."""
+    """The file of the job's script that counts failures, after one failure."""
     path = tmp_path / "failures"
     path.touch()
     monkeypatch.setenv("FAILURES_FILE", str(path))
