@@ -112,7 +112,7 @@ class AttentionPlots(Callback):
             ]
             across = min(_ACROSS, len(self._heads))
             title = f"{kind} attention, validation pair {pair}\n{what}"
-            log.add_picture(f"what_it_looks_at/{kind}_{number + 1}", heat_maps(title, panels, across), step)
+            log.add_picture(f"attention/{kind}_{number + 1}", heat_maps(title, panels, across), step)
 
     def _positions(self, log: RunLog, module: TranslationModule, step: int) -> None:
         positions = module.network.positions
@@ -124,7 +124,7 @@ class AttentionPlots(Callback):
             title = f"sinusoidal positions, {table.shape[1]} dimensions"
             columns = "sines (dimensions 0, 2, 4 …), then cosines (1, 3, 5 …)"
             table = np.concatenate((table[:, 0::2], table[:, 1::2]), axis=1)
-        log.add_picture("what_it_looks_at/positions", matrix_picture(title, table, "position", columns), step)
+        log.add_picture("attention/positions", matrix_picture(title, table, "position", columns), step)
 
     def _embeddings(self, log: RunLog, module: TranslationModule) -> None:
         """The projector's files, always the newest."""

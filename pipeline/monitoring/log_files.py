@@ -90,10 +90,18 @@ def truncate_after(run: Path, step: int, validation_too: bool) -> None:
         _cut(run / METRICS, _end_of_lines((run / METRICS).read_bytes(), step, validation_too))
 
 
-def metrics(run: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
+def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's metrics.jsonl, under the current names of the curves."""
     with (run / METRICS).open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
+        for line in file:
+            yield {_current_name(name): value for name, value in json.loads(line).items()}
+
+
+def _current_name(name: str) -> str:
+    """Return the name of a curve as this version logs it; version 0.1.0 logged `perf/` as `work/`."""
+    if name == "work/share_of_ceiling":
+        return "perf/mfu"
+    return name.replace("work/", "perf/", 1) if name.startswith("work/") else name
 
 
 def _cut(path: Path, size: int) -> None:

@@ -92,12 +92,12 @@ class Monitor(Callback):
             "train/learning_rate": outputs["learning_rate"],
             "train/gradient_norm": norm,
             "train/skipped_steps": skipped,
-            "work/epoch": batch.epoch + (batch.index + 1) / batch.num_batches,
-            "work/padding_share": 1.0 - filled / all_cells,
-            "work/memory_gigabytes": memory_bytes(self._sums.device) / 1e9,
+            "perf/epoch": batch.epoch + (batch.index + 1) / batch.num_batches,
+            "perf/padding_share": 1.0 - filled / all_cells,
+            "perf/memory_gigabytes": memory_bytes(self._sums.device) / 1e9,
             **self._speed(trainer),
         }
-        shown = {"tokens/s": f"{scalars['work/target_tokens_per_second']:,.0f}"}
+        shown = {"tokens/s": f"{scalars['perf/target_tokens_per_second']:,.0f}"}
         if skipped:
             shown["skipped"] = f"{skipped:.0f}"
         if tokens:  # of every rank, which are equally many
@@ -121,16 +121,16 @@ class Monitor(Callback):
         speed = self._target_tokens / max(seconds, 1e-9)
         waited = communication_wait(trainer)
         scalars = {
-            "work/target_tokens_per_second": speed,
-            "work/step_seconds": seconds / self._steps,
-            "work/step_seconds_data_wait": lap["data_wait"] / self._steps,
-            "work/step_seconds_compute": lap["compute"] / self._steps - (waited or 0.0),
-            "work/goodput": self.clock.counted_seconds / max(time.time() - self.submitted, 1e-9),
+            "perf/target_tokens_per_second": speed,
+            "perf/step_seconds": seconds / self._steps,
+            "perf/step_seconds_data_wait": lap["data_wait"] / self._steps,
+            "perf/step_seconds_compute": lap["compute"] / self._steps - (waited or 0.0),
+            "perf/goodput": self.clock.counted_seconds / max(time.time() - self.submitted, 1e-9),
         }
         if waited is not None:
-            scalars["work/step_seconds_communication_wait"] = waited
+            scalars["perf/step_seconds_communication_wait"] = waited
         if self._rate:
-            scalars["work/share_of_ceiling"] = speed * self._flops_per_token / (self._rate * trainer.world_size)
+            scalars["perf/mfu"] = speed * self._flops_per_token / (self._rate * trainer.world_size)
         return scalars
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipeline.checkpointing.run_folder import SUMMARY
 from pipeline.config.recipe import Recipe
-from pipeline.monitoring.log_files import metrics
+from pipeline.monitoring.log_files import read_metrics
 from pipeline.monitoring.monitor import Monitor
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.starts import first_submission
@@ -28,7 +28,7 @@ SCORES = (
     "validation/chrf",
     "validation/loss",
     "validation/perplexity",
-    "work/target_tokens_per_second",
+    "perf/target_tokens_per_second",
 )
 """What a sweep's runs are compared by."""
 _CHOSEN = {"network": (), "training": (), "batches": ("workers", "max_tokens_per_device")}
@@ -46,9 +46,9 @@ LAYOUT = {
         "length ratio and repetition": ["Multiline", ["^validation/length_ratio$", "^validation/repetition$"]],
     },
     "Is it fast?": {
-        "target tokens a second": ["Multiline", ["^work/target_tokens_per_second$"]],
-        "seconds a step": ["Multiline", ["^work/step_seconds"]],
-        "shares": ["Multiline", ["^work/goodput$", "^work/share_of_ceiling$", "^work/padding_share$"]],
+        "target tokens a second": ["Multiline", ["^perf/target_tokens_per_second$"]],
+        "seconds a step": ["Multiline", ["^perf/step_seconds"]],
+        "shares": ["Multiline", ["^perf/goodput$", "^perf/mfu$", "^perf/padding_share$"]],
     },
 }
 
@@ -75,10 +75,10 @@ class RunMetadata(Callback):
         assert isinstance(network, nn.Module)
         self._parameters = parameters_by_part(network)
         step = trainer.global_step + 1
-        log.add_text("what_it_is/recipe", code(yaml.safe_dump(self._recipe.as_dict(), sort_keys=False)), step)
-        log.add_text("what_it_is/data", code(yaml.safe_dump(self._manifest, sort_keys=False, allow_unicode=True)), step)
+        log.add_text("run/recipe", code(yaml.safe_dump(self._recipe.as_dict(), sort_keys=False)), step)
+        log.add_text("run/data", code(yaml.safe_dump(self._manifest, sort_keys=False, allow_unicode=True)), step)
         counts = {part: f"{count:,}" for part, count in self._parameters.items()}
-        log.add_text("what_it_is/parameters", facts(counts), step)
+        log.add_text("run/parameters", facts(counts), step)
         device = torch.cuda.get_device_name() if pl_module.device.type == "cuda" else "CPU"
         where = {
             "ranks": f"{len(hosts)} on {', '.join(sorted(set(hosts)))}",
@@ -86,8 +86,8 @@ class RunMetadata(Callback):
             "precision": trainer.precision,
             "threads": torch.get_num_threads(),
         }
-        log.add_text("what_it_is/code", facts({**versions(), **where}), step)
-        log.add_text("what_it_is/starts", _starts(self.starts), step)
+        log.add_text("run/code", facts({**versions(), **where}), step)
+        log.add_text("run/starts", _starts(self.starts), step)
         values = self._recipe.as_dict()
         chosen = {
             f"{name}.{key}": value
@@ -122,14 +122,14 @@ class RunMetadata(Callback):
 def results(log: RunLog) -> dict[str, Any]:
     """The last value of each curve, the validation with the best BLEU, and the median speed."""
     try:
-        lines = list(metrics(log.run))
+        lines = list(read_metrics(log.run))
     except OSError:
         return {}
     last: dict[str, Any] = {}
     for line in lines:
         last |= line
     validations = [line for line in lines if "validation/bleu" in line]
-    speeds = [line["work/target_tokens_per_second"] for line in lines if "work/target_tokens_per_second" in line]
+    speeds = [line["perf/target_tokens_per_second"] for line in lines if "perf/target_tokens_per_second" in line]
     return {
         "last": {name: value for name, value in last.items() if name not in ("step", "time")},
         "best_validation": max(validations, key=lambda line: line["validation/bleu"], default=None),

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from pipeline.config.recipe import load_recipe
-from pipeline.monitoring.log_files import metrics
+from pipeline.monitoring.log_files import read_metrics
 from tests.conftest import pipeline
 from tests.integration.runs import checkpoints, descendants, scalars, start, step_of, still_running, temporary_files
 
@@ -154,7 +154,7 @@ def test_disk_full_while_logging(disk: SmallDisk, recipe_file: Path, devices: in
 
 
 def last_step(run: Path) -> int:
-    return max(line["step"] for line in metrics(run))
+    return max(line["step"] for line in read_metrics(run))
 
 
 def test_a_log_folder_that_is_read_only(tmp_path: Path, recipe_file: Path) -> None:
@@ -167,5 +167,5 @@ def test_a_log_folder_that_is_read_only(tmp_path: Path, recipe_file: Path) -> No
     assert done.returncode == 0, done.stderr.decode()
     [warning] = [line for line in done.stderr.decode().splitlines() if line.startswith("warning: ")]
     assert warning.startswith(f"warning: {run}/tensorboard")
-    assert [line["step"] for line in metrics(run) if "train/loss" in line] == [2, 4, 6, 8, 10, 12]
+    assert [line["step"] for line in read_metrics(run) if "train/loss" in line] == [2, 4, 6, 8, 10, 12]
     assert json.loads((run / "summary.json").read_text())["step"] == 12

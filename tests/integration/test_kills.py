@@ -12,7 +12,7 @@ import torch
 
 from pipeline.checkpointing.checkpoint import step_path
 from pipeline.checkpointing.run_folder import STARTS, RunFolder
-from pipeline.monitoring.log_files import metrics
+from pipeline.monitoring.log_files import read_metrics
 from tests.conftest import pipeline
 from tests.integration.runs import (
     accumulator,
@@ -153,10 +153,10 @@ def check_kills(recipe: Path, folder: Path, *, positions: int, steps: int, kills
     assert not temporary_files(run)
     assert [path.name for path in checkpoints(run)] == [path.name for path in checkpoints(whole)]
     assert_same_state(checkpoints(run)[-1], checkpoints(whole)[-1])
-    for tag in ("train/loss", "train/gradient_norm", "work/epoch", "validation/loss", "validation/bleu"):
+    for tag in ("train/loss", "train/gradient_norm", "perf/epoch", "validation/loss", "validation/bleu"):
         assert scalars(run, tag) == scalars(whole, tag), tag
     assert len(scalars(run, "train/loss")) == steps
-    logged, expected = ([(line["step"], "train/loss" in line) for line in metrics(path)] for path in (run, whole))
+    logged, expected = ([(line["step"], "train/loss" in line) for line in read_metrics(path)] for path in (run, whole))
     assert logged == expected
     for tag in accumulator(whole).Tags()["tensors"]:
         if tag.startswith("validation/"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.monitoring.log_files import metrics
+from pipeline.monitoring.log_files import read_metrics
 from tests.conftest import ROOT, pipeline
 from tests.integration.runs import (
     assert_same_state,
@@ -70,10 +70,10 @@ def test_stopped_twice_in_one_validation(recipe_file: Path, tmp_path: Path) -> N
         process.send_signal(signum)
         assert process.wait(60) == (-signum if signum == signal.SIGKILL else 75), log.read_text()
         assert [step_of(path) for path in checkpoints(run)] == [3]
-    assert 3 in [line["step"] for line in metrics(run) if "validation/bleu" in line]
+    assert 3 in [line["step"] for line in read_metrics(run) if "validation/bleu" in line]
     assert pipeline(*command).returncode == 0
     assert [step_of(path) for path in checkpoints(run)] == [3, 6, 8]
-    assert [line["step"] for line in metrics(run) if "validation/bleu" in line] == [3, 6]
+    assert [line["step"] for line in read_metrics(run) if "validation/bleu" in line] == [3, 6]
     assert [step for step, _ in scalars(run, "validation/bleu")] == [3, 6]
 
 

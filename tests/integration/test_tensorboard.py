@@ -14,28 +14,28 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.monitoring.log_files import metrics
+from pipeline.monitoring.log_files import read_metrics
 from tests.conftest import pipeline
 from tests.integration.browser import Browser
 from tests.integration.runs import accumulator, checkpoints, kill, scalars, start
 
 pytestmark = pytest.mark.slow
 
-GROUPS = ["train", "validation", "validation_bleu_by_length", "what_it_looks_at", "work"]
+GROUPS = ["attention", "perf", "train", "validation", "validation_bleu_by_length"]
 SCALARS = {
     *("train/loss", "train/negative_log_likelihood", "train/perplexity", "train/accuracy", "train/learning_rate"),
     *("train/gradient_norm", "train/skipped_steps"),
     *("validation/loss", "validation/negative_log_likelihood", "validation/perplexity", "validation/accuracy"),
     *("validation/bleu", "validation/best_bleu", "validation/chrf", "validation/length_ratio", "validation/repetition"),
-    *("work/target_tokens_per_second", "work/step_seconds", "work/step_seconds_data_wait"),
-    *("work/step_seconds_compute", "work/share_of_ceiling", "work/memory_gigabytes", "work/padding_share"),
-    *("work/goodput", "work/epoch"),
+    *("perf/target_tokens_per_second", "perf/step_seconds", "perf/step_seconds_data_wait"),
+    *("perf/step_seconds_compute", "perf/mfu", "perf/memory_gigabytes", "perf/padding_share"),
+    *("perf/goodput", "perf/epoch"),
 }
 PAGES = {
     *("validation/translations", "validation/translations_worst", "validation/translations_longest"),
-    *(f"what_it_is/{name}" for name in ("code", "data", "parameters", "recipe", "starts")),
+    *(f"run/{name}" for name in ("code", "data", "parameters", "recipe", "starts")),
 }
-PICTURES = {f"what_it_looks_at/{kind}_{n}" for kind in ("encoder", "decoder", "cross") for n in (1, 2)}
+PICTURES = {f"attention/{kind}_{n}" for kind in ("encoder", "decoder", "cross") for n in (1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +95,15 @@ def test_events_hold_what_the_run_computed(runs: Path) -> None:
         tags = events.Tags()
         assert set(tags["scalars"]) >= SCALARS
         assert {tag.removesuffix("/text_summary") for tag in tags["tensors"]} >= PAGES
-        assert set(tags["images"]) == PICTURES | {"what_it_looks_at/positions"}
-        lines = list(metrics(runs / name))
+        assert set(tags["images"]) == PICTURES | {"attention/positions"}
+        lines = list(read_metrics(runs / name))
         for tag in SCALARS:
             points = [(event.step, event.value) for event in events.Scalars(tag)]
             assert points == [(line["step"], pytest.approx(line[tag], rel=1e-6)) for line in lines if tag in line], tag
         interval = 40 if name == "whole" else 5
         assert [step for step, _ in scalars(runs / name, "train/loss")] == list(range(interval, last + 1, interval))
-    assert "work/step_seconds_communication_wait" in accumulator(runs / "killed").Tags()["scalars"]
-    [begun, went_on] = texts(accumulator(runs / "killed"), "what_it_is/starts")
+    assert "perf/step_seconds_communication_wait" in accumulator(runs / "killed").Tags()["scalars"]
+    [begun, went_on] = texts(accumulator(runs / "killed"), "run/starts")
     assert begun[0] == 1
     assert went_on[0] % 20 == 1  # after a checkpoint
     assert went_on[1].count("\n| ") == 3  # below the header, two starts
@@ -160,8 +160,8 @@ def test_what_it_says(browser: Browser, address: str, runs: Path, screenshots: P
     browser.screenshot(screenshots / "translations.png")
 
 
-def test_what_it_looks_at(browser: Browser, address: str, screenshots: Path) -> None:
-    show(browser, address, "images", "what_it_looks_at/cross_1")
+def test_attention(browser: Browser, address: str, screenshots: Path) -> None:
+    show(browser, address, "images", "attention/cross_1")
     sizes = "window.__all().filter(e => e.tagName === 'IMG' && e.naturalWidth > 200).map(e => e.naturalHeight)"
     browser.wait(f"({sizes}).length >= 6")
     browser.screenshot(screenshots / "pictures.png")

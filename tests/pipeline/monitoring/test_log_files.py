@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from pipeline.checkpointing.run_folder import METRICS
-from pipeline.monitoring.log_files import metrics
+from pipeline.monitoring.log_files import read_metrics
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.tables import table
 from tests.integration.runs import accumulator, scalars
@@ -18,7 +18,7 @@ def log_steps(run: Path, after: int, last: int, value: float) -> None:
     log = RunLog(run, after, writes=True)
     log.truncate_after()
     log.add_hyperparameters({"network.d_model": 8, "free": True}, ["loss"], 0)
-    log.add_text("what_it_is/recipe", f"from step {after}", after + 1)
+    log.add_text("run/recipe", f"from step {after}", after + 1)
     for step in range(after + 1, last + 1):
         log.log_metrics({"loss": value + step, "endless": float("inf")}, step)
         if step % 2 == 0:
@@ -34,15 +34,15 @@ def test_one_run_one_curve(tmp_path: Path) -> None:
     log_steps(tmp_path, 5, 9, 0.125)
     expected = [*(step + 0.25 for step in range(1, 5)), 5.75, *(step + 0.125 for step in range(6, 10))]
     assert scalars(tmp_path, "loss") == list(enumerate(expected, 1))
-    assert [(line["step"], line["loss"]) for line in metrics(tmp_path)] == list(enumerate(expected, 1))
-    assert {line["endless"] for line in metrics(tmp_path)} == {None}
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == list(enumerate(expected, 1))
+    assert {line["endless"] for line in read_metrics(tmp_path)} == {None}
     events = accumulator(tmp_path)
     texts = {
         tag: [(e.step, e.tensor_proto.string_val[0]) for e in events.Tensors(f"{tag}/text_summary")]
-        for tag in ("said", "what_it_is/recipe")
+        for tag in ("said", "run/recipe")
     }
     assert texts["said"] == [(step, f"at {step}".encode()) for step in (2, 4, 6, 8)]
-    assert texts["what_it_is/recipe"] == [(1, b"from step 0"), (5, b"from step 4"), (6, b"from step 5")]
+    assert texts["run/recipe"] == [(1, b"from step 0"), (5, b"from step 4"), (6, b"from step 5")]
     assert [event.step for event in events.Images("seen")] == [2, 4, 6, 8]
 
 
@@ -65,10 +65,10 @@ def test_a_validation_that_is_done_again_is_cut_off(tmp_path: Path, pending: boo
     validations = [(2, 0.5), (6, 4.5)] if pending else [(2, 0.5), (4, 0.5), (6, 4.5)]
     assert scalars(tmp_path, "validation/loss") == validations
     assert [
-        (one["step"], one["validation/loss"]) for one in metrics(tmp_path) if "validation/loss" in one
+        (one["step"], one["validation/loss"]) for one in read_metrics(tmp_path) if "validation/loss" in one
     ] == validations
     assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5, 6]
-    assert [one["step"] for one in metrics(tmp_path) if "loss" in one] == [1, 2, 3, 4, 5, 6]
+    assert [one["step"] for one in read_metrics(tmp_path) if "loss" in one] == [1, 2, 3, 4, 5, 6]
 
 
 def test_what_a_kill_has_torn_is_cut_off(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_what_a_kill_has_torn_is_cut_off(tmp_path: Path) -> None:
     for path in (events, tmp_path / METRICS):
         os.truncate(path, path.stat().st_size - 5)
     log_steps(tmp_path, 3, 5, 0.0)
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 4, 5]
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 4, 5]
     assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5]
 
 
@@ -88,8 +88,15 @@ def test_what_a_power_cut_has_left_is_cut_off(tmp_path: Path) -> None:
         with path.open("ab") as file:
             file.write(b"\x0c" + bytes(60) + b"\n")
     log_steps(tmp_path, 3, 4, 0.0)
-    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
     assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4]
+
+
+def test_an_older_runs_metrics_have_todays_names(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text(
+        '{"step": 2, "work/share_of_ceiling": 0.5, "work/epoch": 1, "train/work/a": 3}\n'
+    )
+    assert list(read_metrics(tmp_path)) == [{"step": 2, "perf/mfu": 0.5, "perf/epoch": 1, "train/work/a": 3}]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -121,7 +128,7 @@ def test_a_full_disk_is_one_warning_and_tears_nothing(tmp_path: Path, capsys: py
     log.finalize("success")
     assert scalars(tmp_path, "loss")[0] == (1, 1.0)
     assert scalars(tmp_path, "loss")[-1] == (9, 4.0)
-    assert all(line["step"] for line in metrics(tmp_path))
+    assert all(line["step"] for line in read_metrics(tmp_path))
 
 
 def test_a_table_shows_text_as_it_is() -> None:

@@ -70,11 +70,11 @@ def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_pa
         first, end = line["step"] - every, line["step"]
         pairs = np.concatenate([group.pairs for index in range(first, end) for group in epoch[index]])
         target_tokens = int(corpus.target.lengths[pairs].sum()) + len(pairs)
-        counted = line["work/target_tokens_per_second"] * line["work/step_seconds"] * every
+        counted = line["perf/target_tokens_per_second"] * line["perf/step_seconds"] * every
         assert counted == pytest.approx(target_tokens)
         real = sum(real_tokens(share, special.pad) for share in shares[first:end])
         padded = sum(padded_tokens(share) for share in shares[first:end])
         assert 0 < real < padded
-        assert line["work/padding_share"] == pytest.approx(1 - real / padded)
+        assert line["perf/padding_share"] == pytest.approx(1 - real / padded)
         last = shares[end - 1]
-        assert line["work/epoch"] == pytest.approx(last.epoch + (last.index + 1) / len(epoch))
+        assert line["perf/epoch"] == pytest.approx(last.epoch + (last.index + 1) / len(epoch))
