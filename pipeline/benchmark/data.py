@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.config.arguments import add_recipe_arguments
+
 if TYPE_CHECKING:
     from data_module.batching.batch_plan import EpochPlan
     from data_module.corpus.store import ParallelCorpus
@@ -32,7 +34,7 @@ LOADED_STEPS = 300
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's arguments."""
-    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
+    add_recipe_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -26,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.arguments import add_recipe_arguments
+
 if TYPE_CHECKING:
     from pipeline.benchmark.scaling_model import Cluster, Prediction, Step
     from pipeline.config.recipe import Recipe
@@ -39,7 +41,7 @@ GRADIENT_BYTES = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's arguments."""
-    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
+    add_recipe_arguments(parser)
     parser.add_argument(
         "--bandwidth-gb-s",
         type=float,

@@ -38,6 +38,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipeline.config.arguments import add_recipe_arguments
+
 if TYPE_CHECKING:
     import torch
     from lightning.pytorch import Callback
@@ -54,7 +56,7 @@ LOOP_ROUND, LOOP_STEPS = 50, 300
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's arguments."""
-    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
+    add_recipe_arguments(parser)
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps to measure (default: %(default)s)")
     parser.add_argument(
         "--baseline",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.config.arguments import add_recipe_arguments
 from pipeline.preflight.check_result import CheckResult
 from pipeline.preflight.machine import machine
 from pipeline.preflight.recipe import load, recipe
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--config", type=Path, action="append", default=[], help="a recipe; again for each overlay")
+    add_recipe_arguments(parser, required=False)
     parser.add_argument("--fresh", action="store_true", help="as for fit, whose arguments are taken here as well")
     parser.add_argument("--init-from", type=Path, metavar="CHECKPOINT", help="what fit would begin a new run from")
 

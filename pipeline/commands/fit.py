@@ -6,6 +6,7 @@ Settings of the recipe may be given as --section.key value, Lightning's as --tra
 import argparse
 from pathlib import Path
 
+from pipeline.config.arguments import add_recipe_arguments
 from pipeline.runtime import signals
 from pipeline.runtime.launch import process_rank, reports_exit_code
 from pipeline.runtime.signals import Stopped
@@ -14,7 +15,7 @@ from pipeline.training.fit import fit
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
+    add_recipe_arguments(parser)
     parser.add_argument("--fresh", action="store_true", help="start over: remove the run that is there")
     parser.add_argument(
         "--init-from", type=Path, metavar="CHECKPOINT", help="begin a new run from another's weights and tokenizer"

@@ -9,10 +9,12 @@ import json
 import sys
 from pathlib import Path
 
+from pipeline.config.arguments import add_recipe_arguments
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
-    parser.add_argument("--config", type=Path, action="append", required=True, help="a recipe; again for each overlay")
+    add_recipe_arguments(parser)
     parser.add_argument("--force", action="store_true", help="make the corpus anew where texts or settings differ")
     parser.add_argument(
         "--init-from", type=Path, metavar="CHECKPOINT", help="take its tokenizer: for a run that begins from it"

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from data_module.errors import InputError
+from pipeline.config.arguments import add_recipe_arguments
 from pipeline.config.recipe import Recipe, load_recipe
 
 
@@ -23,7 +24,7 @@ def recipe_paths(recipe: Recipe) -> tuple[Path, Path, Path]:
 def main() -> int:
     """Print the paths; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--config", type=Path, action="append", required=True)
+    add_recipe_arguments(parser)
     arguments, overrides = parser.parse_known_args()
     try:
         print(*recipe_paths(load_recipe(arguments.config, overrides)), sep="\n")

@@ -93,9 +93,7 @@ def test_what_a_power_cut_has_left_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_an_older_runs_metrics_have_todays_names(tmp_path: Path) -> None:
-    (tmp_path / METRICS).write_text(
-        '{"step": 2, "work/share_of_ceiling": 0.5, "work/epoch": 1, "train/work/a": 3}\n'
-    )
+    (tmp_path / METRICS).write_text('{"step": 2, "work/share_of_ceiling": 0.5, "work/epoch": 1, "train/work/a": 3}\n')
     assert list(read_metrics(tmp_path)) == [{"step": 2, "perf/mfu": 0.5, "perf/epoch": 1, "train/work/a": 3}]
 
 
