@@ -1,12 +1,27 @@
-"""What doctor has looked at."""
+"""The result of one check, and how results are printed."""
 
 from typing import NamedTuple
 
 
 class CheckResult(NamedTuple):
-    """One thing looked at: ok, or what is wrong and what to do."""
+    """What one check found."""
 
-    well: bool
-    what: str
+    ok: bool
+    message: str
+    """What was checked if `ok`; otherwise what is wrong and what to do."""
     where: str = ""
-    """Node and rank, if it is theirs alone."""
+    """Node and rank, if the result holds for that rank only."""
+
+
+def print_results(results: list[CheckResult]) -> int:
+    """Print a line per result and return the exit code: 0, or 1 if a check failed.
+
+    Results that several ranks have in common are printed once, with all their nodes and ranks.
+    """
+    places: dict[tuple[bool, str], list[str]] = {}
+    for result in results:
+        places.setdefault((result.ok, result.message), []).append(result.where)
+    for (ok, message), where in places.items():
+        ranks = "; ".join(dict.fromkeys(filter(None, where)))
+        print(f"{'ok   ' if ok else 'WRONG'} {message}" + (f" [{ranks}]" if ranks else ""), flush=True)
+    return 0 if all(result.ok for result in results) else 1

@@ -1,7 +1,7 @@
-"""What only all ranks of a job together can find: who is missing, whether they reach one another, what each node sees.
+"""Checks that need all ranks of a job step: missing ranks, network, clocks, versions, shared folders, locks.
 
-Each rank writes its findings into a key-value store in rank 0, which says them once for all. Every wait is short:
-a job that something is wrong with ends within a minute.
+The ranks exchange values through a key-value store (TCPStore) in rank 0. Every wait has a short timeout, so that a job
+with a fault ends within a minute.
 """
 
 import fcntl
@@ -21,39 +21,40 @@ import torch.distributed as dist
 
 from pipeline.config.recipe import Recipe
 from pipeline.preflight.check_result import CheckResult
+from pipeline.preflight.recipe import existing_parent
 from pipeline.runtime.slurm import JobStep, node_name, report_mistake_to_script
 
 WAIT = timedelta(seconds=20)
-CLOCK_SECONDS = 2.0
-"""Clocks that differ by more make times in logs and curves misleading."""
-REDUCED_BYTES = 1 << 24
-_SAMPLE = 1 << 20
+MAX_CLOCK_DIFFERENCE_SECONDS = 2.0
+"""A larger difference makes times in logs and curves misleading."""
+ALL_REDUCE_BYTES = 1 << 24
+_SAMPLE_BYTES = 1 << 20
 
 
-class SilentError(Exception):
-    """Ranks that were there do not answer any more."""
+class UnresponsiveRanksError(Exception):
+    """Ranks that had connected no longer respond."""
 
     def __init__(self, ranks: list[int]) -> None:
         names = ", ".join(map(str, ranks))
-        super().__init__(f"ranks {names} have stopped answering: they hang, or their link is cut; look at their nodes")
+        super().__init__(f"ranks {names} do not respond: they hang or are disconnected; check their nodes")
 
 
 class RankGroup:
-    """This rank among the others, from the first node's name on."""
+    """This rank and its connection to the others."""
 
     def __init__(self, step: JobStep) -> None:
         self.step = step
-        self.here = f"{node_name()} rank {step.rank}"
-        self.first_on_node = step.local_rank == 0
-        self.waits_for: str | None = None
-        """What is wrong if this rank waits for ever, where it is not rank 0's silence."""
-        self._asked = 0
+        self.location = f"{node_name()} rank {step.rank}"
+        self.is_first_on_node = step.local_rank == 0
+        self.pending: str | None = None
+        """Message if this rank hangs now; None while a hang would mean that rank 0 does not respond."""
+        self._num_gathered = 0
 
-    def give_up_after(self, limit: timedelta) -> None:
-        """End this rank then, whatever it waits for: a collective, or rank 0 if that hangs or its link is cut."""
+    def exit_after(self, limit: timedelta) -> None:
+        """Exit with an error after this time, whatever this rank waits for: a collective, or a lost rank 0."""
 
         def end() -> None:
-            print(f"WRONG {self.waits_for or SilentError([0])} [{self.here}]", flush=True)
+            print(f"WRONG {self.pending or UnresponsiveRanksError([0])} [{self.location}]", flush=True)
             report_mistake_to_script()
             os._exit(1)
 
@@ -61,8 +62,8 @@ class RankGroup:
         timer.daemon = True
         timer.start()
 
-    def meet(self) -> list[CheckResult]:
-        """Find the first node, and wait for all ranks; findings only where that fails."""
+    def connect(self) -> list[CheckResult]:
+        """Connect to rank 0 and wait for all ranks. Return a result only if that failed."""
         from lightning.pytorch.plugins.environments import SLURMEnvironment
 
         os.environ["SLURM_NTASKS_PER_NODE"] = str(self.step.tasks_per_node)
@@ -71,177 +72,167 @@ class RankGroup:
         try:
             address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
         except OSError as error:
-            hint = "have it in DNS or /etc/hosts, or export MASTER_ADDR=its address"
-            return [
-                CheckResult(
-                    False, f"the first node's name {host} does not resolve ({error.strerror}); {hint}", self.here
-                )
-            ]
-        self.first_is_local = str(address).startswith("127.") or address == "::1"
+            hint = "add it to DNS or /etc/hosts, or export MASTER_ADDR=its address"
+            return [self._failure(f"the first node's name {host} does not resolve ({error.strerror}); {hint}")]
+        self.first_node_is_local = _is_loopback(str(address))
         try:
             self.store = dist.TCPStore(host, port, is_master=self.step.rank == 0, timeout=WAIT, wait_for_workers=False)
-            self.store.set(f"here/{self.step.rank}", self.here)
+            self.store.set(f"connected/{self.step.rank}", self.location)
         except (RuntimeError, dist.DistError):
             if self.step.rank == 0:
-                said = f"cannot listen on {host}:{port}, where ranks are to meet; export another MASTER_PORT"
-            else:
-                said = f"does not reach {host}:{port} of rank 0; see firewalls between nodes, or export MASTER_PORT"
-            return [CheckResult(False, said, self.here)]
-        missing = self.wait_for("here", list(range(self.step.num_tasks)))
+                return [self._failure(f"cannot listen on {host}:{port} for other ranks; export another MASTER_PORT")]
+            hint = "check firewalls between nodes, or export another MASTER_PORT"
+            return [self._failure(f"cannot connect to rank 0 at {host}:{port}; {hint}")]
+        missing = self.wait_for("connected", list(range(self.step.num_tasks)))
         names = ", ".join(map(str, missing))
-        hint = "see above why, or look at their nodes"
-        return [CheckResult(False, f"ranks {names} did not come; {hint}", self.here)] if missing else []
+        hint = "see the messages above, or check their nodes"
+        return [self._failure(f"ranks {names} did not connect; {hint}")] if missing else []
 
-    def wait_for(self, what: str, whom: list[int]) -> list[int]:
-        """Wait until these ranks have set a key; returns those that have not."""
+    def _failure(self, message: str) -> CheckResult:
+        return CheckResult(False, message, self.location)
+
+    def wait_for(self, key: str, ranks: list[int]) -> list[int]:
+        """Wait until these ranks have set a key of the store; return those that have not."""
         deadline = time.monotonic() + WAIT.total_seconds()
-        missing = whom
+        missing = ranks
         while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not self.store.check([f"{what}/{rank}"])]
+            missing = [rank for rank in missing if not self.store.check([f"{key}/{rank}"])]
             time.sleep(0.01)
         return missing
 
-    def exchange(self, value: object) -> list:
-        """Every rank's value, by rank. Raises SilentError when one does not come."""
-        self._asked += 1
-        key = f"value-{self._asked}"
+    def all_gather(self, value: object) -> list:
+        """Return the values of all ranks, by rank; a value is anything that JSON can hold.
+
+        Raises:
+            UnresponsiveRanksError: a rank has set no value in time.
+        """
+        self._num_gathered += 1
+        key = f"value-{self._num_gathered}"
         self.store.set(f"{key}/{self.step.rank}", json.dumps(value))
         keys = [f"{key}/{rank}" for rank in range(self.step.num_tasks)]
         try:
-            self.store.wait(keys, 2 * WAIT)  # one rank may have waited in vain for a collective
+            self.store.wait(keys, 2 * WAIT)  # another rank may first wait WAIT for a collective that fails
         except (RuntimeError, dist.DistError):
-            raise SilentError([rank for rank, one in enumerate(keys) if not self.store.check([one])]) from None
-        return [json.loads(self.store.get(one)) for one in keys]
+            missing = [rank for rank, rank_key in enumerate(keys) if not self.store.check([rank_key])]
+            raise UnresponsiveRanksError(missing) from None
+        return [json.loads(self.store.get(rank_key)) for rank_key in keys]
 
 
-def check(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult]:
-    """All findings of this rank; every rank runs the same checks in the same order."""
-    yield from _clock(ranks)
-    yield from _same_versions(ranks)
-    interfaces = list(_interfaces(ranks.first_is_local if ranks.step.num_nodes > 1 else True))
-    yield from (finding._replace(where=ranks.here) for finding in interfaces)
-    unreachable = any(ranks.exchange(bool(interfaces)))
+def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult]:
+    """Run all checks of this module. Every rank must run them, in the same order."""
+    yield from _check_clock(ranks)
+    yield from _check_versions(ranks)
+    interfaces = list(_check_interfaces(ranks.first_node_is_local if ranks.step.num_nodes > 1 else True))
+    yield from (result._replace(where=ranks.location) for result in interfaces)
+    unreachable = any(ranks.all_gather(bool(interfaces)))
     if recipe is not None:
-        if ranks.step.rank == 0:
-            yield from hardware_keys(ranks.step, recipe)
-        yield from _corpus(ranks, Path(recipe.corpus.folder))
-        yield from _run_folder(ranks, recipe.run_folder())
-    if not unreachable:  # it would wait in vain, and say the same again
-        yield from _all_reduce(ranks)
+        yield from _check_shared_corpus(ranks, Path(recipe.corpus.folder))
+        yield from _check_shared_run_folder(ranks, recipe.run_folder())
+    if not unreachable:  # otherwise it would time out for the reason already reported
+        yield from _check_all_reduce(ranks)
 
 
-def gpus(step: JobStep, seen: int, promised: str | None) -> Iterator[CheckResult]:
-    """A task a GPU, and a GPU a task."""
-    tasks = step.tasks_per_node
-    if promised and promised.isdigit() and int(promised) != seen:
-        yield CheckResult(
-            False, f"SLURM gave this node {promised} GPUs and torch sees {seen}; see nvidia-smi, and torch's CUDA build"
-        )
-    elif seen and seen != tasks:
-        yield CheckResult(
-            False, f"{seen} GPUs are seen by {tasks} tasks of the node; give --ntasks-per-node={seen}, or other GPUs"
-        )
+def _check_clock(ranks: RankGroup) -> Iterator[CheckResult]:
+    ranks.all_gather(None)  # a barrier, so that all ranks read their clocks at about the same time
+    clocks = ranks.all_gather(time.time())
+    difference = clocks[ranks.step.rank] - clocks[0]
+    if abs(difference) > MAX_CLOCK_DIFFERENCE_SECONDS:
+        hint = "fix the time synchronization of this node"
+        yield CheckResult(False, f"the clock is {difference:+.1f} s from rank 0's; {hint}", ranks.location)
 
 
-def hardware_keys(step: JobStep, recipe: Recipe) -> Iterator[CheckResult]:
-    """Nodes and devices come from the job: what a recipe says of them is told, and does not count."""
-    for key, count in (("devices", step.tasks_per_node), ("num_nodes", step.num_nodes)):
-        asked = recipe.trainer.get(key, "auto")
-        if asked not in ("auto", -1, "-1", count, str(count)):
-            yield CheckResult(True, f"trainer.{key} {asked} of the recipe does not count: the job gives {count}")
-
-
-def _clock(ranks: RankGroup) -> Iterator[CheckResult]:
-    ranks.exchange(None)  # so that all look at about the same time
-    clocks = ranks.exchange(time.time())
-    away = clocks[ranks.step.rank] - clocks[0]
-    if abs(away) > CLOCK_SECONDS:
-        yield CheckResult(
-            False, f"the clock is {away:+.1f} s from rank 0's; have the node's time service mended", ranks.here
-        )
-
-
-def _same_versions(ranks: RankGroup) -> Iterator[CheckResult]:
-    ours = {name: version(name) for name in ("torch", "lightning", "numpy")}
-    first = ranks.exchange(ours)[0]
-    for name, number in ours.items():
+def _check_versions(ranks: RankGroup) -> Iterator[CheckResult]:
+    own = {name: version(name) for name in ("torch", "lightning", "numpy")}
+    first = ranks.all_gather(own)[0]
+    for name, number in own.items():
         if number != first[name]:
-            hint = "give all nodes one environment, on a shared disk or in one container"
-            yield CheckResult(False, f"{name} {number}, and {first[name]} on rank 0; {hint}", ranks.here)
+            hint = "use one environment for all nodes, on a shared disk or in a container"
+            yield CheckResult(False, f"{name} {number} here and {first[name]} on rank 0; {hint}", ranks.location)
 
 
-def _interfaces(first_is_local: bool) -> Iterator[CheckResult]:
-    """Whether other nodes can find this one, by the interface named or by its own name."""
-    there = [name for _, name in socket.if_nameindex()]
+def _check_interfaces(first_node_is_local: bool) -> Iterator[CheckResult]:
+    """Check that other nodes can reach this one, by the chosen interface or by the node's own name."""
+    existing = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        asked = os.environ.get(variable, "")
-        # NCCL's "^" and "=" before a name mean other than these, and exactly this; its names are beginnings.
-        wanted = [name for name in asked.lstrip("=").split(",") if name and not asked.startswith("^")]
-        if wanted and not any(one.startswith(name) for one in there for name in wanted):
-            yield CheckResult(False, f"{variable}={asked}: there is no such interface; there are {', '.join(there)}")
+        value = os.environ.get(variable, "")
+        # For NCCL, names are prefixes; "^" excludes the names after it, "=" matches them exactly.
+        wanted = [name for name in value.lstrip("=").split(",") if name and not value.startswith("^")]
+        if wanted and not any(interface.startswith(name) for interface in existing for name in wanted):
+            yield CheckResult(False, f"{variable}={value}: no such interface; set it to one of {', '.join(existing)}")
     try:
-        addresses = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
         addresses = set()
-    lost = all(str(address).startswith("127.") or address == "::1" for address in addresses)
-    if lost and not first_is_local and not os.environ.get("GLOO_SOCKET_IFNAME"):
+    unreachable = all(map(_is_loopback, addresses))
+    if unreachable and not first_node_is_local and not os.environ.get("GLOO_SOCKET_IFNAME"):
         yield CheckResult(
             False,
-            f"this node's own name {socket.gethostname()} leads to itself, so gloo would wait there for the others; "
-            f"export GLOO_SOCKET_IFNAME=the interface between nodes ({', '.join(there)})",
+            f"this node's name {socket.gethostname()} resolves to the node itself, so gloo on other nodes cannot reach "
+            f"it; export GLOO_SOCKET_IFNAME=the interface between nodes ({', '.join(existing)})",
         )
 
 
-def _corpus(ranks: RankGroup, folder: Path) -> Iterator[CheckResult]:
-    """The same bytes from every node: all files' names and sizes, and a megabyte at begin, middle and end of each."""
-    digest = None
-    if ranks.first_on_node and (folder / "manifest.json").exists():
-        state = hashlib.sha256()
-        for path in sorted(path for path in folder.iterdir() if path.is_file()):
-            size = path.stat().st_size
-            state.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                for start in (0, max(0, size // 2), max(0, size - _SAMPLE)):
-                    file.seek(start)
-                    state.update(file.read(_SAMPLE))
-        digest = state.hexdigest()
-    first = ranks.exchange(digest)[0]
-    if ranks.first_on_node and digest != first:
-        what = "is not there" if digest is None else "is there, but not on rank 0" if first is None else "differs"
-        hint = "give one that all nodes share, or copy it anew to each node"
-        yield CheckResult(False, f"corpus {folder} {what} (rank 0's is taken for the right one); {hint}", ranks.here)
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
-def _run_folder(ranks: RankGroup, run: Path) -> Iterator[CheckResult]:
-    """Each node writes there, sees what the others wrote, and heeds their locks."""
-    place = next(parent for parent in [run, *run.absolute().parents] if parent.exists())
-    probe = place / f".doctor-{ranks.step.job}-{ranks.step.rank}"
+def _check_shared_corpus(ranks: RankGroup, folder: Path) -> Iterator[CheckResult]:
+    """Check that all nodes see the same corpus."""
+    digest = _corpus_digest(folder) if ranks.is_first_on_node else None
+    first = ranks.all_gather(digest)[0]
+    if ranks.is_first_on_node and digest != first:
+        problem = "is missing here but exists on rank 0" if digest is None else "differs from rank 0's"
+        if first is None:
+            problem = "exists here but is missing on rank 0"
+        hint = "use a folder that all nodes share, or copy the corpus to each node again"
+        yield CheckResult(False, f"corpus {folder} {problem}; {hint}", ranks.location)
+
+
+def _corpus_digest(folder: Path) -> str | None:
+    """Hash the files' names and sizes, and a sample from start, middle and end of each; None without a corpus."""
+    if not (folder / "manifest.json").exists():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for start in (0, max(0, size // 2), max(0, size - _SAMPLE_BYTES)):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _check_shared_run_folder(ranks: RankGroup, run: Path) -> Iterator[CheckResult]:
+    """Check that each node can write to the run folder and sees the files and locks of the others."""
+    folder = existing_parent(run)
+    probe = folder / f".doctor-{ranks.step.job}-{ranks.step.rank}"
     lock, problem = None, None
-    if ranks.first_on_node:
+    if ranks.is_first_on_node:
         try:
             lock = probe.open("w")
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            what = "cannot lock files" if lock else "is not writable"
-            problem = f"run folder {run}: {place} {what} ({error.strerror}); give another run.folder"
-    states = ranks.exchange([ranks.first_on_node, problem is None])
-    if ranks.first_on_node and problem is None:
-        others = [rank for rank, (first, well) in enumerate(states) if first and well and rank != ranks.step.rank]
+            reason = "cannot lock files" if lock else "is not writable"
+            problem = f"run folder {run}: {folder} {reason} ({error.strerror}); set another run.folder"
+    states = ranks.all_gather([ranks.is_first_on_node, problem is None])
+    if ranks.is_first_on_node and problem is None:
+        others = [rank for rank, (first, ok) in enumerate(states) if first and ok and rank != ranks.step.rank]
         unseen = [rank for rank in others if not probe.with_name(f".doctor-{ranks.step.job}-{rank}").exists()]
         if unseen:
             names = ", ".join(map(str, unseen))
-            problem = f"run folder {run}: {place} is not the one of ranks {names}; give a run.folder that nodes share"
+            problem = f"run folder {run}: {folder} is not shared with ranks {names}; set run.folder to a shared folder"
         elif others and _can_lock(probe.with_name(f".doctor-{ranks.step.job}-{others[0]}")):
             problem = (
-                f"run folder {run}: {place} does not keep one node's locks from another, so two jobs could write at "
-                "once; mount it with locks (Lustre: -o flock), or give another run.folder"
+                f"run folder {run}: {folder} does not show one node's locks to another, so two jobs could write at the "
+                "same time; mount it with locks (Lustre: -o flock), or set another run.folder"
             )
-    ranks.exchange(None)
+    ranks.all_gather(None)  # a barrier: all ranks have looked
     if lock is not None:
         lock.close()
         probe.unlink(missing_ok=True)
     if problem is not None:
-        yield CheckResult(False, problem, ranks.here)
+        yield CheckResult(False, problem, ranks.location)
 
 
 def _can_lock(path: Path) -> bool:
@@ -253,35 +244,40 @@ def _can_lock(path: Path) -> bool:
     return True
 
 
-def _all_reduce(ranks: RankGroup) -> Iterator[CheckResult]:
-    """A real one over all ranks, on CPUs and, where there are, on GPUs."""
-    on_gpu = all(ranks.exchange(torch.cuda.is_available()))
+def _check_all_reduce(ranks: RankGroup) -> Iterator[CheckResult]:
+    """Run an all-reduce over all ranks, on CPUs and, if every rank has one, on GPUs."""
+    on_gpu = all(ranks.all_gather(torch.cuda.is_available()))
     for backend in ("gloo", "nccl") if on_gpu else ("gloo",):
-        device = torch.device("cuda", ranks.step.local_rank) if backend == "nccl" else "cpu"
-        hint = f"export {backend.upper()}_SOCKET_IFNAME=the interface between nodes, and see firewalls"
-        ranks.waits_for = f"all-reduce over {backend} does not end; {hint}"
-        # NCCL's watchdog would kill this process before it could say anything.
-        timeout = 4 * WAIT if backend == "nccl" else WAIT
+        hint = f"export {backend.upper()}_SOCKET_IFNAME=the interface between nodes, and check firewalls"
+        ranks.pending = f"all-reduce over {backend} does not finish; {hint}"
         try:
-            store = dist.PrefixStore(backend, ranks.store)
-            dist.init_process_group(
-                backend, store=store, rank=ranks.step.rank, world_size=ranks.step.num_tasks, timeout=timeout
-            )
-            ones = torch.ones(REDUCED_BYTES // 4, device=device)
-            dist.all_reduce(ones)  # the first one connects
-            begin = time.monotonic()
-            dist.all_reduce(ones)
-            last = float(ones[-1])  # waits for a GPU
-            seconds = time.monotonic() - begin
-            dist.destroy_process_group()
+            value, seconds = _time_all_reduce(ranks, backend)
         except (RuntimeError, dist.DistError) as error:
-            yield CheckResult(
-                False, f"all-reduce over {backend} failed: {str(error).splitlines()[0]}; {hint}", ranks.here
-            )
+            message = f"all-reduce over {backend} failed: {str(error).splitlines()[0]}; {hint}"
+            yield CheckResult(False, message, ranks.location)
             return
         finally:
-            ranks.waits_for = None
-        right = last == float(ranks.step.num_tasks**2)
-        speed = f"all-reduce over {backend}, {ranks.step.num_tasks} ranks: {REDUCED_BYTES / seconds / 1e6:,.0f} MB/s"
-        if ranks.step.rank == 0 or not right:
-            yield CheckResult(right, speed + ("" if right else "; its sum is wrong; see the node's memory and network"))
+            ranks.pending = None
+        correct = value == float(ranks.step.num_tasks**2)
+        speed = f"all-reduce over {backend}, {ranks.step.num_tasks} ranks: {ALL_REDUCE_BYTES / seconds / 1e6:,.0f} MB/s"
+        if ranks.step.rank == 0 or not correct:
+            hint = "" if correct else "; the sum is wrong; check the node's memory and network"
+            yield CheckResult(correct, speed + hint)
+
+
+def _time_all_reduce(ranks: RankGroup, backend: str) -> tuple[float, float]:
+    """Sum ones twice over all ranks; return a value of the result and the seconds of the second all-reduce."""
+    device = torch.device("cuda", ranks.step.local_rank) if backend == "nccl" else "cpu"
+    # NCCL's watchdog kills the process at the timeout; `exit_after` comes first and prints why.
+    timeout = 4 * WAIT if backend == "nccl" else WAIT
+    store = dist.PrefixStore(backend, ranks.store)
+    rank, size = ranks.step.rank, ranks.step.num_tasks
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    ones = torch.ones(ALL_REDUCE_BYTES // 4, device=device)
+    dist.all_reduce(ones)  # the first one connects the ranks
+    start = time.monotonic()
+    dist.all_reduce(ones)
+    value = float(ones[-1])  # waits for the GPU
+    seconds = time.monotonic() - start
+    dist.destroy_process_group()
+    return value, seconds

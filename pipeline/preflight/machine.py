@@ -1,8 +1,8 @@
-"""Checks of the machine: versions and hardware."""
+"""Checks of the machine: package versions and devices."""
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pipeline.preflight.check_result import CheckResult
@@ -11,36 +11,67 @@ if TYPE_CHECKING:
     from pipeline.runtime.slurm import JobStep
 
 
-def machine(step: "JobStep | None" = None) -> Iterator[CheckResult]:
-    """Versions and hardware."""
+def check_machine(step: "JobStep | None" = None) -> Iterator[CheckResult]:
+    """Run all checks of the machine; `step` is the SLURM job step of this process, if there is one."""
+    for check in CHECKS:
+        yield from check(step)
+
+
+def check_python(step: "JobStep | None") -> Iterator[CheckResult]:
+    """Check the version of Python."""
+    python = sys.version_info
+    yield CheckResult((3, 11) <= python[:2] < (3, 14), f"Python {python.major}.{python.minor} (needs 3.11 to 3.13)")
+
+
+def check_packages(step: "JobStep | None") -> Iterator[CheckResult]:
+    """Check the versions of torch and Lightning."""
     from importlib.metadata import version
 
     import torch
 
-    python = sys.version_info
-    yield CheckResult((3, 11) <= python[:2] < (3, 14), f"Python {python.major}.{python.minor} (3.11 to 3.13)")
-    yield CheckResult(_release(torch.__version__) >= (2, 11), f"torch {torch.__version__} (2.11 to 2.13)")
+    yield CheckResult(_release(torch.__version__) >= (2, 11), f"torch {torch.__version__} (needs 2.11 to 2.13)")
     lightning = version("lightning")
     safe = _release(lightning) >= (2, 6, 6)
-    yield CheckResult(safe, f"lightning {lightning}" + ("" if safe else ": unsafe; install lightning>=2.6.6"))
+    yield CheckResult(safe, f"lightning {lightning}" + ("" if safe else " is unsafe; install lightning>=2.6.6"))
+
+
+def check_devices(step: "JobStep | None") -> Iterator[CheckResult]:
+    """List the devices; in a job, check that each task has one GPU."""
+    import torch
+
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            name, memory = (
-                torch.cuda.get_device_name(index),
-                torch.cuda.get_device_properties(index).total_memory,
-            )
-            yield CheckResult(True, f"GPU {index}: {name}, {memory / 2**30:.0f} GiB")
+            memory = torch.cuda.get_device_properties(index).total_memory / 2**30
+            yield CheckResult(True, f"GPU {index}: {torch.cuda.get_device_name(index)}, {memory:.0f} GiB")
     else:
         from pipeline.training.precision import best_precision
 
-        count = torch.cuda.device_count()  # the driver's
-        cores = f"{f'{count} GPUs that torch cannot use' if count else 'no GPU'}; {os.cpu_count()} CPU cores"
-        yield CheckResult(True, f"{cores}, precision {best_precision('cpu')} unless a recipe gives another")
+        count = torch.cuda.device_count()  # as the driver reports it
+        gpus = f"{count} GPUs that torch cannot use" if count else "no GPU"
+        yield CheckResult(True, f"{gpus}; {os.cpu_count()} CPU cores, default precision {best_precision('cpu')}")
     if step is not None:
-        from pipeline.preflight.distributed import gpus
+        visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        yield from check_gpus_per_task(step, visible, os.environ.get("SLURM_GPUS_ON_NODE"))
 
-        usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        yield from gpus(step, usable, os.environ.get("SLURM_GPUS_ON_NODE"))
+
+def check_gpus_per_task(step: "JobStep", visible: int, allocated: str | None) -> Iterator[CheckResult]:
+    """Check that torch sees all GPUs of the node that SLURM allocated, and that there is one per task.
+
+    Args:
+        step: the job step of this process.
+        visible: number of GPUs that torch sees.
+        allocated: SLURM_GPUS_ON_NODE, if it is set.
+    """
+    tasks = step.tasks_per_node
+    if allocated and allocated.isdigit() and int(allocated) != visible:
+        hint = "check nvidia-smi and torch's CUDA build"
+        yield CheckResult(False, f"SLURM allocated {allocated} GPUs on this node and torch sees {visible}; {hint}")
+    elif visible and visible != tasks:
+        hint = f"set --ntasks-per-node={visible}, or request {tasks} GPUs per node"
+        yield CheckResult(False, f"the node has {visible} GPUs for {tasks} tasks; {hint}")
+
+
+CHECKS: tuple[Callable[["JobStep | None"], Iterator[CheckResult]], ...] = (check_python, check_packages, check_devices)
 
 
 def _release(text: str) -> tuple[int, ...]:

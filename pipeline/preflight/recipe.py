@@ -1,9 +1,10 @@
-"""Checks of a recipe: its keys, texts, corpus, run folder, starting weights and disk space."""
+"""Checks of a recipe on this machine: its keys, texts, corpus, initial weights, run folder and disk space."""
 
 import argparse
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,111 +16,149 @@ if TYPE_CHECKING:
     from pipeline.runtime.slurm import JobStep
 
 
-def load(paths: list[Path], overrides: list[str]) -> "Recipe | CheckResult":
-    """The recipe, or what is wrong with it."""
+@dataclass(frozen=True)
+class CheckContext:
+    """What `fit` would be run with."""
+
+    recipe: "Recipe"
+    step: "JobStep | None"
+    """The SLURM job step of this process, if there is one."""
+    fresh: bool
+    init_from: Path | None
+
+
+def load_context(arguments: argparse.Namespace, step: "JobStep | None") -> tuple[CheckContext | None, CheckResult]:
+    """Load the recipe. Return the context for `check_recipe`, None without a valid recipe, and a result to report."""
     from data_module.errors import InputError
     from pipeline.config.recipe import load_recipe
     from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
 
-    if not paths:
-        if overrides:
-            return CheckResult(
-                False, f"argument '{overrides[0]}' is unknown without a recipe; give one as --config FILE"
-            )
-        return CheckResult(True, "no recipe to look at; give one with --config")
+    if not arguments.config:
+        if arguments.overrides:
+            hint = "give one with --config FILE"
+            return None, CheckResult(False, f"argument '{arguments.overrides[0]}' is unknown without a recipe; {hint}")
+        return None, CheckResult(True, "no recipe to check; give one with --config FILE")
     try:
-        loaded = load_recipe(paths, overrides, trainer_signature())
-        validate_trainer_keys(loaded.trainer)
-        return loaded
+        recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
+        validate_trainer_keys(recipe.trainer)
     except InputError as error:
-        return CheckResult(False, str(error))
+        return None, CheckResult(False, str(error))
+    return CheckContext(recipe, step, arguments.fresh, arguments.init_from), CheckResult(True, f"recipe {recipe.name}")
 
 
-def recipe(arguments: argparse.Namespace, step: "JobStep | None") -> Iterator[CheckResult]:
-    """The recipe, its texts, what it begins from, and the places it writes to."""
+def check_recipe(context: CheckContext) -> Iterator[CheckResult]:
+    """Run all checks of a recipe."""
+    for check in CHECKS:
+        yield from check(context)
+
+
+def check_accelerator(context: CheckContext) -> Iterator[CheckResult]:
+    """Check that the machine has the accelerator that the recipe asks for."""
+    from pipeline.training.precision import missing_gpu
+
+    if missing := missing_gpu(context.recipe.trainer.get("accelerator", "auto")):
+        yield CheckResult(False, missing)
+
+
+def check_corpus(context: CheckContext) -> Iterator[CheckResult]:
+    """Check the prepared corpus, or, before it is prepared, the texts that it is made from."""
+    settings = context.recipe.corpus
+    if (Path(settings.folder) / "manifest.json").exists():
+        yield _check_prepared(settings)
+    else:
+        for text in settings.texts():
+            yield from _check_text(text, settings)
+
+
+def check_initial_state(context: CheckContext) -> Iterator[CheckResult]:
+    """Check the run that would be resumed, or else the weights that a new run would start from."""
+    from data_module.errors import InputError
     from pipeline.checkpointing.checkpoint import latest_valid
+    from pipeline.checkpointing.run_folder import different_run_message, differences
+    from pipeline.training.init_from import load_initial_weights
     from pipeline.training.start import should_reset
 
-    loaded = load(arguments.config, arguments.overrides)
-    if isinstance(loaded, CheckResult):
-        yield loaded
-        return
-    yield CheckResult(True, f"recipe {loaded.name}")
-    yield from accelerator(loaded.trainer.get("accelerator", "auto"))
-    corpus = Path(loaded.corpus.folder)
-    if (corpus / "manifest.json").exists():
-        yield prepared(corpus, loaded.corpus)
+    run = context.recipe.run_folder()
+    if not should_reset(context.fresh, run, context.step) and latest_valid(run)[0] is not None:
+        if forbidden := differences(run, context.recipe)[0]:
+            yield CheckResult(False, different_run_message(run, forbidden))
+    elif context.init_from:
+        try:
+            weights = load_initial_weights(context.init_from, context.recipe)
+        except InputError as error:
+            yield CheckResult(False, str(error))
+        else:
+            yield CheckResult(True, f"starts from the weights of {weights.path}")
+
+
+def check_run_folder(context: CheckContext) -> Iterator[CheckResult]:
+    """Check that the run folder can be written and that its disk has room for the checkpoints."""
+    recipe = context.recipe
+    run = recipe.run_folder()
+    parent = existing_parent(run)
+    if problem := _write_error(parent):
+        yield CheckResult(False, f"run folder {run}: {parent} is not writable ({problem}); set another run.folder")
     else:
-        for text in loaded.corpus.texts():
-            yield from text_source(text, loaded.corpus)
-    run = loaded.run_folder()
-    if not should_reset(arguments.fresh, run, step) and latest_valid(run)[0] is not None:
-        yield from going_on(run, loaded)
-    elif arguments.init_from:
-        yield from beginning(arguments, loaded)
-    place = next(parent for parent in [run, *run.absolute().parents] if parent.exists())
-    problem = unwritable(place)
-    hint = f": {place} is not writable ({problem}); give another run.folder"
-    yield CheckResult(problem is None, f"run folder {run}" + ("" if problem is None else hint))
-    free = shutil.disk_usage(place).free
-    needed = checkpoint_bytes(loaded) * (loaded.run.keep_last + 2)
+        yield CheckResult(True, f"run folder {run}")
+    free = shutil.disk_usage(parent).free
+    needed = checkpoint_bytes(recipe) * (recipe.run.keep_last + 2)
     enough = free > needed
-    message = f"{free / 2**30:.1f} GiB free, its checkpoints need {needed / 2**30:.1f}"
-    yield CheckResult(enough, message + ("" if enough else "; lower run.keep_last or give another run.folder"))
+    hint = "" if enough else "; lower run.keep_last or set another run.folder"
+    yield CheckResult(enough, f"{free / 2**30:.1f} GiB free, checkpoints need {needed / 2**30:.1f} GiB{hint}")
 
 
-def beginning(arguments: argparse.Namespace, loaded: "Recipe") -> Iterator[CheckResult]:
-    """Whether a new run could begin from the weights it is to have."""
-    from data_module.errors import InputError
-    from pipeline.training.init_from import load_initial_weights
-
-    try:
-        yield CheckResult(True, f"begins from the weights of {load_initial_weights(arguments.init_from, loaded).path}")
-    except InputError as error:
-        yield CheckResult(False, str(error))
-
-
-def going_on(run: Path, loaded: "Recipe") -> Iterator[CheckResult]:
-    """Whether the run that is there is the recipe's."""
-    from pipeline.checkpointing.run_folder import differences, different_run_message
-
-    if forbidden := differences(run, loaded)[0]:
-        yield CheckResult(False, different_run_message(run, forbidden))
+def check_hardware_keys(context: CheckContext) -> Iterator[CheckResult]:
+    """Report `trainer.devices` and `trainer.num_nodes` that the job overrides."""
+    if context.step is None:
+        return
+    for key, count in (("devices", context.step.tasks_per_node), ("num_nodes", context.step.num_nodes)):
+        value = context.recipe.trainer.get(key, "auto")
+        if value not in ("auto", -1, "-1", count, str(count)):
+            yield CheckResult(True, f"trainer.{key} {value} is ignored: the job sets it to {count}")
 
 
-def prepared(corpus: Path, settings: "CorpusSettings") -> CheckResult:
-    """Whether the corpus that is there is whole and the recipe's."""
+CHECKS: tuple[Callable[[CheckContext], Iterator[CheckResult]], ...] = (
+    check_accelerator,
+    check_corpus,
+    check_initial_state,
+    check_run_folder,
+    check_hardware_keys,
+)
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the path, or the nearest parent that exists."""
+    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+
+
+def checkpoint_bytes(recipe: "Recipe") -> int:
+    """Return the size of a checkpoint: weights, Adam's two moments and, with EMA, the average, all in float32."""
+    import torch
+
+    from model.transformer import Transformer
+
+    with torch.device("meta"):
+        parameters = Transformer(recipe.corpus.vocabulary_size, recipe.network).parameters()
+    copies = 3 if recipe.training.ema_decay is None else 4
+    return 4 * copies * sum(parameter.numel() for parameter in parameters)
+
+
+def _check_prepared(settings: "CorpusSettings") -> CheckResult:
     from data_module.corpus.manifest import read_manifest
     from data_module.corpus.preparation import differs_from
     from data_module.errors import InputError
 
     try:
-        found = differs_from(read_manifest(corpus), settings)
+        different = differs_from(read_manifest(Path(settings.folder)), settings)
     except InputError as error:
         return CheckResult(False, str(error))
-    hint = f" with other settings: {'; '.join(found)}; name another corpus.folder, or run `prepare --force`"
-    return CheckResult(not found, f"corpus {corpus} is prepared" + (hint if found else ""))
+    message = f"corpus {settings.folder} is prepared"
+    if different:
+        message += f" with other settings: {'; '.join(different)}; set another corpus.folder, or run `prepare --force`"
+    return CheckResult(not different, message)
 
 
-def accelerator(asked: str) -> Iterator[CheckResult]:
-    """Whether what the recipe asks for is here."""
-    from pipeline.training.precision import missing_gpu
-
-    if missing := missing_gpu(asked):
-        yield CheckResult(False, missing)
-
-
-def unwritable(place: Path) -> str | None:
-    """Why no file can be made there; root may do all that it is asked about, so it is tried."""
-    try:
-        with tempfile.TemporaryFile(dir=place):
-            return None
-    except OSError as error:
-        return error.strerror
-
-
-def text_source(text: "TextSource", settings: "CorpusSettings") -> Iterator[CheckResult]:
-    """Check that a text source can be read."""
+def _check_text(text: "TextSource", settings: "CorpusSettings") -> Iterator[CheckResult]:
     from data_module.errors import InputError
     from data_module.readers.pairs import open_reader
 
@@ -130,13 +169,10 @@ def text_source(text: "TextSource", settings: "CorpusSettings") -> Iterator[Chec
         yield CheckResult(False, str(error))
 
 
-def checkpoint_bytes(recipe: "Recipe") -> int:
-    """Weights, Adam's two moments, and a moving average where there is one, in float32."""
-    import torch
-
-    from model.transformer import Transformer
-
-    with torch.device("meta"):
-        parameters = Transformer(recipe.corpus.vocabulary_size, recipe.network).parameters()
-    copies = 3 if recipe.training.ema_decay is None else 4
-    return 4 * copies * sum(parameter.numel() for parameter in parameters)
+def _write_error(folder: Path) -> str | None:
+    """Return why no file can be created there, or None; os.access would not do, since it allows root everything."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror

@@ -76,7 +76,7 @@ def test_doctor_in_a_job_of_one_task(recipe_file: Path) -> None:
     environment = {f"SLURM_{name}": value for name, value in job.items()}
     done = pipeline("doctor", "--config", recipe_file, "--trainer.devices", 2, environment=environment)
     assert done.returncode == 0, done.stdout
-    assert b"ok    trainer.devices 2 of the recipe does not count: the job gives 1" in done.stdout
+    assert b"ok    trainer.devices 2 is ignored: the job sets it to 1" in done.stdout
 
 
 def test_translate_writes_one_line_per_input_line(trained_run: Path) -> None:
@@ -178,7 +178,7 @@ def test_doctor_reports_problems(recipe_file: Path) -> None:
     assert b"WRONG text none.en is missing" in broken.stdout
     other = pipeline("doctor", "--config", recipe_file, "--corpus.vocabulary_size", 50)
     assert other.returncode == 1
-    assert b"is prepared with other settings: corpus.vocabulary_size was 60, now 50; name another" in other.stdout
+    assert b"is prepared with other settings: corpus.vocabulary_size was 60, now 50; set another" in other.stdout
 
 
 def test_doctor_reports_what_fit_refuses(trained_run: Path, recipe_file: Path) -> None:

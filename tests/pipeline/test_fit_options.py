@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from data_module.errors import InputError
 from pipeline.config.trainer_keys import RESERVED_KEYS, max_seconds, trainer_signature, validate_trainer_keys
-from pipeline.preflight.machine import machine
+from pipeline.preflight.machine import check_machine
 from pipeline.runtime.slurm import JobStep
 from pipeline.training.compilation import should_compile
 from pipeline.training.precision import best_precision, precision_plugin

@@ -36,15 +36,15 @@ class Fault:
 HANGS = """\
 import os, signal, sys, threading, time
 from datetime import timedelta
-def exchange(ranks, value):
+def all_gather(ranks, value):
     os.kill(os.getpid(), signal.SIGSTOP)
 def wait():
-    while not hasattr(sys.modules.get("pipeline.preflight.distributed"), "check"):
+    while not hasattr(sys.modules.get("pipeline.preflight.distributed"), "check_ranks"):
         time.sleep(0.001)
     module = sys.modules["pipeline.preflight.distributed"]
     module.WAIT = timedelta(seconds=4)
     if os.environ["SLURM_PROCID"] == "1":
-        module.Ranks.exchange = exchange
+        module.RankGroup.all_gather = all_gather
 threading.Thread(target=wait, daemon=True).start()
 """
 """Python's own start-up file of a rank that hangs once all have met, and of one that has less patience."""
@@ -64,32 +64,33 @@ FAULTS = {
         "export MASTER_ADDR=no.such.node.invalid",
     ),
     "an address where nobody is": Fault(
-        r"ranks 1 did not come; .* \[127\.0\.0\.11 rank 0\]", "export MASTER_PORT=9; sleep 40 & wait"
+        r"ranks 1 did not connect; .* \[127\.0\.0\.11 rank 0\]", "export MASTER_PORT=9; sleep 40 & wait"
     ),
     "an interface that is not there": Fault(
-        rf"GLOO_SOCKET_IFNAME=ib7: there is no such interface; there are .*lo.* {SECOND}",
+        rf"GLOO_SOCKET_IFNAME=ib7: no such interface; set it to one of .*lo.* {SECOND}",
         BROKEN_NODE,
     ),
     "a clock that is wrong": Fault(rf"the clock is \+(59|6\d)\.\d s from rank 0's; .* {SECOND}", BROKEN_NODE),
     "another environment": Fault(
-        rf"lightning 0\.1, and \d.* on rank 0; give all nodes one environment.* {SECOND}", BROKEN_NODE
+        rf"lightning 0\.1 here and \d.* on rank 0; use one environment for all nodes.* {SECOND}", BROKEN_NODE
     ),
     "folders that nodes do not share": Fault(
-        rf"corpus corpus is not there .*; give one that all nodes share.* {SECOND}", "cd ELSEWHERE"
+        rf"corpus corpus is missing here but exists on rank 0; use a folder that all nodes share.* {SECOND}",
+        "cd ELSEWHERE",
     ),
     "a run folder that is not the same": Fault(
-        r"run folder run: .* is not the one of ranks [01]; give a run\.folder that nodes share "
+        r"run folder run: .* is not shared with ranks [01]; set run\.folder to a shared folder "
         r"\[127\.0\.0\.11 rank 0(; 127\.0\.0\.12 rank 1)?\]",
         "cd ELSEWHERE",
     ),
     "a corpus with other bytes": Fault(rf"corpus corpus differs .* {SECOND}", BROKEN_NODE),
     "locks that stay on a node": Fault(
-        r"run folder run: .* does not keep one node's locks from another, so two jobs could write at once; .*"
+        r"run folder run: .* does not show one node's locks to another, so two jobs could write at the same time; .*"
         r"\[127\.0\.0\.11 rank 0\]",
         "cd MOUNTED",
     ),
     "a run folder that nobody may write": Fault(
-        r"run folder /sys/run: /sys is not writable \(.+\); give another run\.folder \[127\.0\.0\.11 rank 0; "
+        r"run folder /sys/run: /sys is not writable \(.+\); set another run\.folder \[127\.0\.0\.11 rank 0; "
         r"127\.0\.0\.12 rank 1\]",
         options="--run.folder /sys/run",
     ),
@@ -98,7 +99,7 @@ FAULTS = {
         **BROKEN_RECIPE,
     ),
     "a rank that hangs": Fault(
-        r"ranks 1 have stopped answering: they hang, or their link is cut; look at their nodes "
+        r"ranks 1 do not respond: they hang or are disconnected; check their nodes "
         r"\[127\.0\.0\.11 rank 0\]",
         whole_step={"PYTHONPATH": "HANGS"},
     ),
@@ -108,7 +109,7 @@ FAULTS = {
     ),
     "no text": Fault(r"text none\.en is missing; put it there", **BROKEN_RECIPE),
     "a disk that is too small": Fault(
-        r"GiB free, its checkpoints need [\d,.]+; lower run\.keep_last",
+        r"GiB free, checkpoints need [\d,.]+ GiB; lower run\.keep_last",
         **BROKEN_RECIPE,
     ),
     "a recipe for GPUs where none are": Fault(
@@ -187,8 +188,8 @@ def test_nothing_is_wrong(said: dict[str, str]) -> None:
     assert "WRONG" not in said["nothing"]
     assert re.search(r"ok    all-reduce over gloo, 2 ranks: [\d,]+ MB/s", said["nothing"])
     # The job says how many; what a recipe says besides is told.
-    assert "ok    trainer.devices 3 of the recipe does not count: the job gives 1" in said["nothing"]
-    assert "ok    trainer.num_nodes 5 of the recipe does not count: the job gives 2" in said["nothing"]
+    assert "ok    trainer.devices 3 is ignored: the job sets it to 1" in said["nothing"]
+    assert "ok    trainer.num_nodes 5 is ignored: the job sets it to 2" in said["nothing"]
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -204,9 +205,9 @@ def test_training_asks_doctor_first(cluster: Cluster, recipe_file: Path, tmp_pat
     job = train(cluster, recipe_file, tmp_path / "run", sbatch=gpus, environment={"GLOO_SOCKET_IFNAME": "ib7"})
     assert job.wait() == "FAILED"
     assert job.fields()["ExitCode"] == "2:0"
+    assert re.search(r"GLOO_SOCKET_IFNAME=ib7: no such interface.*\[127\.0\.0\.11 rank 0; 127\.0\.0\.12", job.log)
     assert re.search(
-        r"GLOO_SOCKET_IFNAME=ib7: there is no such interface.*\[127\.0\.0\.11 rank 0; 127\.0\.0\.12", job.log
+        r"SLURM allocated 2 GPUs on this node and torch sees 0; .*\[127\.0\.0\.11 rank 0; 127\.0\.0\.12", job.log
     )
-    assert re.search(r"SLURM gave this node 2 GPUs and torch sees 0; .*\[127\.0\.0\.11 rank 0; 127\.0\.0\.12", job.log)
     assert job.restarts == 0
     assert not (tmp_path / "run").exists()

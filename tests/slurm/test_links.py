@@ -19,7 +19,7 @@ def test_names_that_lead_to_themselves(cluster_apart: Cluster, recipe_file: Path
     assert job.wait() == "FAILED", job.log
     first, second, _ = cluster_apart.nodes
     assert (
-        f"this node's own name {socket.gethostname()} leads to itself, so gloo would wait there for the others; "
+        f"this node's name {socket.gethostname()} resolves to the node itself, so gloo on other nodes cannot reach it; "
         "export GLOO_SOCKET_IFNAME=the interface between nodes (lo, eth0) "
         f"[{first} rank 0; {second} rank 1]"
     ) in job.log

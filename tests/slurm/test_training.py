@@ -38,7 +38,7 @@ def test_nodes_are_equal_to_one_process(
     assert job.wait() == "COMPLETED", job.log
     assert "Warning" not in job.log  # srun's, of numbers that exclude one another
     assert local.exists() == (tasks > 1)
-    assert job.log.count("begins from the weights of") == job.log.count("starting from the weights") == (tasks == 1)
+    assert job.log.count("starts from the weights of") == job.log.count("starting from the weights") == (tasks == 1)
     assert [path.name for path in checkpoints(together)] == [path.name for path in checkpoints(alone)]
     ours, theirs = weights_of(together), weights_of(alone)
     for name, weight in theirs.items():
