@@ -164,8 +164,8 @@ def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", device: Benchmark
     from model.settings import NetworkSettings
     from model.transformer import Transformer
     from pipeline.benchmark.side_by_side import BareLoop, SideBySide
-    from pipeline.monitoring.monitor import Monitor
     from pipeline.monitoring.run_log import RunLog
+    from pipeline.monitoring.training_monitor import TrainingMonitor
     from pipeline.training.build import build_data, build_module
 
     longest = build_data(recipe, tokenizer).longest
@@ -183,9 +183,9 @@ def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", device: Benchmark
 
     others = {"bare": BareLoop(bare, loss, recipe.training, network.d_model, device.device, device.dtype)}
     comparison = SideBySide(others, LOOP_STEPS, LOOP_ROUND, device.device, device.dtype)
-    # The Monitor's progress bar is part of the cost but is not shown.
+    # The progress bar is part of the cost but is not shown.
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
-        _fit(module, data, comparison, device.options, [Monitor(LOOP_ROUND)], RunLog(Path(folder), 0, writes=True))
+        _fit(module, data, comparison, device.options, [TrainingMonitor(LOOP_ROUND)], RunLog(Path(folder), 0, writes=True))
     return comparison
 
 

@@ -1,4 +1,4 @@
-"""Pictures at validations: what the network attends to, its positions, and its embeddings as points in space."""
+"""Images at each validation: attention weights and position encodings, and the embeddings for the projector."""
 
 from typing import Any
 
@@ -14,24 +14,43 @@ from model.settings import NetworkSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.run_folder import EVENTS
 from pipeline.config.settings import MonitoringSettings
-from pipeline.monitoring.heatmaps import Panel, heat_maps, matrix_picture
+from pipeline.monitoring.heatmaps import Panel, draw_matrix, draw_panels
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.validation_samples import ValidationSamples
 
-_LONGEST, _LONGEST_SOUGHT = 40, 16
-"""Pieces of a sentence that are drawn at most; sentences are chosen among those of about so many."""
-_MOST_HEADS, _ACROSS = 8, 4
-_TOKENS_COUNTED = 5_000_000
-_POSITIONS = 128
-_WHAT = {
-    "encoder": ("a source piece (left) looks at the source (top)", "source", "source"),
-    "decoder": ("for the piece to come (left) it looks at those before (top)", "said", "heard"),
-    "cross": ("for the piece to come (left) it looks at the source (top)", "said", "source"),
+_MAX_PIECES = 40
+"""Sentences are cut to this many pieces."""
+_PREFERRED_PIECES = 16
+"""By default, the sentences of about this length are drawn."""
+_MAX_HEADS = 8
+_PANELS_PER_LINE = 4
+_MAX_COUNTED_TOKENS = 5_000_000
+_MAX_POSITIONS = 128
+_AXES = {
+    "encoder": ("rows: source pieces (queries); columns: source pieces (keys)", "source", "source"),
+    "decoder": ("rows: the next target piece; columns: the target pieces before it", "next", "previous"),
+    "cross": ("rows: the next target piece; columns: source pieces", "next", "source"),
 }
+"""Kind of attention -> description, labels of the rows, labels of the columns."""
 
 
 class AttentionPlots(Callback):
-    """Draws on rank 0 at validations. Stands behind `texts`, and before what swaps weights back."""
+    """Draws the attention of chosen validation pairs, on rank 0.
+
+    Must come after `samples` in the list of callbacks, which collects the translations, and before the callback that
+    replaces the averaged weights after a validation.
+
+    Args:
+        settings: which sentences, layers and heads are drawn.
+        samples: has the translations of the validation.
+        sources: the validation's source sentences.
+        tokenizer: splits the sentences into pieces.
+        corpus: the training corpus, for the frequencies of pieces.
+        network: the network's shape.
+
+    Raises:
+        InputError: a sentence, layer or head of the settings does not exist.
+    """
 
     @property
     def state_key(self) -> str:
@@ -41,82 +60,78 @@ class AttentionPlots(Callback):
     def __init__(
         self,
         settings: MonitoringSettings,
-        texts: ValidationSamples,
+        samples: ValidationSamples,
         sources: list[str],
         tokenizer: Tokenizer,
         corpus: ParallelCorpus,
         network: NetworkSettings,
     ) -> None:
-        """Raises InputError for a sentence, layer or head that is not there."""
-        self._texts, self._names = texts, tokenizer.pieces()
+        self._samples, self._pieces = samples, tokenizer.pieces()
         self._sources = [ids.tolist() for ids in tokenizer.encode(sources)]
         self._pairs = settings.attention_sentences or self._default_pairs()
         self._layers = settings.attention_layers or sorted({0, network.num_layers - 1})
-        self._heads = settings.attention_heads or list(range(min(network.num_heads, _MOST_HEADS)))
-        chosen = {
+        self._heads = settings.attention_heads or list(range(min(network.num_heads, _MAX_HEADS)))
+        limits = {
             "attention_sentences": (self._pairs, len(sources)),
             "attention_layers": (self._layers, network.num_layers),
             "attention_heads": (self._heads, network.num_heads),
         }
-        for name, (indices, count) in chosen.items():
+        for name, (indices, count) in limits.items():
             if max(indices) >= count:
-                raise InputError(f"monitoring.{name}: there is no {max(indices)}; the last is {count - 1}")
-        texts.keep(self._pairs)
-        counts = np.bincount(corpus.source.tokens[:_TOKENS_COUNTED], minlength=tokenizer.vocabulary_size)
-        counts += np.bincount(corpus.target.tokens[:_TOKENS_COUNTED], minlength=tokenizer.vocabulary_size)
-        counts[:NUM_SPECIAL_IDS] = -1
-        frequent = np.argsort(-counts, kind="stable")[: min(settings.embedding_pieces, len(counts) - NUM_SPECIAL_IDS)]
-        self._frequent = [(int(index), int(counts[index])) for index in frequent]
+                raise InputError(f"monitoring.{name}: {max(indices)} does not exist; give numbers up to {count - 1}")
+        samples.keep(self._pairs)
+        self._frequent_pieces = _most_frequent(corpus, tokenizer.vocabulary_size, settings.embedding_pieces)
         self._positions_drawn = False
 
     def _default_pairs(self) -> list[int]:
-        """The two shown sentences whose length is best to look at."""
-        by_distance = sorted(self._texts.samples, key=lambda pair: abs(len(self._sources[pair]) - _LONGEST_SOUGHT))
+        """Return the two samples whose length is closest to the preferred one."""
+        by_distance = sorted(self._samples.samples, key=lambda pair: abs(len(self._sources[pair]) - _PREFERRED_PIECES))
         return sorted(by_distance[:2])
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw."""
+        """Log the images and write the projector's files."""
         log = trainer.logger
         if not isinstance(log, RunLog) or not log.writes or trainer.sanity_checking:
             return
         assert isinstance(pl_module, TranslationModule)
-        for number, pair in enumerate(self._pairs):
-            self._attention(log, pl_module, number, pair, trainer.global_step)
+        for number, pair in enumerate(self._pairs, 1):
+            self._log_attention(log, pl_module, number, pair, trainer.global_step)
         if pl_module.network_settings.learned_positions or not self._positions_drawn:
             self._positions_drawn = True
-            self._positions(log, pl_module, trainer.global_step)
-        self._embeddings(log, pl_module)
+            self._log_positions(log, pl_module, trainer.global_step)
+        self._write_embeddings(log, pl_module)
 
-    def _attention(self, log: RunLog, module: TranslationModule, number: int, pair: int, step: int) -> None:
+    def _log_attention(self, log: RunLog, module: TranslationModule, number: int, pair: int, step: int) -> None:
+        """Log the attention of a validation pair while the decoder is given its translation."""
         special = module.special
-        source = [*self._sources[pair][: _LONGEST - 1], special.eos]
-        pieces = [piece for piece in self._texts.translation(pair).pieces if piece >= NUM_SPECIAL_IDS]
-        pieces = pieces[: _LONGEST - 1]
-        heard, said = [special.bos, *pieces], [*pieces, special.eos]
+        source = [*self._sources[pair][: _MAX_PIECES - 1], special.eos]
+        target = [piece for piece in self._samples.translation(pair).pieces if piece >= NUM_SPECIAL_IDS]
+        target = target[: _MAX_PIECES - 1]
+        previous, following = [special.bos, *target], [*target, special.eos]
         maps = attention_maps(
             module.network,
             torch.tensor([source], device=module.device),
-            torch.tensor([heard], device=module.device),
+            torch.tensor([previous], device=module.device),
         )
-        names = {"source": self._named(source), "said": self._named(said), "heard": self._named(heard)}
-        for kind, (what, rows, columns) in _WHAT.items():
+        labels = {"source": self._labels(source), "next": self._labels(following), "previous": self._labels(previous)}
+        for kind, (description, rows, columns) in _AXES.items():
             panels = [
                 Panel(
                     f"layer {layer + 1}, head {head + 1}",
                     maps[kind][layer][0, head].float().cpu().numpy(),
-                    names[rows],
-                    names[columns],
+                    labels[rows],
+                    labels[columns],
                 )
                 for layer in self._layers
                 for head in self._heads
             ]
-            across = min(_ACROSS, len(self._heads))
-            title = f"{kind} attention, validation pair {pair}\n{what}"
-            log.add_picture(f"attention/{kind}_{number + 1}", heat_maps(title, panels, across), step)
+            title = f"{kind} attention, validation pair {pair}\n{description}"
+            image = draw_panels(title, panels, min(_PANELS_PER_LINE, len(self._heads)))
+            log.add_image(f"validation_attention/{kind}_{number}", image, step)
 
-    def _positions(self, log: RunLog, module: TranslationModule, step: int) -> None:
+    def _log_positions(self, log: RunLog, module: TranslationModule, step: int) -> None:
         positions = module.network.positions
-        count = min(_POSITIONS, positions.max_positions or _POSITIONS)
+        count = min(_MAX_POSITIONS, positions.max_positions or _MAX_POSITIONS)
         with torch.no_grad():
             table = positions(0, count).float().cpu().numpy()
         title, columns = f"learned positions, {table.shape[1]} dimensions", "dimension"
@@ -124,14 +139,16 @@ class AttentionPlots(Callback):
             title = f"sinusoidal positions, {table.shape[1]} dimensions"
             columns = "sines (dimensions 0, 2, 4 …), then cosines (1, 3, 5 …)"
             table = np.concatenate((table[:, 0::2], table[:, 1::2]), axis=1)
-        log.add_picture("attention/positions", matrix_picture(title, table, "position", columns), step)
+        log.add_image("validation_attention/positions", draw_matrix(title, table, "position", columns), step)
 
-    def _embeddings(self, log: RunLog, module: TranslationModule) -> None:
-        """The projector's files, always the newest."""
-        rows = torch.tensor([index for index, _ in self._frequent], device=module.device)
+    def _write_embeddings(self, log: RunLog, module: TranslationModule) -> None:
+        """Write the embeddings of the most frequent pieces for TensorBoard's projector, which shows one version."""
+        ids = [index for index, _ in self._frequent_pieces]
+        rows = torch.tensor(ids, device=module.device)
         vectors = module.network.embedding.weight.detach()[rows].float().cpu().numpy()
-        labels = zip(self._named([index for index, _ in self._frequent]), self._frequent, strict=True)
-        lines = ["piece\toccurrences", *(f"{_one_cell(piece)}\t{count}" for piece, (_, count) in labels)]
+        lines = ["piece\toccurrences"]
+        for piece, (_, count) in zip(self._labels(ids), self._frequent_pieces, strict=True):
+            lines.append(f"{' '.join(piece.split()) or '(space)'}\t{count}")
         log.write(f"{EVENTS}/embeddings.bytes", vectors.astype("<f4").tobytes())
         log.write(f"{EVENTS}/embeddings.tsv", ("\n".join(lines) + "\n").encode())
         log.write(
@@ -142,17 +159,22 @@ class AttentionPlots(Callback):
             ).encode(),
         )
 
-    def _named(self, ids: list[int]) -> list[str]:
-        return [self._names[index] for index in ids]
+    def _labels(self, ids: list[int]) -> list[str]:
+        return [self._pieces[index] for index in ids]
 
     def state_dict(self) -> dict[str, Any]:
-        """Carried over a resume."""
+        """Return the state to save: whether fixed positions have been drawn."""
         return {"positions_drawn": self._positions_drawn}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `state_dict` gave it."""
+        """Restore the callback's state."""
         self._positions_drawn = state_dict["positions_drawn"]
 
 
-def _one_cell(piece: str) -> str:
-    return " ".join(piece.split()) or "(space)"
+def _most_frequent(corpus: ParallelCorpus, vocabulary_size: int, count: int) -> list[tuple[int, int]]:
+    """Return the ids of the most frequent pieces and how often they occur at the start of the corpus."""
+    occurrences = np.bincount(corpus.source.tokens[:_MAX_COUNTED_TOKENS], minlength=vocabulary_size)
+    occurrences += np.bincount(corpus.target.tokens[:_MAX_COUNTED_TOKENS], minlength=vocabulary_size)
+    occurrences[:NUM_SPECIAL_IDS] = -1  # the last ones of the order, which `count` never reaches
+    frequent = np.argsort(-occurrences, kind="stable")[: min(count, vocabulary_size - NUM_SPECIAL_IDS)]
+    return [(int(index), int(occurrences[index])) for index in frequent]

@@ -1,4 +1,4 @@
-"""Matrices as pictures, with names along their sides."""
+"""Heat maps of matrices, drawn with Pillow."""
 
 from functools import cache, lru_cache
 from pathlib import Path
@@ -8,98 +8,117 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-CELL, TEXT, TITLE = 15, 12, 15
-"""Pixels: a matrix's cell, names, titles."""
+CELL_SIZE, LABEL_SIZE, TITLE_SIZE = 15, 12, 15
+"""Pixels of a matrix element, and of the fonts of labels and titles."""
 _GAP = 18
-_LONGEST_NAME = 14
-_WHITE, _BLUE, _RED = (255, 255, 255), (8, 48, 120), (160, 20, 20)
-_INK = _BLUE
-"""One hue for all: a small palette then has every shade of it."""
+_MAX_LABEL_CHARACTERS = 14
+_WHITE, _BLUE, _RED, _GREY = (255, 255, 255), (8, 48, 120), (160, 20, 20), (193, 203, 221)
+_TEXT_COLOR = _BLUE
+"""The hue of the values, so that a small palette holds both."""
 
 
 class Panel(NamedTuple):
-    """One matrix of the picture."""
+    """One matrix of an image."""
 
     title: str
     values: NDArray[np.float32]
     """[rows, columns], from 0 (white) to 1 (dark)."""
     rows: list[str]
+    """A label for each row; `columns` has one for each column."""
     columns: list[str]
 
 
-def heat_maps(title: str, panels: list[Panel], across: int) -> Image.Image:
-    """Matrices of one size side by side, so many to a line, each with names along its left and its top."""
-    names = [name for panel in panels for name in panel.rows]
-    left = max(_width(_short(name)) for name in names) + 6
-    top = max(_width(_short(name)) for panel in panels for name in panel.columns) + 6
+def draw_panels(title: str, panels: list[Panel], panels_per_line: int) -> Image.Image:
+    """Draw matrices of one shape in a grid, with labels left of and above each of them."""
+    left = max(_text_width(_shorten(label)) for panel in panels for label in panel.rows) + 6
+    top = max(_text_width(_shorten(label)) for panel in panels for label in panel.columns) + 6
     rows, columns = panels[0].values.shape
-    width, height = left + columns * CELL + _GAP, top + rows * CELL + TITLE + _GAP + 4
-    lines = -(-len(panels) // across)
-    head = TITLE + 14 + (TITLE + 3) * title.count("\n")
-    needed = max(across * width, *(_width(line, TITLE) for line in title.split("\n"))) + _GAP
-    picture = Image.new("RGB", (needed, head + lines * height), _WHITE)
-    draw = ImageDraw.Draw(picture)
-    draw.text((_GAP // 2, 4), title, _INK, _font(TITLE))
-    for number, panel in enumerate(panels):
-        x, y = _GAP // 2 + number % across * width, head + number // across * height
-        draw.text((x + left, y), panel.title, _INK, _font(TITLE - 2))
-        y += TITLE + 4 + top
-        for column, name in enumerate(panel.columns):
-            standing = _standing(_short(name))
-            picture.paste(standing, (x + left + column * CELL, y - standing.height - 2))
-        for row, name in enumerate(panel.rows):
-            text = _short(name)
-            draw.text((x + left - 4 - _width(text), y + row * CELL), text, _INK, _font(TEXT))
-        cells = _colours(panel.values, _BLUE).resize((columns * CELL, rows * CELL), Image.Resampling.NEAREST)
-        picture.paste(cells, (x + left, y))
-        draw.rectangle((x + left - 1, y - 1, x + left + columns * CELL, y + rows * CELL), outline=(193, 203, 221))
-    # Sixteen shades take half a byte a pixel.
-    return picture.quantize(16, dither=Image.Dither.NONE)
+    width, height = left + columns * CELL_SIZE + _GAP, top + rows * CELL_SIZE + TITLE_SIZE + _GAP + 4
+    num_lines = -(-len(panels) // panels_per_line)
+    title_height = TITLE_SIZE + 14 + (TITLE_SIZE + 3) * title.count("\n")
+    title_width = max(_text_width(line, TITLE_SIZE) for line in title.split("\n"))
+    size = (max(panels_per_line * width, title_width) + _GAP, title_height + num_lines * height)
+    image = Image.new("RGB", size, _WHITE)
+    draw = ImageDraw.Draw(image)
+    draw.text((_GAP // 2, 4), title, _TEXT_COLOR, _font(TITLE_SIZE))
+    for index, panel in enumerate(panels):
+        x, y = _GAP // 2 + index % panels_per_line * width, title_height + index // panels_per_line * height
+        draw.text((x + left, y), panel.title, _TEXT_COLOR, _font(TITLE_SIZE - 2))
+        _draw_panel(image, panel, x + left, y + TITLE_SIZE + 4 + top)
+    # With 16 colors, a pixel takes four bits.
+    return image.quantize(16, dither=Image.Dither.NONE)
 
 
-def matrix_picture(title: str, values: NDArray[np.float32], rows: str, columns: str) -> Image.Image:
-    """One large matrix [rows, columns] of values from -1 (red) over 0 (white) to 1 (blue), its rows numbered."""
-    above = _colours(values.clip(0, 1), _BLUE)
-    below = _colours((-values).clip(0, 1), _RED)
-    cells = Image.fromarray(np.minimum(np.asarray(above), np.asarray(below)))
+def _draw_panel(image: Image.Image, panel: Panel, x: int, y: int) -> None:
+    """Draw a matrix whose upper left corner is at (x, y), and its labels."""
+    draw = ImageDraw.Draw(image)
+    for column, label in enumerate(panel.columns):
+        vertical = _vertical_label(_shorten(label))
+        image.paste(vertical, (x + column * CELL_SIZE, y - vertical.height - 2))
+    for row, label in enumerate(panel.rows):
+        text = _shorten(label)
+        draw.text((x - 4 - _text_width(text), y + row * CELL_SIZE), text, _TEXT_COLOR, _font(LABEL_SIZE))
+    rows, columns = panel.values.shape
+    right, bottom = x + columns * CELL_SIZE, y + rows * CELL_SIZE
+    image.paste(_shade(panel.values, _BLUE).resize((right - x, bottom - y), Image.Resampling.NEAREST), (x, y))
+    draw.rectangle((x - 1, y - 1, right, bottom), outline=_GREY)
+
+
+def draw_matrix(title: str, values: NDArray[np.float32], row_axis: str, column_axis: str) -> Image.Image:
+    """Draw one large matrix with numbered rows.
+
+    Args:
+        title: printed above the matrix.
+        values: [rows, columns], from -1 (red) over 0 (white) to 1 (blue).
+        row_axis: what a row is.
+        column_axis: what a column is.
+    """
+    positive = _shade(values.clip(0, 1), _BLUE)
+    negative = _shade((-values).clip(0, 1), _RED)
+    cells = Image.fromarray(np.minimum(np.asarray(positive), np.asarray(negative)))
     scale = max(1, 640 // cells.width)
     cells = cells.resize((cells.width * scale, cells.height * 3), Image.Resampling.NEAREST)
     left, top = 70, 50
-    width = left + max(cells.width, _width(title, TITLE), _width(columns)) + _GAP
-    picture = Image.new("RGB", (width, top + cells.height + _GAP), _WHITE)
-    picture.paste(cells, (left, top))
-    draw = ImageDraw.Draw(picture)
-    draw.text((left, 4), title, _INK, _font(TITLE))
-    draw.text((left, top - 20), columns, _INK, _font(TEXT))
-    draw.text((4, top - 20), rows, _INK, _font(TEXT))
+    width = left + max(cells.width, _text_width(title, TITLE_SIZE), _text_width(column_axis)) + _GAP
+    image = Image.new("RGB", (width, top + cells.height + _GAP), _WHITE)
+    image.paste(cells, (left, top))
+    draw = ImageDraw.Draw(image)
+    draw.text((left, 4), title, _TEXT_COLOR, _font(TITLE_SIZE))
+    draw.text((left, top - 20), column_axis, _TEXT_COLOR, _font(LABEL_SIZE))
+    draw.text((4, top - 20), row_axis, _TEXT_COLOR, _font(LABEL_SIZE))
     for row in range(0, values.shape[0], max(1, values.shape[0] // 8)):
-        draw.text((left - 8 - _width(str(row)), top + 3 * row - 6), str(row), _INK, _font(TEXT))
-    return picture.quantize(128, dither=Image.Dither.NONE)
+        number = str(row)
+        draw.text((left - 8 - _text_width(number), top + 3 * row - 6), number, _TEXT_COLOR, _font(LABEL_SIZE))
+    return image.quantize(128, dither=Image.Dither.NONE)
 
 
-def _colours(values: NDArray[np.float32], dark: tuple[int, int, int]) -> Image.Image:
-    """From white to dark, values from 0 to 1."""
-    share = values.clip(0.0, 1.0)[..., None]
-    return Image.fromarray((255 + (np.array(dark) - 255) * share).astype(np.uint8))
+def _shade(values: NDArray[np.float32], dark: tuple[int, int, int]) -> Image.Image:
+    """Return a pixel per value: white for 0, the dark color for 1."""
+    weights = values.clip(0.0, 1.0)[..., None]
+    return Image.fromarray((255 + (np.array(dark) - 255) * weights).astype(np.uint8))
 
 
-@lru_cache(maxsize=256)  # each stands over many matrices
-def _standing(name: str) -> Image.Image:
-    """A name that reads upwards, its end at the bottom."""
-    text = Image.new("RGB", (_width(name) + 2, CELL), _WHITE)
-    ImageDraw.Draw(text).text((0, 0), name, _INK, _font(TEXT))
-    return text.rotate(90, expand=True)
+@lru_cache(maxsize=256)  # the panels of an image have the same labels
+def _vertical_label(label: str) -> Image.Image:
+    """Return an image of the label, which reads from bottom to top."""
+    image = Image.new("RGB", (_text_width(label) + 2, CELL_SIZE), _WHITE)
+    ImageDraw.Draw(image).text((0, 0), label, _TEXT_COLOR, _font(LABEL_SIZE))
+    return image.rotate(90, expand=True)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
+def _shorten(label: str) -> str:
+    return label if len(label) <= _MAX_LABEL_CHARACTERS else label[: _MAX_LABEL_CHARACTERS - 1] + "…"
 
 
-def _width(text: str, size: int = TEXT) -> int:
+def _text_width(text: str, size: int = LABEL_SIZE) -> int:
     return round(_font(size).getlength(text))
 
 
 @cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    # DejaVu has Latin, Greek, Cyrillic, Arabic and more; Pillow's own font not even German.
+    """Return DejaVu Sans 2.37, unmodified: it has Latin, Greek, Cyrillic, Arabic, Hebrew, Armenian and Georgian.
+
+    Pillow's built-in font has ASCII letters only. DejaVu has no Chinese, Japanese, Korean, Thai or Indic scripts; such
+    characters are drawn as boxes.
+    """
     return ImageFont.truetype(str(Path(__file__).parent / "font" / "DejaVuSans.ttf"), size)

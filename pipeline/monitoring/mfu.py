@@ -1,4 +1,7 @@
-"""How much of the machine's arithmetic training uses: what a token needs, and what the machine can do at most."""
+"""Model FLOPs utilization (MFU): the FLOPs that a step needs over what the machine could do in the same time.
+
+The machine's rate is not a vendor's figure: it is measured with a large matrix product in the precision of training.
+"""
 
 import time
 
@@ -10,29 +13,37 @@ from model.settings import NetworkSettings
 from pipeline.profiling.flops import training_flops
 from pipeline.profiling.machine import MatrixProduct
 
-_PAIRS_LOOKED_AT = 1_000_000
-_SECONDS = 0.2
+_MAX_PAIRS = 1_000_000
+_MEASURE_SECONDS = 0.2
 
 
 def flops_per_target_token(network: NetworkSettings, vocabulary_size: int, corpus: ParallelCorpus) -> float:
-    """Of the matrix products that the corpus's real tokens need, forward and backward; over its first pairs at most."""
-    source, target = (store.lengths[:_PAIRS_LOOKED_AT].astype(np.int64) + 1 for store in (corpus.source, corpus.target))
+    """Return the FLOPs of forward and backward pass per target token, without padding.
+
+    They are an average over the first million pairs of the corpus, and count matrix products only.
+    """
+    source, target = (store.lengths[:_MAX_PAIRS].astype(np.int64) + 1 for store in (corpus.source, corpus.target))
     return training_flops(network, vocabulary_size, source, target) / float(target.sum())
 
 
-def best_rate(device: torch.device, precision: str) -> float:
-    """FLOP/s of this process's best large matrix product, at the precision trained in; takes a fraction of a second.
+def matmul_rate(device: torch.device, precision: str) -> float:
+    """Measure the rate of a large matrix product, for a fraction of a second.
 
-    0 where a GPU has no memory left for it.
+    Other processes on the same cores slow it down, as they slow down training.
 
-    Other processes on the same cores take their part of it, as they do of training.
+    Args:
+        device: where the model is trained.
+        precision: `trainer.precision`.
+
+    Returns:
+        The best rate in FLOP/s; 0 if a GPU has no memory left for the measurement.
     """
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision, torch.float32)
     try:
         product = MatrixProduct(device, dtype, size=None if device.type == "cuda" else 1024)
     except torch.cuda.OutOfMemoryError:
-        return 0.0  # training needs the memory more
-    best, deadline = 0.0, time.monotonic() + _SECONDS
+        return 0.0
+    best, deadline = 0.0, time.monotonic() + _MEASURE_SECONDS
     while not best or time.monotonic() < deadline:
         best = max(best, product.rate())
     return best

@@ -1,4 +1,4 @@
-"""What the terminal shows of training: a bar; where there is no terminal, a line now and then."""
+"""Training progress in the terminal: a progress bar, or a line per minute if standard error is not a terminal."""
 
 import sys
 import time
@@ -13,20 +13,19 @@ SECONDS_BETWEEN_LINES = 60.0
 
 
 class Progress:
-    """Loss, BLEU, speed and time left on standard error."""
+    """Shows the step, metrics and the time left on standard error."""
 
-    def __init__(self, first: int, last: int) -> None:
-        """From one step to another."""
-        self._step = self._first = first
-        self._last = last
-        self._began = time.monotonic()
+    def __init__(self, first_step: int, last_step: int) -> None:
+        self._step = self._first = first_step
+        self._last = last_step
+        self._start = time.monotonic()
         self._next_line = 0.0
-        self._shown: dict[str, str] = {}
+        self._metrics: dict[str, str] = {}
         self._bar: tqdm[Any] | None = None
         if sys.stderr.isatty():
             self._bar = tqdm(
-                total=last,
-                initial=first,
+                total=last_step,
+                initial=first_step,
                 desc="training",
                 unit="step",
                 file=sys.stderr,
@@ -34,30 +33,27 @@ class Progress:
                 dynamic_ncols=True,
             )
         else:
-            say(f"training: from step {first:,} to {last:,}")
+            say(f"training: from step {first_step:,} to {last_step:,}")
 
     def advance(self) -> None:
-        """One step was taken."""
+        """Count one step."""
         self._step += 1
         if self._bar is not None:
             self._bar.update(1)
 
-    def show(self, numbers: dict[str, str]) -> None:
-        """Newer values of what is shown; of those named before and not now, the last ones stay."""
-        self._shown |= numbers
+    def show(self, metrics: dict[str, str]) -> None:
+        """Show new values; metrics that are not among them keep their last values."""
+        self._metrics |= metrics
         if self._bar is not None:
-            self._bar.set_postfix(self._shown, refresh=False)
+            self._bar.set_postfix(self._metrics, refresh=False)
         elif time.monotonic() >= self._next_line or self._step >= self._last:
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-            numbers_shown = ", ".join(f"{name} {value}" for name, value in self._shown.items())
-            left = (time.monotonic() - self._began) / max(self._step - self._first, 1) * (self._last - self._step)
-            say(f"training: step {self._step:,} of {self._last:,}: {numbers_shown}, {_duration(left)} left")
+            values = ", ".join(f"{name} {value}" for name, value in self._metrics.items())
+            seconds_per_step = (time.monotonic() - self._start) / max(self._step - self._first, 1)
+            left = timedelta(seconds=round(seconds_per_step * (self._last - self._step)))
+            say(f"training: step {self._step:,} of {self._last:,}: {values}, {left} left")
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating the bar, and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

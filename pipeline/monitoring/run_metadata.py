@@ -1,4 +1,4 @@
-"""What a run is, for those who look at it later; and what it has come to."""
+"""Metadata of a run: recipe, data, code, hosts and starts as text, hyperparameters, and the summary at its end."""
 
 import json
 import statistics
@@ -15,26 +15,26 @@ from torch import nn
 from pipeline.checkpointing.run_folder import SUMMARY
 from pipeline.config.recipe import Recipe
 from pipeline.monitoring.log_files import read_metrics
-from pipeline.monitoring.monitor import Monitor
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.starts import first_submission
-from pipeline.monitoring.tables import code, facts, table
+from pipeline.monitoring.tables import code_block, key_value_table, table
+from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.runtime.slurm import node_name
 from pipeline.runtime.versions import versions
 
-SCORES = (
+COMPARED_METRICS = (
     "validation/best_bleu",
     "validation/bleu",
     "validation/chrf",
     "validation/loss",
     "validation/perplexity",
-    "perf/target_tokens_per_second",
+    "train_perf/target_tokens_per_second",
 )
-"""What a sweep's runs are compared by."""
-_CHOSEN = {"network": (), "training": (), "batches": ("workers", "max_tokens_per_device")}
-"""Sections that are a run's hyper-parameters, but for settings that change no result."""
+"""Metrics of the HParams tab."""
+_HYPERPARAMETER_SECTIONS = {"network": (), "training": (), "batches": ("workers", "max_tokens_per_device")}
+"""Section of a recipe -> its settings that are no hyperparameters, because they do not change the result."""
 LAYOUT = {
-    "Is it learning?": {
+    "Learning": {
         "loss": ["Multiline", ["^train/loss$", "^validation/loss$"]],
         "negative log-likelihood": [
             "Multiline",
@@ -45,25 +45,29 @@ LAYOUT = {
         "BLEU by source length": ["Multiline", ["^validation_bleu_by_length/"]],
         "length ratio and repetition": ["Multiline", ["^validation/length_ratio$", "^validation/repetition$"]],
     },
-    "Is it fast?": {
-        "target tokens a second": ["Multiline", ["^perf/target_tokens_per_second$"]],
-        "seconds a step": ["Multiline", ["^perf/step_seconds"]],
-        "shares": ["Multiline", ["^perf/goodput$", "^perf/mfu$", "^perf/padding_share$"]],
+    "Performance": {
+        "target tokens per second": ["Multiline", ["^train_perf/target_tokens_per_second$"]],
+        "seconds per step": ["Multiline", ["^train_perf/step_seconds"]],
+        "goodput, MFU and padding": [
+            "Multiline",
+            ["^train_perf/goodput$", "^train_perf/mfu$", "^train_perf/padding_share$"],
+        ],
     },
 }
+"""Category -> chart -> curves of the Custom Scalars tab."""
 
 
 class RunMetadata(Callback):
-    """Says in the text tab what runs and where, in HPARAMS what was chosen, and at the end writes the summary."""
+    """Writes the metadata of a run to TensorBoard when training starts, and summary.json when it ends."""
 
-    def __init__(self, recipe: Recipe, manifest: dict[str, Any], monitor: Monitor) -> None:
+    def __init__(self, recipe: Recipe, manifest: dict[str, Any], monitor: TrainingMonitor) -> None:
         self._recipe, self._manifest, self._monitor = recipe, manifest, monitor
         self._parameters: dict[str, int] = {}
         self.starts: list[dict[str, Any]] = []
-        """As `record_start` gave them; the last one is this process."""
+        """Start records of the run, from `record_start`; the last one is this process."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Describe."""
+        """Log recipe, data, code, hosts and start records to TensorBoard."""
         hosts: list[Any] = [node_name()]
         if dist.is_initialized():
             hosts = [""] * dist.get_world_size()
@@ -73,44 +77,51 @@ class RunMetadata(Callback):
             return
         network = pl_module.network
         assert isinstance(network, nn.Module)
-        self._parameters = parameters_by_part(network)
-        step = trainer.global_step + 1
-        log.add_text("run/recipe", code(yaml.safe_dump(self._recipe.as_dict(), sort_keys=False)), step)
-        log.add_text("run/data", code(yaml.safe_dump(self._manifest, sort_keys=False, allow_unicode=True)), step)
-        counts = {part: f"{count:,}" for part, count in self._parameters.items()}
-        log.add_text("run/parameters", facts(counts), step)
+        self._parameters = count_parameters(network)
         device = torch.cuda.get_device_name() if pl_module.device.type == "cuda" else "CPU"
-        where = {
+        environment = {
+            **versions(),
             "ranks": f"{len(hosts)} on {', '.join(sorted(set(hosts)))}",
             "device": device,
             "precision": trainer.precision,
             "threads": torch.get_num_threads(),
         }
-        log.add_text("run/code", facts({**versions(), **where}), step)
-        log.add_text("run/starts", _starts(self.starts), step)
-        values = self._recipe.as_dict()
-        chosen = {
-            f"{name}.{key}": value
-            for name, without in _CHOSEN.items()
-            for key, value in values[name].items()
-            if key not in without
+        counts = {part: f"{count:,}" for part, count in self._parameters.items()}
+        pages = {
+            "recipe": code_block(yaml.safe_dump(self._recipe.as_dict(), sort_keys=False)),
+            "data": code_block(yaml.safe_dump(self._manifest, sort_keys=False, allow_unicode=True)),
+            "parameters": key_value_table(counts),
+            "code": key_value_table(environment),
+            "starts": _starts_table(self.starts),
         }
-        chosen |= {
-            "corpus.vocabulary_size": values["corpus"]["vocabulary_size"],
-            "run.seed": values["run"]["seed"],
-            "parameters": self._parameters["all"],
-        }
-        # They stay the same over a run's starts, and TensorBoard takes the first it finds.
-        log.add_hyperparameters({name: value for name, value in chosen.items() if value is not None}, list(SCORES), 0)
+        for name, page in pages.items():
+            log.add_text(f"run/{name}", page, trainer.global_step + 1)
+        # Step 0 at every start of the run: TensorBoard shows the first one that it finds.
+        log.add_hyperparameters(self._hyperparameters(), list(COMPARED_METRICS), 0)
         log.add_layout(LAYOUT, 0)
 
+    def _hyperparameters(self) -> dict[str, Any]:
+        sections = self._recipe.as_dict()
+        values = {
+            f"{section}.{key}": value
+            for section, excluded in _HYPERPARAMETER_SECTIONS.items()
+            for key, value in sections[section].items()
+            if key not in excluded
+        }
+        values |= {
+            "corpus.vocabulary_size": sections["corpus"]["vocabulary_size"],
+            "run.seed": sections["run"]["seed"],
+            "parameters": self._parameters["all"],
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what the run has come to."""
+        """Write summary.json."""
         log = trainer.logger
         if isinstance(log, RunLog) and log.writes:
             summary = {
                 "step": trainer.global_step,
-                **results(log),
+                **final_metrics(log),
                 "goodput": self._monitor.goodput(),
                 "seconds_since_submission": time.time() - first_submission(self.starts),
                 "starts": len(self.starts),
@@ -119,8 +130,11 @@ class RunMetadata(Callback):
             log.write(SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
 
 
-def results(log: RunLog) -> dict[str, Any]:
-    """The last value of each curve, the validation with the best BLEU, and the median speed."""
+def final_metrics(log: RunLog) -> dict[str, Any]:
+    """Return the last value of each metric, the validation with the best BLEU, and the median throughput.
+
+    Empty if metrics.jsonl cannot be read.
+    """
     try:
         lines = list(read_metrics(log.run))
     except OSError:
@@ -129,27 +143,30 @@ def results(log: RunLog) -> dict[str, Any]:
     for line in lines:
         last |= line
     validations = [line for line in lines if "validation/bleu" in line]
-    speeds = [line["perf/target_tokens_per_second"] for line in lines if "perf/target_tokens_per_second" in line]
+    throughput = "train_perf/target_tokens_per_second"
+    rates = [line[throughput] for line in lines if throughput in line]
     return {
         "last": {name: value for name, value in last.items() if name not in ("step", "time")},
         "best_validation": max(validations, key=lambda line: line["validation/bleu"], default=None),
-        "target_tokens_per_second": statistics.median(speeds) if speeds else None,
+        "target_tokens_per_second": statistics.median(rates) if rates else None,
     }
 
 
-def parameters_by_part(network: nn.Module) -> dict[str, int]:
-    """How many numbers are learned in each of the network's parts, and in all."""
-    parts = {name: sum(p.numel() for p in part.parameters()) for name, part in network.named_children()}
-    learned = {name: count for name, count in parts.items() if count}
-    return {**learned, "all": sum(p.numel() for p in network.parameters())}
+def count_parameters(network: nn.Module) -> dict[str, int]:
+    """Return the number of parameters of each direct submodule that has any, and of the network as "all"."""
+    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in network.named_children()}
+    return {
+        **{name: count for name, count in counts.items() if count},
+        "all": sum(p.numel() for p in network.parameters()),
+    }
 
 
-def _starts(starts: list[dict[str, Any]]) -> str:
+def _starts_table(starts: list[dict[str, Any]]) -> str:
     rows = (
         (
             number + 1,
-            _clock(start["submitted"]),
-            _clock(start["began"]),
+            _local_time(start["submitted"]),
+            _local_time(start["began"]),
             f"{start['step']:,}",
             start["host"],
             start["job"] or "",
@@ -157,8 +174,8 @@ def _starts(starts: list[dict[str, Any]]) -> str:
         )
         for number, start in enumerate(starts)
     )
-    return table(["start", "submitted", "began", "from step", "host", "SLURM job", "requeued"], rows)
+    return table(["start", "submitted", "began", "from step", "host", "SLURM job", "times requeued"], rows)
 
 
-def _clock(seconds: float) -> str:
+def _local_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")

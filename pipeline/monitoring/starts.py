@@ -1,4 +1,4 @@
-"""A run's starts: when it was asked for, and each process that has worked on it since."""
+"""The start records of a run, in starts.jsonl: one for each process that has started or resumed it."""
 
 import json
 import subprocess
@@ -13,9 +13,9 @@ from pipeline.runtime.slurm import JobStep, node_name
 
 
 def record_start(log: RunLog, job: JobStep | None) -> list[dict[str, Any]]:
-    """Add this start to the run's; returns all of them, the oldest first.
+    """Append the record of this start, and return all records of the run, the oldest first.
 
-    A start says when it began, and when its job was submitted, both in seconds since the epoch.
+    `submitted` and `began` are seconds since the epoch; `submitted` is when the job was put into the queue.
     """
     now = time.time()
     start = {
@@ -32,7 +32,7 @@ def record_start(log: RunLog, job: JobStep | None) -> list[dict[str, Any]]:
 
 
 def first_submission(starts: list[dict[str, Any]]) -> float:
-    """When the run was first asked for, in seconds since the epoch."""
+    """Return when the run was first submitted, in seconds since the epoch."""
     return min(start["submitted"] for start in starts)
 
 
@@ -44,11 +44,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _submit_time(job: str) -> float:
-    """Of a job, when it was last put into the queue; now where SLURM does not answer."""
+    """Return when a job was last put into the queue; the current time if SLURM does not answer."""
     try:
-        show = ["scontrol", "show", "job", "--oneliner", job]
-        said = subprocess.run(show, capture_output=True, text=True, check=True, timeout=20).stdout
-        fields = dict(field.partition("=")[::2] for field in said.split())
+        command = ["scontrol", "show", "job", "--oneliner", job]
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        fields = dict(field.partition("=")[::2] for field in output.split())
         return datetime.fromisoformat(fields["SubmitTime"]).timestamp()
     except (OSError, subprocess.SubprocessError, KeyError, ValueError):
         return time.time()

@@ -1,4 +1,4 @@
-"""Validation's translations: scored, and shown beside source and reference."""
+"""Scores of the validation's translations, and tables of source, reference and translation."""
 
 import heapq
 from typing import Any, NamedTuple
@@ -13,25 +13,33 @@ from pipeline.monitoring.tables import table
 from pipeline.monitoring.validation_metrics import ValidationMetrics
 
 NUM_WORST, NUM_LONGEST = 6, 4
-_ROOM = 40 * "\u00a0"
-"""TensorBoard breaks words to make columns narrow; this keeps one from being too narrow for its numbers."""
+_COLUMN_PADDING = 40 * "\u00a0"
+"""Keeps TensorBoard from making the first column too narrow for its numbers."""
 
 
 class Translation(NamedTuple):
-    """What one validation pair became."""
+    """The translation of a validation pair."""
 
     score: float
-    """chrF against the pair's reference."""
+    """Its chrF against the reference."""
     pair: int
+    """Index of the pair in the validation text."""
     text: str
     pieces: list[int]
-    """Ids of its pieces, without special ones."""
+    """Ids of its pieces, without BOS and EOS."""
 
 
 class ValidationSamples(Callback):
-    """Validation's scores against the references as they were written, and translations to read.
+    """Scores the validation's translations against the raw references, and logs tables of translations.
 
-    Shown are the same sentences at each validation, spread evenly over the text, and the longest ones; and the worst.
+    The tables show samples that are spread evenly over the text and the longest sentences, which are the same at each
+    validation, and the translations with the lowest chrF.
+
+    Args:
+        sources: the validation's source sentences.
+        references: their references, as raw text.
+        tokenizer: turns translations into text.
+        samples: number of evenly spread samples.
     """
 
     @property
@@ -52,14 +60,14 @@ class ValidationSamples(Callback):
         self.samples = [index * len(sources) // count for index in range(count)]
         self._longest = heapq.nlargest(NUM_LONGEST, range(len(sources)), key=lambda pair: (self._lengths[pair], -pair))
         self._shown = {*self.samples, *self._longest}
-        self._scores = ValidationMetrics()
+        self._metrics = ValidationMetrics()
         self._kept: dict[int, Translation] = {}
         self._worst: list[Translation] = []
         self.best_bleu = -1.0
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin anew."""
-        self._scores = ValidationMetrics().to(pl_module.device)
+        """Reset the metrics and forget the translations of the last validation."""
+        self._metrics = ValidationMetrics().to(pl_module.device)
         self._kept, self._worst = {}, []
 
     def on_validation_batch_end(
@@ -71,22 +79,23 @@ class ValidationSamples(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Back to text, and counted."""
+        """Turn the batch's translations into text and score them."""
         if batch.is_filler:
             return
         pairs, tokens, lengths = (tensor.tolist() for tensor in outputs)
         ids = [row[: length - 1] for row, length in zip(tokens, lengths, strict=True)]
         texts = self._tokenizer.decode(ids)
-        self._scores.update(
+        self._metrics.update(
             texts, [self._references[pair] for pair in pairs], ids, [self._lengths[pair] for pair in pairs]
         )
-        translations = [Translation(*row) for row in zip(self._scores.sentence_scores, pairs, texts, ids, strict=True)]
+        rows = zip(self._metrics.sentence_scores, pairs, texts, ids, strict=True)
+        translations = [Translation(*row) for row in rows]
         self._kept.update((one.pair, one) for one in translations if one.pair in self._shown)
         self._worst = heapq.nsmallest(NUM_WORST, [*self._worst, *translations])
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the scores on all ranks, and what all ranks have to show."""
-        scores = self._scores.compute()
+        """Log the scores, which are those of all ranks, and the tables."""
+        scores = self._metrics.compute()
         self._gather()
         if trainer.sanity_checking:
             return
@@ -94,9 +103,9 @@ class ValidationSamples(Callback):
         pl_module.log_dict({**scores, "validation/best_bleu": self.best_bleu})
         log = trainer.logger
         if isinstance(log, RunLog):
-            said = (
+            heading = (
                 f"BLEU {scores['validation/bleu']:.2f}, chrF {scores['validation/chrf']:.2f} "
-                f"({self._scores.signatures()}); chrF in the table is the sentence's own\n\n"
+                f"({self._metrics.signatures()}); the table shows the chrF of each sentence\n\n"
             )
             pages = {
                 "translations": [self._kept[pair] for pair in self.samples],
@@ -104,36 +113,36 @@ class ValidationSamples(Callback):
                 "translations_longest": [self._kept[pair] for pair in self._longest],
             }
             for name, rows in pages.items():
-                log.add_text(f"validation/{name}", said + self._table(rows), trainer.global_step)
+                log.add_text(f"validation/{name}", heading + self._table(rows), trainer.global_step)
 
     def keep(self, pairs: list[int]) -> None:
-        """See that `translation` knows these as well as the `samples`."""
+        """Make `translation` available for these pairs, as it is for `samples`."""
         self._shown.update(pairs)
 
     def translation(self, pair: int) -> Translation:
-        """What the last validation made of a pair."""
+        """Return the last validation's translation of a pair that is kept."""
         return self._kept[pair]
 
     def state_dict(self) -> dict[str, Any]:
-        """Carried over a resume."""
+        """Return the state to save: the best BLEU so far."""
         return {"best_bleu": self.best_bleu}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `state_dict` gave it."""
+        """Restore the callback's state."""
         self.best_bleu = state_dict["best_bleu"]
 
     def _gather(self) -> None:
-        """What other ranks have decoded."""
+        """Collect the translations of all ranks."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, (self._kept, self._worst))
-        for kept, _ in everyones:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (self._kept, self._worst))
+        for kept, _ in gathered:
             self._kept |= kept
-        self._worst = heapq.nsmallest(NUM_WORST, [one for _, worst in everyones for one in worst])
+        self._worst = heapq.nsmallest(NUM_WORST, [translation for _, worst in gathered for translation in worst])
 
     def _table(self, translations: list[Translation]) -> str:
         rows = [
-            (f"{one.score:.1f}", self._sources[one.pair], self._references[one.pair], one.text) for one in translations
+            (f"{score:.1f}", self._sources[pair], self._references[pair], text) for score, pair, text, _ in translations
         ]
-        return table([f"chrF {_ROOM}", "source", "reference", "translation"], rows)
+        return table([f"chrF {_COLUMN_PADDING}", "source", "reference", "translation"], rows)

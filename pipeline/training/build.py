@@ -24,10 +24,10 @@ from pipeline.config.recipe import Recipe
 from pipeline.config.trainer_keys import max_seconds
 from pipeline.monitoring.attention_plots import AttentionPlots
 from pipeline.monitoring.mfu import flops_per_target_token
-from pipeline.monitoring.monitor import Monitor
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.run_metadata import RunMetadata
 from pipeline.monitoring.starts import first_submission, record_start
+from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.runtime import signals
 from pipeline.runtime.atomic_file import atomic_file
@@ -79,7 +79,7 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
 
     1. `MemoryProbe` first: what does not fit ends the run before anything is logged.
     2. `ValidationSamples` before `AttentionPlots`, which draws the translations that it has collected.
-    3. `Monitor` before `RunMetadata`, whose summary reads its counters.
+    3. `TrainingMonitor` before `RunMetadata`, whose summary reads its counters.
     4. `EMA` after the callbacks above: it restores the weights when a validation ends, and they show the average.
     5. `CheckpointCallback` after all whose state it saves.
     6. `GracefulStop` last: it saves and raises, and no other callback may miss the step.
@@ -90,7 +90,7 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
         references = [reference.lower() for reference in references]
     samples = ValidationSamples(sources, references, tokenizer)
     flops = flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
-    monitor = Monitor(recipe.run.log_every_steps, flops)
+    monitor = TrainingMonitor(recipe.run.log_every_steps, flops)
     callbacks: list[Callback] = [
         MemoryProbe(data.micro_batch_tokens, data.longest),
         samples,
@@ -187,7 +187,7 @@ def _write_run_folder(start: Start, callbacks: list[Callback], log: RunLog) -> N
     for callback in callbacks:
         if isinstance(callback, RunMetadata):
             callback.starts = starts
-        elif isinstance(callback, Monitor):
+        elif isinstance(callback, TrainingMonitor):
             callback.submitted = first_submission(starts)
 
 

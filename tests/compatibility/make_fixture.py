@@ -137,7 +137,14 @@ def expected_when_stopped() -> dict[str, Any]:
 def expected_after_resuming(whole: Path) -> dict[str, Any]:
     """Return what an uninterrupted run logs from the interrupted validation on, and its final state."""
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    measured = ("time", "perf/target", "perf/step", "perf/memory", "perf/goodput", "perf/mfu")
+    measured = (
+        "time",
+        "train_perf/target",
+        "train_perf/step",
+        "train_perf/memory",
+        "train_perf/goodput",
+        "train_perf/mfu",
+    )
     curves = [
         {name: value for name, value in line.items() if not name.startswith(measured)}
         for line in lines

@@ -87,7 +87,7 @@ def test_an_old_run_resumes_at_its_step(old: OldRun, capsys: pytest.CaptureFixtu
     found = lines[len(before) :]
     assert [line["step"] for line in found] == [line["step"] for line in expected["curves"]]
     for line, curve in zip(found, expected["curves"], strict=True):
-        curve = {name.replace("work/", "perf/"): value for name, value in curve.items()}
+        curve = {name.replace("work/", "train_perf/"): value for name, value in curve.items()}
         assert {name: line[name] for name in curve} == pytest.approx(curve, rel=1e-3)
     # Patience keeps counting, the checkpoint of the stop is replaced, and a worse BLEU does not replace the best.
     last = expected["curves"][-1]["step"]
@@ -110,8 +110,8 @@ def assert_summary_has_one_name_a_curve(run: Path) -> None:
     """Whatever earlier versions called it; the speed is that of all starts."""
     summary, lines = json.loads((run / "summary.json").read_text()), list(read_metrics(run))
     assert not [name for name in summary["last"] if name.startswith("work/")]
-    assert {"perf/goodput", "perf/mfu", "perf/epoch"} <= summary["last"].keys()
-    speeds = [line[name] for line in lines for name in line if name == "perf/target_tokens_per_second"]
+    assert {"train_perf/goodput", "train_perf/mfu", "train_perf/epoch"} <= summary["last"].keys()
+    speeds = [line[name] for line in lines for name in line if name == "train_perf/target_tokens_per_second"]
     assert len(speeds) == len([line for line in lines if "train/loss" in line])
     assert summary["target_tokens_per_second"] == pytest.approx(statistics.median(speeds))
 

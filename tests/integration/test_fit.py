@@ -101,12 +101,12 @@ def test_contents_of_a_run_folder(trained_run: Path) -> None:
         "train/perplexity",
         "train/learning_rate",
         "train/gradient_norm",
-        "perf/target_tokens_per_second",
+        "train_perf/target_tokens_per_second",
         "validation/loss",
         "validation/perplexity",
         "validation/bleu",
-        "perf/mfu",
-        "perf/goodput",
+        "train_perf/mfu",
+        "train_perf/goodput",
     } <= set(tags["scalars"])
     assert any(tag.startswith("validation/translations") for tag in tags["tensors"])
     losses = scalars(trained_run, "train/loss")
@@ -208,7 +208,7 @@ def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     assert {tag for tag in events.Tags()["images"] if tag.endswith("_1")} == {
-        f"attention/{kind}_1" for kind in ("encoder", "decoder", "cross")
+        f"validation_attention/{kind}_1" for kind in ("encoder", "decoder", "cross")
     }
     assert not [tag for tag in events.Tags()["images"] if tag.endswith("_2")]
     pieces = (run / "tensorboard" / "embeddings.tsv").read_text().splitlines()

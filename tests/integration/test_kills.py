@@ -153,7 +153,7 @@ def check_kills(recipe: Path, folder: Path, *, positions: int, steps: int, kills
     assert not temporary_files(run)
     assert [path.name for path in checkpoints(run)] == [path.name for path in checkpoints(whole)]
     assert_same_state(checkpoints(run)[-1], checkpoints(whole)[-1])
-    for tag in ("train/loss", "train/gradient_norm", "perf/epoch", "validation/loss", "validation/bleu"):
+    for tag in ("train/loss", "train/gradient_norm", "train_perf/epoch", "validation/loss", "validation/bleu"):
         assert scalars(run, tag) == scalars(whole, tag), tag
     assert len(scalars(run, "train/loss")) == steps
     logged, expected = ([(line["step"], "train/loss" in line) for line in read_metrics(path)] for path in (run, whole))

@@ -21,21 +21,21 @@ from tests.integration.runs import accumulator, checkpoints, kill, scalars, star
 
 pytestmark = pytest.mark.slow
 
-GROUPS = ["attention", "perf", "train", "validation", "validation_bleu_by_length"]
+GROUPS = ["train", "train_perf", "validation", "validation_attention", "validation_bleu_by_length"]
 SCALARS = {
     *("train/loss", "train/negative_log_likelihood", "train/perplexity", "train/accuracy", "train/learning_rate"),
     *("train/gradient_norm", "train/skipped_steps"),
     *("validation/loss", "validation/negative_log_likelihood", "validation/perplexity", "validation/accuracy"),
     *("validation/bleu", "validation/best_bleu", "validation/chrf", "validation/length_ratio", "validation/repetition"),
-    *("perf/target_tokens_per_second", "perf/step_seconds", "perf/step_seconds_data_wait"),
-    *("perf/step_seconds_compute", "perf/mfu", "perf/memory_gigabytes", "perf/padding_share"),
-    *("perf/goodput", "perf/epoch"),
+    *("train_perf/target_tokens_per_second", "train_perf/step_seconds", "train_perf/step_seconds_data_wait"),
+    *("train_perf/step_seconds_compute", "train_perf/mfu", "train_perf/memory_gigabytes", "train_perf/padding_share"),
+    *("train_perf/goodput", "train_perf/epoch"),
 }
 PAGES = {
     *("validation/translations", "validation/translations_worst", "validation/translations_longest"),
     *(f"run/{name}" for name in ("code", "data", "parameters", "recipe", "starts")),
 }
-PICTURES = {f"attention/{kind}_{n}" for kind in ("encoder", "decoder", "cross") for n in (1, 2)}
+PICTURES = {f"validation_attention/{kind}_{n}" for kind in ("encoder", "decoder", "cross") for n in (1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +95,14 @@ def test_events_hold_what_the_run_computed(runs: Path) -> None:
         tags = events.Tags()
         assert set(tags["scalars"]) >= SCALARS
         assert {tag.removesuffix("/text_summary") for tag in tags["tensors"]} >= PAGES
-        assert set(tags["images"]) == PICTURES | {"attention/positions"}
+        assert set(tags["images"]) == PICTURES | {"validation_attention/positions"}
         lines = list(read_metrics(runs / name))
         for tag in SCALARS:
             points = [(event.step, event.value) for event in events.Scalars(tag)]
             assert points == [(line["step"], pytest.approx(line[tag], rel=1e-6)) for line in lines if tag in line], tag
         interval = 40 if name == "whole" else 5
         assert [step for step, _ in scalars(runs / name, "train/loss")] == list(range(interval, last + 1, interval))
-    assert "perf/step_seconds_communication_wait" in accumulator(runs / "killed").Tags()["scalars"]
+    assert "train_perf/step_seconds_communication_wait" in accumulator(runs / "killed").Tags()["scalars"]
     [begun, went_on] = texts(accumulator(runs / "killed"), "run/starts")
     assert begun[0] == 1
     assert went_on[0] % 20 == 1  # after a checkpoint
@@ -142,7 +142,7 @@ def test_the_first_screen(browser: Browser, address: str, runs: Path, screenshot
 
 
 def test_curves_by_question(browser: Browser, address: str, screenshots: Path) -> None:
-    show(browser, address, "custom_scalars", "Is it learning?")
+    show(browser, address, "custom_scalars", "Learning")
     # Six charts, each with both runs' curves.
     matches = "window.__text().match(/Matches \\(\\d+\\)/g) || []"
     browser.wait(f"({matches}).length >= 6 && !({matches}).includes('Matches (0)')")
@@ -161,7 +161,7 @@ def test_what_it_says(browser: Browser, address: str, runs: Path, screenshots: P
 
 
 def test_attention(browser: Browser, address: str, screenshots: Path) -> None:
-    show(browser, address, "images", "attention/cross_1")
+    show(browser, address, "images", "validation_attention/cross_1")
     sizes = "window.__all().filter(e => e.tagName === 'IMG' && e.naturalWidth > 200).map(e => e.naturalHeight)"
     browser.wait(f"({sizes}).length >= 6")
     browser.screenshot(screenshots / "pictures.png")

@@ -23,7 +23,7 @@ def log_steps(run: Path, after: int, last: int, value: float) -> None:
         log.log_metrics({"loss": value + step, "endless": float("inf")}, step)
         if step % 2 == 0:
             log.add_text("said", f"at {step}", step)
-            log.add_picture("seen", Image.new("RGB", (3, 2)), step)
+            log.add_image("seen", Image.new("RGB", (3, 2)), step)
     log.finalize("killed")
 
 
@@ -94,7 +94,9 @@ def test_what_a_power_cut_has_left_is_cut_off(tmp_path: Path) -> None:
 
 def test_an_older_runs_metrics_have_todays_names(tmp_path: Path) -> None:
     (tmp_path / METRICS).write_text('{"step": 2, "work/share_of_ceiling": 0.5, "work/epoch": 1, "train/work/a": 3}\n')
-    assert list(read_metrics(tmp_path)) == [{"step": 2, "perf/mfu": 0.5, "perf/epoch": 1, "train/work/a": 3}]
+    assert list(read_metrics(tmp_path)) == [
+        {"step": 2, "train_perf/mfu": 0.5, "train_perf/epoch": 1, "train/work/a": 3}
+    ]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

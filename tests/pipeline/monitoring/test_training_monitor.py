@@ -16,8 +16,8 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.run_folder import METRICS
-from pipeline.monitoring.monitor import Monitor
 from pipeline.monitoring.run_log import RunLog
+from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.runtime.console import quiet_lightning
 
 
@@ -58,7 +58,7 @@ def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_pa
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[Monitor(every)],
+        callbacks=[TrainingMonitor(every)],
     )
     trainer.fit(module, loader())
     logged = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
@@ -70,11 +70,11 @@ def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_pa
         first, end = line["step"] - every, line["step"]
         pairs = np.concatenate([group.pairs for index in range(first, end) for group in epoch[index]])
         target_tokens = int(corpus.target.lengths[pairs].sum()) + len(pairs)
-        counted = line["perf/target_tokens_per_second"] * line["perf/step_seconds"] * every
+        counted = line["train_perf/target_tokens_per_second"] * line["train_perf/step_seconds"] * every
         assert counted == pytest.approx(target_tokens)
         real = sum(real_tokens(share, special.pad) for share in shares[first:end])
         padded = sum(padded_tokens(share) for share in shares[first:end])
         assert 0 < real < padded
-        assert line["perf/padding_share"] == pytest.approx(1 - real / padded)
+        assert line["train_perf/padding_share"] == pytest.approx(1 - real / padded)
         last = shares[end - 1]
-        assert line["perf/epoch"] == pytest.approx(last.epoch + (last.index + 1) / len(epoch))
+        assert line["train_perf/epoch"] == pytest.approx(last.epoch + (last.index + 1) / len(epoch))

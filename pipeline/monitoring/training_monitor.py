@@ -1,0 +1,228 @@
+"""Metrics of training: loss, learning rate, gradient norm, throughput, and the parts of a step's time."""
+
+import atexit
+import math
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from data_module.batching.batch import RankBatch
+from data_module.errors import InputError
+from pipeline.monitoring.mfu import matmul_rate
+from pipeline.monitoring.progress import Progress
+from pipeline.profiling.step_clock import StepClock
+from pipeline.runtime.console import say
+
+MAX_SKIPPED_IN_A_ROW = 20
+"""Training ends with an error after this many consecutive steps without a finite gradient."""
+
+
+class TrainingMonitor(Callback):
+    """Logs the metrics of training every `every_steps` steps.
+
+    Sums over steps and ranks stay on the device and are read when they are logged, since reading waits for the device.
+
+    Args:
+        every_steps: steps between two points of a curve.
+        flops_per_target_token: for the MFU, which is not logged if this is 0.
+    """
+
+    @property
+    def state_key(self) -> str:
+        """Key of the state in checkpoints: the class name in version 0.1.0."""
+        return "Monitor"
+
+    def __init__(self, every_steps: int, flops_per_target_token: float = 0.0) -> None:
+        self._every_steps = every_steps
+        self._flops_per_token = flops_per_target_token
+        self.submitted = time.time()
+        """When the run was first submitted, in seconds since the epoch."""
+        self.clock = StepClock()
+        self._matmul_rate = 0.0
+        self._progress: Progress | None = None
+        self._sums: Tensor | None = None
+        self._steps = self._target_tokens = self._padded_tokens = self._tokens = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the machine's rate and start the clock."""
+        if self._flops_per_token:
+            self._matmul_rate = matmul_rate(pl_module.device, str(trainer.precision))
+        if trainer.is_global_zero:
+            self._progress = Progress(trainer.global_step, trainer.max_steps)
+        loader = trainer.train_dataloader
+        if loader is not None:
+            loader.on_wait = self.clock.begin
+        self.clock.start(pl_module.device)
+        self._reset()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: RankBatch, batch_idx: int
+    ) -> None:
+        """Count the time from here on as computation."""
+        self.clock.begin("compute")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RankBatch, batch_idx: int
+    ) -> None:
+        """Add the step to the sums, and log them every `every_steps` steps."""
+        self.clock.begin("between")
+        sums = torch.stack([outputs[name] for name in ("smoothed", "likelihood", "correct", "tokens")])
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._steps += 1
+        self._target_tokens += batch.num_target_tokens
+        self._padded_tokens += sum(pairs * (source + target) for pairs, source, target in batch.shapes)
+        self._tokens += batch.num_tokens
+        if self._progress is not None:
+            self._progress.advance()
+        if trainer.global_step % self._every_steps == 0:
+            self._log(trainer, outputs, batch)
+            self._reset()
+
+    def _log(self, trainer: Trainer, outputs: dict[str, Any], batch: RankBatch) -> None:
+        assert self._sums is not None
+        counts = torch.tensor([self._padded_tokens, self._tokens], device=self._sums.device)
+        total = trainer.strategy.reduce(torch.cat((self._sums, counts)), reduce_op="sum")
+        # One transfer for all values: each one waits for the device.
+        values = torch.stack([*total, outputs["gradient_norm"], outputs["skipped"], outputs["skipped_in_a_row"]])
+        smoothed, likelihood, correct, loss_tokens, padded, tokens, norm, skipped, in_a_row = values.tolist()
+        _raise_if_diverged(trainer.global_step, int(in_a_row))
+        scalars = {
+            "train/learning_rate": outputs["learning_rate"],
+            "train/gradient_norm": norm,
+            "train/skipped_steps": skipped,
+            "train_perf/epoch": batch.epoch + (batch.index + 1) / batch.num_batches,
+            "train_perf/padding_share": 1.0 - tokens / padded,
+            "train_perf/memory_gigabytes": memory_bytes(self._sums.device) / 1e9,
+            **self._throughput(trainer),
+        }
+        shown = {"tokens/s": f"{scalars['train_perf/target_tokens_per_second']:,.0f}"}
+        if skipped:
+            shown["skipped"] = f"{skipped:.0f}"
+        if loss_tokens:
+            loss_tokens /= trainer.world_size  # every rank has counted the tokens of all ranks
+            scalars |= {
+                "train/loss": smoothed / loss_tokens,
+                "train/negative_log_likelihood": likelihood / loss_tokens,
+                "train/perplexity": math.exp(min(likelihood / loss_tokens, 50.0)),
+                "train/accuracy": correct / loss_tokens,
+            }
+            shown = {"loss": f"{smoothed / loss_tokens:.3f}", **shown}
+        if trainer.logger is not None:
+            trainer.logger.log_metrics(scalars, step=trainer.global_step)
+        if self._progress is not None:
+            self._progress.show(shown)
+
+    def _throughput(self, trainer: Trainer) -> dict[str, float]:
+        """Return this rank's time per step and the throughput of all ranks, without validation and checkpoints."""
+        lap = self.clock.lap()
+        seconds = sum(lap.values())
+        tokens_per_second = self._target_tokens / max(seconds, 1e-9)
+        communication = communication_wait(trainer)
+        scalars = {
+            "train_perf/target_tokens_per_second": tokens_per_second,
+            "train_perf/step_seconds": seconds / self._steps,
+            "train_perf/step_seconds_data_wait": lap["data_wait"] / self._steps,
+            "train_perf/step_seconds_compute": lap["compute"] / self._steps - (communication or 0.0),
+            "train_perf/goodput": self._goodput_now(),
+        }
+        if communication is not None:
+            scalars["train_perf/step_seconds_communication_wait"] = communication
+        if self._matmul_rate:
+            flops_per_second = tokens_per_second * self._flops_per_token
+            scalars["train_perf/mfu"] = flops_per_second / (self._matmul_rate * trainer.world_size)
+        return scalars
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the time from here on as validation."""
+        self.clock.begin("validation")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the scores, and count time as training again."""
+        self.clock.begin("between")
+        metrics = trainer.callback_metrics
+        if "validation/bleu" in metrics and not trainer.sanity_checking and self._progress is not None:
+            bleu, chrf, loss, perplexity = (
+                float(metrics[f"validation/{name}"]) for name in ("bleu", "chrf", "loss", "perplexity")
+            )
+            say(
+                f"step {trainer.global_step}: validation BLEU {bleu:.2f}, chrF {chrf:.2f}, loss {loss:.4f}, "
+                f"perplexity {perplexity:.3f}"
+            )
+            self._progress.show({"BLEU": f"{bleu:.2f}"})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the progress bar."""
+        if self._progress is not None:
+            self._progress.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close the progress bar, and kill the ranks that Lightning has launched once this process exits."""
+        if self._progress is not None:
+            self._progress.close()
+        launcher = trainer.strategy.launcher
+        if launcher is not None:
+            # Otherwise they would wait for this rank, and then print errors below its own.
+            atexit.register(launcher.kill, signal.SIGKILL)
+
+    def goodput(self) -> float:
+        """Return the share of the time since the run was submitted that its training steps took.
+
+        Steps that were repeated after a failure count once.
+        """
+        self.clock.read()
+        return self._goodput_now()
+
+    def _goodput_now(self) -> float:
+        return self.clock.counted_seconds / max(time.time() - self.submitted, 1e-9)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to save: the seconds of the steps up to this checkpoint."""
+        self.clock.read()
+        return {"counted_seconds": self.clock.counted_seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the callback's state."""
+        self.clock.counted_seconds = state_dict["counted_seconds"]
+
+    def _reset(self) -> None:
+        self._sums = None
+        self._steps = self._target_tokens = self._padded_tokens = self._tokens = 0
+
+
+def communication_wait(trainer: Trainer) -> float | None:
+    """Return the seconds per step that gradient communication was not hidden by computation; None without DDP.
+
+    This is DDP's own average over the steps that it times, one in a hundred.
+    """
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        return None
+    data = model._get_ddp_logging_data()
+    nanoseconds = data.get("avg_backward_comm_time", 0) - data.get("avg_backward_compute_comm_overlap_time", 0)
+    return max(nanoseconds, 0) / 1e9
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return this process's peak memory on a GPU, or its current memory on a CPU (0 if the system is not Linux)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+    return int(status.read_text().split("VmRSS:")[1].split()[0]) << 10
+
+
+def _raise_if_diverged(step: int, skipped_in_a_row: int) -> None:
+    """Raise InputError after too many consecutive skipped steps; all ranks count the same number."""
+    if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        raise InputError(
+            f"step {step}: the last {skipped_in_a_row} steps had no finite gradient and were skipped, so the weights "
+            f"are those of step {step - skipped_in_a_row}; resume with trainer.precision 32-true, or start another "
+            "run.folder with --init-from, a lower training.learning_rate_factor or training.gradient_clip_norm"
+        )
