@@ -42,10 +42,10 @@ class UnresponsiveRanksError(Exception):
 class RankGroup:
     """This rank and its connection to the others."""
 
-    def __init__(self, step: JobStep) -> None:
-        self.step = step
-        self.location = f"{node_name()} rank {step.rank}"
-        self.is_first_on_node = step.local_rank == 0
+    def __init__(self, job: JobStep) -> None:
+        self.job = job
+        self.location = f"{node_name()} rank {job.rank}"
+        self.is_first_on_node = job.local_rank == 0
         self.pending: str | None = None
         """Message if this rank hangs now; None while a hang would mean that rank 0 does not respond."""
         self._num_gathered = 0
@@ -66,7 +66,7 @@ class RankGroup:
         """Connect to rank 0 and wait for all ranks. Return a result only if that failed."""
         from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-        os.environ["SLURM_NTASKS_PER_NODE"] = str(self.step.tasks_per_node)
+        os.environ["SLURM_NTASKS_PER_NODE"] = str(self.job.tasks_per_node)
         environment = SLURMEnvironment(auto_requeue=False)
         host, port = environment.main_address, environment.main_port
         try:
@@ -76,14 +76,14 @@ class RankGroup:
             return [self._failure(f"the first node's name {host} does not resolve ({error.strerror}); {hint}")]
         self.first_node_is_local = _is_loopback(str(address))
         try:
-            self.store = dist.TCPStore(host, port, is_master=self.step.rank == 0, timeout=WAIT, wait_for_workers=False)
-            self.store.set(f"connected/{self.step.rank}", self.location)
+            self.store = dist.TCPStore(host, port, is_master=self.job.rank == 0, timeout=WAIT, wait_for_workers=False)
+            self.store.set(f"connected/{self.job.rank}", self.location)
         except (RuntimeError, dist.DistError):
-            if self.step.rank == 0:
+            if self.job.rank == 0:
                 return [self._failure(f"cannot listen on {host}:{port} for other ranks; export another MASTER_PORT")]
             hint = "check firewalls between nodes, or export another MASTER_PORT"
             return [self._failure(f"cannot connect to rank 0 at {host}:{port}; {hint}")]
-        missing = self.wait_for("connected", list(range(self.step.num_tasks)))
+        missing = self.wait_for("connected", list(range(self.job.num_tasks)))
         names = ", ".join(map(str, missing))
         hint = "see the messages above, or check their nodes"
         return [self._failure(f"ranks {names} did not connect; {hint}")] if missing else []
@@ -108,8 +108,8 @@ class RankGroup:
         """
         self._num_gathered += 1
         key = f"value-{self._num_gathered}"
-        self.store.set(f"{key}/{self.step.rank}", json.dumps(value))
-        keys = [f"{key}/{rank}" for rank in range(self.step.num_tasks)]
+        self.store.set(f"{key}/{self.job.rank}", json.dumps(value))
+        keys = [f"{key}/{rank}" for rank in range(self.job.num_tasks)]
         try:
             self.store.wait(keys, 2 * WAIT)  # another rank may first wait WAIT for a collective that fails
         except (RuntimeError, dist.DistError):
@@ -122,7 +122,7 @@ def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult
     """Run all checks of this module. Every rank must run them, in the same order."""
     yield from _check_clock(ranks)
     yield from _check_versions(ranks)
-    interfaces = list(_check_interfaces(ranks.first_node_is_local if ranks.step.num_nodes > 1 else True))
+    interfaces = list(_check_interfaces(ranks.first_node_is_local if ranks.job.num_nodes > 1 else True))
     yield from (result._replace(where=ranks.location) for result in interfaces)
     unreachable = any(ranks.all_gather(bool(interfaces)))
     if recipe is not None:
@@ -135,7 +135,7 @@ def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult
 def _check_clock(ranks: RankGroup) -> Iterator[CheckResult]:
     ranks.all_gather(None)  # a barrier, so that all ranks read their clocks at about the same time
     clocks = ranks.all_gather(time.time())
-    difference = clocks[ranks.step.rank] - clocks[0]
+    difference = clocks[ranks.job.rank] - clocks[0]
     if abs(difference) > MAX_CLOCK_DIFFERENCE_SECONDS:
         hint = "fix the time synchronization of this node"
         yield CheckResult(False, f"the clock is {difference:+.1f} s from rank 0's; {hint}", ranks.location)
@@ -206,7 +206,7 @@ def _corpus_digest(folder: Path) -> str | None:
 def _check_shared_run_folder(ranks: RankGroup, run: Path) -> Iterator[CheckResult]:
     """Check that each node can write to the run folder and sees the files and locks of the others."""
     folder = existing_parent(run)
-    probe = folder / f".doctor-{ranks.step.job}-{ranks.step.rank}"
+    probe = folder / f".doctor-{ranks.job.job}-{ranks.job.rank}"
     lock, problem = None, None
     if ranks.is_first_on_node:
         try:
@@ -217,12 +217,12 @@ def _check_shared_run_folder(ranks: RankGroup, run: Path) -> Iterator[CheckResul
             problem = f"run folder {run}: {folder} {reason} ({error.strerror}); set another run.folder"
     states = ranks.all_gather([ranks.is_first_on_node, problem is None])
     if ranks.is_first_on_node and problem is None:
-        others = [rank for rank, (first, ok) in enumerate(states) if first and ok and rank != ranks.step.rank]
-        unseen = [rank for rank in others if not probe.with_name(f".doctor-{ranks.step.job}-{rank}").exists()]
+        others = [rank for rank, (first, ok) in enumerate(states) if first and ok and rank != ranks.job.rank]
+        unseen = [rank for rank in others if not probe.with_name(f".doctor-{ranks.job.job}-{rank}").exists()]
         if unseen:
             names = ", ".join(map(str, unseen))
             problem = f"run folder {run}: {folder} is not shared with ranks {names}; set run.folder to a shared folder"
-        elif others and _can_lock(probe.with_name(f".doctor-{ranks.step.job}-{others[0]}")):
+        elif others and _can_lock(probe.with_name(f".doctor-{ranks.job.job}-{others[0]}")):
             problem = (
                 f"run folder {run}: {folder} does not show one node's locks to another, so two jobs could write at the "
                 "same time; mount it with locks (Lustre: -o flock), or set another run.folder"
@@ -258,20 +258,20 @@ def _check_all_reduce(ranks: RankGroup) -> Iterator[CheckResult]:
             return
         finally:
             ranks.pending = None
-        correct = value == float(ranks.step.num_tasks**2)
-        speed = f"all-reduce over {backend}, {ranks.step.num_tasks} ranks: {ALL_REDUCE_BYTES / seconds / 1e6:,.0f} MB/s"
-        if ranks.step.rank == 0 or not correct:
+        correct = value == float(ranks.job.num_tasks**2)
+        speed = f"all-reduce over {backend}, {ranks.job.num_tasks} ranks: {ALL_REDUCE_BYTES / seconds / 1e6:,.0f} MB/s"
+        if ranks.job.rank == 0 or not correct:
             hint = "" if correct else "; the sum is wrong; check the node's memory and network"
             yield CheckResult(correct, speed + hint)
 
 
 def _time_all_reduce(ranks: RankGroup, backend: str) -> tuple[float, float]:
     """Sum ones twice over all ranks; return a value of the result and the seconds of the second all-reduce."""
-    device = torch.device("cuda", ranks.step.local_rank) if backend == "nccl" else "cpu"
+    device = torch.device("cuda", ranks.job.local_rank) if backend == "nccl" else "cpu"
     # NCCL's watchdog kills the process at the timeout; `exit_after` comes first and prints why.
     timeout = 4 * WAIT if backend == "nccl" else WAIT
     store = dist.PrefixStore(backend, ranks.store)
-    rank, size = ranks.step.rank, ranks.step.num_tasks
+    rank, size = ranks.job.rank, ranks.job.num_tasks
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     ones = torch.ones(ALL_REDUCE_BYTES // 4, device=device)
     dist.all_reduce(ones)  # the first one connects the ranks

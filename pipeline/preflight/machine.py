@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from pipeline.runtime.slurm import JobStep
 
 
-def check_machine(step: "JobStep | None" = None) -> Iterator[CheckResult]:
-    """Run all checks of the machine; `step` is the SLURM job step of this process, if there is one."""
+def check_machine(job: "JobStep | None" = None) -> Iterator[CheckResult]:
+    """Run all checks of the machine; `job` is the SLURM job step of this process, None outside a job."""
     for check in CHECKS:
-        yield from check(step)
+        yield from check(job)
 
 
-def check_python(step: "JobStep | None") -> Iterator[CheckResult]:
+def check_python(job: "JobStep | None") -> Iterator[CheckResult]:
     """Check the version of Python."""
     python = sys.version_info
     yield CheckResult((3, 11) <= python[:2] < (3, 14), f"Python {python.major}.{python.minor} (needs 3.11 to 3.13)")
 
 
-def check_packages(step: "JobStep | None") -> Iterator[CheckResult]:
+def check_packages(job: "JobStep | None") -> Iterator[CheckResult]:
     """Check the versions of torch and Lightning."""
     from importlib.metadata import version
 
@@ -35,7 +35,7 @@ def check_packages(step: "JobStep | None") -> Iterator[CheckResult]:
     yield CheckResult(safe, f"lightning {lightning}" + ("" if safe else " is unsafe; install lightning>=2.6.6"))
 
 
-def check_devices(step: "JobStep | None") -> Iterator[CheckResult]:
+def check_devices(job: "JobStep | None") -> Iterator[CheckResult]:
     """List the devices; in a job, check that each task has one GPU."""
     import torch
 
@@ -49,20 +49,20 @@ def check_devices(step: "JobStep | None") -> Iterator[CheckResult]:
         count = torch.cuda.device_count()  # as the driver reports it
         gpus = f"{count} GPUs that torch cannot use" if count else "no GPU"
         yield CheckResult(True, f"{gpus}; {os.cpu_count()} CPU cores, default precision {best_precision('cpu')}")
-    if step is not None:
+    if job is not None:
         visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        yield from check_gpus_per_task(step, visible, os.environ.get("SLURM_GPUS_ON_NODE"))
+        yield from check_gpus_per_task(job, visible, os.environ.get("SLURM_GPUS_ON_NODE"))
 
 
-def check_gpus_per_task(step: "JobStep", visible: int, allocated: str | None) -> Iterator[CheckResult]:
+def check_gpus_per_task(job: "JobStep", visible: int, allocated: str | None) -> Iterator[CheckResult]:
     """Check that torch sees all GPUs of the node that SLURM allocated, and that there is one per task.
 
     Args:
-        step: the job step of this process.
+        job: the SLURM job step of this process.
         visible: number of GPUs that torch sees.
         allocated: SLURM_GPUS_ON_NODE, if it is set.
     """
-    tasks = step.tasks_per_node
+    tasks = job.tasks_per_node
     if allocated and allocated.isdigit() and int(allocated) != visible:
         hint = "check nvidia-smi and torch's CUDA build"
         yield CheckResult(False, f"SLURM allocated {allocated} GPUs on this node and torch sees {visible}; {hint}")

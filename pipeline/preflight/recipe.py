@@ -1,6 +1,5 @@
 """Checks of a recipe on this machine: its keys, texts, corpus, initial weights, run folder and disk space."""
 
-import argparse
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,29 +20,37 @@ class CheckContext:
     """What `fit` would be run with."""
 
     recipe: "Recipe"
-    step: "JobStep | None"
-    """The SLURM job step of this process, if there is one."""
-    fresh: bool
+    job: "JobStep | None"
+    """The SLURM job step of this process; None outside a job."""
+    reset: bool
+    """Whether the run in the run folder would be removed (`--fresh`)."""
     init_from: Path | None
+    """Checkpoint or run folder whose weights a new run would start from."""
 
 
-def load_context(arguments: argparse.Namespace, step: "JobStep | None") -> tuple[CheckContext | None, CheckResult]:
-    """Load the recipe. Return the context for `check_recipe`, None without a valid recipe, and a result to report."""
+def load_context(
+    configs: list[Path], overrides: list[str], reset: bool, init_from: Path | None, job: "JobStep | None"
+) -> tuple[CheckContext | None, CheckResult]:
+    """Load the recipe; `configs` to `init_from` are the arguments of `fit`.
+
+    Returns:
+        The context for `check_recipe`, None without a valid recipe, and the result of loading it.
+    """
     from data_module.errors import InputError
     from pipeline.config.recipe import load_recipe
     from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
 
-    if not arguments.config:
-        if arguments.overrides:
+    if not configs:
+        if overrides:
             hint = "give one with --config FILE"
-            return None, CheckResult(False, f"argument '{arguments.overrides[0]}' is unknown without a recipe; {hint}")
+            return None, CheckResult(False, f"argument '{overrides[0]}' is unknown without a recipe; {hint}")
         return None, CheckResult(True, "no recipe to check; give one with --config FILE")
     try:
-        recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
+        recipe = load_recipe(configs, overrides, trainer_signature())
         validate_trainer_keys(recipe.trainer)
     except InputError as error:
         return None, CheckResult(False, str(error))
-    return CheckContext(recipe, step, arguments.fresh, arguments.init_from), CheckResult(True, f"recipe {recipe.name}")
+    return CheckContext(recipe, job, reset, init_from), CheckResult(True, f"recipe {recipe.name}")
 
 
 def check_recipe(context: CheckContext) -> Iterator[CheckResult]:
@@ -79,7 +86,7 @@ def check_initial_state(context: CheckContext) -> Iterator[CheckResult]:
     from pipeline.training.start import should_reset
 
     run = context.recipe.run_folder()
-    if not should_reset(context.fresh, run, context.step) and latest_valid(run)[0] is not None:
+    if not should_reset(context.reset, run, context.job) and latest_valid(run)[0] is not None:
         if forbidden := differences(run, context.recipe)[0]:
             yield CheckResult(False, different_run_message(run, forbidden))
     elif context.init_from:
@@ -109,9 +116,9 @@ def check_run_folder(context: CheckContext) -> Iterator[CheckResult]:
 
 def check_hardware_keys(context: CheckContext) -> Iterator[CheckResult]:
     """Report `trainer.devices` and `trainer.num_nodes` that the job overrides."""
-    if context.step is None:
+    if context.job is None:
         return
-    for key, count in (("devices", context.step.tasks_per_node), ("num_nodes", context.step.num_nodes)):
+    for key, count in (("devices", context.job.tasks_per_node), ("num_nodes", context.job.num_nodes)):
         value = context.recipe.trainer.get(key, "auto")
         if value not in ("auto", -1, "-1", count, str(count)):
             yield CheckResult(True, f"trainer.{key} {value} is ignored: the job sets it to {count}")

@@ -12,7 +12,7 @@ ORDER = [
     "MemoryProbe",
     "ValidationSamples",
     "AttentionPlots",
-    "Monitor",
+    "TrainingMonitor",
     "RunMetadata",
     "ResumableEarlyStopping",
     "EMA",

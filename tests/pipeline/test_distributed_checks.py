@@ -146,7 +146,7 @@ def test_tasks_and_gpus_of_a_node() -> None:
 
 
 def demo_context(options: list[str]) -> CheckContext:
-    return CheckContext(load_recipe([ROOT / "configs" / "demo.yaml"], options), STEP, fresh=False, init_from=None)
+    return CheckContext(load_recipe([ROOT / "configs" / "demo.yaml"], options), STEP, reset=False, init_from=None)
 
 
 def test_nodes_and_devices_of_a_recipe_are_ignored() -> None:
