@@ -1,32 +1,32 @@
 #!/usr/bin/env bash
-# Prepare, train, evaluate and export a recipe, each as a job that waits for the one before it:
+# Submit four jobs that prepare, train, evaluate and export a recipe, each after the one before it:
 #   slurm/submit.sh configs/wmt14_en_de_base.yaml [--config OVERLAY] [--section.key value]
-# Where one fails, those that hang on it are cancelled. Scored is the first text of the recipe's corpus.test, where that
-# is two files, else its validation text. Options for sbatch:
+# If a job fails, the jobs after it are cancelled. The evaluation uses the first text of the recipe's corpus.test that
+# consists of two files, or else its validation text. Options for sbatch, for all jobs and for training:
 #   JOB_OPTIONS="--account=mine" TRAIN_OPTIONS="--nodes=4" slurm/submit.sh RECIPE
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=slurm/environment.sh
 source slurm/environment.sh
 if [[ $# -eq 0 ]]; then
-    echo "give a recipe: slurm/submit.sh configs/wmt14_en_de_base.yaml" >&2
+    echo "a recipe is required: slurm/submit.sh configs/wmt14_en_de_base.yaml" >&2
     exit 2
 fi
 read -r -a all <<<"${JOB_OPTIONS:-}"
 read -r -a more <<<"${TRAIN_OPTIONS:-}"
 
-# Where the recipe writes, and what it is scored on, a line each.
-places=$("${python[@]}" -m pipeline.config.paths --config "$@") || exit 2
-{ read -r run; read -r source; read -r reference; } <<<"$places"
+# Run folder, source and reference, one per line.
+paths=$("${python[@]}" -m pipeline.config.paths --config "$@") || exit 2
+{ read -r run; read -r source; read -r reference; } <<<"$paths"
 
 submit() {
     local name=$1 after=$2
     shift 2
     local id
     if ! id=$(sbatch --parsable ${after:+--dependency=afterok:$after --kill-on-invalid-dep=yes} "${all[@]}" "$@"); then
-        # Those that hang on the first are cancelled with it.
+        # The jobs that depend on the first one are cancelled with it.
         [[ -z $after ]] || scancel "${prepared##* }"
-        say "sbatch refused the $name job, see above; nothing stays queued"
+        say "sbatch rejected the $name job, see above; the other jobs are cancelled"
         exit 2
     fi
     echo "$name ${id%%;*}"

@@ -1,6 +1,6 @@
-"""The main job end to end on the demo corpus: prepare, fit, average, evaluate, translate, export, then a summary.
+"""Run prepare, fit, average, evaluate, translate and export on a generated corpus, and print a summary.
 
-What is done already is not done again.
+Stages that an earlier demo has completed are skipped.
 """
 
 import argparse
@@ -24,19 +24,17 @@ SAMPLES = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the command's options."""
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="the run folder (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """All stages, then the summary."""
+    """Run all stages and print the summary."""
     demo = Demo(arguments.folder)
     run_folder, averaged = arguments.folder, arguments.folder / f"average-last-{AVERAGED}.ckpt"
-    texts = ["-m", "data_module.demo.corpus", DATA]
-    fit = ["fit", "--config", CONFIG, "--run.folder", run_folder]
-    demo.stage("demo corpus", texts)
+    demo.stage("demo corpus", ["-m", "data_module.demo.corpus", DATA])
     demo.stage("prepare", ["-m", "pipeline", "prepare", "--config", CONFIG])
-    demo.stage("fit", ["-m", "pipeline", *fit])
+    demo.stage("fit", ["-m", "pipeline", "fit", "--config", CONFIG, "--run.folder", run_folder])
     demo.stage("average", ["-m", "pipeline", "average", run_folder, "--last", AVERAGED])
     for name in ("test", "test_new_combinations"):
         source, reference = DATA / f"{name}.en", DATA / f"{name}.de"
@@ -51,42 +49,51 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Demo:
-    """Runs stages as a user types them, and remembers what they took and said."""
+    """Runs stages as commands, and records their time and output in a file beside the run folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._memory = folder.parent / f"{folder.name}-stages.json"
-        self.done: dict[str, Any] = json.loads(self._memory.read_text()) if self._memory.exists() else {}
+        self._record = folder.parent / f"{folder.name}-stages.json"
+        self.done: dict[str, Any] = json.loads(self._record.read_text()) if self._record.exists() else {}
         recipe = CONFIG.read_text(encoding="utf-8")
         if not folder.exists() or not DATA.exists() or self.done.pop("recipe", None) != recipe:
             self.done = {}
         self._recipe = recipe
 
     def stage(self, name: str, command: list[Any], text: str | None = None) -> None:
-        """Run a command unless an earlier demo has; its progress goes to the terminal."""
+        """Run `python COMMAND`, unless an earlier demo has completed it.
+
+        Args:
+            name: the stage's name in the summary.
+            command: arguments of Python; its standard error goes to the terminal.
+            text: its standard input.
+
+        Exits if the command fails or is interrupted.
+        """
         words = [str(word) for word in command]
         if self.done.get(name, {}).get("command") == words:
             return
         print(f"\n$ python {shlex.join(words)}", file=sys.stderr, flush=True)
         start = time.monotonic()
-        with _keyboard_left_to_stages():
+        with _ignore_keyboard_interrupt():
             ended = subprocess.run([sys.executable, *words], input=text, stdout=subprocess.PIPE, text=True, check=False)
         if ended.returncode:
-            stopped = ended.returncode in (INTERRUPTED, -signal.SIGINT)
-            print(f"the demo stopped at '{name}'; {'' if stopped else 'mend that and '}run it again", file=sys.stderr)
-            sys.exit(INTERRUPTED if stopped else ended.returncode)
+            interrupted = ended.returncode in (INTERRUPTED, -signal.SIGINT)
+            hint = "run the demo again to continue" if interrupted else "fix the error, then run the demo again"
+            print(f"the demo stopped at '{name}'; {hint}", file=sys.stderr)
+            sys.exit(INTERRUPTED if interrupted else ended.returncode)
         self.done[name] = {"command": words, "seconds": time.monotonic() - start, "output": ended.stdout}
-        self._memory.parent.mkdir(parents=True, exist_ok=True)
-        self._memory.write_text(json.dumps({**self.done, "recipe": self._recipe}))
+        self._record.parent.mkdir(parents=True, exist_ok=True)
+        self._record.write_text(json.dumps({**self.done, "recipe": self._recipe}))
 
     def summary(self, run_folder: Path, export: Path, sources: list[str]) -> None:
-        """What a person wants to know."""
+        """Print times, scores and sample translations."""
         print("\nStages")
         for name, stage in self.done.items():
             print(f"  {name:32} {stage['seconds']:7.1f} s")
-        print("\nScores on held-out sentences (of a made grammar: they say that the program works, no more)")
-        for name, what in (("test", "test"), ("test_new_combinations", "words that never met in training")):
+        print("\nScores on held-out sentences (generated text: high scores show only that the program works)")
+        for name, label in (("test", "test"), ("test_new_combinations", "word combinations not seen in training")):
             scores = json.loads(self.done[f"evaluate {name}"]["output"].splitlines()[-1])
-            print(f"  {what}: BLEU {scores['bleu']:.1f}, chrF {scores['chrf']:.1f}")
+            print(f"  {label}: BLEU {scores['bleu']:.1f}, chrF {scores['chrf']:.1f}")
         print(f"  BLEU signature {scores['bleu_signature']}\n  chrF signature {scores['chrf_signature']}")
         print("\nTranslations")
         translations = self.done["translate"]["output"].splitlines()
@@ -94,15 +101,15 @@ class Demo:
             for label, sentence in zip(("source", "translation", "reference"), triple, strict=True):
                 print(f"  {label:12} {sentence}")
             print()
-        print("Look at it  .venv/bin/tensorboard --logdir " + str(run_folder))
-        print(f"The run     {run_folder}")
-        print(f"The export  {export} (its README.md shows how to load it without this program)")
+        print(f"run          {run_folder}")
+        print(f"curves       .venv/bin/tensorboard --logdir {run_folder}")
+        print(f"export       {export} (its README.md shows how to load it without this project)")
 
 
 @contextmanager
-def _keyboard_left_to_stages() -> Iterator[None]:
-    """Inside, Ctrl-C is for the command that runs, which may have something to save: it is not killed for it."""
-    # Not SIG_IGN, which the command would inherit.
+def _ignore_keyboard_interrupt() -> Iterator[None]:
+    """Leave Ctrl-C to the command that runs inside, which may have to save a checkpoint."""
+    # The command would inherit SIG_IGN.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         yield

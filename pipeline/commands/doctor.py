@@ -11,7 +11,7 @@ from pipeline.preflight.run_checks import run_checks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command: those of `fit`."""
+    """Add the command's options, which are those of `fit`."""
     add_recipe_arguments(parser, required=False)
     parser.add_argument("--fresh", action="store_true", help="check for a run of `fit --fresh`")
     parser.add_argument(

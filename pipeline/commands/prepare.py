@@ -1,7 +1,7 @@
-"""Raw parallel text -> corpus folder: cleaned, tokenized, memory-mapped.
+"""Clean and tokenize raw parallel text, and write it to the corpus folder.
 
-Run again it changes nothing; with other texts or settings it says what differs. The last line is the manifest as
-JSON; before it, on standard error, stands which pairs were dropped, and why.
+If the folder holds this corpus already, nothing is changed; if it holds another one, the differences are reported. The
+last line of the output is the manifest as JSON; how many pairs were dropped, and why, goes to standard error.
 """
 
 import argparse
@@ -13,16 +13,16 @@ from pipeline.config.arguments import add_recipe_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the command's options."""
     add_recipe_arguments(parser)
-    parser.add_argument("--force", action="store_true", help="make the corpus anew where texts or settings differ")
+    parser.add_argument("--force", action="store_true", help="replace a corpus of other texts or settings")
     parser.add_argument(
-        "--init-from", type=Path, metavar="CHECKPOINT", help="take its tokenizer: for a run that begins from it"
+        "--init-from", type=Path, metavar="CHECKPOINT", help="use its tokenizer, for a run that starts from its weights"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare the recipe's corpus."""
+    """Prepare the recipe's corpus and print its manifest."""
     from data_module.corpus.manifest import summary
     from data_module.corpus.preparation import prepare
     from pipeline.config.recipe import load_recipe
@@ -31,6 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.config, arguments.overrides)
     tokenizer = load_initial_weights(arguments.init_from, recipe).tokenizer if arguments.init_from else None
     manifest = prepare(recipe.corpus, tokenizer, force=arguments.force)
-    print(f"{summary(manifest)}\nthe corpus lies in {recipe.corpus.folder}", file=sys.stderr, flush=True)
+    print(f"{summary(manifest)}\nthe corpus is in {recipe.corpus.folder}", file=sys.stderr, flush=True)
     print(json.dumps(manifest))
     return 0

@@ -140,7 +140,7 @@ def test_by_name_from_the_hub(hub: Hub, recipe: Path) -> None:
         "downloading 1 files of wmt/wmt14, except those in the cache",
         "train: 90 pairs read, 90 kept, 0 dropped",
         "validation: 20 pairs read, 20 kept, 0 dropped",
-        f"the corpus lies in {recipe.parent / 'corpus'}",
+        f"the corpus is in {recipe.parent / 'corpus'}",
     ]
 
     # A commit that does not change the text does not require another corpus; one that changes it does.

@@ -1,6 +1,6 @@
-"""TensorBoard of a run, and of one that was killed and went on, opened in a browser and read from the page.
+"""TensorBoard of a run and of a killed and resumed run, opened in a browser and read from the page.
 
-The screenshots go to the folder that SCREENSHOTS names, or to pytest's temporary one.
+The screenshots go to the folder in SCREENSHOTS, or to a temporary one. Two of them are in docs/images/.
 """
 
 import os
@@ -40,7 +40,7 @@ PICTURES = {f"validation_attention/{kind}_{n}" for kind in ("encoder", "decoder"
 
 @pytest.fixture(scope="module")
 def runs(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run, and one of the same recipe on two ranks that was killed and went on."""
+    """A folder with a run, and a run of the same recipe on two ranks that was killed and resumed."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(trained_run, folder / "whole")
     recipe = trained_run.parent / "tiny.yaml"
@@ -59,7 +59,7 @@ def runs(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(runs: Path) -> Iterator[str]:
-    """A TensorBoard of the folder."""
+    """The address of a TensorBoard of the folder."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -82,9 +82,9 @@ def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def show(browser: Browser, address: str, tab: str, words: str) -> None:
-    """Open a tab, and wait for words that come last."""
+    """Open a tab, and wait for the words that appear last."""
     browser.open("about:blank")
-    # Lines that are drawn with WebGL are on no screenshot.
+    # Screenshots do not contain what is drawn with WebGL.
     browser.open(f"{address}?forceSVG=true#{tab}")
     browser.wait_for_text(words)
 
@@ -150,13 +150,16 @@ def test_curves_by_question(browser: Browser, address: str, screenshots: Path) -
     browser.screenshot(screenshots / "questions.png")
 
 
-def test_what_it_says(browser: Browser, address: str, runs: Path, screenshots: Path) -> None:
+def test_translations(browser: Browser, address: str, runs: Path, screenshots: Path) -> None:
     show(browser, address, "text", "validation/translations_worst")
     _, page = texts(accumulator(runs / "killed"), "validation/translations")[-1]
     first = [cell.strip() for cell in page.splitlines()[4].strip("| ").split(" | ")]
     cells = "window.__all().filter(e => e.tagName === 'TR').map(e => [...e.children].map(c => c.innerText.trim()))"
     browser.wait(f"({cells}).some(row => row.length === 4)")
     assert first in browser.run(cells)
+    # The pages of the group above, which describe the run, would fill the screenshot.
+    browser.click("button", "run")
+    time.sleep(1)
     browser.screenshot(screenshots / "translations.png")
 
 

@@ -84,7 +84,7 @@ def test_a_crash_before_training_repeats(cluster: Cluster, recipe_file: Path, tm
     job = train(cluster, recipe_file, tmp_path / "run", environment={**SLOWLY, "DIES": "yes"})
     assert job.wait() == "FAILED", job.log
     assert job.restarts == 2
-    assert "3 times before training began; see above why" in job.log.splitlines()[-1]
+    assert "3 times before training began; fix the cause above" in job.log.splitlines()[-1]
     assert not list(ROOT.glob(f".failures-{job.number}"))
 
 
