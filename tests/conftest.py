@@ -1,4 +1,4 @@
-"""A tiny parallel text, corpus and recipe, and a way to run commands as a user does."""
+"""Fixtures: a tiny parallel text, its corpus, a recipe and a trained run; and a way to run commands as a user does."""
 
 import os
 import random
@@ -15,10 +15,10 @@ import yaml
 
 from tests.fork_server import ForkServer
 
-with suppress(ModuleNotFoundError):  # a machine lent with a GPU may lack it
+with suppress(ModuleNotFoundError):  # some GPU machines lack it
     import hypothesis
 
-    # Few examples, the same ones each time.
+    # A few examples, the same in every run.
     hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, max_examples=25, database=None)
     hypothesis.settings.load_profile("suite")
 
@@ -52,7 +52,7 @@ def sentences(count: int, seed: int) -> list[str]:
 
 
 def write_text(folder: Path) -> None:
-    """300 training and 40 validation pairs: the target is the source backwards."""
+    """Write 300 training and 40 validation pairs, whose targets are the sources with reversed word order."""
     for split, count in (("train", 300), ("validation", 40)):
         lines = sentences(count, seed=count)
         (folder / f"{split}.source").write_text("".join(line + "\n" for line in lines))
@@ -61,7 +61,7 @@ def write_text(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The corpus of `write_text`; the texts lie in its parent folder."""
+    """The folder of the corpus that `write_text` makes; the texts are in its parent folder."""
     from data_module.corpus.preparation import prepare
     from data_module.settings import CorpusSettings, TextSource
 
@@ -78,7 +78,7 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny_recipe(texts: Path) -> dict[str, Any]:
-    """A recipe over the tiny corpus that takes a second a dozen steps; dropout off, float32."""
+    """Return a recipe for the tiny corpus, without dropout, in float32; twelve steps take about a second."""
     text = {
         split: {"source": str(texts / f"{split}.source"), "target": str(texts / f"{split}.target")}
         for split in ("train", "validation")
@@ -108,10 +108,10 @@ def recipe_file(tiny_corpus: Path, tmp_path: Path) -> Path:
 
 
 def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any) -> subprocess.CompletedProcess:
-    """`python -m pipeline ...` as a user runs it; output as bytes.
+    """Run `python -m pipeline ...`; the output is bytes.
 
-    In a fork of a process that has imported PyTorch, or in a new interpreter if an `environment` is given which may be
-    read as PyTorch, Lightning or other packages are imported.
+    The process is a fork of one that has imported PyTorch; with an `environment` that packages may read when they are
+    imported, it is a new interpreter.
     """
     added = options.pop("environment", {})
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **added}
@@ -144,7 +144,7 @@ def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any
 
 @pytest.fixture(scope="session")
 def trained_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder of 240 steps, made by the command: enough to say something."""
+    """A run folder of 240 steps, enough for translations that are not empty."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = folder / "tiny.yaml"
     values = tiny_recipe(tiny_corpus.parent)
@@ -158,7 +158,7 @@ def trained_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 class _Module(pytest.Module):
-    """A test module that is skipped where a package it imports is not installed. In CI that is an error."""
+    """A test module that is skipped if a package that it imports is not installed; in CI, that is an error."""
 
     def collect(self) -> Any:
         try:
@@ -172,12 +172,12 @@ class _Module(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
-    """Let tests that can run do so on a machine without all packages, such as one lent with a GPU."""
+    """Run the tests that can run on a machine without all packages."""
     return _Module.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and begin with the demo, the longest test."""
+    """Skip tests that need a GPU if there is none, and run the demo first, since it takes longest."""
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
@@ -186,9 +186,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadgroup`: the cluster's tests one after another in one worker, beginning at once.
+    """With `--dist loadgroup`, run the cluster's tests in one worker, starting at once.
 
-    pytest-xdist's own groups (3.8) are not seen by pytest 9.
+    The groups of pytest-xdist 3.8 do not work with pytest 9.
     """
     if config.getoption("dist") != "loadgroup":
         return None
@@ -196,14 +196,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ClusterApart(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            """One scope for the cluster's tests, which is the largest and so the first; another for each other test."""
+            """Return one scope for the cluster's tests, which runs first as the largest, and one per other test."""
             return "slurm" if nodeid.startswith("tests/slurm/") else nodeid
 
     return ClusterApart(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """In CI a skipped test is a failed one, unless it needs a GPU."""
+    """In CI, fail for skipped tests, except those that need a GPU."""
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" not in getattr(r, "keywords", ())]
     if skipped and os.environ.get("CI") == "true":
         terminalreporter.stats.setdefault("failed", []).extend(skipped)

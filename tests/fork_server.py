@@ -1,12 +1,11 @@
-"""Starts the project's commands in forks of a process that has imported PyTorch and Lightning already.
+"""Start the project's commands in forks of a process that has already imported PyTorch and Lightning.
 
-`python -m pipeline ...` takes four seconds of processor time before it does anything, and the tests start hundreds. A
-fork is a process of its own like any other: exit code, output, signals and children are real. It has imported none of
-the project.
+`python -m pipeline ...` needs four seconds of CPU time for these imports, and the tests run it hundreds of times. A
+fork is a normal process, with its own exit code, output, signals and children. It has imported nothing of the project.
 
     process = ForkServer.shared().start("pipeline", ["fit", ...], stdout=..., stderr=...)
 
-Run as a script, this file is the server. It is single-threaded, so that its forks are safe.
+Run as a script, this file is the server. It is single-threaded, which makes forking safe.
 """
 
 import array
@@ -29,7 +28,7 @@ from typing import IO, Any
 
 
 class ForkedProcess:
-    """What `subprocess.Popen` would be, as far as tests use it."""
+    """The part of `subprocess.Popen` that the tests use."""
 
     def __init__(self, connection: socket.socket, args: list[str], pipes: list[int | None]) -> None:
         self.args = args
@@ -42,7 +41,7 @@ class ForkedProcess:
         )
 
     def _answer(self) -> str:
-        """One line from the server, character by character: what follows belongs to a later answer."""
+        """Read one line from the server, byte by byte: the bytes after it belong to a later answer."""
         line = b""
         while not line.endswith(b"\n"):
             byte = self._connection.recv(1)
@@ -52,11 +51,11 @@ class ForkedProcess:
         return line.decode()
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         return self._wait(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; raises `subprocess.TimeoutExpired`."""
+        """Wait for the process to end; raises `subprocess.TimeoutExpired`."""
         code = self._wait(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
@@ -73,11 +72,11 @@ class ForkedProcess:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[bytes | None, bytes | None]:
-        """Read standard output and error to their ends, and wait; raises `subprocess.TimeoutExpired`."""
-        said: list[bytes | None] = [None, None]
+        """Read standard output and error until they end, and wait; raises `subprocess.TimeoutExpired`."""
+        output: list[bytes | None] = [None, None]
 
         def read(number: int, pipe: IO[bytes]) -> None:
-            said[number] = pipe.read()
+            output[number] = pipe.read()
 
         pipes = [(number, pipe) for number, pipe in enumerate((self.stdout, self.stderr)) if pipe is not None]
         readers = [threading.Thread(target=read, args=one, daemon=True) for one in pipes]
@@ -88,30 +87,30 @@ class ForkedProcess:
             reader.join()
         for _, pipe in pipes:
             pipe.close()
-        return said[0], said[1]
+        return output[0], output[1]
 
     def send_signal(self, signum: int) -> None:
-        """Nothing if it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
-    """The server's process, and requests to it."""
+    """Starts the server and sends requests to it."""
 
     _shared: "ForkServer | None" = None
 
     @classmethod
     def shared(cls) -> "ForkServer":
-        """One for this test process, started when it is first asked for."""
+        """Return the server of this test process; the first call starts it."""
         if cls._shared is None:
             cls._shared = cls()
             atexit.register(cls._shared.close)
@@ -139,7 +138,7 @@ class ForkServer:
         stdout: int | Any = None,
         stderr: int | Any = None,
     ) -> ForkedProcess:
-        """`python -m module arguments`; the streams as for `subprocess.Popen`."""
+        """Start `python -m module arguments`; streams are given as for `subprocess.Popen`."""
         theirs, ours, to_close = [], [], []
         for number, stream in enumerate((stdin, stdout, stderr)):
             pipe = None
@@ -169,14 +168,14 @@ class ForkServer:
         return process
 
     def close(self) -> None:
-        """End the server; what it has started goes on."""
+        """End the server; the processes that it has started continue."""
         self._process.terminate()
         self._process.wait()
         self._folder.cleanup()
 
 
 def serve(address: str) -> dict[str, Any]:
-    """Fork for each request; returns the request in the forked process, and ends in the server."""
+    """Fork for each request. Returns in the forked process only, with the request."""
     import lightning.pytorch
     import sacrebleu
     import sentencepiece
@@ -228,7 +227,7 @@ def serve(address: str) -> dict[str, Any]:
 
 
 def _say(connection: socket.socket, number: int) -> None:
-    with suppress(OSError):  # nobody waits for it any more
+    with suppress(OSError):  # the client has closed the connection
         connection.sendall(f"{number}\n".encode())
 
 
@@ -240,7 +239,7 @@ def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def become(request: dict[str, Any]) -> None:
-    """In the forked process: run the module as `python -m` does."""
+    """Run the module in the forked process, as `python -m` does."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -262,7 +261,7 @@ def become(request: dict[str, Any]) -> None:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    # As the interpreter ends, but without taking down modules one by one, which would copy the server's pages.
+    # Exit as the interpreter does, but keep the modules: destroying them would copy the server's memory pages.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,6 +1,6 @@
-"""A real SLURM of several nodes on one machine, in a folder that is thrown away: no root, no system service.
+"""A SLURM cluster of several nodes on one machine, in a temporary folder, without root or system services.
 
-Each node is a slurmd of its own under a loopback address. Jobs are submitted with the scripts of slurm/.
+Each node is a slurmd with its own loopback address. Jobs are submitted with the scripts in slurm/.
 """
 
 import os
@@ -64,12 +64,12 @@ PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE PreemptMode=OFF 
 
 
 def missing() -> list[str]:
-    """The programs of SLURM that this machine lacks."""
+    """Return the programs of SLURM that are not installed."""
     return [name for name in NEEDED if shutil.which(name, path=os.environ["PATH"] + ":" + SBIN) is None]
 
 
 class Cluster:
-    """Its controller and nodes, and a way to submit, ask and wait."""
+    """Starts the controller and nodes, submits jobs and waits for them."""
 
     def __init__(self, folder: Path, num_nodes: int, links: Links | None = None) -> None:
         self.folder, self._links = folder, links
@@ -90,7 +90,7 @@ class Cluster:
                 host=socket.gethostname().split(".")[0],
                 controller=links.controller if links else "127.0.0.1",
                 controller_port=ports[0],
-                # Ranks meet on a port made of the job's number: another cluster's jobs on this machine have others.
+                # Ranks connect on a port derived from the job id, which must differ between clusters on one machine.
                 first_job=1 + os.getpid() * 37 % 60_000,
                 user=pwd.getpwuid(os.getuid()).pw_name,
                 munge=self._munge,
@@ -98,7 +98,7 @@ class Cluster:
                 nodes=node_lines,
             )
         )
-        # GPUs that SLURM gives out, and nobody sees.
+        # GPUs that SLURM allocates but that do not exist.
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
         for number in range(8):
             (folder / f"gpu{number}").touch()
@@ -107,14 +107,14 @@ class Cluster:
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
             "SLURM_CONF": str(conf),
             "PATH": os.environ["PATH"] + ":" + SBIN,
-            # One core has many ranks here.
+            # Many ranks share a core.
             "OMP_NUM_THREADS": "1",
             "PYTHON": sys.executable,
         }
         self._processes: dict[str, subprocess.Popen] = {}
 
     def start(self) -> None:
-        """Bring everything up, and wait until all nodes are idle."""
+        """Start all daemons and wait until all nodes are idle."""
         key = self._munge / "key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
@@ -127,18 +127,18 @@ class Cluster:
         self.wait_until(self.is_idle, 100)
 
     def start_node(self, node: str) -> None:
-        """A node's daemon."""
+        """Start the daemon of a node."""
         inside = self._links.inside(node) if self._links else []
         self._run_forever(node, *inside, "slurmd", "-D", "-N", node, "-f", self.environment["SLURM_CONF"])
 
     def kill_node(self, node: str) -> None:
-        """The node is lost at once, with all that runs on it."""
+        """Kill a node's daemon and everything that runs on the node."""
         steps = re.escape(f"[{node}]")
         daemon = self._processes.pop(node)
         daemon.kill()
         daemon.wait()
         for pid, arguments in processes():
-            # slurmd's steps carry its name; what they have started dies with them.
+            # The command line of slurmstepd has the node's name; the processes that it started die with it.
             if re.search(rf"slurmstepd: .*{steps}|slurmd .*-N {re.escape(node)} ", arguments):
                 os.kill(pid, signal.SIGKILL)
         for pid in self.tasks(node=node):
@@ -151,18 +151,18 @@ class Cluster:
             )
 
     def is_idle(self) -> bool:
-        """All nodes are there and have nothing to do."""
+        """Return whether all nodes are up and idle."""
         lines = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%N %T", check=False).stdout.split("\n")[:-1]
         return len(lines) == len(self.nodes) and all(line.endswith(" idle") for line in lines)
 
     def cancel_all(self) -> None:
-        """Leave nothing in the queue, requeued jobs included."""
+        """Cancel all jobs, and those that are requeued meanwhile."""
         while self.run("squeue", "-h", check=False).stdout:
             self.run("scancel", "--user", pwd.getpwuid(os.getuid()).pw_name, check=False)
             self.sleep(0.5)
 
     def stop(self) -> None:
-        """Cancel all jobs, then end the daemons, munged last."""
+        """Cancel all jobs and stop the daemons, munged last."""
         self.cancel_all()
         for pid in self.tasks():
             os.kill(pid, signal.SIGKILL)
@@ -177,7 +177,7 @@ class Cluster:
                     self._processes[name].wait()
 
     def run(self, *command: object, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
-        """A client's command; output as text."""
+        """Run a client command; the output is text."""
         return subprocess.run(
             [str(part) for part in command],
             env={**self.environment, **environment},
@@ -189,7 +189,7 @@ class Cluster:
         )
 
     def submit(self, *arguments: object, **environment: str) -> "Job":
-        """`sbatch ...`; the job writes its log to this cluster's folder."""
+        """Run `sbatch ...`; the job's log is in this cluster's folder."""
         done = self.run(
             "sbatch", "--parsable", f"--output={self.folder}/logs/job-%j.log", *arguments, check=False, **environment
         )
@@ -197,7 +197,7 @@ class Cluster:
         return Job(self, done.stdout.strip().split(";")[0])
 
     def tasks(self, job: str | None = None, node: str | None = None, rank: int | None = None) -> list[int]:
-        """Processes of `python -m pipeline` that SLURM has started here, by what their environment says."""
+        """Return the process ids of `python -m pipeline` that this cluster has started, by their environment."""
         found = []
         for pid, arguments in processes():
             if "-m pipeline" not in arguments and "tests.slurm" not in arguments:
@@ -219,15 +219,15 @@ class Cluster:
 
     @staticmethod
     def sleep(seconds: float) -> None:
-        """A pause in which nothing is awaited."""
+        """Sleep."""
         time.sleep(seconds)
 
     @staticmethod
-    def wait_until(what: Callable[[], object], seconds: float) -> None:
-        """Wait, but not for ever."""
+    def wait_until(condition: Callable[[], object], seconds: float) -> None:
+        """Wait until the condition is true; raises AssertionError after the time limit."""
         deadline = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < deadline, "it did not come"
+        while not condition():
+            assert time.monotonic() < deadline, f"the condition was not met in {seconds} s"
             time.sleep(0.05)
 
 
@@ -238,34 +238,34 @@ class Job:
         self.cluster, self.number = cluster, number
 
     def fields(self) -> dict[str, str]:
-        """What the controller says of it."""
+        """Return what `scontrol show job` prints of it."""
         lines = self.cluster.run("scontrol", "-o", "show", "job", self.number).stdout.splitlines()
-        # Asked for a task that has the number of its whole array, it tells of all tasks.
+        # For an array's last task, whose id is that of the array, it prints all tasks.
         [line] = [line for line in lines if line.startswith(f"JobId={self.number} ")]
         return dict(pair.split("=", 1) for pair in line.split() if "=" in pair)
 
     @property
     def state(self) -> str:
-        """As SLURM names it."""
+        """The state by SLURM's name."""
         return self.fields()["JobState"]
 
     def hosts(self) -> list[str]:
-        """The nodes it has, or had last."""
+        """Return the nodes that it has, or had last."""
         return self.cluster.run("scontrol", "show", "hostnames", self.fields()["NodeList"]).stdout.split()
 
     @property
     def restarts(self) -> int:
-        """How often it was requeued."""
+        """How often the job was requeued."""
         return int(self.fields()["Restarts"])
 
     @property
     def log(self) -> str:
-        """What it has said so far."""
+        """The log so far."""
         path = self.cluster.folder / "logs" / f"job-{self.number}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait(self, seconds: float = 300) -> str:
-        """Wait for its end; returns its last state."""
+        """Wait until the job has ended, and return its state."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
         try:
             self.cluster.wait_until(lambda: self.state in over, seconds)
@@ -274,18 +274,18 @@ class Job:
         return self.state
 
     def wait_for(self, text: str, seconds: float = 200, times: int = 1) -> None:
-        """Wait until the log says something so many times."""
+        """Wait until the log contains a text this many times."""
         try:
             self.cluster.wait_until(lambda: self.log.count(text) >= times, seconds)
         except AssertionError:
-            raise AssertionError(f"job {self.number} ({self.state}) has not said {text!r}:\n{self.log}") from None
+            raise AssertionError(f"job {self.number} ({self.state}) has not printed {text!r}:\n{self.log}") from None
 
     def signal(self, name: str) -> None:
-        """A signal to all its tasks, as `--signal` sends before the time limit."""
+        """Send a signal to all tasks, as `--signal` does before the time limit."""
         self.cluster.run("scancel", f"--signal={name}", self.number, check=False)
 
 
 def processes() -> list[tuple[int, str]]:
-    """Process ids and command lines."""
+    """Return the process ids and command lines of all processes."""
     listed = subprocess.run(["ps", "-eo", "pid=,args=", "-ww"], capture_output=True, text=True, check=True).stdout
     return [(int(pid), arguments) for pid, arguments in (line.split(None, 1) for line in listed.splitlines())]

@@ -1,4 +1,4 @@
-"""The test cluster, once a session; without SLURM its tests are skipped in one line."""
+"""The test cluster, one per session. Without SLURM, its tests are skipped."""
 
 import os
 import shutil
@@ -14,8 +14,8 @@ from tests.slurm.links import Links
 
 def started(num_nodes: int, links: Links | None = None) -> Iterator[Cluster]:
     if lacking := missing():
-        pytest.skip(f"no SLURM here ({', '.join(lacking)}): apt-get install slurm-wlm munge")
-    # Not pytest's own folder, whose path is too long for a socket and closed to others.
+        pytest.skip(f"SLURM is not installed ({', '.join(lacking)}): apt-get install slurm-wlm munge")
+    # Not pytest's folder: its path is too long for a socket, and other users cannot read it.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     cluster = Cluster(folder, num_nodes, links)
     try:
@@ -33,9 +33,9 @@ def whole_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def links() -> Iterator[Links]:
-    """Three nodes' cables."""
+    """The links of three nodes."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("no links to cut here: as root, apt-get install iproute2")
+        pytest.skip("needs root and iproute2: apt-get install iproute2")
     made = Links(num_nodes=3)
     try:
         made.start()
@@ -46,7 +46,7 @@ def links() -> Iterator[Links]:
 
 @pytest.fixture(scope="module")
 def cluster_apart(links: Links) -> Iterator[Cluster]:
-    """A cluster of nodes that reach one another by these links only."""
+    """A cluster whose nodes reach one another by these links only."""
     yield from started(3, links)
 
 

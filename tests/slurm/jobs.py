@@ -1,4 +1,4 @@
-"""Training jobs to submit, and what their runs have left."""
+"""Submit training jobs and read their logs and runs."""
 
 import sys
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from tests.integration.runs import checkpoints, step_of
 from tests.slurm.cluster import Cluster, Job
 
 NO_GPUS = ["--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=30"]
-"""What a user gives sbatch on a cluster like this one."""
+"""Options of sbatch for this cluster."""
 
 
 SLOWLY = {"PYTHON": f"{sys.executable} {Path(__file__).resolve().parent / 'slow_ranks.py'}"}
-"""Ranks out of step, and a log that says where they are."""
+"""Environment for ranks that are out of step and log where they are; see slow_ranks.py."""
 
 
 def train(
@@ -28,18 +28,18 @@ def train(
     environment: dict[str, str] | None = None,
     script: Path | str = "slurm/train.sbatch",
 ) -> Job:
-    """`sbatch slurm/train.sbatch RECIPE ...`."""
+    """Submit `slurm/train.sbatch RECIPE ...`."""
     command = [f"--nodes={nodes}", *NO_GPUS, *sbatch, script, recipe, "--run.folder", run, *options]
     return cluster.submit(*command, **(environment or {}))
 
 
 def resumed_from(job: Job) -> list[int]:
-    """The steps that its starts have gone on from."""
+    """Return the steps that the starts of a job have resumed from."""
     return [step_of(Path(line.split()[-1])) for line in job.log.splitlines() if line.startswith("resuming from")]
 
 
 def saved_after(job: Job) -> list[int]:
-    """The steps that it was stopped after."""
+    """Return the steps after which a job has stopped on request."""
     return [
         int(line.split("saved after step ")[1].split(";")[0])
         for line in job.log.splitlines()
@@ -48,7 +48,7 @@ def saved_after(job: Job) -> list[int]:
 
 
 def wait_until_saved(job: Job, run: Path, step: int) -> None:
-    """Wait until a run has a checkpoint of that step or a later one."""
+    """Wait until a run has a checkpoint of this step or a later one."""
     try:
         job.cluster.wait_until(lambda: any(step_of(path) >= step for path in checkpoints(run)), 200)
     except AssertionError:
@@ -56,5 +56,5 @@ def wait_until_saved(job: Job, run: Path, step: int) -> None:
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:
-    """Those of the newest checkpoint."""
+    """Return the weights of the newest checkpoint."""
     return torch.load(checkpoints(run)[-1], weights_only=True)["state_dict"]

@@ -1,4 +1,4 @@
-"""Nodes that are really apart: each in a network of its own, with a link to a switch that can be cut. Needs root."""
+"""Nodes in separate network namespaces, each with a link to a switch that can be cut. Needs root."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Links:
-    """A switch (a bridge) with this machine on it, and a network namespace with its own cable for each node."""
+    """A bridge that connects this machine with a network namespace for each node."""
 
     def __init__(self, num_nodes: int) -> None:
         number = os.getpid()
@@ -20,7 +20,7 @@ class Links:
         self._names = {address: f"sw{number}n{node}" for node, address in enumerate(self.nodes)}
 
     def start(self) -> None:
-        """Connect all. A node's own name leads to itself there, as on many clusters."""
+        """Connect all nodes. A node's own name resolves to the loopback address, as on many clusters."""
         ip("link", "add", self._switch, "type", "bridge")
         ip("addr", "add", f"{self.controller}/24", "dev", self._switch)
         ip("link", "set", self._switch, "up")
@@ -31,13 +31,13 @@ class Links:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             for device in ("eth0", "lo"):
                 ip("-n", name, "link", "set", device, "up")
-            # What lies there stands in for /etc inside.
+            # Inside the namespace, these files replace those in /etc.
             inside = Path("/etc/netns") / name
             inside.mkdir(parents=True)
             (inside / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")
 
     def stop(self) -> None:
-        """Leave nothing; a step whose controller is out of reach would stay, and its network with it."""
+        """Kill all processes in the namespaces, which would keep them alive, and remove the network."""
         for name in self._names.values():
             listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False).stdout
             for pid in map(int, listed.split()):
@@ -47,15 +47,15 @@ class Links:
         subprocess.run(["ip", "link", "delete", self._switch], stderr=subprocess.DEVNULL, check=False)
 
     def inside(self, node: str) -> list[str]:
-        """What a command begins with that is to run on a node."""
+        """Return the prefix of a command that is to run on a node."""
         return ["ip", "netns", "exec", self._names[node]]
 
     def cut(self, node: str) -> None:
-        """From now on packets to and from it are lost without a word."""
+        """Drop all packets to and from a node, without an error."""
         ip("link", "set", self._names[node], "down")
 
     def mend(self, node: str) -> None:
-        """As before."""
+        """Undo `cut`."""
         ip("link", "set", self._names[node], "up")
 
 
@@ -64,7 +64,7 @@ def ip(*arguments: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Return ports that no process listens on."""
     sockets = [socket.socket() for _ in range(count)]
     for one in sockets:
         one.bind(("", 0))

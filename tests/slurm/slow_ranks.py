@@ -1,9 +1,13 @@
-"""A Python that runs `-m pipeline` with ranks out of step, and says in the log where it is.
+"""A replacement for Python that runs `-m pipeline` with ranks out of step, and logs where they are.
 
-Real training but for SLOW_RANK's sleep after each step and validation batch, which stands for a busy node: it comes
-after the step's collectives, so that others are by then up to a whole step ahead. Saving takes longer
-than it would (SAVE_SECONDS), and the step after CRASH_AFTER fails on that rank. With DIES a rank is gone before it has
-begun, with LINGERS it begins once it is asked to stop; LOCK_PATIENCE is how long it waits for another writer.
+SLOW_RANK sleeps after each step and validation batch, like a rank on a busy node. The sleep comes after the step's
+collectives, so that the other ranks can be a whole step ahead. Other variables of the environment:
+
+    SAVE_SECONDS   additional time to save a checkpoint
+    CRASH_AFTER    SLOW_RANK fails in the step after this one
+    DIES           if "yes", the process crashes before training
+    LINGERS        if "yes", the process starts to train once it is asked to stop
+    LOCK_PATIENCE  seconds to wait for another process that writes to the run folder
 """
 
 import sys
@@ -11,9 +15,9 @@ import sys
 if sys.argv[1:3] == ["-m", "pipeline"]:
     del sys.argv[1:3]  # as Python does
 if sys.argv[1:2] == ["doctor"]:
-    sys.exit()  # has tests of its own, and jobs here start often
+    sys.exit()  # tested elsewhere; these jobs start often
 
-from pipeline.__main__ import main  # isort: skip - it notes signals from here on
+from pipeline.__main__ import main  # isort: skip - it handles signals from here on
 
 import os
 import signal
@@ -30,7 +34,7 @@ CRASH_AFTER = int(os.environ.get("CRASH_AFTER", "-1"))
 
 
 def then_sleep(method: Callable[..., Any], moment: str) -> Any:
-    """The method, and before it a line in the log, after it a sleep."""
+    """Return a method that logs a line, runs the given one, and sleeps."""
 
     def replacement(*arguments: Any, **named: Any) -> Any:
         rank, slow = os.environ.get("SLURM_PROCID", "0"), os.environ.get("SLOW_RANK", "1")

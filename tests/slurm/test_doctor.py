@@ -1,4 +1,4 @@
-"""doctor inside jobs: well where all is well, and each fault found, placed and explained."""
+"""doctor in jobs: reports no error without a fault, and each fault with its rank and what to do."""
 
 import os
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Fault:
-    """How it is made on the second node, or in the whole step, and the line that must come of it."""
+    """How a fault is produced, on the second node or in the whole step, and the line that must report it."""
 
     line: str
     on_second_node: str = ":"
@@ -29,7 +29,7 @@ class Fault:
 
     @property
     def made(self) -> str:
-        """Faults that are made alike are made at once."""
+        """Key of how it is produced; faults with the same key are tested in one step."""
         return f"{self.on_second_node} {self.whole_step} {self.options} {self.srun}"
 
 
@@ -47,16 +47,16 @@ def wait():
         module.RankGroup.all_gather = all_gather
 threading.Thread(target=wait, daemon=True).start()
 """
-"""Python's own start-up file of a rank that hangs once all have met, and of one that has less patience."""
+"""sitecustomize.py of a step in which rank 1 hangs once all ranks are connected; waits are short."""
 BROKEN_NODE = 'export GLOO_SOCKET_IFNAME=ib7 PYTHONPATH=OTHER; cd COPY; set -- faketime -f +60s "$@"'
-"""Four faults of a node at once."""
+"""Four faults of a node."""
 BROKEN_RECIPE: dict[str, Any] = {
     "options": "--corpus.folder new --corpus.source_language en --corpus.target_language de "
     "--corpus.train '[{source: none.en, target: none.de}, {dataset: none/such, split: train}]' "
     "--run.keep_last 1000000000 --trainer.accelerator gpu",
     "whole_step": {"PYTHONPATH": "WITHOUT_DATASETS"},
 }
-"""Four of a recipe."""
+"""Four faults of a recipe."""
 SECOND = r"\[127\.0\.0\.12 rank 1\]"
 FAULTS = {
     "a name that does not resolve": Fault(
@@ -121,11 +121,11 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What doctor says of each fault, and of none: a job with a step for each."""
+    """The output of doctor for each fault and for none: a job with a step for each of them."""
     from tests.conftest import tiny_recipe
 
     if shutil.which("bindfs") is None:
-        pytest.skip("no bindfs here: apt-get install bindfs")
+        pytest.skip("bindfs is not installed: apt-get install bindfs")
     folder, mounted = tmp_path_factory.mktemp("doctor"), tmp_path_factory.mktemp("mounted")
     recipe = folder / "tiny.yaml"
     import yaml
@@ -155,7 +155,7 @@ def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.Tem
 
     lines = ["#!/bin/bash", f"cd {folder}"]
     nothing = Fault("", options="--trainer.devices 3 --trainer.num_nodes 5")
-    steps = {fault.made: fault for fault in FAULTS.values()}  # what is made alike is made once
+    steps = {fault.made: fault for fault in FAULTS.values()}
     names = {made: f"step {number}" for number, made in enumerate([*steps, nothing.made])}
     for number, fault in enumerate([*steps.values(), nothing]):
         on_node = placed(fault.on_second_node)
@@ -163,13 +163,13 @@ def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.Tem
         node.write_text(f'#!/bin/bash\nif [ "$SLURM_PROCID" = 1 ]; then {on_node}; fi\nexec "$@"\n')
         settings = " ".join(f"{key}={placed(value)}" for key, value in fault.whole_step.items())
         command = f"{sys.executable} -m pipeline doctor --config {recipe} {fault.options}"
-        # Given by name, a variable of the job reaches the tasks past srun, which would set its own.
+        # Variables given to `env` reach the tasks; srun overrides those of the job.
         lines.append(
             f"echo; echo '=== step {number}'; {fault.srun} env {settings} bash {node} {command}; echo \"=> $?\""
         )
     script = folder / "job.sh"
     script.write_text("\n".join(lines) + "\n")
-    # The same files, but locks are known on one side only.
+    # The same files, but without the locks of the other mount.
     subprocess.run(["bindfs", folder, mounted], check=True)
     try:
         job = whole_cluster.submit("--nodes=2", *NO_GPUS, script)
@@ -187,7 +187,7 @@ def test_nothing_is_wrong(said: dict[str, str]) -> None:
     assert "=> 0" in said["nothing"]
     assert "WRONG" not in said["nothing"]
     assert re.search(r"ok    all-reduce over gloo, 2 ranks: [\d,]+ MB/s", said["nothing"])
-    # The job says how many; what a recipe says besides is told.
+    # The job overrides the recipe, and doctor reports that.
     assert "ok    trainer.devices 3 is ignored: the job sets it to 1" in said["nothing"]
     assert "ok    trainer.num_nodes 5 is ignored: the job sets it to 2" in said["nothing"]
 

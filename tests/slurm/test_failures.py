@@ -1,4 +1,4 @@
-"""Ranks and nodes that die, hang or are lost: the log names them, and the job goes on from its last checkpoint."""
+"""Ranks and nodes that die, hang or are lost: the log names them, and the job resumes from its last checkpoint."""
 
 import os
 import signal

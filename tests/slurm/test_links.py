@@ -1,4 +1,4 @@
-"""Nodes that are really apart, and a link between them that is cut."""
+"""Nodes in separate networks, and a link between them that is cut."""
 
 import socket
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_names_that_lead_to_themselves(cluster_apart: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """Found by doctor before anything waits for anyone; with the interface named, all is well."""
+    """doctor reports them before any rank waits for another; with the interface named, training works."""
     job = train(cluster_apart, recipe_file, tmp_path / "run")
     assert job.wait() == "FAILED", job.log
     first, second, _ = cluster_apart.nodes
@@ -29,7 +29,7 @@ def test_names_that_lead_to_themselves(cluster_apart: Cluster, recipe_file: Path
 
 
 def test_a_cut_link(cluster_apart: Cluster, links: Links, recipe_file: Path, tmp_path: Path) -> None:
-    """Nobody hangs up, so all wait as long as they may; then the job goes on, on a node that can be reached."""
+    """No connection is closed, so all ranks wait until their timeouts; then the job resumes on another node."""
     run = tmp_path / "run"
     options = ["--run.checkpoint_every_steps", 2, "--trainer.max_steps", 60, "--run.timeout_seconds", 6]
     environment = {**SLOWLY, "GLOO_SOCKET_IFNAME": "eth0"}
@@ -44,7 +44,7 @@ def test_a_cut_link(cluster_apart: Cluster, links: Links, recipe_file: Path, tmp
         assert lost not in job.hosts()
         assert len(resumed_from(job)) == 1
         assert step_of(checkpoints(run)[-1]) == 60
-        # Nobody is left on the other side, waiting.
+        # No rank is left waiting on the other side.
         cluster_apart.wait_until(lambda: not cluster_apart.tasks(job.number), 200)
     finally:
         links.mend(lost)

@@ -1,4 +1,4 @@
-"""Jobs that are told to give their nodes back, at any moment: not a step is lost, nor done otherwise."""
+"""Jobs that are told to give their nodes back at any moment: no step is lost or computed differently."""
 
 import json
 import os
@@ -22,11 +22,11 @@ MOMENTS = [
     ("training", ["USR1", "TERM", "USR1"]),  # the last two while it is stopping
 ]
 RANDOM_MOMENTS = int(os.environ.get("RANDOM_MOMENTS", "0"))
-"""More of them take half a minute each."""
+"""Additional moments; each takes half a minute."""
 
 
 def signal_at(job: Job, moment: str, start: int, pause: float, names: list[str]) -> None:
-    """Signals to all ranks so long after a moment of its start of that number is first seen."""
+    """Send signals to all ranks, `pause` seconds after a moment first appears in the log of the given start."""
     job.cluster.wait_until(lambda: job.log.count("MOMENT start") >= 2 * start, 200)
     begin = [index for index in range(len(job.log)) if job.log.startswith("MOMENT start", index)][2 * start - 2]
     job.cluster.wait_until(lambda: f"MOMENT {moment}" in job.log[begin:], 200)
@@ -36,7 +36,7 @@ def signal_at(job: Job, moment: str, start: int, pause: float, names: list[str])
 
 
 def test_signals_at_any_moment(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """One rank is 100 ms late at every step. Each start of the job is signalled in its own moment."""
+    """One rank is 100 ms late in every step. Each start of the job is signalled at another moment."""
     options = ["--network.dropout", 0.3, "--trainer.val_check_interval", 5, "--run.keep_last", 100]
     options += ["--run.checkpoint_every_steps", 7, "--run.log_every_steps", 1, "--batches.workers", 1]
     options += ["--trainer.max_steps", 40 + 25 * RANDOM_MOMENTS]
@@ -49,7 +49,7 @@ def test_signals_at_any_moment(cluster: Cluster, recipe_file: Path, tmp_path: Pa
         job.wait_for("; requeued", times=start)
     assert job.wait() == "COMPLETED", job.log
     assert job.restarts == len(moments), job.log
-    # It goes on exactly where it was stopped; stopped during start-up, from where that start would have.
+    # It resumes exactly where it was stopped; stopped during start-up, from where that start would have resumed.
     assert resumed_from(job) == saved_after(job), job.log
     assert job.log.count("asked to stop") == len(moments), job.log
 
@@ -73,7 +73,7 @@ def test_a_more_urgent_job(cluster: Cluster, recipe_file: Path, tmp_path: Path) 
     first, second = (json.loads(line) for line in (tmp_path / "run" / STARTS).read_text().splitlines())
     assert [(start["step"], start["restarts"]) for start in (first, second)] == [(0, 0), (step, 1)]
     assert first["job"] == second["job"] == str(job.number)
-    # Goodput counts from here on, the wait for nodes and the start of processes included.
+    # Goodput counts from the submission, including the wait for nodes and the start of processes.
     summary = json.loads((tmp_path / "run" / SUMMARY).read_text())
     assert first["submitted"] < first["began"] - 1
     assert summary["seconds_since_submission"] > second["began"] - first["submitted"]
@@ -81,7 +81,7 @@ def test_a_more_urgent_job(cluster: Cluster, recipe_file: Path, tmp_path: Path) 
 
 
 def test_time_is_up(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """Without any warning before: SIGTERM at the limit, and KillWait until the end."""
+    """Without a warning before: SIGTERM at the limit, then SIGKILL after KillWait."""
     options = ["--trainer.max_steps", 2000, "--run.checkpoint_every_steps", 5000]
     limit = ["--time=1", "--signal=USR1@0"]
     job = train(cluster, recipe_file, tmp_path / "run", *options, sbatch=limit, environment=SLOWLY)
@@ -93,9 +93,9 @@ def test_time_is_up(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None
 
 
 def test_cancelled_by_its_owner(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """It saves, and is not put back into the queue; submitted again it goes on, and once finished it says so.
+    """It saves and is not requeued, also if it is cancelled again while it saves.
 
-    Cancelled again while it saves, by someone without patience.
+    Submitted again it resumes; once finished, it reports that.
     """
     options = ["--trainer.max_steps", 40, "--run.checkpoint_every_steps", 1000]
     environment = {**SLOWLY, "SAVE_SECONDS": "4"}
@@ -118,7 +118,7 @@ def test_cancelled_by_its_owner(cluster: Cluster, recipe_file: Path, tmp_path: P
 
 
 def test_each_start_has_its_own_time(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """A run that trainer.max_time has stopped is not finished: its job goes back to the queue. It starts over once."""
+    """A run that trainer.max_time has stopped is not finished: its job is requeued. `--fresh` counts once."""
     run = tmp_path / "run"
     assert pipeline("fit", "--config", recipe_file, "--run.folder", run).returncode == 0
     options = ["--fresh", "--trainer.max_time", "00:00:00:02"]
@@ -133,7 +133,7 @@ def test_each_start_has_its_own_time(cluster: Cluster, recipe_file: Path, tmp_pa
 
 
 def test_two_jobs_on_one_run(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """One writes and notices nothing. Another is refused once it has waited long enough, a third goes on after it."""
+    """One writes undisturbed. Another is refused after waiting for it, a third resumes the run when it has ended."""
     run = tmp_path / "run"
     options = ["--trainer.max_steps", 5000, "--run.log_every_steps", 1, "--run.checkpoint_every_steps", 1000]
     slowly = {**SLOWLY, "SLOW_RANK": "0"}
@@ -157,7 +157,7 @@ def test_two_jobs_on_one_run(cluster: Cluster, recipe_file: Path, tmp_path: Path
 
 
 def test_a_time_limit_too_short_to_begin(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """It would come back for ever: SLURM asks it to stop three minutes before the end, which is at once."""
+    """It would be requeued forever: SLURM asks it to stop three minutes before the end, which is at once."""
     environment = {**SLOWLY, "LINGERS": "yes"}
     job = train(cluster, recipe_file, tmp_path / "run", sbatch=["--time=1"], environment=environment)
     assert job.wait() == "FAILED", job.log

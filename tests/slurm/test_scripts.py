@@ -1,4 +1,4 @@
-"""The other scripts of slurm/: the chain of submit.sh, sweeps, TensorBoard, and what shellcheck says of all."""
+"""The other scripts of slurm/: the chain of submit.sh, sweeps, TensorBoard; and shellcheck for all scripts."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ ANY_NODE = "--cpus-per-task=1 --mem=0 --oversubscribe"
 
 def test_scripts_are_clean() -> None:
     if shutil.which("shellcheck") is None:
-        pytest.skip("no shellcheck here: apt-get install shellcheck")
+        pytest.skip("shellcheck is not installed: apt-get install shellcheck")
     done = subprocess.run(
         ["shellcheck", "--external-sources", *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -29,7 +29,7 @@ def test_scripts_are_clean() -> None:
 
 
 def chain(cluster: Cluster, recipe: Path, *options: object) -> dict[str, Job]:
-    """The jobs that submit.sh says it has submitted."""
+    """Run submit.sh and return the jobs that it has submitted."""
     asked = {
         "JOB_OPTIONS": f"--output={cluster.folder}/logs/job-%j.log {ANY_NODE}",
         "TRAIN_OPTIONS": f"--nodes=2 {' '.join(NO_GPUS)}",
@@ -44,7 +44,7 @@ def test_the_chain_from_text_to_bundle(cluster: Cluster, tmp_path: Path) -> None
     write_text(tmp_path)
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(tmp_path)))
-    # Exports lie beside the runs, in the project's folder: a name that nobody else has.
+    # The bundle is written to exports/ of the project, so the run needs a unique name.
     run = tmp_path / f"chained-{tmp_path.name}-{time.time_ns()}"
     bundle = ROOT / "exports" / run.name
     try:
@@ -63,7 +63,7 @@ def test_the_chain_from_text_to_bundle(cluster: Cluster, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_failed_link_cancels_the_rest(cluster: Cluster, tmp_path: Path) -> None:
     recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(yaml.safe_dump(tiny_recipe(tmp_path)))  # its texts are not there
+    recipe.write_text(yaml.safe_dump(tiny_recipe(tmp_path)))  # its texts are missing
     jobs = chain(cluster, recipe, "--run.folder", tmp_path / "run")
     assert jobs["prepare"].wait() == "FAILED"
     assert [jobs[name].wait() for name in ("train", "evaluate", "export")] == ["CANCELLED"] * 3
@@ -72,7 +72,7 @@ def test_a_failed_link_cancels_the_rest(cluster: Cluster, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_one_task_of_a_sweep_is_preempted(cluster: Cluster, tiny_corpus: Path, tmp_path: Path) -> None:
-    """The last task of an array, which has the array's own number: the others are left alone."""
+    """Only the last task of an array is requeued, although it has the array's job id."""
     recipes = []
     for name in ("a", "b"):
         values = tiny_recipe(tiny_corpus.parent)
@@ -100,7 +100,7 @@ def test_one_task_of_a_sweep_is_preempted(cluster: Cluster, tiny_corpus: Path, t
 
 
 def numbers(cluster: Cluster, array: Job) -> list[str]:
-    """The job numbers of an array's tasks that have started."""
+    """Return the job ids of an array's tasks that have started."""
     lines = cluster.run("scontrol", "-o", "show", "job", array.number).stdout.splitlines()
     fields = [dict(pair.split("=", 1) for pair in line.split() if "=" in pair) for line in lines]
     return [one["JobId"] for one in fields if one["ArrayTaskId"].isdigit()]

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 def test_nodes_are_equal_to_one_process(
     cluster: Cluster, tiny_corpus: Path, recipe_file: Path, tmp_path: Path, nodes: int, tasks: int
 ) -> None:
-    """With several tasks a node, from a corpus that is copied to the nodes first; else from another run's weights."""
-    # Adam would blow up the rounding of gradients that are zero, with the paper's epsilon.
+    """With several tasks per node, also from a corpus that is staged; with one, also from another run's weights."""
+    # With the paper's epsilon, Adam would amplify rounding errors of gradients that are zero.
     exact = ["--training.adam_epsilon", 1e-3]
     alone, together, parent = tmp_path / "alone", tmp_path / "together", tmp_path / "parent"
     if tasks == 1:
