@@ -29,7 +29,7 @@ def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: 
     assert "127.0.0.12: task 1: Killed" in job.log
 
     wait_until_saved(job, run, step=killed_at + 4)
-    # The others' store lives in rank 0, and does not answer either.
+    # Rank 0 holds the store of the others, which does not respond either.
     [rank] = cluster.tasks(job.number, rank=0)
     os.kill(rank, signal.SIGSTOP)
     job.wait_for("; requeued", times=2)
@@ -46,7 +46,7 @@ def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: 
 
 
 def test_a_lost_node(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """Two of three nodes are left, and go on with what three had begun."""
+    """The two other nodes resume the run of three."""
     run = tmp_path / "run"
     options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000, "--trainer.max_steps", 60]
     job = train(cluster, recipe_file, run, *options, nodes=3, environment=SLOWLY)
@@ -69,12 +69,12 @@ def test_a_crash_that_repeats_ends_the_job(cluster: Cluster, recipe_file: Path, 
     run = tmp_path / "run"
     job = train(cluster, recipe_file, run, environment={**SLOWLY, "CRASH_AFTER": "6"})
     assert job.wait() == "FAILED", job.log
-    # Once from the beginning, then from the checkpoint that it had left.
+    # Once from the beginning, then from the checkpoint of step 4.
     assert job.restarts == 4
     assert job.log.count("[rank1]: step 6: rank 1 on 127.0.0.12 failed\n") == 4
     assert f"error: {run}: the job has failed 3 times from step=00000004.ckpt; " in job.log
     assert "not requeued" in job.log.splitlines()[-1]
-    # Mended and submitted again, it goes on.
+    # Without the fault, it resumes when it is submitted again.
     mended = train(cluster, recipe_file, run)
     assert mended.wait() == "COMPLETED", mended.log
     assert resumed_from(mended) == [4]
@@ -89,7 +89,7 @@ def test_a_crash_before_training_repeats(cluster: Cluster, recipe_file: Path, tm
 
 
 def test_a_mistake_is_not_repeated(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """Found by rank 0 alone, while others wait for it."""
+    """Only rank 0 finds it, while the other ranks wait for rank 0."""
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("meow")
     job = train(cluster, recipe_file, tmp_path / "photos")
