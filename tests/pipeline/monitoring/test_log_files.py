@@ -1,4 +1,4 @@
-"""Log files as TensorBoard's own reader and plain JSON see them, cut back, torn and on a full disk."""
+"""Log files as TensorBoard's reader and a JSON parser see them: after a resume, torn, and on a full disk."""
 
 import os
 import resource
@@ -30,7 +30,7 @@ def log_steps(run: Path, after: int, last: int, value: float) -> None:
 def test_one_run_one_curve(tmp_path: Path) -> None:
     log_steps(tmp_path, 0, 7, 0.25)
     log_steps(tmp_path, 4, 6, 0.5)
-    log_steps(tmp_path, 4, 5, 0.75)  # from the same checkpoint again, and not as far as the last time
+    log_steps(tmp_path, 4, 5, 0.75)  # from the same checkpoint again, for fewer steps
     log_steps(tmp_path, 5, 9, 0.125)
     expected = [*(step + 0.25 for step in range(1, 5)), 5.75, *(step + 0.125 for step in range(6, 10))]
     assert scalars(tmp_path, "loss") == list(enumerate(expected, 1))
@@ -47,7 +47,7 @@ def test_one_run_one_curve(tmp_path: Path) -> None:
 
 
 def log_with_validation(run: Path, after: int, last: int, validation_pending: bool) -> None:
-    """A point a step, and behind it one of a validation at every second step."""
+    """Log a point per step, followed by a validation at every second step."""
     log = RunLog(run, after, writes=True, validation_pending=validation_pending)
     log.truncate_after()
     for step in range(after + 1, last + 1):
@@ -58,8 +58,8 @@ def log_with_validation(run: Path, after: int, last: int, validation_pending: bo
 
 
 @pytest.mark.parametrize("pending", [False, True])
-def test_a_validation_that_is_done_again_is_cut_off(tmp_path: Path, pending: bool) -> None:
-    """With the step's own validation still to come, and with that one done."""
+def test_a_validation_that_will_be_repeated_is_removed(tmp_path: Path, pending: bool) -> None:
+    """Resume from step 4, once before its validation and once after it."""
     log_with_validation(tmp_path, 0, 5, False)
     log_with_validation(tmp_path, 4, 6, pending)
     validations = [(2, 0.5), (6, 4.5)] if pending else [(2, 0.5), (4, 0.5), (6, 4.5)]
@@ -71,7 +71,7 @@ def test_a_validation_that_is_done_again_is_cut_off(tmp_path: Path, pending: boo
     assert [one["step"] for one in read_metrics(tmp_path) if "loss" in one] == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_a_kill_has_torn_is_cut_off(tmp_path: Path) -> None:
+def test_a_torn_record_is_removed(tmp_path: Path) -> None:
     log_steps(tmp_path, 0, 3, 0.0)
     [events] = (tmp_path / "tensorboard").iterdir()
     for path in (events, tmp_path / METRICS):
@@ -81,7 +81,7 @@ def test_what_a_kill_has_torn_is_cut_off(tmp_path: Path) -> None:
     assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4, 5]
 
 
-def test_what_a_power_cut_has_left_is_cut_off(tmp_path: Path) -> None:
+def test_garbage_after_a_power_cut_is_removed(tmp_path: Path) -> None:
     log_steps(tmp_path, 0, 3, 0.0)
     [events] = (tmp_path / "tensorboard").iterdir()
     for path in (events, tmp_path / METRICS):
@@ -92,7 +92,7 @@ def test_what_a_power_cut_has_left_is_cut_off(tmp_path: Path) -> None:
     assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4]
 
 
-def test_an_older_runs_metrics_have_todays_names(tmp_path: Path) -> None:
+def test_metrics_of_version_0_1_0_have_current_names(tmp_path: Path) -> None:
     (tmp_path / METRICS).write_text('{"step": 2, "work/share_of_ceiling": 0.5, "work/epoch": 1, "train/work/a": 3}\n')
     assert list(read_metrics(tmp_path)) == [
         {"step": 2, "train_perf/mfu": 0.5, "train_perf/epoch": 1, "train/work/a": 3}
@@ -123,7 +123,7 @@ def test_a_full_disk_is_one_warning_and_tears_nothing(tmp_path: Path, capsys: py
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert said.startswith(f"warning: {tmp_path}/tensorboard: ")
-    # When there is room again, logging goes on.
+    # When there is space again, logging continues.
     log.log_metrics({"loss": 4.0}, 9)
     log.finalize("success")
     assert scalars(tmp_path, "loss")[0] == (1, 1.0)

@@ -1,4 +1,4 @@
-"""What the terminal shows, a real one and none."""
+"""Training progress on a terminal and in a file."""
 
 import os
 import pty
@@ -30,7 +30,7 @@ def read(descriptor: int) -> str:
     while True:
         try:
             chunk = os.read(descriptor, 1 << 16)
-        except OSError:  # a terminal that its last writer has left
+        except OSError:  # the other end of the terminal is closed
             chunk = b""
         if not chunk:
             os.close(descriptor)
@@ -49,8 +49,8 @@ def test_a_bar_in_a_terminal() -> None:
     assert "training: step" not in said
 
 
-def test_lines_where_there_is_none() -> None:
-    """The first at once, the last at the end, and in between a line a minute at most."""
+def test_lines_in_a_file() -> None:
+    """The first line at once, the last at the end, and between them at most one line per minute."""
     ours, theirs = os.pipe()
     run(theirs)
     os.close(theirs)

@@ -1,4 +1,4 @@
-"""The monitor's scalars, against counts taken from the batches themselves."""
+"""The logged metrics of training, compared with counts of the batches."""
 
 import json
 from itertools import islice
@@ -33,7 +33,7 @@ def padded_tokens(share: RankBatch) -> int:
 @pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
 def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_path: Path) -> None:
-    """The first of two ranks, on a corpus with padded batches."""
+    """Run the first of two ranks on a corpus with padded batches."""
     quiet_lightning()
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
