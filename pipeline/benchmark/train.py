@@ -185,7 +185,8 @@ def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", device: Benchmark
     comparison = SideBySide(others, LOOP_STEPS, LOOP_ROUND, device.device, device.dtype)
     # The progress bar is part of the cost but is not shown.
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
-        _fit(module, data, comparison, device.options, [TrainingMonitor(LOOP_ROUND)], RunLog(Path(folder), 0, writes=True))
+        log = RunLog(Path(folder), 0, writes=True)
+        _fit(module, data, comparison, device.options, [TrainingMonitor(LOOP_ROUND)], log)
     return comparison
 
 
