@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 from pipeline.__main__ import main
+from pipeline.monitoring.log_files import read_metrics
 from tests.compatibility.make_fixture import bundle_outputs
 from tests.conftest import pipeline
 from tests.integration.runs import accumulator, scalars
@@ -63,8 +64,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def productive_seconds(run: Path) -> float:
     """Return the total time of the steps of the run, repeated ones excluded, from the last logged goodput."""
     submitted = min(start["submitted"] for start in read_jsonl(run / "starts.jsonl"))
-    last = [line for line in read_jsonl(run / "metrics.jsonl") if "work/goodput" in line][-1]
-    return last["work/goodput"] * max(last["time"] - submitted, 1e-9)
+    last = [line for line in read_metrics(run) if "train_perf/goodput" in line][-1]
+    return last["train_perf/goodput"] * max(last["time"] - submitted, 1e-9)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -89,6 +90,7 @@ def test_an_old_run_resumes_at_its_step(old: OldRun, capsys: pytest.CaptureFixtu
     for line, curve in zip(found, expected["curves"], strict=True):
         curve = {name.replace("work/", "train_perf/"): value for name, value in curve.items()}
         assert {name: line[name] for name in curve} == pytest.approx(curve, rel=1e-3)
+    assert_summary_has_one_name_a_curve(run)
     # Patience keeps counting, the checkpoint of the stop is replaced, and a worse BLEU does not replace the best.
     last = expected["curves"][-1]["step"]
     assert f"stopped early at step {last}" in done.stderr.decode()
@@ -97,7 +99,8 @@ def test_an_old_run_resumes_at_its_step(old: OldRun, capsys: pytest.CaptureFixtu
     # Curves have neither gaps nor duplicates, the plot of positions is not repeated, and goodput counts earlier time.
     bleu = [line["step"] for line in lines if "validation/bleu" in line]
     assert [at for at, _ in scalars(run, "validation/bleu")] == bleu == sorted(set(bleu))
-    assert len(accumulator(run).Images("what_it_looks_at/positions")) == 1
+    images = [tag for tag in accumulator(run).Tags()["images"] if tag.endswith("/positions")]
+    assert [len(accumulator(run).Images(tag)) for tag in images] == [1]
     assert productive_seconds(run) >= seconds
     assert_same_translations(
         translations(capsys, f"run/checkpoints/{expected['checkpoints'][-1]}"), expected["last"], tolerance=2e-3

@@ -53,7 +53,7 @@ def test_ctrl_c_waits_for_the_command_to_save(tmp_path: Path) -> None:
     while not (tmp_path / "begun").exists() and running.poll() is None:
         time.sleep(0.05)
     os.killpg(running.pid, signal.SIGINT)  # a terminal signals the process group
-    assert running.communicate()[1].endswith("the demo stopped at 'fit'; run it again\n")
+    assert running.communicate()[1].endswith("the demo stopped at 'fit'; run the demo again to continue\n")
     assert running.returncode == 130
     assert (tmp_path / "saved").exists()
 

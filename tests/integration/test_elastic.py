@@ -85,7 +85,7 @@ def test_resuming_with_one_two_three_and_one_ranks(tiny_corpus: Path, recipe_fil
 
     losses = [loss for _, loss in scalars(whole, "train/loss")]
     assert losses[-1] < 0.9 * losses[0]  # it has learned something
-    for tag in ("train/loss", "train/learning_rate", "work/epoch", "validation/loss"):
+    for tag in ("train/loss", "train/learning_rate", "train_perf/epoch", "validation/loss"):
         assert scalars(run, tag) == [(step, pytest.approx(value, rel=2e-6)) for step, value in scalars(whole, tag)], tag
     resumed, expected = (torch.load(checkpoints(path)[-1], weights_only=True)["state_dict"] for path in (run, whole))
     for name, weight in resumed.items():

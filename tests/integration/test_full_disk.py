@@ -145,7 +145,7 @@ def test_disk_full_while_logging(disk: SmallDisk, recipe_file: Path, devices: in
     assert disk.process.wait(60) == 75, disk.stderr()
     assert disk.stderr().count("warning: ") == 1
     assert "Traceback" not in disk.stderr()
-    steps = [line["step"] for line in metrics(run)]
+    steps = [line["step"] for line in read_metrics(run)]
     assert steps == sorted(steps)
     assert max(later - earlier for earlier, later in pairwise(steps)) > 5  # training continued without logging
     # The disk may have filled up between the two logs of a step.

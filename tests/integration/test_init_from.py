@@ -38,7 +38,7 @@ def test_starts_from_the_weights_and_the_tokenizer_of_another_run(recipe_file: P
 
     report = pipeline("doctor", "--config", recipe_file, "--run.folder", tmp_path / "none", *start[2:])
     assert report.returncode == 0, report.stdout
-    assert b"begins from the weights of" in report.stdout
+    assert b"starts from the weights of" in report.stdout
 
     # The same command again, as a requeued job runs it, resumes.
     stderr = fit(recipe_file, *start, "--trainer.max_steps", 2, "--training.learning_rate_factor", 0)

@@ -109,8 +109,8 @@ def test_unusable_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer_options({"accelerator": "cpu"})["accelerator"] == "cpu"
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     step = JobStep("1", rank=0, local_rank=0, num_tasks=8, num_nodes=1, tasks_per_node=8, restarts=0)
-    results = {finding.what: finding.well for finding in machine(step)}
-    assert [well for message, well in results.items() if "8 GPUs and torch sees 0" in message] == [False]
+    results = {result.message: result.ok for result in check_machine(step)}
+    assert [ok for message, ok in results.items() if "8 GPUs on this node and torch sees 0" in message] == [False]
     assert any("8 GPUs that torch cannot use" in message for message in results)
 
 
