@@ -1,48 +1,44 @@
-"""The network's forward pass through torch.compile, once for all shapes.
+"""The network's forward pass through torch.compile, without recompilation for new shapes.
 
-Sentences vary in length and batches in size, so sizes have to be symbols from the first call on. On a CPU there are
-two graphs, for batches with a source mask and without, and others of sentences past the table of sinusoids (1,024
-tokens). On a GPU each of them is made up to four times, for lengths of source and target that are a multiple of 8, as
-attention's kernels like them, or are not; and again where a size decides how Inductor fuses layer normalization's
-backward pass. What runs here after all have been met compiles nothing.
+Sentence lengths and batch sizes vary, so all sizes are symbolic from the first call on. On a CPU there are two graphs,
+for batches with and without a source mask, and two more for sentences that exceed the table of sinusoids (1,024
+tokens). On a GPU each has up to four variants, since attention kernels distinguish source and target lengths that are
+multiples of 8, and more where a size decides how Inductor fuses the backward pass of layer normalization. Once all of
+these exist, nothing is compiled any more.
 """
 
 import torch
 from torch import Tensor
 
+from model.torch_private import allow_graphs, mark_dynamic
 from model.transformer import Transformer
 
-_GRAPHS = 64
-"""PyTorch ends a run that needs a ninth graph of one function."""
+_MAX_GRAPHS = 64
+"""PyTorch's default is 8, and a run that needs more ends with an error."""
 
 
 class CompiledForward:
-    """Computes what `network(source, target, source_mask)` does.
+    """Compiled `network(source, target, source_mask)`.
 
-    No module but a function beside one: the network keeps its parameters' names and scripts as it is. Its forward
-    hooks do not run.
+    This is not a module, so the network keeps its parameter names and can be scripted. The network's forward hooks
+    are not called.
     """
 
     def __init__(self, network: Transformer, backend: str = "inductor") -> None:
-        """Compiles at the first calls, each of which takes a minute or so with PyTorch's own `backend`."""
-        torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
+        """Prepare compilation, which happens in the first calls and takes about a minute each with Inductor."""
+        allow_graphs(_MAX_GRAPHS)
         self._network = network
         self._compiled = torch.compile(network.forward, fullgraph=True, backend=backend)
 
     def __call__(self, source: Tensor, target: Tensor, source_mask: Tensor | None) -> Tensor:
-        """Ids [B, S] and [B, T], bool [B, S] or None -> decoder states [B, T, D]."""
+        """Return decoder states [B, T, D] of ids [B, S] and [B, T] and a bool mask [B, S] or None."""
         if 1 in (*source.shape, *target.shape):
-            # The compiler takes a size of one for a constant: each place for it would be another graph.
+            # The compiler treats a size of 1 as a constant, so each combination would need its own graph.
             return self._network(source, target, source_mask)
-        # Past the last learned position this raises here, and not in a graph.
+        # Raise for positions that are too large here, not inside a graph.
         self._network.positions(0, max(source.size(1), target.size(1)))
         mark_dynamic(source, 0, 1)
         mark_dynamic(target, 0, 1)
         if source_mask is not None:
             mark_dynamic(source_mask, 0, 1)
         return self._compiled(source, target, source_mask)
-
-
-def mark_dynamic(tensor: Tensor, *dimensions: int) -> None:
-    """Tell the compiler that these sizes vary, also where two of them happen to be equal at first."""
-    torch._dynamo.maybe_mark_dynamic(tensor, list(dimensions))

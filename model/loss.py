@@ -1,11 +1,11 @@
 """Label-smoothed cross-entropy, fused with the output projection (sections 3.4 and 5.4).
 
-The smoothed target gives every one of the V classes epsilon / V and the right one 1 - epsilon besides: PyTorch's
-and OpenNMT's definition. (fairseq spreads epsilon over the V - 1 wrong classes, tensor2tensor subtracts a
-constant: their losses are not comparable with these to the last digit.)
+The smoothed target assigns epsilon / V to each of the V classes and adds 1 - epsilon to the right one. This is the
+definition of PyTorch and OpenNMT. fairseq distributes epsilon over the V - 1 wrong classes and tensor2tensor subtracts
+a constant, so their losses differ slightly from these.
 
-A batch of 25,000 tokens over 37,000 pieces has 0.9 billion logits. They are never held at once: a chunk of rows
-at a time is projected, and its gradients are worked out on the spot, so that the backward pass only scales them.
+A batch of 25,000 tokens with 37,000 pieces has 0.9 billion logits. They are never in memory at once: the forward pass
+projects a chunk of rows at a time and computes its gradients immediately, and the backward pass only scales them.
 """
 
 from functools import cache
@@ -15,61 +15,61 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.compilation import mark_dynamic
-from model.cpu.linear import compiles_each_shape, rows_missing
+from model.cpu.linear import compiles_each_shape, num_missing_rows
+from model.torch_private import mark_dynamic
 
 _CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Logits held at a time: on a CPU what makes its products large enough, on a GPU what fills it (0.7 GB)."""
+"""Logits per chunk: enough for efficient products on a CPU, and enough to keep a GPU busy (0.7 GB)."""
 _CACHED_LOGITS = 1 << 18
-"""Of these a CPU's softmax has so many a thread at a time, which its cache holds."""
+"""Logits per thread that a CPU processes at a time after the product, so that they stay in its cache."""
+
+
+class _Options(NamedTuple):
+    epsilon: float
+    """The label smoothing."""
+    ignored_id: int
+    product_dtype: torch.dtype
+    with_gradient: bool
+    compiled: bool
 
 
 class LossSums(NamedTuple):
-    """Sums over the target tokens of a micro-batch, all float32 (float64 for float64 states) scalars."""
+    """Sums over the target tokens of a micro-batch: scalars in float32, or in float64 for float64 states."""
 
     smoothed: Tensor
-    """Label-smoothed cross-entropy: what is trained on; the only one that carries gradients."""
+    """Label-smoothed cross-entropy, the training loss. The other fields carry no gradients."""
     negative_log_likelihood: Tensor
-    """Without smoothing; its mean's exponential is the perplexity."""
+    """Cross-entropy without smoothing. The exponential of its mean is the perplexity."""
     num_correct: Tensor
-    """How often the right class is the likeliest (ties count, which bf16 has a few of)."""
+    """How often the right class is the most probable one. Ties count as correct; they occur in bfloat16."""
 
 
 def label_smoothed_loss(
     states: Tensor, weight: Tensor, targets: Tensor, label_smoothing: float, ignored_id: int, compiled: bool = False
 ) -> LossSums:
-    """Sums of the loss over all positions whose target is not `ignored_id`.
+    """Compute sums of the loss over all positions whose target is not `ignored_id`.
+
+    Products run in autocast's dtype if it is enabled; softmax, logarithms and sums in float32 or float64.
 
     Args:
         states: decoder states [..., D].
         weight: output projection [V, D].
         targets: integers [...], the pieces to predict.
         label_smoothing: epsilon in [0, 1).
-        ignored_id: the padding symbol.
-        compiled: pass over the logits by compiled kernels, which on a GPU read and write them a third as often.
-
-    Products run at autocast's precision where it is on; softmax, logarithms and sums at float32 or better.
+        ignored_id: id of the padding symbol.
+        compiled: process the logits with compiled kernels. On a GPU these read and write them a third as often.
     """
     device = states.device.type
     product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-    # Inside `forward` gradients are always off, and a parameter wants its own even under inference_mode.
+    # Decide here whether to compute gradients: they are always disabled inside `forward`, and a parameter requires
+    # them even under inference_mode.
     with_gradient = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
     states, targets = states.reshape(-1, states.size(-1)), targets.reshape(-1).long()
-    if compiles_each_shape(states):  # rows whose target is ignored count for nothing
-        missing = rows_missing(states)
+    if compiles_each_shape(states):  # rows whose target is ignored do not change the sums
+        missing = num_missing_rows(states)
         states, targets = F.pad(states, (0, 0, 0, missing)), F.pad(targets, (0, missing), value=ignored_id)
-    return LossSums(
-        *_FusedLoss.apply(
-            states,
-            weight,
-            targets,
-            label_smoothing,
-            ignored_id,
-            product_dtype,
-            with_gradient,
-            compiled,
-        )
-    )
+    options = _Options(label_smoothing, ignored_id, product_dtype, with_gradient, compiled)
+    return LossSums(*_FusedLoss.apply(states, weight, targets, options))
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -79,14 +79,10 @@ class _FusedLoss(torch.autograd.Function):
         states: Tensor,
         weight: Tensor,
         targets: Tensor,
-        epsilon: float,
-        ignored_id: int,
-        product_dtype: torch.dtype,
-        with_gradient: bool,
-        compiled: bool,
+        options: _Options,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(states.device.type, enabled=False):
-            return _forward(ctx, states, weight, targets, epsilon, ignored_id, product_dtype, with_gradient, compiled)
+            return _forward(ctx, states, weight, targets, options)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -95,21 +91,15 @@ class _FusedLoss(torch.autograd.Function):
         return (
             grad_states * scale.to(grad_states.dtype) if grad_states is not None else None,
             grad_weight * scale.to(grad_weight.dtype) if grad_weight is not None else None,
-            *[None] * 6,
+            None,
+            None,
         )
 
 
 def _forward(
-    ctx: Any,
-    states: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    epsilon: float,
-    ignored_id: int,
-    product_dtype: torch.dtype,
-    with_gradient: bool,
-    compiled: bool,
+    ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor]:
+    epsilon, ignored_id, product_dtype, with_gradient, compiled = options
     num_rows, vocabulary_size = states.size(0), weight.size(0)
     sum_dtype = torch.promote_types(states.dtype, torch.float32)
     projection = weight.to(product_dtype)
@@ -143,7 +133,7 @@ def _forward(
             kept_chunk = chunk.to(sum_dtype) * kept
             grad_weight += difference.t() @ kept_chunk.to(product_dtype)
             kept_states_sum += kept_chunk.sum(0)
-        del logits, difference  # lest the next chunk's stand beside them
+        del logits, difference  # free them before the next chunk allocates its own
     if grad_states is not None and grad_weight is not None:
         grad_weight -= kept_states_sum * (epsilon / vocabulary_size)
         ctx.save_for_backward(grad_states, grad_weight.to(weight.dtype))
@@ -155,41 +145,43 @@ def _forward(
 def _over_classes(
     logits: Tensor, target: Tensor, mean_logits: Tensor, epsilon: float, ignored_id: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """All that goes over a chunk of logits [rows, V].
+    """Compute everything that reads a chunk of logits.
 
     Args:
-        logits: products of states and weights.
+        logits: products of states and weights [rows, V].
         target: int64 [rows, 1].
-        mean_logits: their mean over classes [rows, 1], in the type that sums have.
+        mean_logits: mean of the logits over the classes [rows, 1], in the dtype of the sums.
         epsilon: the label smoothing.
-        ignored_id: the padding symbol.
-        with_gradient: work out the last result too.
+        ignored_id: id of the padding symbol.
+        with_gradient: compute the last result, which is None otherwise.
 
-    Returns: [rows, 1] 1 for a real target and 0 for padding, the target's negative log-likelihood, the classes' mean
-    one, whether the target is the likeliest; and [rows, V] d smoothed / d logits, less -epsilon / V.
+    Returns:
+        Five tensors. The first four are [rows, 1]: 1 for a token and 0 for padding; the target's negative
+        log-likelihood; the mean of all classes' negative log-likelihoods; whether the target is the most probable
+        class. The last one is d smoothed / d logits [rows, V] without its term -epsilon / V.
     """
     sum_dtype = mean_logits.dtype
     kept = (target != ignored_id).to(sum_dtype)
     probabilities = torch.softmax(logits, -1, dtype=sum_dtype)
-    # The largest probability is never below 1 / V, so the normaliser comes from it without overflow.
+    # The largest probability is at least 1 / V, so its logarithm is finite.
     largest, target_logits = logits.amax(-1, keepdim=True), logits.gather(1, target)
-    log_normaliser = largest.to(sum_dtype) - probabilities.amax(-1, keepdim=True).log()
+    log_normalizer = largest.to(sum_dtype) - probabilities.amax(-1, keepdim=True).log()
     difference: Tensor | None = None
     if with_gradient:
-        # d loss / d logits = p - (1 - epsilon) onehot - epsilon / V; the last term is added as a whole elsewhere.
+        # d loss / d logits = p - (1 - epsilon) onehot - epsilon / V. `_forward` adds the last term.
         if torch.compiler.is_compiling():
-            is_target = torch.arange(logits.size(1), device=logits.device) == target  # never stored, unlike below
+            is_target = torch.arange(logits.size(1), device=logits.device) == target  # fused, so not stored
             difference = (probabilities + is_target * (epsilon - 1.0)).to(logits.dtype)
         else:
             probabilities.scatter_add_(1, target, kept.new_full(target.shape, epsilon - 1.0))
             difference = probabilities.to(logits.dtype)
-    target_loss = log_normaliser - target_logits.to(sum_dtype)
-    return kept, target_loss, log_normaliser - mean_logits, target_logits == largest, difference
+    target_loss = log_normalizer - target_logits.to(sum_dtype)
+    return kept, target_loss, log_normalizer - mean_logits, target_logits == largest, difference
 
 
 def _over_rows(compiled: bool, logits: Tensor, target: Tensor, mean_logits: Tensor, *options: Any) -> Any:
-    """As `_over_classes`, compiled or not."""
-    if not compiled or logits.size(0) == 1:  # the compiler takes a size of one for a constant
+    """Call `_over_classes`, compiled or not."""
+    if not compiled or logits.size(0) == 1:  # the compiler treats a size of 1 as a constant
         return _over_classes(logits, target, mean_logits, *options)
     for tensor in (logits, target, mean_logits):
         mark_dynamic(tensor, 0)
@@ -197,7 +189,7 @@ def _over_rows(compiled: bool, logits: Tensor, target: Tensor, mean_logits: Tens
 
 
 def _over_rows_in_cache(compiled: bool, logits: Tensor, target: Tensor, mean_logits: Tensor, *options: Any) -> Any:
-    """As `_over_rows`, a few rows at a time, whose gradient takes the place of their logits."""
+    """Call `_over_rows` for a few rows at a time, and overwrite their logits with the gradient."""
     num_rows = max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1)))
     columns, difference = [], None
     for start in range(0, logits.size(0), num_rows):

@@ -1,4 +1,4 @@
-"""Linear layers that train in bfloat16 on a CPU without new kernels for every batch."""
+"""Linear layers that train in bfloat16 on a CPU without compiling kernels for every batch shape."""
 
 from typing import Any
 
@@ -10,40 +10,40 @@ _BLOCK = 128
 
 
 class Linear(nn.Linear):
-    """As `nn.Linear`; where it trains in bfloat16 on a CPU, its products have a multiple of 128 rows.
+    """`nn.Linear` that pads its matrix products to a multiple of 128 rows when it trains in bfloat16 on a CPU.
 
-    oneDNN, which multiplies bfloat16 there, compiles kernels for each shape and keeps those of 1,024. Two batches of
-    sentences seldom have equally many rows, so that every step waited for the compiler: on a CPU with AMX for a
-    fifth of its time (torch 2.13). The rows added are zeros, of which nothing is left in any result.
+    There PyTorch uses oneDNN, which compiles kernels for each shape and caches those of 1,024 shapes. Batches of
+    sentences rarely have the same number of rows, so without padding every step compiles: a fifth of the step time on
+    a CPU with AMX (torch 2.13). The added rows are zeros and are removed from all results.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        if torch.jit.is_scripting():  # on its own, or TorchScript reads on
+        """Map [..., in] to [..., out]."""
+        if torch.jit.is_scripting():  # a separate `if`, so that TorchScript does not compile the rest
             return F.linear(x, self.weight, self.bias)
         if not torch.is_grad_enabled() or not compiles_each_shape(x):
             return F.linear(x, self.weight, self.bias)
         rows = x.flatten(0, -2)
-        product = F.linear(_WholeBlocks.apply(rows), self.weight, self.bias)
+        product = F.linear(_PadRows.apply(rows), self.weight, self.bias)
         return _FirstRows.apply(product, rows.size(0)).unflatten(0, x.shape[:-1])
 
 
 def compiles_each_shape(x: Tensor) -> bool:
-    """Whether oneDNN multiplies x, so that each new shape costs the time to compile kernels for it."""
+    """Return whether a product with x runs in oneDNN, which compiles kernels for each new shape."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
     return dtype == torch.bfloat16
 
 
-def rows_missing(x: Tensor) -> int:
-    """How many rows [rows, n] lacks to a multiple of 128."""
+def num_missing_rows(x: Tensor) -> int:
+    """Return how many rows must be added to x [rows, n] to reach a multiple of 128."""
     return -x.size(0) % _BLOCK
 
 
-def whole_blocks(x: Tensor) -> Tensor:
-    """[rows, n] -> [a multiple of 128, n] in bfloat16, zeros below."""
-    missing = rows_missing(x)
+def pad_rows(x: Tensor) -> Tensor:
+    """Pad x [rows, n] with zero rows to a multiple of 128 rows, in bfloat16."""
+    missing = num_missing_rows(x)
     if not missing:
         return x.to(torch.bfloat16)
     padded = x.new_empty(x.size(0) + missing, x.size(1), dtype=torch.bfloat16)
@@ -52,11 +52,11 @@ def whole_blocks(x: Tensor) -> Tensor:
     return padded
 
 
-class _WholeBlocks(torch.autograd.Function):
+class _PadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.rows, ctx.dtype = x.size(0), x.dtype
-        return whole_blocks(x)
+        return pad_rows(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
@@ -70,4 +70,4 @@ class _FirstRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return whole_blocks(gradients[0]), None
+        return pad_rows(gradients[0]), None

@@ -1,56 +1,79 @@
-"""Linear layers whose weights lie packed, for decoding in float32 on an x86 CPU.
+"""Linear layers with packed weights, for decoding in float32 on an x86 CPU.
 
-PyTorch multiplies float32 with MKL and lays each weight out anew at each call. oneDNN, which is in PyTorch too, takes
-a weight that was laid out once: for the few rows of a decoding step two to three times as fast, and on an AMD CPU,
-where MKL leaves AVX-512 alone, twice as fast for many rows too (torch 2.13). The results differ by rounding.
+For float32 products, PyTorch calls MKL, which converts the weight to its internal layout in each call. oneDNN, which
+PyTorch includes, accepts a weight that was converted once. For the few rows of a decoding step this is two to three
+times as fast. On AMD CPUs, where MKL does not use AVX-512, it is twice as fast for many rows too (torch 2.13). The
+results differ by rounding.
+
+A packed weight cannot be saved, and its operators exist only if PyTorch was built with oneDNN. An exported search
+therefore contains the lazy layers, which receive plain weights after loading and pack them at the first call. The
+other layers pack at once and then keep the plain weight only if they need it.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.transformer import Transformer
+from model.torch_private import pack_weight, packed_linear
 
 SMALL_PRODUCT = 1 << 19
-"""Multiplications up to which MKL is faster."""
+"""Number of multiplications up to which MKL is faster."""
 
 
 class PackedLinear(nn.Module):
-    """As the `nn.Linear` that it is made of; without a gradient, and it does not move to another device."""
+    """`nn.Linear` with a packed weight, without gradients. It cannot move to another device."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self.packed = pack_weight(weight.detach())
         self.bias = bias.detach() if bias is not None else None
-        # Kept where it can serve, for one row at least.
+        # Keep the plain weight only if some inputs are small enough for MKL to be faster.
         self.most_rows = SMALL_PRODUCT // weight.numel()
         self.weight = weight.detach() if self.most_rows else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Map [..., in] to [..., out]."""
         if self.weight is not None and x.numel() <= self.most_rows * x.size(-1):
             return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return packed_linear(x, self.packed, self.bias)
 
 
 class PackedProjection(PackedLinear):
-    """As `transformer.Projection`, with its matrix packed."""
+    """`transformer.Projection` with a packed weight."""
 
     def forward(self, states: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
-        """[..., D] -> [..., V]; the matrix given is the one that was packed."""
+        """Map states [..., D] to logits [..., V]. `weight` is ignored: it is the matrix that was packed."""
         return super().forward(states)
 
 
-def can_pack(network: Transformer) -> bool:
-    """Whether the network is on a CPU, in float32, and PyTorch was built with oneDNN."""
-    weight = network.embedding.weight
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+class LazyPackedLinear(nn.Module):
+    """`PackedLinear` for TorchScript. It packs its parameter `weight` at the first call that needs it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        self.packed = torch.empty(0)
+        self.most_rows = SMALL_PRODUCT // weight.numel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        if x.numel() <= self.most_rows * x.size(-1):
+            return F.linear(x, self.weight, self.bias)
+        if self.packed.numel() == 0:
+            self.packed = pack_weight(self.weight)
+        return packed_linear(x, self.packed, self.bias)
 
 
-def pack_linears(network: Transformer) -> None:
-    """Replace all linear layers and the output projection, in place; the network then only decodes."""
-    for module in list(network.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(module, name, PackedLinear(child.weight, child.bias))
-    network.projection = PackedProjection(network.embedding.weight, None)
+class LazyPackedProjection(nn.Module):
+    """`PackedProjection` for TorchScript. It packs the matrix of its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = torch.empty(0)
+
+    def forward(self, states: Tensor, weight: Tensor) -> Tensor:
+        """Map states [..., D] to logits [..., V] by the weight [V, D]."""
+        if self.packed.numel() == 0:
+            self.packed = pack_weight(weight)
+        return packed_linear(states, self.packed, None)

@@ -132,7 +132,7 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     import torch
 
     from data_module.errors import InputError
-    from model.cpu.packed_linear import can_pack
+    from model.packing import can_pack
     from pipeline.export import formats
     from pipeline.export.card import make_card
     from pipeline.export.ctranslate2_model import NUM_POSITIONS

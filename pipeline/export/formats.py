@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from model.cpu.packed_linear import can_pack, pack_linears
+from model.packing import can_pack, pack_linears
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program, torchscript
 from pipeline.export.ctranslate2_model import write_ctranslate2

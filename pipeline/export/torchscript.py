@@ -1,6 +1,6 @@
 """`model.ts`: network, greedy and beam search, tokenizer and card in one TorchScript file.
 
-It contains `packed.ts`, the same search without weights, for CPUs: see `model/cpu/lazy_packed_linear.py`.
+It contains `packed.ts`, the same search without weights, for CPUs: see `model/packing.py`.
 """
 
 import io
@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from data_module.tokenization.tokenizer import Tokenizer
-from model.cpu.lazy_packed_linear import strip_weights
-from model.cpu.packed_linear import can_pack
 from model.decoding import BeamSearch
+from model.packing import can_pack, strip_weights
 from model.transformer import Transformer
 from pipeline.runtime.atomic_file import atomic_file
 

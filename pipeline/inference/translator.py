@@ -12,8 +12,8 @@ from torch import Tensor
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
-from model.cpu.packed_linear import can_pack, pack_linears
 from model.decoding import BeamSearch
+from model.packing import can_pack, pack_linears
 from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.text_io import progress_bar

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.cpu.lazy_packed_linear import LazyPackedLinear, LazyPackedProjection
 from model.cpu.linear import Linear
-from model.cpu.packed_linear import PackedLinear, PackedProjection, can_pack, pack_linears
+from model.cpu.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
 from model.decoding import BeamSearch
+from model.packing import can_pack, pack_linears
 from tests.model.search_truth import (
     BOS,
     EOS,

@@ -1,0 +1,79 @@
+"""PyTorch's private interfaces are where `model/torch_private.py` looks for them, and do what it says."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import torch_private
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+def test_packed_products() -> None:
+    weight, bias, x = torch.randn(40, 30), torch.randn(40), torch.randn(2, 3, 30)
+    packed = torch_private.pack_weight(weight)
+    torch.testing.assert_close(torch_private.packed_linear(x, packed, bias), F.linear(x, weight, bias))
+    torch.testing.assert_close(torch_private.packed_linear(x, packed, None), F.linear(x, weight))
+
+
+@pytest.fixture
+def _restored_limit() -> Iterator[None]:
+    before = torch._dynamo.config.recompile_limit
+    torch.compiler.reset()
+    yield
+    torch._dynamo.config.recompile_limit = before
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_restored_limit")
+def test_sizes_vary_within_one_graph_and_graphs_are_limited() -> None:
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> object:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    doubled = torch.compile(lambda x: x * 2, backend=count)
+    for rows in (5, 6, 7):
+        x = torch.zeros(rows, 5)
+        torch_private.mark_dynamic(x, 0, 1)
+        doubled(x)
+    assert graphs == 1
+    torch._dynamo.config.recompile_limit = 2
+    torch_private.allow_graphs(1)
+    assert torch._dynamo.config.recompile_limit == 2
+    torch_private.allow_graphs(20)
+    constant = torch.compile(lambda x, number: x * number, backend=count, fullgraph=True, dynamic=False)
+    for number in range(12):
+        constant(torch.zeros(3), number)
+    assert graphs == 13
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_fused_optimizers_skip_a_step_and_divide_gradients(kind: type[torch.optim.Optimizer]) -> None:
+    steps = []
+    for found_inf, scale in ((0.0, 4.0), (0.0, None), (1.0, 4.0)):
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = kind([parameter], lr=0.1, fused=True)  # type: ignore[call-arg]
+        assert torch_private.skips_non_finite_steps(optimizer)
+        parameter.grad = torch.full((3,), 0.001 * (scale or 1.0))
+        factor = torch.tensor(scale) if scale is not None else None
+        torch_private.set_gradient_scaling(optimizer, factor, torch.tensor(found_inf))
+        optimizer.step()
+        steps.append(parameter.detach() - 1)
+    torch.testing.assert_close(steps[0], steps[1])
+    assert bool(steps[0].all())
+    assert not steps[2].any()
+    assert not torch_private.skips_non_finite_steps(kind([parameter], lr=0.1, fused=False))  # type: ignore[call-arg]
+
+
+def test_the_default_generator_is_dropouts() -> None:
+    device = torch.device("cpu")
+    torch_private.default_generator(device).manual_seed(3)
+    found = F.dropout(torch.ones(50), 0.5)
+    torch.manual_seed(3)
+    assert torch.equal(found, F.dropout(torch.ones(50), 0.5))
+    assert isinstance(torch.cuda.default_generators, tuple)
