@@ -2,10 +2,10 @@
 
 Shapes: B batch, T queries, S keys, D d_model, H heads, K d_k, V d_v.
 A mask is True where attention is allowed and broadcasts to [B, H, T, S].
-Deviation: the projections have biases, as torch.nn.MultiheadAttention's; the paper's formulas have none.
+Unlike the paper's formulas, the projections have biases, as in torch.nn.MultiheadAttention.
 
-Nothing here hands out attention weights while training. To look at them, `weights` works them out from the same
-inputs (see `attention_maps.py`).
+Training does not compute attention weights as a separate tensor. `weights` recomputes them for inspection from the
+same inputs (see `attention_maps.py`).
 """
 
 import math
@@ -19,15 +19,16 @@ from model.settings import NetworkSettings
 
 
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """softmax(Q K^T / sqrt(d_k)), equation 1 without V.
+    """Compute softmax(Q K^T / sqrt(d_k)), which is equation 1 without V.
 
     Args:
         query: [B, H, T, K].
         key: [B, H, S, K].
-        mask: True where allowed, or None.
-        is_causal: query t sees keys 0 .. t only.
+        mask: True where attention is allowed, or None.
+        is_causal: query t attends to keys 0 to t only.
 
-    Returns: [B, H, T, S], rows that sum to one.
+    Returns:
+        [B, H, T, S]. Rows sum to one.
     """
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
     if is_causal:
@@ -39,19 +40,21 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """softmax(Q K^T / sqrt(d_k)) V (equation 1). Give a mask or is_causal, never both.
+    """Compute softmax(Q K^T / sqrt(d_k)) V (equation 1).
 
-    By the fused kernel, but where its backward pass is slow: for bf16 on a CPU it takes eight times as long as
-    plain products at sentence lengths (torch 2.13). From 256 tokens on it is kept, since it needs no T x S memory.
+    PyTorch's fused kernel is used except for bfloat16 training on a CPU. There its backward pass takes eight times as
+    long as plain products at sentence lengths (torch 2.13). Above 256 tokens the fused kernel is used in any case,
+    since it does not store T x S weights.
 
     Args:
         query: [B, H, T, K].
         key: [B, H, S, K].
         value: [B, H, S, V].
-        mask: True where allowed, or None.
-        is_causal: query t sees keys 0 .. t only.
+        mask: True where attention is allowed, or None. Must be None if `is_causal`.
+        is_causal: query t attends to keys 0 to t only.
 
-    Returns: [B, H, T, V].
+    Returns:
+        [B, H, T, V].
     """
     slow_backward = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.requires_grad
     if not slow_backward or query.size(2) > 256 or key.size(2) > 256:
@@ -66,17 +69,19 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is
 
 
 def attention_step(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-    """As `attend` without a gradient, for the few queries of a decoding step.
+    """Compute attention for the few queries of a decoding step, without gradients.
 
-    For many sentences on a CPU plain products are faster than the fused kernel: at one query twice (torch 2.13).
+    For more than 8 sentences on a CPU, plain products are faster than the fused kernel, by a factor of two for one
+    query (torch 2.13).
 
     Args:
         query: [B, H, N, K].
         key: [B, H, S, K].
         value: [B, H, S, V].
-        bias: added to the scores: 0 where attention is allowed and -inf elsewhere, in query's type; or None.
+        bias: added to the scores, 0 where attention is allowed and -inf elsewhere, in the query's dtype; or None.
 
-    Returns: [B, H, N, V].
+    Returns:
+        [B, H, N, V].
     """
     if query.device.type != "cpu" or query.size(0) <= 8:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
@@ -89,13 +94,21 @@ def attention_step(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
 def grow_cache(
     cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], paths: Tensor, used_slots: int, num_new: int
 ) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], Tensor]:
-    """A larger cache of those slots that are on some path, and the paths through it.
+    """Copy the slots that are on a path to a larger cache.
 
-    Of the slots on the paths, bool [B, N, slots], the last `num_new` are still to be written.
+    Args:
+        cache: for each decoder layer, keys and values of self-attention and of cross-attention.
+        paths: bool [B, N, used_slots + num_new], True at the slots that each hypothesis attends to. The last
+            `num_new` are not written yet.
+        used_slots: number of slots in use.
+        num_new: number of slots that the next step writes.
+
+    Returns:
+        The larger cache, and the paths through it.
     """
     needed = paths[:, :, :used_slots].any(1)
     num_needed = int(needed.sum(1).max())
-    # Sentences that need fewer keep some that are on no path.
+    # Sentences that need fewer slots also keep some that are on no path.
     places = needed.byte().topk(num_needed).indices.unsqueeze(1)
     sentences = torch.arange(paths.size(0), device=paths.device)[:, None, None]
     heads = torch.arange(cache[0][0].size(1), device=paths.device)[:, None]
@@ -112,12 +125,12 @@ def grow_cache(
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """[B, T, H * K] -> [B, H, T, K], a view."""
+    """Return a view of shape [B, H, T, K] of x [B, T, H * K]."""
     return x.view(x.size(0), x.size(1), num_heads, x.size(2) // num_heads).transpose(1, 2)
 
 
 class SelfAttention(nn.Module):
-    """Queries, keys and values from one sequence; the three projections are one product."""
+    """Self-attention. One matrix product computes queries, keys and values."""
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
@@ -125,7 +138,7 @@ class SelfAttention(nn.Module):
         self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
         self.query_key_value = Linear(d_model, num_heads * (2 * d_k + d_v))
         self.output = Linear(num_heads * d_v, d_model)
-        # Xavier by projection, not over the fused matrix: its spread must not depend on the fusing.
+        # Initialize each projection by itself. Xavier's bound for the fused matrix would be smaller.
         for part in self.query_key_value.weight.split([num_heads * d_k, num_heads * d_k, num_heads * d_v]):
             nn.init.xavier_uniform_(part)
         nn.init.xavier_uniform_(self.output.weight)
@@ -133,29 +146,30 @@ class SelfAttention(nn.Module):
         nn.init.zeros_(self.output.bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, D] -> queries and keys [B, H, T, K], values [B, H, T, V]."""
+        """Project x [B, T, D] to queries and keys [B, H, T, K] and values [B, H, T, V]."""
         keys_size = self.num_heads * self.d_k
         query, key, value = self.query_key_value(x).split([keys_size, keys_size, self.num_heads * self.d_v], -1)
         heads = self.num_heads
         return split_heads(query, heads), split_heads(key, heads), split_heads(value, heads)
 
     def forward(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """[B, T, D] -> [B, T, D]. Give a mask or is_causal, never both."""
+        """Map [B, T, D] to [B, T, D]. `mask` must be None if `is_causal`."""
         query, key, value = self.project(x)
         heads = attention(query, key, value, mask, is_causal)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, keys: Tensor, values: Tensor, start: int, bias: Tensor | None) -> Tensor:
-        """One more position of N hypotheses a sentence, which are the queries.
+        """Process the next position of N hypotheses per sentence.
 
         Args:
             x: [B, N, D].
-            keys: the cache [B, H, slots, K], written in place at slots start .. start + N - 1.
-            values: [B, H, slots, V], likewise.
-            start: how many slots are in use.
-            bias: [B, 1, N, start + N], 0 at the slots each hypothesis descends from and -inf elsewhere; or None.
+            keys: the cache [B, H, slots, K]. Slots start to start + N - 1 are written in place.
+            values: the cache [B, H, slots, V], written in the same way.
+            start: number of slots in use.
+            bias: [B, 1, N, start + N], 0 at the slots on each hypothesis's path and -inf elsewhere; or None.
 
-        Returns: [B, N, D].
+        Returns:
+            [B, N, D].
         """
         query, key, value = self.project(x)
         num_hypotheses = x.size(1)
@@ -167,13 +181,13 @@ class SelfAttention(nn.Module):
 
     @torch.jit.unused
     def weights(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """What `forward` attends to on the same inputs: [B, H, T, T]."""
+        """Return the attention weights [B, H, T, T] of `forward` for the same inputs."""
         query, key, _ = self.project(x)
         return attention_weights(query, key, mask, is_causal)
 
 
 class CrossAttention(nn.Module):
-    """Queries from the decoder, keys and values from the encoder's output."""
+    """Attention of the decoder over the encoder's output."""
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
@@ -190,29 +204,29 @@ class CrossAttention(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, D] -> keys [B, H, S, K], values [B, H, S, V]; decoding computes them once a sentence."""
+        """Project memory [B, S, D] to keys [B, H, S, K] and values [B, H, S, V]. Decoding does so once per sentence."""
         key, value = self.key_value(memory).split([self.num_heads * self.d_k, self.num_heads * self.d_v], -1)
         return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
     def attend(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, T, D] over given keys and values -> [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D] by attention over the given keys and values."""
         query = split_heads(self.query(x), self.num_heads)
         heads = attention(query, keys, values, mask, False)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-        """As `attend`, for the N hypotheses of a decoding step: [B, N, D] -> [B, N, D]; bias [B, 1, 1, S]."""
+        """Map [B, N, D] to [B, N, D] for N hypotheses per sentence in a decoding step; bias is [B, 1, 1, S]."""
         query = split_heads(self.query(x), self.num_heads)
         heads = attention_step(query, keys, values, bias)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, T, D] over memory [B, S, D] -> [B, T, D]."""
+        """Map x [B, T, D] to [B, T, D] by attention over memory [B, S, D]."""
         keys, values = self.keys_values(memory)
         return self.attend(x, keys, values, mask)
 
     @torch.jit.unused
     def weights(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
-        """What `forward` attends to on the same inputs: [B, H, T, S]."""
+        """Return the attention weights [B, H, T, S] of `forward` for the same inputs."""
         query = split_heads(self.query(x), self.num_heads)
         return attention_weights(query, self.keys_values(memory)[0], mask, False)

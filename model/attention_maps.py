@@ -1,4 +1,4 @@
-"""Attention weights of every layer and head, to be looked at. Training neither computes nor keeps them."""
+"""Attention weights of every layer and head, for inspection."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +14,16 @@ from model.transformer import Transformer
 def attention_maps(
     network: Transformer, source: Tensor, target: Tensor, source_mask: Tensor | None = None
 ) -> dict[str, list[Tensor]]:
-    """What a forward pass over these ids attends to.
+    """Run a forward pass and return its attention weights.
 
     Args:
-        network: it is run as it is, so in evaluation mode, unless dropout shall be seen at work.
-        source, target, source_mask: as for `Transformer.forward`.
+        network: the network, in evaluation mode unless dropout should be active.
+        source: ids [B, S].
+        target: ids [B, T].
+        source_mask: bool [B, S], True at tokens; or None.
 
-    Returns: for "encoder", "decoder" and "cross" one tensor a layer, [B, H, queries, keys], rows that sum to one.
+    Returns:
+        For "encoder", "decoder" and "cross", one tensor [B, H, queries, keys] per layer. Rows sum to one.
     """
     maps: dict[str, list[Tensor]] = {"encoder": [], "decoder": [], "cross": []}
     handles = []

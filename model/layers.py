@@ -1,51 +1,60 @@
 """Encoder and decoder layers (section 3.1), with the feed-forward network of section 3.3.
 
-Post-norm as in the paper, LayerNorm(x + Dropout(Sublayer(x))); with `pre_norm`, x + Dropout(Sublayer(LayerNorm(x))).
+The paper's layers are post-norm: Norm(x + Dropout(Sublayer(x))). With `network.pre_norm` they are
+x + Dropout(Sublayer(Norm(x))).
 """
 
-import torch.nn.functional as F
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from model.attention import CrossAttention, SelfAttention
 from model.cpu.dropout import Dropout
 from model.cpu.linear import Linear
+from model.registry import Registry
 from model.settings import NetworkSettings
+
+NORMS: Registry[Callable[[int], nn.Module]] = Registry("network.norm", layer_norm=nn.LayerNorm)
+"""Functions that take d_model and return a module [..., D] -> [..., D], by the name that `network.norm` holds."""
+ACTIVATIONS: Registry[Callable[[], nn.Module]] = Registry("network.activation", relu=nn.ReLU)
+"""Functions that return a module [..., D] -> [..., D], by the name that `network.activation` holds."""
 
 
 class FeedForward(nn.Module):
-    """max(0, x W1 + b1) W2 + b2 (equation 2)."""
+    """activation(x W1 + b1) W2 + b2; with ReLU, equation 2."""
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
         self.inner = Linear(settings.d_model, settings.d_ff)
         self.outer = Linear(settings.d_ff, settings.d_model)
+        self.activation = ACTIVATIONS[settings.activation]()
         for linear in (self.inner, self.outer):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        return self.outer(F.relu(self.inner(x)))
+        """Map [..., D] to [..., D]."""
+        return self.outer(self.activation(self.inner(x)))
 
 
 class Residual(nn.Module):
-    """What stands around every sub-layer: dropout, addition, normalization.
+    """The residual connection around a sub-layer: dropout, addition and normalization.
 
-    A layer calls `before`, its sub-layer, then `after`.
+    A layer computes `residual(x, sublayer(residual.before(x)))`.
     """
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(settings.d_model)
+        self.norm = NORMS[settings.norm](settings.d_model)
         self.dropout = Dropout(settings.dropout)
         self.pre_norm = settings.pre_norm
 
     def before(self, x: Tensor) -> Tensor:
-        """The sub-layer's input."""
+        """Return the input of the sub-layer."""
         return self.norm(x) if self.pre_norm else x
 
     def forward(self, x: Tensor, sublayer_output: Tensor) -> Tensor:
-        """The next sub-layer's x."""
+        """Return the output of the residual connection."""
         total = x + self.dropout(sublayer_output)
         return total if self.pre_norm else self.norm(total)
 
@@ -61,7 +70,7 @@ class EncoderLayer(nn.Module):
         self.feed_forward_residual = Residual(settings)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; mask [B, 1, 1, S] or None where no position is padding."""
+        """Map [B, S, D] to [B, S, D]. `mask` is [B, 1, 1, S], or None if no row is padded."""
         residual = self.self_attention_residual
         x = residual(x, self.self_attention(residual.before(x), mask, False))
         residual = self.feed_forward_residual
@@ -69,7 +78,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, attention over the encoder's output, then the feed-forward network."""
+    """Causal self-attention, cross-attention, then the feed-forward network."""
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
@@ -81,7 +90,10 @@ class DecoderLayer(nn.Module):
         self.feed_forward_residual = Residual(settings)
 
     def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None) -> Tensor:
-        """[B, T, D] with memory [B, S, D] -> [B, T, D]. Padding on the right needs no mask: causality hides it."""
+        """Map x [B, T, D] to [B, T, D] with memory [B, S, D].
+
+        Padding on the right of the target needs no mask, since causal attention hides it.
+        """
         residual = self.self_attention_residual
         x = residual(x, self.self_attention(residual.before(x), None, True))
         residual = self.cross_attention_residual
@@ -97,7 +109,10 @@ class DecoderLayer(nn.Module):
         memory_bias: Tensor | None,
         path_bias: Tensor | None,
     ) -> Tensor:
-        """One more position of N hypotheses a sentence, [B, N, D] -> [B, N, D]; see `Transformer.decode_step`."""
+        """Map [B, N, D] to [B, N, D] for the next position of N hypotheses per sentence.
+
+        See `Transformer.decode_step` for the arguments.
+        """
         residual = self.self_attention_residual
         x = residual(x, self.self_attention.step(residual.before(x), cache[0], cache[1], start, path_bias))
         residual = self.cross_attention_residual

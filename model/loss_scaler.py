@@ -1,35 +1,35 @@
-"""A factor on the loss that keeps small gradients above float16's smallest number."""
+"""Loss scaling for float16 training, which keeps small gradients from underflowing."""
 
 import torch
 from torch import Tensor
 
-_FIRST = 2.0**16
-_GROWS_AFTER = 2000
+_INITIAL_FACTOR = 2.0**16
+_GROWTH_INTERVAL = 2000
 
 
 class LossScaler:
-    """Halved by a gradient that is not finite, doubled after 2,000 that are.
+    """A factor on the loss that is halved after a non-finite gradient and doubled after 2,000 finite ones.
 
-    As in PyTorch's GradScaler, but the host never waits for a device, and gradients may be clipped in between: they
-    are divided by the factor inside the fused optimizer.
+    The rule is that of `torch.amp.GradScaler`. Unlike GradScaler, this class never synchronizes the host with a GPU,
+    and it leaves the gradients scaled: the optimizer divides by the factor, after clipping.
     """
 
     def __init__(self) -> None:
-        self.factor = torch.tensor(_FIRST)
+        self.factor = torch.tensor(_INITIAL_FACTOR)
         self._finite = torch.zeros(())
-        """Steps since the factor was last changed."""
+        """Number of steps since the factor changed."""
 
     def update(self, skipped: Tensor) -> None:
-        """Adapt to a step, which was skipped (1) or not (0)."""
+        """Update the factor after a step; `skipped` is 1 if its gradient was not finite, else 0."""
         finite = (self._finite + 1.0) * (1.0 - skipped)
-        grows = (finite >= _GROWS_AFTER).float()
+        grows = (finite >= _GROWTH_INTERVAL).float()
         self.factor = self.factor * (1.0 - 0.5 * skipped) * (1.0 + grows)
         self._finite = finite * (1.0 - grows)
 
     def state(self) -> list[float]:
-        """Plain values for a checkpoint."""
+        """Return the state as plain values, for a checkpoint."""
         return [self.factor.item(), self._finite.item()]
 
     def load_state(self, state: list[float]) -> None:
-        """As `state` gave it."""
+        """Restore what `state` returned."""
         self.factor, self._finite = torch.tensor(state)

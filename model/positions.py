@@ -1,4 +1,4 @@
-"""Positions: the paper's sinusoids (section 3.5), or a learned table (Table 3, row E)."""
+"""Positional encodings: sinusoids (section 3.5) or learned embeddings (Table 3, row E)."""
 
 import math
 
@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 
 def sinusoidal_table(num_positions: int, d_model: int, start: int = 0, device: torch.device | None = None) -> Tensor:
-    """PE(pos, 2i) = sin(pos / 10000^(2i/d_model)) and PE(pos, 2i+1) = cos of the same angle (section 3.5).
+    """Compute PE(pos, 2i) = sin(pos / 10000^(2i/d_model)) and PE(pos, 2i+1) = cos of the same angle (section 3.5).
 
-    Worked out in float64 and rounded once, since float32 angles are off by 1e-4 at position 1,000.
+    The angles are float64. In float32 they would have an error of 1e-4 at position 1,000.
 
-    Returns: float32 [num_positions, d_model], of the positions from `start` on.
+    Returns:
+        float32 [num_positions, d_model], for positions `start` to `start + num_positions - 1`.
     """
     position = torch.arange(start, start + num_positions, dtype=torch.float64, device=device).unsqueeze(1)
     even = torch.arange(0, d_model, 2, dtype=torch.float64, device=device)
@@ -23,27 +24,26 @@ def sinusoidal_table(num_positions: int, d_model: int, start: int = 0, device: t
 
 
 class SinusoidalPositions(nn.Module):
-    """The fixed formula, so there is no longest sentence; a table has the usual ones."""
+    """Sinusoidal encodings for any position. A table holds the first `num_positions` of them."""
 
     table: Tensor
 
     def __init__(self, d_model: int, num_positions: int = 1024) -> None:
         super().__init__()
         self.d_model = d_model
-        self.max_positions = 0  # no end
-        # Not persistent: a formula needs no place in a checkpoint. It keeps its size, since a moving average of the
-        # weights goes through the buffers too and would meet two tables of different sizes.
+        self.max_positions = 0  # unlimited
+        # The table is not saved in checkpoints. It must not grow: EMA pairs the buffers of two networks.
         self.register_buffer("table", sinusoidal_table(num_positions, d_model), persistent=False)
 
     def forward(self, start: int, length: int) -> Tensor:
-        """Rows start .. start + length - 1: [length, D]."""
+        """Return the encodings [length, D] of positions start to start + length - 1."""
         if start + length > self.table.size(0):
             return sinusoidal_table(length, self.d_model, start, self.table.device).to(self.table.dtype)
         return self.table[start : start + length]
 
 
 class LearnedPositions(nn.Module):
-    """One learned vector a position; a longer sentence than `max_positions` is an error."""
+    """One learned vector per position."""
 
     def __init__(self, d_model: int, max_positions: int) -> None:
         super().__init__()
@@ -52,13 +52,14 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.table, std=d_model**-0.5)
 
     def forward(self, start: int, length: int) -> Tensor:
-        """Rows start .. start + length - 1: [length, D].
+        """Return the encodings [length, D] of positions start to start + length - 1.
 
-        Raises ValueError past the last learned position.
+        Raises:
+            ValueError: a position is `max_positions` or more.
         """
         if start + length > self.max_positions:
             raise ValueError(
                 f"position {start + length} is past the {self.max_positions} learned ones "
-                "(network.max_positions); cut the sentence or use sinusoidal positions"
+                "(network.max_positions); shorten the sentence or use sinusoidal positions"
             )
         return self.table[start : start + length]

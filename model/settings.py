@@ -1,42 +1,47 @@
-"""The recipe's sections that say what is trained and how: `network:` and `training:`.
+"""The recipe's sections `network:`, `training:` and `decoding:`.
 
-These typed signatures are the recipe's schema; the defaults are the paper's base model.
+These dataclasses are the recipe's schema. Their defaults are the paper's base model.
 """
 
 from dataclasses import dataclass
 
 SHORTEST = 16
-"""A sentence counts as this many tokens at least: what a search holds grows with its answers too."""
+"""Minimum number of tokens that a sentence counts as in a batch. A search's memory grows with its answers too."""
 
 
 @dataclass(frozen=True)
 class NetworkSettings:
-    """What Table 3 of the paper varies, and pre-norm."""
+    """The recipe's `network:` section: what Table 3 of the paper varies, and the kind of norm and activation."""
 
     num_layers: int = 6
-    """Encoder layers, and as many decoder layers (N)."""
+    """Number of encoder layers and of decoder layers (N)."""
     d_model: int = 512
     d_ff: int = 2048
     num_heads: int = 8
     d_k: int | None = None
-    """Size of a head's keys; d_model / num_heads if null."""
+    """Size of a head's keys. If null, d_model / num_heads."""
     d_v: int | None = None
-    """Size of a head's values; d_model / num_heads if null."""
+    """Size of a head's values. If null, d_model / num_heads."""
     dropout: float = 0.1
-    """On sub-layer outputs and on embeddings plus positions (section 5.4)."""
+    """Applied to sub-layer outputs and to the sums of embeddings and positions (section 5.4)."""
     learned_positions: bool = False
     max_positions: int = 512
-    """How many positions are learned; sinusoidal ones have no end."""
+    """Number of learned positions. Sinusoidal ones are unlimited."""
     pre_norm: bool = False
+    """Normalize the input of each sub-layer, not the output of each residual connection."""
+    norm: str = "layer_norm"
+    """A name in `model.layers.NORMS`."""
+    activation: str = "relu"
+    """A name in `model.layers.ACTIVATIONS`, for the feed-forward networks."""
 
     @property
     def key_size(self) -> int:
-        """Of one head."""
+        """Size of a head's keys."""
         return self.d_model // self.num_heads if self.d_k is None else self.d_k
 
     @property
     def value_size(self) -> int:
-        """Of one head."""
+        """Size of a head's values."""
         return self.d_model // self.num_heads if self.d_v is None else self.d_v
 
     def __post_init__(self) -> None:
@@ -58,19 +63,26 @@ class NetworkSettings:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Loss, schedule and optimizer (sections 5.3 and 5.4)."""
+    """The recipe's `training:` section: loss, schedule and optimizer (sections 5.3 and 5.4)."""
 
     label_smoothing: float = 0.1
+    schedule: str = "paper"
+    """A name in `model.lr_schedule.SCHEDULES`."""
     warmup_steps: int = 4000
     learning_rate_factor: float = 1.0
-    """Multiplies the whole schedule; 1 in the paper."""
+    """Factor on all learning rates; 1 in the paper."""
+    optimizer: str = "adam"
+    """A name in `model.optimizer.OPTIMIZERS`."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
     adam_epsilon: float = 1e-9
     gradient_clip_norm: float | None = None
-    """Gradients are scaled down to this norm; the paper does not clip."""
+    """Maximum norm of the gradient. The paper does not clip."""
     ema_decay: float | None = None
-    """Validate and keep an exponential moving average of the weights, 0.999 say; the paper averages checkpoints."""
+    """If given, such as 0.999, keep and validate an exponential moving average of the weights.
+
+    The paper averages checkpoints instead.
+    """
 
     def __post_init__(self) -> None:
         if self.ema_decay is not None and not 0.0 < self.ema_decay < 1.0:
@@ -92,13 +104,13 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class DecodingSettings:
-    """Beam search (section 6.1)."""
+    """The recipe's `decoding:` section: beam search (section 6.1)."""
 
     beam_size: int = 4
     length_penalty: float = 0.6
     """alpha in ((5 + length) / 6) ** alpha, Wu et al. 2016."""
     max_extra_tokens: int = 50
-    """An output has at most the source's length and this many tokens more."""
+    """An answer has at most the number of its source's tokens plus this many tokens."""
 
     def __post_init__(self) -> None:
         if self.beam_size < 1:

@@ -1,6 +1,6 @@
 """The Transformer (section 3, figure 1).
 
-A plain `nn.Module` that knows neither text, device, precision nor ranks, and scripts as it is.
+`Transformer` is a plain `nn.Module` over token ids. It compiles with `torch.jit.script`.
 Shapes: B batch, S source length, T target length, D d_model, H heads, V vocabulary.
 A mask is True where attention is allowed.
 """
@@ -12,21 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.cpu.dropout import Dropout
-from model.layers import DecoderLayer, EncoderLayer
+from model.layers import NORMS, DecoderLayer, EncoderLayer
 from model.positions import LearnedPositions, SinusoidalPositions
 from model.settings import NetworkSettings
 
 
 class Projection(nn.Module):
-    """The output projection; its matrix is the embedding's."""
+    """The output projection. Its weight is the embedding matrix, which `forward` receives."""
 
     def forward(self, states: Tensor, weight: Tensor) -> Tensor:
-        """[..., D] and [V, D] -> [..., V]."""
+        """Map states [..., D] to logits [..., V] by the weight [V, D]."""
         return F.linear(states, weight)
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder and the output projection; one matrix serves both embeddings and it (section 3.4)."""
+    """Encoder, decoder and output projection. Both embeddings and the projection share one matrix (section 3.4)."""
 
     def __init__(self, vocabulary_size: int, settings: NetworkSettings) -> None:
         super().__init__()
@@ -43,25 +43,26 @@ class Transformer(nn.Module):
         self.dropout = Dropout(settings.dropout)
         self.encoder = nn.ModuleList([EncoderLayer(settings) for _ in range(settings.num_layers)])
         self.decoder = nn.ModuleList([DecoderLayer(settings) for _ in range(settings.num_layers)])
-        # Pre-norm leaves the last sum unnormalised, so each stack ends with a norm; post-norm has none to add.
-        self.encoder_norm = nn.LayerNorm(d_model) if settings.pre_norm else nn.Identity()
-        self.decoder_norm = nn.LayerNorm(d_model) if settings.pre_norm else nn.Identity()
+        # Pre-norm leaves the output of the last layer unnormalized, so each stack ends with a norm.
+        norm = NORMS[settings.norm] if settings.pre_norm else nn.Identity
+        self.encoder_norm, self.decoder_norm = norm(d_model), norm(d_model)
         self.projection: nn.Module = Projection()
 
     def embed(self, ids: Tensor, start: int) -> Tensor:
-        """Ids [B, L] at positions from start on -> [B, L, D]: embeddings * sqrt(D) + positions, dropped out."""
+        """Return dropout(embeddings * sqrt(D) + positions) [B, L, D] of ids [B, L] at positions from `start` on."""
         x = self.embedding(ids) * self.embedding_scale + self.positions(start, ids.size(1))
         return self.dropout(x)
 
     @torch.jit.export
     def encode(self, source: Tensor, source_mask: Tensor | None) -> Tensor:
-        """The encoder's output, `memory`.
+        """Run the encoder.
 
         Args:
             source: int64 ids [B, S].
-            source_mask: bool [B, S], or None where all rows have S tokens (attention is then faster).
+            source_mask: bool [B, S], True at tokens. Pass None if no row is padded, which makes attention faster.
 
-        Returns: [B, S, D].
+        Returns:
+            The encoder's output, called `memory` elsewhere, [B, S, D].
         """
         mask = source_mask[:, None, None, :] if source_mask is not None else None
         x = self.embed(source, 0)
@@ -71,14 +72,15 @@ class Transformer(nn.Module):
 
     @torch.jit.export
     def decode(self, target: Tensor, memory: Tensor, source_mask: Tensor | None) -> Tensor:
-        """The decoder's states for all positions at once.
+        """Run the decoder over all target positions at once.
 
         Args:
-            target: int64 ids [B, T], the begin symbol first (the answer shifted right).
-            memory: [B, S, D].
-            source_mask: as for `encode`.
+            target: int64 ids [B, T], the begin symbol followed by the answer without its last token.
+            memory: the encoder's output [B, S, D].
+            source_mask: bool [B, S], True at tokens; or None.
 
-        Returns: [B, T, D]; position t has seen target[:, : t + 1] only.
+        Returns:
+            Decoder states [B, T, D]. The state at position t depends on target[:, : t + 1] only.
         """
         mask = source_mask[:, None, None, :] if source_mask is not None else None
         x = self.embed(target, 0)
@@ -87,24 +89,29 @@ class Transformer(nn.Module):
         return self.decoder_norm(x)
 
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Ids [B, S] and [B, T] -> decoder states [B, T, D]; the loss applies the output projection itself."""
+        """Return decoder states [B, T, D] of ids [B, S] and [B, T]. The loss applies the output projection."""
         return self.decode(target, self.encode(source, source_mask), source_mask)
 
     @torch.jit.export
     def logits(self, states: Tensor) -> Tensor:
-        """Decoder states [..., D] -> unnormalised log-probabilities of the next piece [..., V]."""
+        """Map decoder states [..., D] to logits of the next piece [..., V]."""
         return self.projection(states, self.embedding.weight)
 
     @torch.jit.export
     def init_cache(self, memory: Tensor, num_slots: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """A cache for `decode_step`: keys and values of each decoder layer's self-attention and cross-attention.
+        """Create the key-value cache for `decode_step`.
 
-        Those of the self-attention have room for `num_slots` entries, [B, H, num_slots, K and V], none written yet;
-        those of the cross-attention are worked out, [B, H, S, K and V].
+        Args:
+            memory: the encoder's output [B, S, D].
+            num_slots: number of slots for self-attention.
+
+        Returns:
+            For each decoder layer, the keys and values of self-attention, [B, H, num_slots, K or V] and not
+            initialized, and the keys and values of cross-attention, [B, H, S, K or V].
         """
         cache: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for layer in self.decoder:
-            # TorchScript takes a list of error codes here for a type.
+            # TorchScript parses bracketed error codes in this comment as a type.
             keys, values = layer.cross_attention.keys_values(memory)  # type: ignore
             batch_size, num_heads = keys.size(0), keys.size(1)
             cache.append(
@@ -127,22 +134,23 @@ class Transformer(nn.Module):
         source_mask: Tensor | None,
         path_mask: Tensor | None,
     ) -> Tensor:
-        """One position of the decoder, for N hypotheses of each sentence.
+        """Run the decoder for the next position of N hypotheses per sentence.
 
-        The hypotheses are the queries of both attentions, so a sentence's memory is there once. The cache is a
-        lattice that is never reordered: a hypothesis's position has a slot, written once, and `path_mask` says
-        which slots a hypothesis descends from.
+        The hypotheses are the queries of both attentions, so the cache holds each sentence's memory once. The cache
+        is a lattice that is never reordered: each position of a hypothesis has a slot, which is written once, and
+        `path_mask` selects the slots on a hypothesis's path.
 
         Args:
-            last: int64 ids [B, N], the newest token of each hypothesis (the begin symbol at position 0).
-            position: where it stands, from 0.
-            start: how many of the cache's slots are in use; the next N are written, in place.
-            cache: what `init_cache` returned.
-            source_mask: as for `encode`.
-            path_mask: bool [B, N, start + N], True at the slots of a hypothesis's own past and present; None where
-                that is all of them.
+            last: int64 ids [B, N], the last token of each hypothesis (the begin symbol at position 0).
+            position: position of these tokens, from 0.
+            start: number of cache slots in use. The next N are written in place.
+            cache: the cache that `init_cache` returned.
+            source_mask: bool [B, S], True at tokens; or None.
+            path_mask: bool [B, N, start + N], True at the slots on each hypothesis's path, its own slot included.
+                Pass None if a hypothesis's path has all slots.
 
-        Returns: states [B, N, D].
+        Returns:
+            Decoder states [B, N, D].
         """
         x = self.dropout(self.embedding(last) * self.embedding_scale + self.positions(position, 1))
         memory_bias, path_bias = _bias(source_mask, cache[0][2].dtype), _bias(path_mask, cache[0][0].dtype)
@@ -154,7 +162,7 @@ class Transformer(nn.Module):
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What a mask [B, ...] adds to attention's scores, 0 or -inf, [B, 1, ...]."""
+    """Convert a mask [B, ...] to a bias on attention scores [B, 1, ...]: 0 where True, -inf where False."""
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf")).unsqueeze(1)

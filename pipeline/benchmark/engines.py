@@ -278,7 +278,10 @@ def write_huggingface(model: Any, folder: Path) -> None:
     """Write the network in the format of Transformers' Marian, or of its Pegasus if it is pre-norm."""
     import torch
 
+    from pipeline.export.ctranslate2_model import require_paper_layers
+
     transformers, network, tokenizer = require_transformers(), model.network, model.tokenizer
+    require_paper_layers(network, "Transformers")
     attention = network.encoder[0].self_attention
     d_model = network.embedding.embedding_dim
     if not attention.d_k == attention.d_v == d_model / attention.num_heads:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data_module.batching.batch import MicroBatch, RankBatch
-from model.lr_schedule import noam_learning_rate
+from model.lr_schedule import Schedule
+from model.optimizer import build_optimizer
 from model.settings import TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.profiling.compilations import Compilations
@@ -41,7 +42,7 @@ class BareLoop:
         network: nn.Module,
         loss: Callable[[Tensor, Tensor], Tensor],
         settings: TrainingSettings,
-        d_model: int,
+        schedule: Schedule,
         device: torch.device,
         autocast_dtype: torch.dtype,
     ) -> None:
@@ -51,24 +52,21 @@ class BareLoop:
             network: maps source ids [B, S], target ids [B, T] and source mask [B, S] to the input of `loss`.
             loss: maps the network's output and targets [B, T] to the sum over target tokens.
             settings: the recipe's training settings.
-            d_model: width of the recipe's network, for the schedule.
+            schedule: learning rate of each step.
             device: device to train on.
             autocast_dtype: type of matrix products; float32 for no autocast.
         """
-        self.network, self._loss, self._settings, self._d_model = network.to(device).train(), loss, settings, d_model
+        self.network, self._loss, self._settings, self._schedule = network.to(device).train(), loss, settings, schedule
         self._device, self._dtype = device, autocast_dtype
         self._steps = 0
-        betas = (settings.adam_beta1, settings.adam_beta2)
-        self.optimizer = torch.optim.Adam(
-            network.parameters(), lr=0.0, betas=betas, eps=settings.adam_epsilon, fused=True
-        )
+        self.optimizer = build_optimizer(network.parameters(), settings)
 
     def step(self, batch: RankBatch, watch: Stopwatch) -> None:
         """Take one optimizer step."""
         self._steps += 1
         settings = self._settings
         for group in self.optimizer.param_groups:
-            group["lr"] = noam_learning_rate(self._steps, self._d_model, settings)
+            group["lr"] = self._schedule(self._steps)
         # Around the whole step, as in `fit`: weights are cast once and not in every micro-batch.
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
             for micro_batch in batch.micro_batches:

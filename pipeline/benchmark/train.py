@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from pipeline.config.recipe import Recipe
 
 LOOP_ROUND, LOOP_STEPS = 50, 300
+ENDLESS = 1 << 40
+"""`max_steps` of training that the comparison ends."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,16 +143,18 @@ def recipe_comparison(
     recipe: "Recipe", tokenizer: "Tokenizer", baselines: list[str], steps: int, device: BenchmarkDevice
 ) -> "SideBySide":
     """Train the recipe's network and the baselines."""
+    from model.lr_schedule import build_schedule
     from pipeline.benchmark.baselines import baseline_network, cross_entropy
     from pipeline.benchmark.side_by_side import BareLoop, SideBySide
     from pipeline.training.build import build_data, build_module
 
     module, data = build_module(recipe, tokenizer), build_data(recipe, tokenizer)
     loss = cross_entropy(tokenizer.pad_id, recipe.training.label_smoothing)
+    schedule = build_schedule(recipe.training, recipe.network.d_model, ENDLESS)
     others = {}
     for name in baselines:
         network = baseline_network(name, tokenizer.vocabulary_size, recipe.network, data.special, data.longest)
-        others[name] = BareLoop(network, loss, recipe.training, recipe.network.d_model, device.device, device.dtype)
+        others[name] = BareLoop(network, loss, recipe.training, schedule, device.device, device.dtype)
     # On a GPU, a round ends by waiting for the device; longer rounds make that negligible.
     round_steps = 1 if device.device.type == "cpu" else 10
     comparison = SideBySide(others, steps, round_steps, device.device, device.dtype)
@@ -161,6 +165,7 @@ def recipe_comparison(
 def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", device: BenchmarkDevice) -> "SideBySide":
     """Train a tiny network on single sentences, as `fit` does and in a bare loop."""
     from model.loss import label_smoothed_loss
+    from model.lr_schedule import build_schedule
     from model.settings import NetworkSettings
     from model.transformer import Transformer
     from pipeline.benchmark.side_by_side import BareLoop, SideBySide
@@ -181,7 +186,8 @@ def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", device: Benchmark
         smoothing = recipe.training.label_smoothing
         return label_smoothed_loss(states, bare.embedding.weight, targets, smoothing, tokenizer.pad_id).smoothed
 
-    others = {"bare": BareLoop(bare, loss, recipe.training, network.d_model, device.device, device.dtype)}
+    schedule = build_schedule(recipe.training, network.d_model, LOOP_STEPS)
+    others = {"bare": BareLoop(bare, loss, recipe.training, schedule, device.device, device.dtype)}
     comparison = SideBySide(others, LOOP_STEPS, LOOP_ROUND, device.device, device.dtype)
     # The progress bar is part of the cost but is not shown.
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
@@ -204,7 +210,7 @@ def _fit(
     trainer = Trainer(
         **options,
         # The warm-up of a compiled network has no known length; the comparison ends training.
-        max_steps=comparison.num_steps if module.compiled_forward is None else -1,
+        max_steps=comparison.num_steps if module.compiled_forward is None else ENDLESS,
         max_epochs=-1,
         check_val_every_n_epoch=None,
         limit_val_batches=0,

@@ -179,8 +179,11 @@ def load_model(path: Path) -> TrainedModel:
     contents = read_checkpoint(path)
     part = contents["translation"]
     tokenizer = Tokenizer(part["tokenizer"].numpy().tobytes())
-    with torch.device("meta"):
-        network = Transformer(tokenizer.vocabulary_size, NetworkSettings(**part["network"]))
+    try:
+        with torch.device("meta"):
+            network = Transformer(tokenizer.vocabulary_size, NetworkSettings(**part["network"]))
+    except ValueError as error:  # a norm or an activation that is not registered
+        raise InputError(f"{path}: {error}") from None
     network = network.to_empty(device="cpu")
     network.positions = Transformer(2, NetworkSettings(**{**part["network"], "num_layers": 1})).positions
     try:

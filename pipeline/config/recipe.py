@@ -67,6 +67,7 @@ def load_recipe(
     places[""] = str(paths[0])
     check = Checker(places, {f"trainer.{key}": why or "this program sets it" for key, why in RESERVED_KEYS.items()})
     recipe = check.dataclass(values, Recipe, "")
+    check.mistakes += _unregistered_names(values, places)
     if trainer_signature is not None and isinstance(values.get("trainer"), dict):
         check.signature(values["trainer"], trainer_signature, "trainer")
     mistakes += check.mistakes
@@ -75,6 +76,36 @@ def load_recipe(
         raise InputError(many + "; ".join(mistakes))
     assert isinstance(recipe, Recipe)
     return recipe
+
+
+_REGISTRY_KEYS = {
+    "network.norm": NetworkSettings.norm,
+    "network.activation": NetworkSettings.activation,
+    "training.schedule": TrainingSettings.schedule,
+    "training.optimizer": TrainingSettings.optimizer,
+}
+"""Keys that hold a registered name, and their defaults."""
+
+
+def _unregistered_names(values: dict[str, Any], places: dict[str, str]) -> list[str]:
+    """Return a mistake for each name that is not registered, such as that of a norm."""
+    names = {}
+    for key in _REGISTRY_KEYS:
+        section, _, name = key.partition(".")
+        if isinstance(values.get(section), dict) and type(values[section].get(name)) in (str, int, float):
+            names[key] = str(values[section][name])
+    # The registries import torch, which some commands do not need.
+    if all(name == _REGISTRY_KEYS[key] for key, name in names.items()):
+        return []
+    from model.layers import ACTIVATIONS, NORMS
+    from model.lr_schedule import SCHEDULES
+    from model.optimizer import OPTIMIZERS
+
+    mistakes = []
+    for registry in (NORMS, ACTIVATIONS, SCHEDULES, OPTIMIZERS):
+        if registry.key in names and names[registry.key] not in registry:
+            mistakes.append(f"{places[registry.key]}: {registry.unknown(names[registry.key])}")
+    return mistakes
 
 
 def _read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = ()) -> dict[str, Any]:

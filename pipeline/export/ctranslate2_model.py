@@ -33,6 +33,7 @@ def require_ctranslate2() -> Any:
 def require_shape(trained: Transformer) -> None:
     """Raise InputError if CTranslate2 is not installed or does not support the network."""
     require_ctranslate2()
+    require_paper_layers(trained, "CTranslate2")
     network: Any = trained
     attention = network.encoder[0].self_attention
     d_model = network.embedding.embedding_dim
@@ -41,6 +42,21 @@ def require_shape(trained: Transformer) -> None:
             f"CTranslate2 needs d_k = d_v = d_model / num_heads; this network has d_k {attention.d_k}, "
             f"d_v {attention.d_v}, d_model {d_model}, num_heads {attention.num_heads}; export other formats"
         )
+
+
+def require_paper_layers(trained: Transformer, program: str) -> None:
+    """Raise InputError if the network has another norm than layer normalization or another activation than ReLU."""
+    network: Any = trained
+    layer = network.encoder[0]
+    for key, expected, module in (
+        ("norm", nn.LayerNorm, layer.feed_forward_residual.norm),
+        ("activation", nn.ReLU, layer.feed_forward.activation),
+    ):
+        if type(module) is not expected:
+            raise InputError(
+                f"{program} export knows {expected.__name__} as network.{key} only; this network has "
+                f"{type(module).__name__}; leave network.{key} out of the recipe to export it"
+            )
 
 
 def write_ctranslate2(
@@ -137,7 +153,7 @@ def _linear(target: Any, linear: nn.Linear) -> None:
     target.weight, target.bias = _array(linear.weight), _array(linear.bias)
 
 
-def _norm(target: Any, norm: nn.LayerNorm) -> None:
+def _norm(target: Any, norm: Any) -> None:
     target.gamma, target.beta = _array(norm.weight), _array(norm.bias)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from data_module.corpus.manifest import is_corpus, read_manifest
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
+from model.settings import NetworkSettings
 from pipeline.config.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -36,11 +37,12 @@ def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
     path = resolve_checkpoint(path)
     contents = read_checkpoint(path)
     part = contents["translation"]
-    theirs, ours = part["network"], asdict(recipe.network)
+    # A checkpoint of an earlier version lacks newer settings, which had the effect of their defaults.
+    theirs, ours = asdict(NetworkSettings()) | part["network"], asdict(recipe.network)
     different = [
-        f"network.{key} {theirs.get(key)} there, {ours[key]} here"
+        f"network.{key} {theirs[key]} there, {ours[key]} here"
         for key in ours
-        if theirs.get(key) != ours[key] and key not in _MAY_DIFFER
+        if theirs[key] != ours[key] and key not in _MAY_DIFFER
     ]
     if different:
         raise InputError(f"{path}: has another network: {'; '.join(different)}; give the recipe the same")

@@ -3,7 +3,7 @@
 import copy
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.data import DataLoader
 
 from data_module.batching.batch import MicroBatch, RankBatch, SpecialIds
 from model.decoding import BeamSearch
+from model.lr_schedule import SCHEDULES
+from model.optimizer import OPTIMIZERS
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from model.translation_module import TranslationModule
@@ -192,6 +194,34 @@ def test_a_step_without_a_finite_gradient_is_skipped(scaled: bool) -> None:
     # The scale of the loss is halved, and two finite steps are counted after that.
     expected_state = {"skipped_steps": [1, 0]} | ({"loss_scale": [2.0**15, 2]} if scaled else {})
     assert checkpoint == expected_state
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_optimizer_that_is_not_fused_gives_the_same_steps(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has two groups of parameters, skips a step and divides gradients by the scale of the loss."""
+
+    def plain_adam(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
+        matrices, vectors = [], []
+        for parameter in parameters:
+            (matrices if parameter.dim() == 2 else vectors).append(parameter)
+        return torch.optim.Adam([{"params": matrices}, {"params": vectors}], betas=(0.8, 0.95), eps=0.01)
+
+    def listed(settings: TrainingSettings, d_model: int, max_steps: int) -> Callable[[int], float]:
+        assert max_steps == len(RATES)
+        return lambda step: RATES[step - 1]
+
+    monkeypatch.setitem(OPTIMIZERS, "plain_adam", plain_adam)
+    monkeypatch.setitem(SCHEDULES, "listed", listed)
+    module = make_module(replace(TRAINING, optimizer="plain_adam", schedule="listed", warmup_steps=9), scaled=scaled)
+    shares = make_shares(len(RATES))
+    expected = train_plainly(module.network, shares, skipped_step=2)
+    parameter = module.network.embedding.weight
+    parameter.register_hook(lambda gradient: gradient * (math.inf if module.global_step == 1 else 1.0))
+    found = fit(module, shares)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-5)
+    assert torch.equal(found[0].weights, found[1].weights)
+    assert [float(step.output["skipped"]) for step in found] == [0, 1, 1, 1]
 
 
 def test_a_rank_without_sentences_adds_nothing() -> None:

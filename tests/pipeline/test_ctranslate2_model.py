@@ -11,6 +11,8 @@ import torch
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from model.decoding import BeamSearch
+from model.layers import ACTIVATIONS, NORMS
+from model.registry import Registry
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.export.ctranslate2_model import write_ctranslate2
@@ -101,6 +103,23 @@ def test_greedy_answers_are_the_same(tokenizer: Tokenizer, tmp_path: Path, varia
 def test_an_unsupported_network_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="d_k 6, d_v 8"):
         write_ctranslate2(make_network(tokenizer, d_k=6), tokenizer, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("registry", "key", "kind"), [(NORMS, "norm", torch.nn.RMSNorm), (ACTIVATIONS, "activation", torch.nn.SiLU)]
+)
+def test_another_norm_or_activation_is_refused(
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    registry: Registry[object],
+    key: str,
+    kind: type,
+) -> None:
+    monkeypatch.setitem(registry, "other", kind)
+    with pytest.raises(InputError, match=rf"network\.{key} only; this network has {kind.__name__}; leave"):
+        write_ctranslate2(make_network(tokenizer, **{key: "other"}), tokenizer, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 

@@ -141,6 +141,28 @@ def test_values_out_of_range(tmp_path: Path, setting: str) -> None:
     assert setting.split("=")[0] in error_message(write(tmp_path, MINIMAL), f"--{setting}")
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "name", "way_out"),
+    [
+        ("network", "norm", "layernorm", "did you mean layer_norm?"),
+        ("network", "activation", "swish", "registered are: relu"),
+        ("training", "schedule", "Paper", "did you mean paper?"),
+        ("training", "optimizer", "adams", "did you mean adam?"),
+    ],
+)
+def test_names_that_are_not_registered(tmp_path: Path, section: str, key: str, name: str, way_out: str) -> None:
+    path = write(tmp_path, MINIMAL + f"{section}:\n  {key}: {name}\nrun:\n  keep_last: 0\n")
+    line = 1 + path.read_text().splitlines().index(f"  {key}: {name}")
+    message = error_message(path)
+    assert f"{path}:{line}: {section}.{key} '{name}' is not registered; {way_out}" in message
+    assert "run.keep_last 0" in message
+    message = error_message(write(tmp_path, MINIMAL), f"--{section}.{key}={name}")
+    assert message == f"command line: {section}.{key} '{name}' is not registered; {way_out}"
+    default = {"norm": "layer_norm", "activation": "relu", "schedule": "paper", "optimizer": "adam"}[key]
+    recipe = load_recipe([path], [f"--{section}.{key}={default}", "--run.keep_last=1"])
+    assert getattr(getattr(recipe, section), key) == default
+
+
 def test_trainer_values_are_converted(tmp_path: Path) -> None:
     signature = {"max_steps": int, "devices": list[int] | str | int, "val_check_interval": int | float | None}
     arguments = ["--trainer.max_steps", "1e4", "--trainer.devices", "2", "--trainer.val_check_interval", "5"]
