@@ -168,6 +168,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             f"{path}: has checkpoint format {part.get('format_version')}, this program reads {FORMAT_VERSION}; "
             "use the version of the program that wrote it"
         )
+    # Checkpoints of earlier versions lack newer settings, whose defaults are what those versions did.
+    part["network"] = asdict(NetworkSettings()) | part["network"]
     return contents
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from data_module.corpus.manifest import is_corpus, read_manifest
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
-from model.settings import NetworkSettings
 from pipeline.config.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -37,8 +36,7 @@ def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
     path = resolve_checkpoint(path)
     contents = read_checkpoint(path)
     part = contents["translation"]
-    # A checkpoint of an earlier version lacks newer settings, which had the effect of their defaults.
-    theirs, ours = asdict(NetworkSettings()) | part["network"], asdict(recipe.network)
+    theirs, ours = part["network"], asdict(recipe.network)
     different = [
         f"network.{key} {theirs[key]} there, {ours[key]} here"
         for key in ours

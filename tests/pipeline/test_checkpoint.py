@@ -63,6 +63,18 @@ def test_a_moved_checkpoint_can_be_loaded(finished_run: Path, tmp_path: Path) ->
     assert read_checkpoint(alone)["translation"]["format_version"] == 1
 
 
+def test_newer_settings_have_their_defaults(finished_run: Path, tmp_path: Path) -> None:
+    contents = torch.load(step_path(finished_run, 240), weights_only=True)
+    complete = contents["translation"]["network"]
+    contents["translation"]["network"] = {key: value for key, value in complete.items() if key != "norm"}
+    write_atomic(contents, tmp_path / "older.ckpt")
+    assert read_checkpoint(tmp_path / "older.ckpt")["translation"]["network"] == complete
+    contents["translation"]["network"]["norm"] = "rms"
+    write_atomic(contents, tmp_path / "extended.ckpt")
+    with pytest.raises(InputError, match=r"extended\.ckpt: network\.norm 'rms' is not registered; "):
+        load_model(tmp_path / "extended.ckpt")
+
+
 def test_average_is_the_mean(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["average", str(finished_run), "--last", "3", "--output", str(tmp_path / "mean.ckpt")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'mean.ckpt'}\n"
