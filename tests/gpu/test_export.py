@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_a_bundle_on_a_gpu(tmp_path: Path) -> None:
-    # The file carries the tokenizer's bytes and does not read them; sentencepiece need not be installed.
+    # The file contains the tokenizer's bytes, which nothing reads here, so sentencepiece need not be installed.
     tokenizer = SimpleNamespace(model=b"tokenizer", pad_id=PAD, bos_id=BOS, eos_id=EOS)
     network = trained_network()
     source, mask = make_sources(LENGTHS)

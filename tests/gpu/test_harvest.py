@@ -1,4 +1,4 @@
-"""The harvest's own code, on a CPU and at sizes that take no time: on a GPU that is lent for minutes it has to work."""
+"""The code of the harvest, on a CPU and with very small sizes, so that it works when a GPU is available."""
 
 import fcntl
 import json
@@ -52,7 +52,7 @@ def test_every_stage_writes_its_results(tmp_path: Path) -> None:
         rate = 1000 * one["flops_per_step"] / one["step_milliseconds"]
         assert one["mfu"] == pytest.approx(rate / rates[1]["flops_per_second"], rel=1e-3)
         assert one["product_flops_per_second"] == rates[1]["flops_per_second"]
-    # The report holds all of it.
+    # The report contains all results.
     report = write_report(
         output, {"revision": "x"}, {"base": {"outcome": "done"}}, Results(output.with_suffix(".jsonl"))
     )
@@ -99,13 +99,13 @@ def test_outcomes_of_stages(tmp_path: Path) -> None:
 
 def test_a_stage_beyond_its_limit_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    # Whoever has the file open holds the lock: the shell's child as well.
+    # Every process that has the file open holds the lock, the shell's child too.
     script = f"exec 9>{lock}; flock 9; echo locked; (sleep 20; echo survived) & wait"
     log = tmp_path / "log"
     stopped = run_stage(["bash", "-c", script], 0.5, log)
     assert (stopped["outcome"], stopped["last_lines"]) == ("timed out", ["locked"])
     with lock.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # all of them have ended
+        fcntl.flock(file, fcntl.LOCK_EX)  # succeeds once all processes have ended
     assert log.read_text() == "locked\n"
 
 

@@ -1,4 +1,4 @@
-"""What training promises on a GPU. Each test runs on the CPU too, as far as it goes there."""
+"""Properties of training on a GPU. Each test also runs on the CPU, as far as it applies."""
 
 import warnings
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.ema import EMA
-from pipeline.monitoring.training_monitor import TrainingMonitor
+from pipeline.monitoring.monitor import Monitor
 from pipeline.profiling.stopwatch import PeakMemory
 from pipeline.training.precision import precision_plugin
 from tests.model.test_compilation import DEVICES, PAD, VOCABULARY, share_of
@@ -39,7 +39,7 @@ def _kernels_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def corpus_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A corpus of random pieces, which needs no tokenizer: sentencepiece need not be installed."""
+    """Create a corpus of random pieces. It needs no tokenizer, so sentencepiece need not be installed."""
     draws = np.random.default_rng(1)
     lengths = draws.integers(2, 15, (2, 300), dtype=np.uint16)
     for side, of_side in zip(("source", "target"), lengths, strict=True):
@@ -52,7 +52,7 @@ def corpus_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def module(device: str, compiled: bool = False, scaled: bool = False) -> Any:
-    """A network with heads of a size that every kernel takes, as `fit` begins with it."""
+    """Return a module as `fit` prepares it, with heads of a size that every kernel supports."""
     torch.manual_seed(3)
     settings = NetworkSettings(num_layers=1, d_model=128, d_ff=64, num_heads=2, dropout=0.0)
     training = TrainingSettings(gradient_clip_norm=1.0)
@@ -62,12 +62,12 @@ def module(device: str, compiled: bool = False, scaled: bool = False) -> Any:
 
 
 class _NoWaiting(Callback):
-    """Once all kinds of batches have been met, a host that waits for its GPU is an error."""
+    """After all kinds of batches have occurred, makes synchronization with the GPU an error."""
 
     steps = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Each kind of length that compiles to a graph of its own, since the corpus may have them late."""
+        """Run each kind of length that needs a graph of its own, since the corpus may contain some of them late."""
         for masked in (False, True):
             share = share_of([(3, source, target) for source in (8, 9) for target in (8, 9)], masked)
             for batch in share.to(pl_module.device).micro_batches:
@@ -95,7 +95,7 @@ class _NoWaiting(Callback):
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: str, corpus_folder: Path) -> None:
-    """Loader, copy, micro-batches with and without mask, loss, clipping, Adam, average, Lightning's loop, monitor."""
+    """Covers loader, copy, micro-batches with and without mask, loss, clipping, Adam, EMA, Lightning and the monitor."""
     data = TranslationDataModule(corpus_folder, BatchSettings(batch_tokens=400, group_tokens=100), SPECIAL, seed=1)
     watch = _NoWaiting()
     float16 = precision_plugin({"precision": precision, "accelerator": device})
@@ -112,7 +112,7 @@ def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: st
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[TrainingMonitor(every_steps=100), EMA(decay=0.9), watch],
+        callbacks=[Monitor(every_steps=100), EMA(decay=0.9), watch],
     )
     try:
         made = module("cpu", compiled, scaled=float16 is not None)
@@ -141,10 +141,10 @@ def test_batches_without_a_mask_take_the_flash_kernel(device: str) -> None:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast(device, dtype, enabled=device == "cuda"):
         for batch in share_of(SHAPES, masked=False).to(device).micro_batches:
             made.losses(batch).smoothed.backward()
-        if device == "cuda":  # so the kernel was really the only one
+        if device == "cuda":  # shows that no other kernel was enabled
             masked = share_of(SHAPES, masked=True).to(device).micro_batches[0]
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of each kernel, why it is not the one
+                warnings.simplefilter("ignore")  # PyTorch warns why each kernel was not used
                 with pytest.raises(RuntimeError, match="No available kernel"):
                     made.losses(masked)
 
@@ -185,7 +185,7 @@ def test_float32_is_the_cpus_with_masks_and_without(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_loss_takes_less_than_a_gigabyte(device: str, compiled: bool) -> None:
-    """At the paper's size on a GPU; a small one shows on the CPU that the measuring is right."""
+    """At the paper's size on a GPU. A small size on the CPU checks the measurement."""
     tokens, d_model, pieces = (25_000, 512, 37_000) if device == "cuda" else (4_000, 16, 9_000)
     weight = torch.randn(pieces, d_model, device=device, requires_grad=True)
     targets = torch.randint(0, pieces, (tokens,), device=device, dtype=torch.int32)
@@ -202,8 +202,8 @@ def test_the_loss_takes_less_than_a_gigabyte(device: str, compiled: bool) -> Non
 
     peaks: list[int] = []
     measured = False
-    step()  # compiling takes memory of its own
+    step()  # compiling needs additional memory
     measured = True
     assert step().isfinite()
-    # Half of all logits in float32 would be far more, on either device.
+    # Half of all logits in float32 would exceed this on either device.
     assert 2 * pieces * d_model < peaks[-1] < (1_000_000_000 if device == "cuda" else tokens * pieces * 2)

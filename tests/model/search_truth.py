@@ -1,4 +1,4 @@
-"""Networks to search, and answers worked out without the search: by teacher forcing, by a plain beam search."""
+"""Networks for the tests of the search, and reference answers by teacher forcing and by a plain beam search."""
 
 import random
 from functools import cache
@@ -15,17 +15,15 @@ from model.transformer import Transformer
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 TIE = 1e-5
-
-
 VOCABULARY_SIZE = 24
-# The source lengths of a batch whose sentences end at different times.
 LENGTHS = [9, 4, 7, 1, 12, 2, 7, 5, 3, 10]
+"""Source lengths of a batch whose sentences end at different steps."""
 
 
 def make_network(
     seed: int, vocabulary_size: int = VOCABULARY_SIZE, sharpness: float = 2.0, **settings: Any
 ) -> Transformer:
-    """A random network whose distributions are far from uniform."""
+    """Return a random network whose distributions are far from uniform."""
     torch.manual_seed(seed)
     shape = {"num_layers": 2, "d_model": 16, "d_ff": 32, "num_heads": 2, "dropout": 0.1} | settings
     network = Transformer(vocabulary_size, NetworkSettings(**shape)).eval()
@@ -37,7 +35,7 @@ def make_network(
 
 
 def trained_network(variant: str = "") -> Transformer:
-    """A network that has half learned to repeat its source, pieces doubled by chance: sure of nothing."""
+    """Return a partly trained network that repeats its source and doubles pieces at random, so it is uncertain."""
     return _trained_network(variant)
 
 
@@ -67,7 +65,7 @@ def _trained_network(variant: str) -> Transformer:
 
 
 def make_sources(lengths: list[int], vocabulary_size: int = VOCABULARY_SIZE, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Random sources of these lengths, end symbol included, padded; and their mask."""
+    """Return random padded sources of these lengths, end symbols included, and their mask."""
     generator = torch.Generator().manual_seed(seed)
     source = torch.full((len(lengths), max(lengths)), PAD)
     for row, length in zip(source, lengths, strict=True):
@@ -78,7 +76,7 @@ def make_sources(lengths: list[int], vocabulary_size: int = VOCABULARY_SIZE, see
 
 @torch.no_grad()
 def forced_log_probabilities(network: Transformer, source: Tensor, answers: list[list[int]]) -> list[float]:
-    """log P(answer | source) by teacher forcing, of answers of one length; source [S] without padding."""
+    """Return log P(answer | source) by teacher forcing, for answers of equal length and an unpadded source [S]."""
     target = torch.tensor(answers)
     inputs = torch.cat([torch.full([len(answers), 1], BOS), target[:, :-1]], 1)
     states = network(source.expand(len(answers), -1), inputs)
@@ -87,7 +85,7 @@ def forced_log_probabilities(network: Transformer, source: Tensor, answers: list
 
 
 def forced_log_probability(network: Transformer, source: Tensor, answer: list[int]) -> float:
-    """As `forced_log_probabilities`, of one answer."""
+    """Return log P(answer | source) of one answer."""
     return forced_log_probabilities(network, source, [answer])[0]
 
 
@@ -99,7 +97,7 @@ def penalized(log_probability: float, length: int, alpha: float) -> float:
 def plain_beam(
     network: Transformer, source: Tensor, beam_size: int, alpha: float, limit: int
 ) -> list[tuple[float, list[int]]]:
-    """Section 6.1's search of one sentence, to its limit, through the whole network at each step."""
+    """Search one sentence as in section 6.1, without a cache or early stopping."""
     hypotheses: list[tuple[float, list[int]]] = [(0.0, [])]
     answers = []
     for length in range(1, limit + 1):
@@ -119,7 +117,7 @@ def plain_beam(
 
 
 def answers_of(found: BeamResult, sentence: int) -> list[tuple[float, list[int]]]:
-    """A sentence's (score, tokens)s, without padding."""
+    """Return (score, tokens) of each answer to a sentence, without padding."""
     return [
         (float(score), tokens[:length].tolist())
         for score, tokens, length in zip(
@@ -129,7 +127,7 @@ def answers_of(found: BeamResult, sentence: int) -> list[tuple[float, list[int]]
 
 
 def count_ties(found: list[tuple[float, list[int]]], expected: list[tuple[float, list[int]]]) -> int:
-    """How often another answer of equal score stands in a place; anything else that differs is an error."""
+    """Count the places that hold another answer of equal score. Fail on any other difference."""
     ties = 0
     expected_scores = {tuple(tokens): score for score, tokens in expected}
     for (score, tokens), (expected_score, expected_tokens) in zip(found, expected, strict=False):

@@ -1,4 +1,4 @@
-"""torch.compile in training: the same results, one graph for every shape of batch, the same checkpoints."""
+"""torch.compile in training gives the same results and checkpoints, with one graph for all batch shapes."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -38,12 +38,12 @@ SHAPES = [
     (6, 5, 1),
     (1, 1, 1),
 ]
-"""(B, S, T), sizes that are equal and sizes of one among them."""
+"""(B, S, T), including equal sizes and sizes of 1."""
 
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
-    """Every test begins with nothing compiled."""
+    """Start each test without compiled code."""
     torch.compiler.reset()
     model.loss._compiled_over_classes.cache_clear()
     yield
@@ -52,7 +52,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def share_of(shapes: list[tuple[int, int, int]], masked: bool) -> RankBatch:
-    """Random pairs; where `masked`, the last source of each micro-batch is one token short, if it can be."""
+    """Return random pairs. If `masked`, the last source of each micro-batch is one token shorter, where possible."""
     generator = torch.Generator().manual_seed(len(shapes))
     parts = []
     for pairs, source_length, target_length in shapes:
@@ -108,7 +108,7 @@ def test_no_shape_compiles_anew_and_all_give_eager_gradients() -> None:
 
 
 class _Aligned(Transformer):
-    """Asks for its sizes as Inductor does on a GPU: each combination is a graph of its own."""
+    """Reads its sizes as Inductor does on a GPU, so each combination needs a graph of its own."""
 
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None) -> Tensor:
         aligned = (source.size(1) % 8 == 0) + 2 * (target.size(1) % 8 == 0) + 4 * (target.numel() >= 100)
@@ -140,7 +140,7 @@ def test_more_graphs_than_pytorch_allows_by_default() -> None:
 def test_the_compiled_loss_equals_the_plain_one_in_chunks_of_any_size(
     backend: str, autocast: bool, cached_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend "eager" runs what the compiler has traced without making kernels of it."""
+    """The backend "eager" runs what the compiler has traced, without generating kernels."""
     if backend == "eager":
         traced = torch.compile(model.loss._over_classes, fullgraph=True, backend=backend)
         monkeypatch.setattr(model.loss, "_compiled_over_classes", lambda: traced)
@@ -154,8 +154,8 @@ def test_the_compiled_loss_equals_the_plain_one_in_chunks_of_any_size(
         return [*sums, *torch.autograd.grad(sums.smoothed, [states, weight])]
 
     tolerance = 1e-2 if autocast else 1e-5
-    # A part of a chunk, then other sizes, which compile nothing: 16 rows a chunk and 5 left over; only a rest; a rest
-    # of one row, which is not compiled; a chunk exactly.
+    # The first size compiles and the others must not: chunks of 16 rows and 5 more rows; less than a chunk; chunks and
+    # 1 more row, which is not compiled; exactly one chunk; 1 row.
     for number, rows in enumerate((6, 37, 7, 33, 16, 1)):
         if number == 1:
             torch.compiler.set_stance("fail_on_recompile")
@@ -177,7 +177,7 @@ def module(compiled: bool, dropout: float = 0.0) -> TranslationModule:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing(device: str) -> None:
-    """As `fit` does it: in PyTorch's own compiler, in bf16 where products are concerned."""
+    """As `fit` does, with Inductor and autocast to bfloat16."""
     ours, theirs = (module(compiled).to(device).train() for compiled in (True, False))
 
     def step(one: TranslationModule, batch: MicroBatch) -> list[Tensor]:
@@ -207,7 +207,7 @@ def test_a_compiled_step_is_the_eager_one_and_validation_compiles_nothing(device
 
 
 def test_training_alone_runs_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Network and loss; their compiled forms are replaced by the plain ones, and counted."""
+    """Calls of the compiled network and loss are counted; plain ones stand in for them."""
     calls: list[str] = []
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,7 +222,7 @@ def test_training_alone_runs_compiled_code(monkeypatch: pytest.MonkeyPatch) -> N
             made.compiled_forward = counted("network", made.network)
         found = [made.train(training).losses(batch) for training in (True, False)]
         torch.testing.assert_close(*found)
-        assert calls == ["network", "loss"]  # by the first pass of the compiled module
+        assert calls == ["network", "loss"]  # from the training pass of the compiled module
 
 
 def test_dropout_that_is_compiled_or_scripted_is_pytorchs() -> None:
@@ -235,7 +235,7 @@ def test_dropout_that_is_compiled_or_scripted_is_pytorchs() -> None:
 
 
 def test_a_compiled_linear_layer_is_one_product() -> None:
-    """In bfloat16 too; its rows are not padded, which only oneDNN's kernels need."""
+    """In bfloat16 too. Rows are padded for oneDNN only."""
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
@@ -262,7 +262,7 @@ def test_compiled_dropout_depends_on_the_seed_alone() -> None:
 
 @pytest.mark.slow
 def test_compiled_gradients_travel_while_others_are_computed(tmp_path: Path) -> None:
-    """Under DDP the graph is cut where its buckets end: one graph would hand over all gradients at its own end."""
+    """Under DDP the graph is split at its buckets. A single graph would return all gradients at its end."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         settings = NetworkSettings(num_layers=2, d_model=128, d_ff=512, num_heads=4, dropout=0.0)
@@ -286,11 +286,11 @@ def test_compiled_gradients_travel_while_others_are_computed(tmp_path: Path) -> 
             return future
 
         parallel.register_comm_hook(None, note_bucket)
-        last = net.encoder[0].self_attention.output.weight  # among the last that the backward pass comes to
+        last = net.encoder[0].self_attention.output.weight  # among the last gradients of the backward pass
         last.register_post_accumulate_grad_hook(lambda _: order.append("last gradients"))
         kinds = [batches(masked)[0] for masked in (False, True)] + batches(False)[1:6] + batches(True)[1:6]
         for number, batch in enumerate(kinds):
-            if number == 2:  # both kinds are compiled, and DDP has laid out its buckets
+            if number == 2:  # both kinds are compiled, and DDP has built its buckets
                 torch.compiler.set_stance("fail_on_recompile")
             order.clear()
             parallel.zero_grad()
@@ -307,7 +307,7 @@ def test_compiled_gradients_travel_while_others_are_computed(tmp_path: Path) -> 
 
 
 def test_compiled_or_not_the_checkpoint_is_the_same() -> None:
-    """Names, TorchScript, and a round trip in both directions."""
+    """Parameter names, TorchScript, and loading in both directions."""
     ours, theirs = module(compiled=True), module(compiled=False)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     ours.load_state_dict(theirs.state_dict())

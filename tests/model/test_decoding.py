@@ -1,4 +1,4 @@
-"""The search against enumeration, teacher forcing, and a plain beam search without cache, batch or early stop."""
+"""The search against enumeration, teacher forcing, and a plain beam search without cache, batch or early stopping."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ from tests.model.search_truth import (
 
 @pytest.mark.parametrize("alpha", [0.6, 1.5])
 def test_a_wide_beam_finds_what_enumeration_finds(alpha: float) -> None:
-    # Three pieces and the end symbol; answers of at most 4 pieces: 121 of them, at most 81 open at once.
+    # Three pieces and the end symbol give 121 answers of up to 4 pieces, and at most 81 open hypotheses.
     vocabulary_size, beam_size, extra = 6, 81, 2
     source, mask = make_sources([3, 3, 2, 3], vocabulary_size)
     greedy_is_best, penalty_matters, lengths = [], [], set()
@@ -64,14 +64,14 @@ def test_the_length_penalty_by_hand() -> None:
     # ((5 + 7) / 6) ** 0.6 = 2 ** 0.6 = 1.515717; ((5 + 1) / 6) ** 0.6 = 1; ((5 + 13) / 6) ** 1 = 3.
     assert penalty(torch.tensor([7, 1]), 0.6).tolist() == pytest.approx([1.515717, 1.0], abs=1e-6)
     assert penalty(torch.tensor([13]), 1.0).tolist() == [3.0]
-    # An answer of 7 at -3.0 beats one of 1 at -2.0: -1.979 against -2.
+    # An answer of length 7 with log-probability -3 scores -1.979 and beats one of length 1 with -2.
     assert penalized(-3.0, 7, 0.6) == pytest.approx(-1.979261, abs=1e-6)
 
 
 def test_answers_that_do_not_exist_are_empty() -> None:
     source, _ = make_sources([1], 6)
     found = BeamSearch(make_network(0, 6), BOS, EOS, PAD).eval().beam(source, None, 8, 0.6, 1, 8)
-    # At most one piece: [], [unk], [4], [5].
+    # The answers with at most one piece: [], [unk], [4], [5].
     assert found.lengths.tolist()[0][4:] == [0] * 4
     assert sorted(found.lengths.tolist()[0][:4]) == [1, 2, 2, 2]
     assert found.scores[0, 4:].tolist() == [-math.inf] * 4
@@ -149,7 +149,7 @@ def test_a_sentence_alone_equals_itself_in_a_batch() -> None:
 
 
 class Observed(Transformer):
-    """Remembers how many sentences each step decoded; if `endless`, the end symbol is all but impossible."""
+    """Records how many sentences each step decodes. If `endless`, the end symbol is nearly impossible."""
 
     batch_sizes: list[int]
     endless: bool
@@ -185,7 +185,7 @@ def test_finished_sentences_leave_the_batch_and_the_search_stops_early() -> None
 
 
 class Chain(Transformer):
-    """Piece v is followed by piece w with probability `probabilities[v, w]`, whatever the source."""
+    """Piece w follows piece v with probability `probabilities[v, w]`, for any source."""
 
     probabilities: Tensor
     num_steps: int
@@ -204,18 +204,18 @@ class Chain(Transformer):
 def test_the_search_stops_when_no_hypothesis_can_win_and_no_earlier(
     probability_of_none: float, expected: list[int], num_steps: int
 ) -> None:
-    """After one step there is an answer without pieces, and a hypothesis that can only end in the fourth, at its limit.
+    """After step 1 there are an answer without pieces and a hypothesis that can only end at its limit, 4 tokens.
 
-    The hypothesis has ln 0.4 = -0.9163; over the penalty of an answer of 4 tokens, (5 + 4) / 6, that is -0.6109, over
-    that of 3 tokens -0.6872, of 5 tokens -0.5498. The penalty of the answer without pieces is 1: ln 0.52 = -0.6539 is
-    worse, and ln 0.55 = -0.5978 better.
+    The log-probability of the hypothesis is ln 0.4 = -0.9163. Divided by the penalty of 4 tokens, (5 + 4) / 6, this is
+    -0.6109; with 3 tokens it would be -0.6872 and with 5 tokens -0.5498. The penalty of the answer without pieces is 1,
+    so its score is worse if its probability is 0.52 (-0.6539), and better if it is 0.55 (-0.5978).
     """
     network = make_network(0, 8)
     network.__class__ = Chain
     assert isinstance(network, Chain)
     network.probabilities, network.num_steps = torch.full([8, 8], 1e-9, dtype=torch.float64), 0
     network.probabilities[BOS, EOS], network.probabilities[BOS, 4] = probability_of_none, 0.4
-    # The rest goes to a piece that nothing but itself follows.
+    # The remaining probability goes to a piece that only itself follows.
     network.probabilities[BOS, 7] = 1.0 - 0.4 - probability_of_none
     for piece, following in [(4, 5), (5, 6), (6, EOS), (7, 7)]:
         network.probabilities[piece, following] = 1.0
@@ -263,7 +263,7 @@ def test_bfloat16_finds_answers_as_good() -> None:
         for sentence, length in enumerate(LENGTHS):
             _, tokens = answers_of(found, sentence)[0]
             equal += tokens == answers_of(exact, sentence)[0][1]
-            # What float32 gives to bfloat16's answer is hardly worse than what it gives to its own.
+            # Under float32, bfloat16's answer scores nearly as well as float32's.
             score = penalized(forced_log_probability(network, source[sentence, :length], tokens), len(tokens), 0.6)
             assert score == pytest.approx(float(exact.scores[sentence, 0]), abs=0.1)
             assert float(found.scores[sentence, 0]) == pytest.approx(score, abs=0.1)

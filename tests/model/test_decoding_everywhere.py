@@ -1,4 +1,4 @@
-"""The search as TorchScript, where the project is not, on a GPU, and given wrong arguments."""
+"""The search in TorchScript, without the project, on a GPU, and with invalid arguments."""
 
 import itertools
 import math
@@ -58,7 +58,7 @@ def test_wrong_arguments_are_refused_in_python_and_torchscript() -> None:
             search.beam(*arguments)  # type: ignore[arg-type]
         with pytest.raises(torch.jit.Error, match=message):
             scripted.beam(*arguments)
-    for one in (search, scripted):  # the least of all arguments
+    for one in (search, scripted):  # the smallest valid arguments
         assert one.beam(SOURCE, None, 1, 0.0, 0, 1).lengths.item() <= 3
 
 
@@ -120,7 +120,7 @@ def test_a_gpu_finds_the_same_and_waits_for_the_host_every_eighth_step_only() ->
     expected = search.beam(source, mask, 4, 0.6, 60, 4)
     search.cuda()
     sources = source.cuda(), mask.cuda()
-    search.beam(*sources, 4, 0.6, 60, 4)  # libraries start
+    search.beam(*sources, 4, 0.6, 60, 4)  # initializes libraries
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as waits:
@@ -128,7 +128,7 @@ def test_a_gpu_finds_the_same_and_waits_for_the_host_every_eighth_step_only() ->
             found = search.beam(*sources, 4, 0.6, 60, 4)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    # A wait at each step would be as many as an answer has tokens.
+    # Synchronizing at each step would give as many warnings as an answer has tokens.
     num_waits = sum("synchronizing" in str(one.message) for one in waits)
     assert 0 < num_waits < expected.tokens.size(-1) * 2 // 3
     for sentence in range(len(LENGTHS)):

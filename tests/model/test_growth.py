@@ -1,4 +1,4 @@
-"""How the network's memory grows."""
+"""Growth of the network's memory with sentence length."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ PAD, VOCABULARY = 0, 50
 
 
 def peak_bytes(length: int, masked: bool, precision: torch.dtype) -> int:
-    """Of a forward and a backward pass over sentences of so many tokens on both sides."""
+    """Return the peak memory of a forward and backward pass over sentences of `length` tokens on both sides."""
     torch.manual_seed(0)
     network = Transformer(VOCABULARY, NetworkSettings(num_layers=1, d_model=32, d_ff=64, num_heads=2)).train()
     source, target = (torch.randint(1, VOCABULARY, (2, length)) for _ in range(2))
@@ -31,7 +31,7 @@ def peak_bytes(length: int, masked: bool, precision: torch.dtype) -> int:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_memory_is_linear_in_length(masked: bool, precision: torch.dtype) -> None:
-    """Four times the length takes four times the memory; matrices of attention weights would take sixteen."""
+    """Four times the length needs four times the memory. Matrices of attention weights would need sixteen times."""
     short, long = peak_bytes(1024, masked, precision), peak_bytes(4096, masked, precision)
     assert short > 1024 * 32 * 4
     assert long < 4.4 * short

@@ -1,4 +1,4 @@
-"""The model's linear layer against PyTorch's, and how often oneDNN compiles for it, by oneDNN's own account."""
+"""The model's linear layer against PyTorch's, and how often oneDNN compiles kernels for it, by oneDNN's own log."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from model.loss import label_smoothed_loss
 
 
 def results(layer: nn.Linear, x: Tensor) -> list[Tensor]:
-    """The output, and the gradients of input, weight and bias, each row with a gradient of its own."""
+    """Return the output and the gradients of input, weight and bias. The output's gradient differs for each row."""
     x = x.detach().requires_grad_()
     y = layer(x)
     weights = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
@@ -39,7 +39,7 @@ def test_equals_torchs_in_bfloat16(shape: tuple[int, ...]) -> None:
 
 
 def compiled(layer: nn.Linear, rows: range, capfd: pytest.CaptureFixture[str]) -> int:
-    """For how many products oneDNN compiled, while batches of so many rows were trained on."""
+    """Count the products that oneDNN compiles kernels for, in training steps on batches of these numbers of rows."""
     capfd.readouterr()
     with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
         for number in rows:
@@ -53,7 +53,7 @@ def compiled(layer: nn.Linear, rows: range, capfd: pytest.CaptureFixture[str]) -
 
 def test_batches_of_like_size_share_their_kernels(capfd: pytest.CaptureFixture[str]) -> None:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return  # PyTorch's own products, which compile nothing
+        return  # PyTorch multiplies without oneDNN and compiles nothing
     ours, theirs = Linear(48, 48), nn.Linear(48, 48)
     assert compiled(ours, range(384, 385), capfd) > 0
     assert compiled(ours, range(257, 384), capfd) == 0
@@ -61,7 +61,7 @@ def test_batches_of_like_size_share_their_kernels(capfd: pytest.CaptureFixture[s
 
 
 def test_the_losss_padding_counts_for_nothing() -> None:
-    """In bfloat16, where rows are added: sums and gradients as in float32, up to rounding."""
+    """In bfloat16, where the loss adds rows, sums and gradients equal those in float32 up to rounding."""
     torch.manual_seed(1)
     states, weight = torch.randn(3, 43, 16), torch.randn(50, 16)
     targets, ignored_id = torch.randint(0, 50, (3, 43)), 5

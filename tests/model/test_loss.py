@@ -1,4 +1,4 @@
-"""The fused loss against F.linear and F.cross_entropy, and against the formula by hand."""
+"""The fused loss against F.linear and F.cross_entropy, and against values computed by hand."""
 
 import math
 from typing import Any
@@ -22,7 +22,7 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
     targets[0, 6:] = PAD
     targets[2] = PAD
     with torch.no_grad():
-        # Padding that is predicted, a target that is, and one that is exactly as likely as another class.
+        # Padding that is predicted, a target that is predicted, and one that is exactly as probable as another class.
         weight[8:10] = torch.tensor([2, -2, 2, 2, -2, 2, 2, -2])
         states[2, 0], states[1, 0], states[1, 1] = 9 * weight[PAD], 9 * weight[7], weight[8]
         targets[1, 0], targets[1, 1] = 7, 9
@@ -30,7 +30,7 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
 
 
 def hold_rows(chunk: int, cached: int, monkeypatch: pytest.MonkeyPatch, pieces: int = 50) -> None:
-    """Let the loss have so many rows of logits at a time, and so many of them in its cache; 0 means one row too."""
+    """Set how many rows of logits the loss has in a chunk and in the CPU's cache. 0 means one row."""
     monkeypatch.setitem(model.loss._CHUNK_LOGITS, "cpu", chunk * pieces)
     monkeypatch.setattr(model.loss, "_CACHED_LOGITS", cached * pieces / torch.get_num_threads())
 
@@ -54,7 +54,7 @@ def test_equals_linear_and_cross_entropy(
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
     likelihood = F.cross_entropy(logits, targets.flatten(), **options)
     assert sums.negative_log_likelihood.item() == pytest.approx(likelihood.item(), rel=1e-12)
-    # Of two classes that are the likeliest, either is correct.
+    # If two classes are the most probable, either is correct.
     correct = logits.gather(1, targets.view(-1, 1)).squeeze(1) == logits.amax(-1)
     assert correct[targets.flatten() == PAD].any()
     assert correct[12]
@@ -65,15 +65,15 @@ def test_by_hand() -> None:
     # Two classes, logits 2 and 0: p = e^2 / (e^2 + 1); epsilon 0.2 gives targets 0.9 and 0.1.
     states = torch.tensor([[2.0]], dtype=torch.float64)
     weight = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
-    normaliser = math.log(math.exp(2) + 1)
+    normalizer = math.log(math.exp(2) + 1)
     sums = label_smoothed_loss(states, weight, torch.tensor([0]), 0.2, ignored_id=-1)
-    assert sums.smoothed.item() == pytest.approx(0.9 * (normaliser - 2) + 0.1 * normaliser, rel=1e-14)
-    assert sums.negative_log_likelihood.item() == pytest.approx(normaliser - 2, rel=1e-14)
+    assert sums.smoothed.item() == pytest.approx(0.9 * (normalizer - 2) + 0.1 * normalizer, rel=1e-14)
+    assert sums.negative_log_likelihood.item() == pytest.approx(normalizer - 2, rel=1e-14)
 
 
 @pytest.mark.parametrize("cached_rows", [4, 99, None])
 def test_bf16_products_stay_near_float32(cached_rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over parts of a chunk that a CPU's cache holds, and over all of it at once, as on a GPU."""
+    """For parts of a chunk, as on a CPU, and for all of it at once, as on a GPU."""
     if cached_rows is None:
         monkeypatch.setattr(model.loss, "_over_rows_in_cache", model.loss._over_rows)
     hold_rows(99, cached_rows or 0, monkeypatch)
@@ -84,7 +84,7 @@ def test_bf16_products_stay_near_float32(cached_rows: int | None, monkeypatch: p
         low = label_smoothed_loss(states, weight, targets, 0.1, PAD)
     low_gradients = torch.autograd.grad(low.smoothed, [states, weight])
     assert low.smoothed.dtype == torch.float32
-    assert low.smoothed.item() != exact.smoothed.item()  # bf16 was at work
+    assert low.smoothed.item() != exact.smoothed.item()  # bfloat16 was used
     assert low.smoothed.item() == pytest.approx(exact.smoothed.item(), rel=0.005)
     for ours, theirs in zip(low_gradients, exact_gradients, strict=True):
         assert ours.dtype == torch.float32
@@ -92,7 +92,7 @@ def test_bf16_products_stay_near_float32(cached_rows: int | None, monkeypatch: p
 
 
 def test_sums_over_bfloat16_states_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weight's gradient too is added up in float32, over chunks of one row."""
+    """The weight's gradient is also summed in float32, over chunks of one row."""
     states, weight, targets = (one.detach().repeat_interleave(8, 0) for one in problem(torch.float32))
     states, weight = states.bfloat16().requires_grad_(), weight[::8].bfloat16().requires_grad_()
     hold_rows(0, 0, monkeypatch)
@@ -113,14 +113,14 @@ def test_extreme_logits_stay_finite() -> None:
     weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
     sums = label_smoothed_loss(states, weight, torch.tensor([1, 1]), 0.1, ignored_id=-1)
     sums.smoothed.backward()
-    # Row 0: likeliest is class 0 by 2e4 over the target; row 1: the target itself.
+    # Row 0: class 0 exceeds the target by 2e4. Row 1: the target is the most probable class.
     assert sums.negative_log_likelihood.item() == pytest.approx(2e4, rel=1e-6)
     assert torch.isfinite(states.grad).all()
     assert torch.isfinite(weight.grad).all()
 
 
 class Products(TorchFunctionMode):
-    """Keeps the sizes of all products of two matrices."""
+    """Records the sizes of all matrix products."""
 
     def __init__(self) -> None:
         super().__init__()

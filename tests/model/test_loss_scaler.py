@@ -1,4 +1,4 @@
-"""The factor on the loss, against PyTorch's own scaler; and what it is for."""
+"""The loss scaler against PyTorch's, and its purpose."""
 
 import random
 
@@ -11,7 +11,7 @@ from model.transformer import Transformer
 
 
 def test_the_factor_is_that_of_the_frameworks_scaler() -> None:
-    """5,000 steps: skipped at random, and long enough without to grow."""
+    """5,000 steps: some are skipped at random, then enough finite ones follow for the factor to grow."""
     chance = random.Random(3)
     skipped = [float(chance.random() < 0.01) for _ in range(500)] + [0.0] * 4500
     ours, tracker = LossScaler(), torch.zeros((), dtype=torch.int32)
@@ -27,7 +27,7 @@ def test_the_factor_is_that_of_the_frameworks_scaler() -> None:
 
 
 def test_small_gradients_survive_float16() -> None:
-    """Of a token in a batch so large that its gradients are below float16's smallest number."""
+    """Gradients of a token in a batch so large that they would underflow in float16."""
     torch.manual_seed(3)
     network = Transformer(60, NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2, dropout=0.0))
     source, target = torch.randint(3, 60, (4, 7)), torch.randint(3, 60, (4, 9))

@@ -1,4 +1,4 @@
-"""The network against torch.nn's own layers, the paper's formulas worked by hand, and its own promises."""
+"""The network against torch.nn's layers, values computed by hand from the paper's formulas, and its own contract."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ def ids(*shape: int) -> torch.Tensor:
 
 
 def copy_attention(own: SelfAttention | CrossAttention, theirs: nn.MultiheadAttention) -> None:
-    """torch.nn's multi-head attention with our weights."""
+    """Return torch.nn's multi-head attention with our weights."""
     if isinstance(own, SelfAttention):
         weight, bias = own.query_key_value.weight, own.query_key_value.bias
     else:
@@ -42,7 +42,7 @@ def copy_attention(own: SelfAttention | CrossAttention, theirs: nn.MultiheadAtte
 
 
 def randomise(module: nn.Module) -> None:
-    """Biases and norms too: at their initial values they could be forgotten unseen."""
+    """Set biases and norms too. With their initial values, an implementation without them would pass."""
     generator = torch.Generator().manual_seed(11)
     for parameter in module.parameters():
         parameter.data.normal_(std=0.3, generator=generator)
@@ -171,10 +171,10 @@ def test_positions_by_hand() -> None:
 
 def test_sinusoidal_positions_go_on() -> None:
     positions = SinusoidalPositions(8, num_positions=4)
-    assert not positions.state_dict()  # a formula has no place in a checkpoint
+    assert not positions.state_dict()  # the table is not saved in checkpoints
     for start in (0, 3, 7):
         torch.testing.assert_close(positions(start, 7), sinusoidal_table(14, 8)[start : start + 7], rtol=0, atol=0)
-    # Lightning's moving average goes through the buffers as well.
+    # Lightning's moving average pairs the buffers too.
     average = torch.optim.swa_utils.AveragedModel(SinusoidalPositions(8, num_positions=4), use_buffers=True)
     average.update_parameters(positions)
 
@@ -226,7 +226,7 @@ def test_each_stack_ends_with_a_norm(pre_norm: bool) -> None:
 
 
 def test_initial_weights() -> None:
-    """Xavier's uniform distribution for each projection by itself, d_model^-0.5 for embeddings, no biases."""
+    """Each projection has Xavier's uniform distribution, embeddings have deviation d_model^-0.5, biases are zero."""
     torch.manual_seed(3)
     settings = NetworkSettings(num_layers=1, d_model=256, d_ff=512, num_heads=4, d_k=16, learned_positions=True)
     net = Transformer(2000, settings)
@@ -248,7 +248,7 @@ def test_initial_weights() -> None:
     norms = [module for module in net.modules() if isinstance(module, nn.LayerNorm)]
     assert all((norm.weight == 1).all() and (norm.bias == 0).all() for norm in norms)
     assert all((bias == 0).all() for name, bias in net.named_parameters() if name.endswith("bias"))
-    # Nothing is left out.
+    # All parameters are checked.
     vectors = [parameter for parameter in net.parameters() if parameter.dim() == 1]
     num_parameters = sum(one.numel() for one in [*projections, *vectors, net.embedding.weight, net.positions.table])
     assert num_parameters == sum(parameter.numel() for parameter in net.parameters())
@@ -274,7 +274,9 @@ def test_padding_changes_nothing() -> None:
     padded_target = torch.cat([target, torch.zeros(1, 2, dtype=torch.int64)], 1)
     mask = torch.arange(8)[None] < 5
     torch.testing.assert_close(net(padded_source, padded_target, mask)[:, :4], alone, rtol=0, atol=1e-12)
-    assert (net(padded_source, padded_target)[:, :4] - alone).abs().max() > 1e-3  # the mask is what does it
+    assert (
+        net(padded_source, padded_target)[:, :4] - alone
+    ).abs().max() > 1e-3  # without the mask, padding changes the states
 
 
 def test_word_order_matters() -> None:
@@ -297,7 +299,7 @@ def test_gradients_reach_every_parameter(change: dict) -> None:
 
 
 def test_key_biases_alone_get_no_gradient_in_truth() -> None:
-    """softmax(q . (k + b)) does not depend on b: the gradient above is rounding there, and no oversight."""
+    """softmax(q . (k + b)) does not depend on b, so the gradient of the keys' bias is rounding error."""
     net = network()
     layer = net.encoder[0].self_attention
     before = net(ids(2, 5), ids(2, 5))
@@ -320,13 +322,13 @@ def test_attention_maps_are_what_the_network_attends_to() -> None:
             torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
     assert maps["decoder"][0].triu(1).abs().max() == 0
     assert maps["cross"][1][1, :, :, 3:].abs().max() == 0
-    # Weights times values, projected, is what the module itself returned.
+    # Weights times values, projected, equals the module's output.
     layer = net.encoder[0].self_attention
     x = net.embed(source, 0)
     _, _, value = layer.project(x)
     by_maps = layer.output((maps["encoder"][0] @ value).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x, mask[:, None, None, :], False), by_maps)
-    # What the network does afterwards is not recorded, and no graph is kept.
+    # Later passes are not recorded, and no autograd graph is kept.
     net(source, target, mask)
     assert all(len(layers) == 2 and not layers[0].requires_grad for layers in maps.values())
 
@@ -355,7 +357,7 @@ def test_the_rarest_dropout() -> None:
 
 
 def test_the_most_frequent_dropout() -> None:
-    """A probability that rounds to 1 leaves one element in 65,536, and no infinity."""
+    """A probability that rounds to 1 keeps one element in 65,536 and gives no infinity."""
     torch.manual_seed(0)
     kept = Dropout(1.0 - 1e-7)(torch.ones(2**22))
     assert kept.isfinite().all()

@@ -1,4 +1,4 @@
-"""Packed weights: the same network but for rounding."""
+"""A network with packed weights equals the plain one up to rounding."""
 
 import copy
 from typing import Any
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 
 class PackedProducts(TorchDispatchMode):
-    """Counts the products with a packed weight."""
+    """Counts products with packed weights."""
 
     count = 0
 
@@ -44,10 +44,10 @@ def test_a_packed_network_finds_the_same(variant: str) -> None:
     packed = copy.deepcopy(network)
     assert can_pack(packed)
     pack_linears(packed)
-    # Seven a decoder layer, four an encoder layer, and the projection.
+    # Seven per decoder layer, four per encoder layer, and the projection.
     assert sum(isinstance(module, PackedLinear) for module in packed.modules()) == 7 + 4 + 1
     assert not any(isinstance(module, nn.Linear) for module in packed.modules())
-    # Enough sentences that every product is large enough for its packed weight.
+    # With this many sentences every product is large enough to use its packed weight.
     sources, masks = source.repeat(30, 1), mask.repeat(30, 1)
     with torch.no_grad():
         expected_logits = network.logits(network(sources, sources, masks))
@@ -66,7 +66,7 @@ def test_a_packed_network_finds_the_same(variant: str) -> None:
 @pytest.mark.parametrize("kind", [PackedLinear, LazyPackedLinear])
 @pytest.mark.parametrize(("rows", "num_products"), [(1, 0), (64, 1)])
 def test_packed_layers_equal_torchs(kind: type[nn.Module], rows: int, num_products: int) -> None:
-    """The packed weight serves large products only; small ones take the plain weight."""
+    """Large products use the packed weight and small ones the plain weight."""
     torch.manual_seed(1)
     linear = Linear(512, 512)
     packed, x = kind(linear.weight, linear.bias), torch.randn(rows, 1, 512)

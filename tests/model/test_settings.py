@@ -1,4 +1,4 @@
-"""The defaults are the paper's base model, and values out of bounds are refused by name."""
+"""The defaults are the paper's base model, and values that are out of bounds are refused."""
 
 from typing import Any
 

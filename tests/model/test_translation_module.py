@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec"),
 ]
-# A large epsilon: Adam's update then depends on the scale of the gradient.
+# With a large epsilon, Adam's update depends on the scale of the gradient.
 TRAINING = TrainingSettings(
     label_smoothing=0.2,
     warmup_steps=2,
@@ -42,7 +42,7 @@ TRAINING = TrainingSettings(
     adam_beta2=0.95,
     adam_epsilon=0.01,
 )
-# 0.5 * 16^-0.5 * min(step^-0.5, step * 2^-1.5): two steps of warm-up, then the decay.
+# 0.5 * 16^-0.5 * min(step^-0.5, step * 2^-1.5): two warm-up steps, then decay.
 RATES = [0.0441942, 0.0883883, 0.0721688, 0.0625]
 
 
@@ -54,7 +54,7 @@ def _kernels_as_before() -> Iterator[None]:
 
 
 def make_shares(count: int) -> list[RankBatch]:
-    """Steps of several micro-batches, no two alike, with padding and without."""
+    """Return steps of several different micro-batches, every second step with padding."""
     return [share_of([(20 + step, 3, 9), (15, 9, 7), (10, 4, 8)], masked=step % 2 == 1) for step in range(count)]
 
 
@@ -71,14 +71,14 @@ def make_module(
 
 
 class Step(NamedTuple):
-    """What a training step returned, and the weights after it."""
+    """Return value of a training step, and the weights after it."""
 
     output: dict[str, Any]
     weights: Tensor
 
 
 class Recorder(Callback):
-    """Keeps all training steps."""
+    """Records all training steps."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -88,7 +88,7 @@ class Recorder(Callback):
 
 
 def make_trainer(rank: int = 0, num_ranks: int = 1, strategy: Strategy | None = None, **options: Any) -> Trainer:
-    """One rank's trainer; no gradient is exchanged with the others."""
+    """Return the trainer of one rank, which does not exchange gradients with others."""
     if strategy is None:
         strategy = SingleDeviceStrategy("cpu")
         strategy.global_rank, strategy.world_size = rank, num_ranks
@@ -111,7 +111,7 @@ def fit(module: TranslationModule, shares: list[RankBatch], rank: int = 0, num_r
 
 
 def sums_of(network: Transformer, batch: MicroBatch, label_smoothing: float) -> tuple[Tensor, Tensor, int]:
-    """Label-smoothed loss, negative log-likelihood and correct predictions over a micro-batch's target tokens."""
+    """Return label-smoothed loss, negative log-likelihood and number of correct predictions over the target tokens."""
     states = network(batch.source, batch.target_input, batch.source_mask)
     logits, targets = network.logits(states).flatten(0, 1), batch.target_output.flatten().long()
     smoothed = cross_entropy(logits, targets, ignore_index=PAD, reduction="sum", label_smoothing=label_smoothing)
@@ -122,13 +122,13 @@ def sums_of(network: Transformer, batch: MicroBatch, label_smoothing: float) -> 
 def train_plainly(
     network: Transformer, shares: list[RankBatch], clip_norm: float | None = None, skipped_step: int | None = None
 ) -> list[Step]:
-    """The same training in a plain loop, at the learning rates worked out by hand."""
+    """Train in a plain loop, with learning rates computed by hand."""
     network, steps = copy.deepcopy(network).train(), []
     optimizer = torch.optim.Adam(network.parameters(), betas=(0.8, 0.95), eps=0.01)
     for number, (rate, share) in enumerate(zip(RATES, shares, strict=True), start=1):
         sums = [sums_of(network, batch, label_smoothing=0.2) for batch in share.micro_batches]
         smoothed, likelihood, correct = map(list, zip(*sums, strict=True))
-        assert sum(correct[:-1]) > 0  # the last micro-batch alone gives another sum
+        assert sum(correct[:-1]) > 0  # so the last micro-batch alone gives another sum
         optimizer.zero_grad()
         (sum(smoothed) / share.num_target_tokens).backward()
         norm = clip_grad_norm_(network.parameters(), clip_norm if clip_norm is not None else math.inf)
@@ -153,7 +153,7 @@ def test_training_equals_a_plain_loop(clip_norm: float | None, scaled: bool) -> 
     shares = make_shares(len(RATES))
     expected = train_plainly(module.network, shares, clip_norm)
     found = fit(module, shares)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()  # it would plan for every shape of batch
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # cuDNN would plan for every batch shape
     if clip_norm == 0.2:
         assert all(step.output["gradient_norm"] > 1.5 * clip_norm for step in expected)
     for ours, theirs, rate in zip(found, expected, RATES, strict=True):
@@ -165,7 +165,7 @@ def test_training_equals_a_plain_loop(clip_norm: float | None, scaled: bool) -> 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_step_without_a_finite_gradient_is_skipped(scaled: bool) -> None:
-    """Its batch and its learning rate are used up; weights and moments stay."""
+    """Its batch and its learning rate are used up. Weights and moments do not change."""
     module = make_module(scaled=scaled)
     shares = make_shares(len(RATES))
     expected = train_plainly(module.network, shares, skipped_step=2)
@@ -191,7 +191,7 @@ def test_a_step_without_a_finite_gradient_is_skipped(scaled: bool) -> None:
     again: dict[str, Any] = {}
     resumed.on_save_checkpoint(again)
     assert again == checkpoint
-    # The scale of the loss is halved, and two finite steps are counted after that.
+    # The loss scale is halved, and two finite steps are counted since.
     expected_state = {"skipped_steps": [1, 0]} | ({"loss_scale": [2.0**15, 2]} if scaled else {})
     assert checkpoint == expected_state
 
@@ -225,7 +225,7 @@ def test_an_optimizer_that_is_not_fused_gives_the_same_steps(scaled: bool, monke
 
 
 def test_a_rank_without_sentences_adds_nothing() -> None:
-    """It runs a sentence whose targets do not count."""
+    """It runs a sentence whose targets are ignored."""
     module, [share] = make_module(), make_shares(1)
     initial = parameters_to_vector(module.parameters()).detach()
     [step] = fit(module, [replace(share, is_filler=True)])
@@ -236,14 +236,14 @@ def test_a_rank_without_sentences_adds_nothing() -> None:
 
 
 def test_gradients_are_those_of_which_ranks_take_the_mean() -> None:
-    """The mean over ranks of these is the gradient of the sum of losses over the global batch's tokens."""
+    """Their mean over ranks is the gradient of the loss per token of the global batch."""
     [alone], [one_of_three] = (fit(make_module(), make_shares(1), num_ranks=count) for count in (1, 3))
     assert float(one_of_three.output["gradient_norm"]) == pytest.approx(3 * float(alone.output["gradient_norm"]))
     assert one_of_three.output["smoothed"] == alone.output["smoothed"]
 
 
 class _Exchanges(Callback):
-    """Keeps the gradients that DDP hands over in each step, and stands in for their mean over ranks."""
+    """Records the gradients that DDP exchanges in each step, and returns them as their mean over ranks."""
 
     def __init__(self) -> None:
         self.steps: list[list[Tensor]] = []
@@ -266,7 +266,7 @@ def test_ranks_exchange_the_sum_of_all_micro_batches_once_a_step(
 ) -> None:
     exchanges, recorder, shares = _Exchanges(), Recorder(), make_shares(2)
     expected = [step.output["gradient_norm"] for step in fit(make_module(), shares)]
-    # Lightning leaves the names of rank and address in the environment.
+    # Lightning adds variables for rank and address to the environment.
     monkeypatch.setattr(os, "environ", os.environ.copy())
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
@@ -288,14 +288,14 @@ def test_a_checkpoint_without_counts_begins_at_zero() -> None:
 
 
 def test_dropout_differs_between_ranks_steps_and_micro_batches() -> None:
-    """The weights and the micro-batches stay the same, so only dropout can make a difference."""
+    """Weights and micro-batches are the same in each step, so only dropout can make a difference."""
     shares = [share_of([(2, 5, 6)] * 3, masked=False)] * 3
     [batch, *others] = shares[0].micro_batches
     shares[0].ids.copy_(shares[0].ids[: len(shares[0].ids) // 3].repeat(3))
     assert all(torch.equal(batch.source, other.source) for other in others)
 
     def run(rank: int, seed: int = 1) -> list[float]:
-        """The sum of the decoder's absolute states in each micro-batch of each step."""
+        """Return the sum of the decoder's absolute states for each micro-batch of each step."""
         module, sums = make_module(replace(TRAINING, learning_rate_factor=0.0), dropout=0.5, seed=seed), []
         module.network.register_forward_hook(lambda *arguments: sums.append(float(arguments[2].detach().abs().sum())))
         module.network.register_forward_hook(lambda *_: seeds.append(torch.initial_seed()))
@@ -307,10 +307,10 @@ def test_dropout_differs_between_ranks_steps_and_micro_batches() -> None:
     first, second, other_seed = run(rank=0), run(rank=1), run(rank=0, seed=2)
     assert len(first) == 9
     assert len({*first, *second, *other_seed}) == 27
-    # A run that a later version of this code resumes goes on with the same dropout.
+    # Later versions must resume a run with the same dropout.
     assert seeds[:2] == [7991332128289010059, 7098616414842519320]
     assert (len(seeds), sum(seeds)) == (27, 125924772086081002396)
-    # Nothing else has an influence.
+    # Other random numbers have no influence.
     torch.manual_seed(9)
     assert run(rank=1) == second
 
@@ -322,9 +322,9 @@ def test_validation_gives_means_over_all_target_tokens() -> None:
     network = copy.deepcopy(module.network).eval()
     with torch.no_grad():
         sums = [sums_of(network, share.micro_batches[0], label_smoothing=0.2) for share in shares]
-    num_tokens = [20 * 9 - 1, 30 * 4 - 1, 10 * 8 - 1]  # in each batch one target is a token short
+    num_tokens = [20 * 9 - 1, 30 * 4 - 1, 10 * 8 - 1]  # in each batch one target is a token shorter
     trainer = make_trainer()
-    for first in (0, 1):  # the second validation has nothing of the first
+    for first in (0, 1):  # the second validation must not include the first
         smoothed, likelihood, correct = (float(sum(column)) for column in zip(*sums[first:], strict=True))
         total = sum(num_tokens[first:])
         assert correct > 0
@@ -342,15 +342,15 @@ def test_validation_gives_means_over_all_target_tokens() -> None:
 
 
 def test_validation_answers_are_those_of_greedy_search() -> None:
-    """A batch of short sentences, searched in parts, of which the last has one sentence with a shorter source."""
+    """A batch of short sentences is searched in parts. The last part is one sentence with a shorter source."""
     module = make_module().eval()
     share = share_of([(31, 3, 4)], masked=True)
-    # Padding is another id than F.pad's default.
+    # Padding is not F.pad's default, 0.
     special = module.special = SpecialIds(pad=1, bos=0, eos=2)
     share = replace(share, ids=share.ids.where(share.ids != PAD, special.pad), pad=special.pad)
-    share.ids[:31] = torch.arange(131, 100, -1)  # the pairs' places in the corpus
+    share.ids[:31] = torch.arange(131, 100, -1)  # the pairs' indices in the corpus
     module.on_validation_epoch_start()
-    # Sums over more tokens than float32 counts.
+    # Sums over more tokens than float32 can count.
     for total in module.validation_sums.values():
         total += 2**30 + 1
     with torch.no_grad():

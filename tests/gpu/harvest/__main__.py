@@ -1,4 +1,4 @@
-"""The command: see the package."""
+"""The command line; see the package."""
 
 import argparse
 import faulthandler
@@ -11,27 +11,27 @@ from tests.gpu.harvest.runner import LIMITS, harvest
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the stages asked for, or, as one of their processes, one stage."""
+    """Run the requested stages, or a single stage in this process."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.harvest", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="a JSON file; .jsonl and .log lie beside it")
-    parser.add_argument("--stages", help=f"some of {','.join(LIMITS)} (default: all)")
+    parser.add_argument("--output", type=Path, required=True, help="a JSON file; .jsonl and .log are written beside it")
+    parser.add_argument("--stages", help=f"comma-separated stages, of {','.join(LIMITS)} (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes that take no time, to see that the code runs")
-    parser.add_argument("--revision", help="of the code, where this is no checkout")
+    parser.add_argument("--tiny", action="store_true", help="very small sizes, to check that the code runs")
+    parser.add_argument("--revision", help="revision of the code, if this is not a checkout")
     parser.add_argument("--limit-factor", type=float, default=1.0, help="multiplies each stage's time limit")
     parser.add_argument("--one-stage", choices=LIMITS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one_stage:
-        # Where a stage hangs or crashes, the log says in what.
+        # If a stage hangs or crashes, the log shows where.
         faulthandler.enable()
         faulthandler.dump_traceback_later(max(1.0, LIMITS[options.one_stage] * options.limit_factor - 3.0))
         run_one(options.one_stage, options.output, options.device, options.tiny)
         faulthandler.cancel_dump_traceback_later()
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that a stage is ended with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the running stage is killed too
     stages = options.stages.split(",") if options.stages else list(LIMITS)
     if unknown := [stage for stage in stages if stage not in LIMITS]:
-        parser.error(f"no such stage: {', '.join(unknown)}; there are {', '.join(LIMITS)}")
+        parser.error(f"unknown stage: {', '.join(unknown)}; use {', '.join(LIMITS)}")
     passed_on = ["--device", options.device, "--limit-factor", str(options.limit_factor), *["--tiny"] * options.tiny]
     limits = {stage: LIMITS[stage] * options.limit_factor for stage in stages}
     report = harvest(limits, options.output, passed_on, options.revision)
@@ -61,7 +61,7 @@ def run_one(stage: str, output: Path, device: str, tiny: bool) -> None:
 
 
 def software(device: str) -> dict[str, object]:
-    """Versions, and the device as PyTorch sees it."""
+    """Return versions, and the device's properties."""
     import lightning
     import torch
 

@@ -1,4 +1,4 @@
-"""Stage `attention`: every kernel at every sentence length, 25,000 tokens, heads as in the base model."""
+"""Stage `attention`: each kernel at each sentence length, with 25,000 tokens and the heads of the base model."""
 
 import warnings
 from collections.abc import Callable
@@ -20,11 +20,11 @@ KERNELS = {
     "variable length": None,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-"""The one that training turns off comes last: an error on the GPU ends all that its process can do there."""
+"""cuDNN, which training disables, comes last: after a GPU error a process cannot use the GPU any more."""
 
 
 def run(job: Job) -> None:
-    """Measure."""
+    """Run the stage."""
     tokens, lengths = (64, (8, 9)) if job.tiny else (25_000, LENGTHS)
     for kernel in KERNELS:
         for length in lengths:
@@ -39,7 +39,7 @@ def run(job: Job) -> None:
 
 def _measured(job: Job, kernel: str, sentences: int, length: int, causal: bool) -> dict[str, Any]:
     shape = (sentences, length, HEADS, HEAD_SIZE)
-    # As projections leave them: a token's heads side by side.
+    # The layout that projections produce: a token's heads are adjacent.
     tensors = [torch.randn(shape, device=job.device).bfloat16().requires_grad_() for _ in range(3)]
     forward = _variable_length(tensors, causal) if kernel == "variable length" else _dense(tensors, causal, kernel)
     with warnings.catch_warnings(record=True) as said:

@@ -1,4 +1,4 @@
-"""Synthetic batches at the paper's size."""
+"""Synthetic batches of the paper's size."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 from data_module.batching.batch import RankBatch, SpecialIds
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
-# No length is a multiple of 8: such lengths compile to graphs of their own, and there is no time for them.
+# No length is a multiple of 8: such lengths need graphs of their own, which would take too long to compile.
 LENGTHS = {
     "one of 25,000": [(27, 27)],
     "eight of 3,125": [(13, 14), (18, 19), (22, 23), (25, 26), (29, 30), (34, 35), (42, 43), (60, 61)],
@@ -20,7 +20,7 @@ STEP_TOKENS = 25_000
 
 
 class Shares:
-    """An endless loader of a few different steps of the same shapes."""
+    """An endless loader of a few different steps with the same shapes."""
 
     def __init__(self, name: str, pieces: int, tokens: int = STEP_TOKENS, pin: bool = False) -> None:
         self.padded = name.endswith("padded")
@@ -34,7 +34,7 @@ class Shares:
         return itertools.cycle(self._shares)
 
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Real source and target lengths of a step's pairs."""
+        """Return source and target lengths of a step's pairs, without padding."""
         source, target = (np.repeat([s[i] for s in self.shapes], [s[0] for s in self.shapes]) for i in (1, 2))
         if self.padded:
             source[::2] -= 1

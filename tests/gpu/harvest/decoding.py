@@ -1,4 +1,4 @@
-"""Stage `decoding`: beam search with the base model's size, beam 4, over batches of synthetic sources."""
+"""Stage `decoding`: beam search with a network of the base model's size and beam 4, on synthetic sources."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ EXTRA_TOKENS = 5
 
 
 def run(job: Job) -> None:
-    """Measure. The weights are random, so hardly any answer ends before its limit: source length and 5 more."""
+    """Run the stage. The weights are random, so nearly all answers reach their limit, source length + 5."""
     settings, pieces = NetworkSettings(), 37_000
     if job.tiny:
         settings, pieces = NetworkSettings(num_layers=1, d_model=16, d_ff=16, num_heads=2), 100
@@ -47,7 +47,7 @@ def _measured(job: Job, search: BeamSearch, sentences: int) -> dict[str, Any]:
 
 
 def sources(sentences: int, pieces: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random sources of 22 to 32 tokens, 27 on average, and their mask."""
+    """Return random sources of 22 to 32 tokens, 27 on average, and their mask."""
     draws = torch.Generator().manual_seed(1)
     lengths = torch.randint(22, 33, (sentences,), generator=draws)
     source = torch.randint(4, pieces, (sentences, int(lengths.max())), generator=draws)

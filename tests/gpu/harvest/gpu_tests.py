@@ -1,4 +1,4 @@
-"""Stage `gpu_tests`: the tests that need a GPU and are not slow, then the other fast ones of `tests/gpu`."""
+"""Stage `gpu_tests`: the fast tests that need a GPU, then the other fast tests of `tests/gpu`."""
 
 import sys
 
@@ -20,7 +20,7 @@ class Reporter:
         self._seconds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Set-up, call and tear-down are three reports; the last one that says something counts."""
+        """Record the report of the call, or of a set-up or tear-down that did not pass."""
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
         if report.when == "call" or report.outcome != "passed":
             why = {} if report.outcome == "passed" else {"why": report.longreprtext[-1500:]}
@@ -28,19 +28,19 @@ class Reporter:
             self._job.record(report.nodeid, phase=report.when, outcome=report.outcome, seconds=seconds, **why)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A module that cannot be imported has no tests to report."""
+        """Record a module that cannot be imported."""
         if report.outcome != "passed":
             self._job.record(report.nodeid, phase="collect", outcome=report.outcome, why=report.longreprtext[-1500:])
 
 
 def run(job: Job) -> None:
-    """Run them in this process, which is a stage's own."""
+    """Run the stage, in this process."""
     for marks, paths in RUNS:
         run_tests(job, marks, paths)
 
 
 def run_tests(job: Job, marks: str, arguments: list[str]) -> None:
-    """One run of pytest."""
+    """Run pytest and record its exit code."""
     options = ["-m", marks, "-p", "no:cacheprovider", "--ignore", "tests/gpu/test_harvest.py"]
     options.append("--continue-on-collection-errors")
     code = pytest.main([*options, *arguments], plugins=[Reporter(job)])

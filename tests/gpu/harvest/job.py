@@ -1,4 +1,4 @@
-"""What a stage is given: a device, sizes, a place for its results, and a clock."""
+"""A stage's device, sizes, results and clock."""
 
 import statistics
 import time
@@ -11,25 +11,25 @@ import torch
 from tests.gpu.harvest.results import Results
 
 CYCLES_PER_MILLISECOND = 2_000_000
-"""Of a GPU's clock, about."""
+"""Approximate clock rate of a GPU."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One stage's run."""
+    """A run of one stage."""
 
     stage: str
     results: Results
     device: torch.device
     tiny: bool = False
-    """Sizes that take no time, and nothing compiled: to see that the code runs."""
+    """Use very small sizes and compile nothing, to check that the code runs."""
 
     def record(self, name: str, **values: Any) -> None:
         """Write one result."""
         self.results.append(self.stage, name, **values)
 
     def attempt(self, name: str, work: Callable[[], dict[str, Any]], **values: Any) -> None:
-        """Record what `work` returns; where it raises, record why and go on with the next."""
+        """Record what `work` returns, or the reason if it raises."""
         try:
             found = work()
         except Exception as error:
@@ -41,10 +41,10 @@ class Job:
     def milliseconds(
         self, work: Callable[[], Any], repeats: int = 20, warm_up: int = 3, head_start: float = 0.0
     ) -> float:
-        """Median time of `work`; on a GPU by its own clock.
+        """Return the median time of `work`, measured with GPU events on a GPU.
 
-        With a `head_start`, in milliseconds, the GPU is kept busy for so long while the host launches the work: the
-        time is then the GPU's alone, also where the host is slower, if that is long enough for all launches.
+        `head_start`, in milliseconds, keeps the GPU busy while the host launches the work. If it is long enough for
+        all launches, the result is the GPU's time even if the host is slower.
         """
         for _ in range(1 if self.tiny else warm_up):
             work()
@@ -68,5 +68,5 @@ class Job:
 
 
 def per_second(amount: float, milliseconds: float) -> float | None:
-    """A rate; None where the clock shows no time."""
+    """Return a rate, or None if the measured time is 0."""
     return 1000 * amount / milliseconds if milliseconds > 0 else None

@@ -1,4 +1,4 @@
-"""Stage `loss`: the fused loss of the base model, by how many logits it holds at a time."""
+"""Stage `loss`: the fused loss of the base model, for several numbers of logits per chunk."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ CHUNKS = [2**power for power in range(26, 31)]
 
 
 def run(job: Job) -> None:
-    """Measure."""
+    """Run the stage."""
     rows, d_model, pieces = (50, 16, 300) if job.tiny else (25_000, 512, 37_000)
     chunks = [2**12, 2**14] if job.tiny else CHUNKS
     weight = torch.randn(pieces, d_model, device=job.device, requires_grad=True)

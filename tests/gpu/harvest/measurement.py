@@ -1,4 +1,4 @@
-"""What is measured of training: steps on the GPU's clock, the host's time, kernels, memory, compilations."""
+"""Measurements of training: step time on the GPU's clock, host time, kernels, memory and compilations."""
 
 import statistics
 import time
@@ -15,12 +15,12 @@ from pipeline.profiling.compilations import Compilations
 from tests.gpu.harvest.job import Job
 
 QUIET_STEPS, TIMED_STEPS, HOST_STEPS, PROFILED_STEPS = 8, 20, 5, 3
-"""Steps without a compilation before the first that is timed; timed; timed from an idle GPU; profiled."""
+"""Numbers of steps: without a compilation before timing starts; timed; with host time measured; profiled."""
 TOP_KERNELS = 30
 
 
 class Measurement(Callback):
-    """Trains until nothing has been compiled for a while, measures, and stops training."""
+    """Waits until no step compiles any more, measures some steps, and stops training."""
 
     def __init__(self, job: Job, compilations: Compilations, about: dict[str, Any]) -> None:
         self.figures: dict[str, Any] = {}
@@ -37,13 +37,13 @@ class Measurement(Callback):
         self._profiled = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Where the host's time is taken, the GPU has nothing left to do."""
+        """Start the host's clock, after waiting for the GPU if host time is measured."""
         if self._phase == self._time_host:
             self._wait()
         self._started = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """A step that compiled something begins the warm-up anew."""
+        """Call the current phase. A step that compiled something restarts the warm-up."""
         self._steps += 1
         if self._compilations.count != self._compiled_before:
             self._compiled_before, self._last_compiled = self._compilations.count, self._steps
@@ -85,7 +85,7 @@ class Measurement(Callback):
         self._host.append(1000 * (time.perf_counter() - self._started))
         if len(self._host) < (1 if self._job.tiny else HOST_STEPS):
             return
-        # From an idle GPU to the last launch: it holds no wait, unless more launches are pending than fit the queue.
+        # The GPU was idle at the start, so this includes no wait unless the launch queue was full.
         self.figures["host_milliseconds"] = statistics.median(self._host)
         self._wait()
         self._profiler = profile(activities=[ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU])
@@ -98,7 +98,7 @@ class Measurement(Callback):
             return
         self._wait()
         self._profiler.stop()
-        # The raw events: to make PyTorch's own table of them takes many seconds.
+        # PyTorch's own table of these events takes many seconds to build.
         self.figures |= kernels_of(self._profiler.profiler.kineto_results.events(), self._profiled)
         trainer.should_stop = True
 
@@ -116,7 +116,7 @@ class Measurement(Callback):
 
 
 def kernels_of(events: Iterable[Any], steps: int) -> dict[str, Any]:
-    """What the GPU did in a step: its kernels' time and number, and those that took the most."""
+    """Return the kernels' total time and number in a step, and the kernels that took the most time."""
     milliseconds, counts = Counter[str](), Counter[str]()
     for event in events:
         if event.device_type() == DeviceType.CUDA:

@@ -1,4 +1,4 @@
-"""Stage `rates`: memory copies, and bf16 matrix products at the sizes of training."""
+"""Stage `rates`: memory copies, and bfloat16 matrix products of the sizes that training uses."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from tests.gpu.harvest.job import Job, per_second
 
 TOKENS, D_MODEL, PIECES = 25_000, 512, 37_000
 CHUNK = 2**26 // PIECES
-"""Rows of logits that the loss holds at a time."""
+"""Rows of logits per chunk of the loss."""
 LINEARS = {
     "query, key, value": (TOKENS, D_MODEL, 3 * D_MODEL),
     "feed-forward, inner": (TOKENS, D_MODEL, 2048),
@@ -18,7 +18,7 @@ LINEARS = {
 
 
 def run(job: Job) -> None:
-    """Measure."""
+    """Run the stage."""
     _copy(job, 2**20 if job.tiny else 2**31)
     square = 64 if job.tiny else 8192
     _linear(job, "square", square, square, square)
@@ -35,7 +35,7 @@ def _copy(job: Job, num_bytes: int) -> None:
 
 
 def _linear(job: Job, name: str, rows: int, inputs: int, outputs: int) -> None:
-    """A linear layer's product, and those of its backward pass."""
+    """Measure the product of a linear layer and those of its backward pass."""
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=job.device).bfloat16()

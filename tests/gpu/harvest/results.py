@@ -1,4 +1,4 @@
-"""Results as JSON lines: each is on the disk before the next one is measured."""
+"""Results as JSON lines. Each is on disk before the next one is measured."""
 
 import json
 import os
@@ -7,20 +7,20 @@ from typing import Any
 
 
 class Results:
-    """A file of JSON lines that several processes append to, one after another."""
+    """A file of JSON lines that several processes append to in turn."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def append(self, stage: str, name: str, **values: Any) -> None:
-        """Write one result and wait until it is on the disk."""
+        """Write one result and wait until it is on disk."""
         with self.path.open("a") as file:
             file.write(json.dumps({"stage": stage, "name": name, **_rounded(values)}) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """All results so far; a last line that was cut off is left out."""
+        """Return all results so far, without a truncated last line."""
         if not self.path.exists():
             return []
         results = []
@@ -33,7 +33,7 @@ class Results:
 
 
 def _rounded(value: Any) -> Any:
-    """Five significant digits."""
+    """Round all floats to five significant digits."""
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Runs the stages one after another, each in a process group of its own that is killed at its limit."""
+"""Runs the stages in turn, each in its own process group, which is killed at its time limit."""
 
 import hashlib
 import json
@@ -18,14 +18,15 @@ from tests.gpu.harvest.results import Results
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMITS = {"rates": 30, "gpu_tests": 75, "attention": 40, "loss": 50, "base": 170, "big": 125, "decoding": 40}
-"""Seconds for each stage, in the order they run in."""
+"""Time limit of each stage in seconds, in the order in which they run."""
 TAIL_LINES = 25
 
 
 def run_stage(command: Sequence[str], seconds: float, log: Path) -> dict[str, Any]:
-    """Run a command with its output appended to `log`; kill it and its children after `seconds`.
+    """Run a command with its output appended to `log`, and kill it and its children after `seconds`.
 
-    Returns: its `outcome`, `done`, `timed out` or `failed`; its seconds; its last lines unless it is done.
+    Returns:
+        `outcome`, which is `done`, `timed out` or `failed`, and `seconds`; the last lines of output unless it is done.
     """
     start = time.monotonic()
     with log.open("ab") as output:
@@ -50,14 +51,14 @@ def run_stage(command: Sequence[str], seconds: float, log: Path) -> dict[str, An
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """What the process has started goes with it, also where it has ended by itself."""
+    """Kill the process and its children, which may outlive it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def harvest(limits: dict[str, float], output: Path, options: list[str], revision: str | None) -> dict[str, Any]:
-    """Run the stages of `limits`, in seconds, and write the report after each; returns the last one."""
+    """Run the stages of `limits`, given in seconds, and write the report after each. Return the last report."""
     results, log = Results(output.with_suffix(".jsonl")), output.with_suffix(".log")
     output.parent.mkdir(parents=True, exist_ok=True)
     for old in (output, results.path, log):
@@ -85,7 +86,7 @@ def harvest(limits: dict[str, float], output: Path, options: list[str], revision
 def write_report(
     output: Path, about: dict[str, Any], outcomes: dict[str, dict[str, Any]], results: Results
 ) -> dict[str, Any]:
-    """All that is known so far, as one JSON file."""
+    """Write all results so far to one JSON file."""
     found = results.read()
     software = next((one for one in found if one["name"] == "software"), {})
     report = {
@@ -100,7 +101,7 @@ def write_report(
 
 
 def _of_stage(found: list[dict[str, Any]], stage: str) -> dict[str, Any]:
-    """A stage's results, and how many of them say only why there is none."""
+    """Return a stage's results, and the number of those that contain only a reason for failure."""
     results = [
         {key: value for key, value in one.items() if key != "stage"}
         for one in found
@@ -118,7 +119,7 @@ def _said(*command: str) -> str | None:
 
 
 def _revision() -> str | None:
-    """The checkout's, with a mark where files were changed; None where this is no checkout."""
+    """Return the checkout's revision, marked if files were changed; None if this is not a checkout."""
     revision = _said("git", "rev-parse", "HEAD")
     if revision is None:
         return None
@@ -126,7 +127,7 @@ def _revision() -> str | None:
 
 
 def _hash_of_sources() -> str:
-    """Says which code ran where there is no checkout."""
+    """Return a hash that identifies the code without a checkout."""
     whole = hashlib.sha256()
     for package in ("data_module", "model", "pipeline", "tests/gpu"):
         for path in sorted((ROOT / package).glob("**/*.py")):

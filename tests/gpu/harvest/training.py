@@ -1,4 +1,4 @@
-"""Stages `base` and `big`: `fit`'s own training step, eager and compiled, timed, profiled and set against the GPU."""
+"""Stages `base` and `big`: the training step of `fit`, eager and compiled, timed and profiled."""
 
 from dataclasses import asdict
 from typing import Any
@@ -24,7 +24,7 @@ TINY = NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2)
 
 
 def run(job: Job) -> None:
-    """Measure, eager first: compiling takes minutes, and may be cut off."""
+    """Run the stage. Eager mode comes first, since compiling takes minutes and may exceed the time limit."""
     quiet_lightning()
     network, pieces, tokens = (TINY, 100, 60) if job.tiny else (NETWORKS[job.stage], 37_000, 25_000)
     job.record("network", **asdict(network), pieces=pieces)
@@ -75,7 +75,7 @@ def _train(
 
 
 def _product_rate(job: Job) -> float | None:
-    """That of the stage `rates`, or measured here where that has not run."""
+    """Return the rate that the stage `rates` measured, or measure it here if that stage has not run."""
     for result in job.results.read():
         if result["stage"] == "rates" and result["name"] == "square, forward":
             return result["flops_per_second"]
