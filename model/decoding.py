@@ -288,6 +288,7 @@ class BeamSearch(nn.Module):
         """
         beam_size = options.beam_size
         ends = last == self.eos_id
+        # On a GPU the check would cost more than the work it saves.
         if last.device.type != "cpu" or bool(ends.any()):
             ended = values.masked_fill(~ends, float("-inf"))
             new_scores = ended / ((5.0 + (position + 1)) / 6.0) ** options.length_penalty
