@@ -145,7 +145,7 @@ def test_values_out_of_range(tmp_path: Path, setting: str) -> None:
     ("section", "key", "name", "way_out"),
     [
         ("network", "norm", "layernorm", "did you mean layer_norm?"),
-        ("network", "activation", "swish", "registered are: relu"),
+        ("network", "activation", "Relu", "did you mean relu?"),
         ("training", "schedule", "Paper", "did you mean paper?"),
         ("training", "optimizer", "adams", "did you mean adam?"),
     ],
