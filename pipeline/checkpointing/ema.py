@@ -7,6 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from pipeline.compat.lightning import WeightAveragingBase
+from pipeline.compat.pytorch import copy_all, lerp_all
 
 
 class EMA(WeightAveragingBase):
@@ -39,9 +40,9 @@ class EMA(WeightAveragingBase):
         average: list[Tensor] = list(self.averaged_module.parameters())
         weights: list[Tensor] = list(pl_module.parameters())
         if self.latest_update_step == 0:
-            torch._foreach_copy_(average, weights)
+            copy_all(average, weights)
         else:
-            torch._foreach_lerp_(average, weights, 1.0 - self._decay)
+            lerp_all(average, weights, 1.0 - self._decay)
         self.average.n_averaged += 1
         self.latest_update_step = trainer.global_step
 

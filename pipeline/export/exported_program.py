@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from model.attention import attention
 from model.positions import LearnedPositions
 from model.transformer import Transformer
+from pipeline.compat.pytorch import load_programs, save_programs
 from pipeline.runtime.atomic_file import atomic_file
 
 NAME = "model.pt2"
@@ -117,24 +118,20 @@ class Step(nn.Module):
 
 def write_exported_program(network: Transformer, card: str, path: Path) -> None:
     """Write the programs `encode` and `step` and the card into one file."""
-    from torch.export.pt2_archive._package import package_pt2
-
     programs = {"encode": _encode(network), "step": _step(network)}
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        package_pt2(buffer, exported_programs=programs, extra_files={"card.json": card})
+        save_programs(buffer, programs, {"card.json": card})
     with atomic_file(path) as file:
         file.write(buffer.getvalue())
 
 
 def load_exported_program(path: Path) -> dict[str, Any]:
     """Load the programs `encode` and `step` as callable modules."""
-    from torch.export.pt2_archive._package import load_pt2
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        programs = load_pt2(str(path)).exported_programs
+        programs = load_programs(path)
     return {name: program.module() for name, program in programs.items()}
 
 

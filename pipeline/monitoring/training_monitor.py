@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data_module.batching.batch import RankBatch
 from data_module.errors import InputError
+from pipeline.compat.pytorch import exposed_communication_seconds
 from pipeline.monitoring.mfu import matmul_rate
 from pipeline.monitoring.progress import Progress
 from pipeline.profiling.step_clock import StepClock
@@ -203,9 +204,7 @@ def communication_wait(trainer: Trainer) -> float | None:
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):
         return None
-    data = model._get_ddp_logging_data()
-    nanoseconds = data.get("avg_backward_comm_time", 0) - data.get("avg_backward_compute_comm_overlap_time", 0)
-    return max(nanoseconds, 0) / 1e9
+    return exposed_communication_seconds(model)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -3,8 +3,7 @@
 from types import TracebackType
 from typing import Any
 
-from torch._dynamo.callback import callback_handler
-from torch._dynamo.utils import counters
+from pipeline.compat.pytorch import add_compile_callback, num_compiled_graphs, remove_compile_callback
 
 
 class Compilations:
@@ -19,23 +18,17 @@ class Compilations:
     @property
     def num_graphs(self) -> int:
         """Number of new graphs so far."""
-        graphs = _graphs() if self._graphs_after is None else self._graphs_after
+        graphs = num_compiled_graphs() if self._graphs_after is None else self._graphs_after
         return graphs - self._graphs_before
 
     def __enter__(self) -> "Compilations":
-        self._graphs_before, self._graphs_after = _graphs(), None
-        callback_handler.register_start_callback(self._note)
+        self._graphs_before, self._graphs_after = num_compiled_graphs(), None
+        add_compile_callback(self._count_one)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._graphs_after = _graphs()
-        # `torch.compiler.reset` removes all callbacks.
-        if self._note in callback_handler.start_callbacks:
-            callback_handler.remove_start_callback(self._note)
+        self._graphs_after = num_compiled_graphs()
+        remove_compile_callback(self._count_one)
 
-    def _note(self, _: Any) -> None:
+    def _count_one(self, _: Any) -> None:
         self.count += 1
-
-
-def _graphs() -> int:
-    return counters["stats"]["unique_graphs"]

@@ -46,7 +46,7 @@ def start_compiler() -> None:
 
     A process killed by a signal would never return its kernel, and a run that has to save and stop would wait for it.
     """
-    from torch._inductor.async_compile import AsyncCompile
+    from pipeline.compat.pytorch import start_compile_workers
 
     with signals_blocked():
-        AsyncCompile.warm_pool()
+        start_compile_workers()

@@ -61,5 +61,5 @@ def best_precision(accelerator: Any) -> Any:
 
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
         return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
-    supports = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    return "bf16-mixed" if accelerator in ("auto", "cpu") and supports() else "32-true"
+    has_products = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return "bf16-mixed" if accelerator in ("auto", "cpu") and has_products else "32-true"

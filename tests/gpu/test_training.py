@@ -21,7 +21,7 @@ from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.ema import EMA
-from pipeline.monitoring.monitor import Monitor
+from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.profiling.stopwatch import PeakMemory
 from pipeline.training.precision import precision_plugin
 from tests.model.test_compilation import DEVICES, PAD, VOCABULARY, share_of
@@ -95,7 +95,7 @@ class _NoWaiting(Callback):
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: str, corpus_folder: Path) -> None:
-    """Covers loader, copy, micro-batches with and without mask, loss, clipping, Adam, EMA, Lightning and the monitor."""
+    """Covers loader, copy, micro-batches with and without mask, loss, clipping, Adam, EMA, Lightning and monitor."""
     data = TranslationDataModule(corpus_folder, BatchSettings(batch_tokens=400, group_tokens=100), SPECIAL, seed=1)
     watch = _NoWaiting()
     float16 = precision_plugin({"precision": precision, "accelerator": device})
@@ -112,7 +112,7 @@ def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: st
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Monitor(every_steps=100), EMA(decay=0.9), watch],
+        callbacks=[TrainingMonitor(every_steps=100), EMA(decay=0.9), watch],
     )
     try:
         made = module("cpu", compiled, scaled=float16 is not None)

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 import torch
+import yaml
 
 from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings

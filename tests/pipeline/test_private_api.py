@@ -4,12 +4,21 @@ If a test fails, the library has changed. The module named in the test explains 
 """
 
 import inspect
+import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import sacrebleu
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from torch import nn
+from torch._inductor.async_compile import AsyncCompile
+from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.compat import pytorch
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.compat.sacrebleu import chrf_score, chrf_statistics
 
@@ -29,6 +38,51 @@ def test_lightning() -> None:
     assert averaging._average_model is None
     assert averaging._latest_update_step == 0
     assert "self._swap_models(pl_module)" in inspect.getsource(WeightAveraging.on_validation_epoch_start)
+
+
+def test_pytorch_lists_of_tensors() -> None:
+    """See pipeline/compat/pytorch.py."""
+    targets, sources = [torch.zeros(3), torch.zeros(2, 2)], [torch.ones(3), torch.full((2, 2), 4.0)]
+    pytorch.copy_all(targets, sources)
+    pytorch.lerp_all(targets, [torch.zeros(3), torch.zeros(2, 2)], 0.25)
+    assert [float(target.mean()) for target in targets] == [0.75, 3.0]
+
+
+def test_pytorch_process_group(tmp_path: Path) -> None:
+    """The store is that of the group, and DDP times its communication under the names that are read."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        pytorch.default_store().set("key", "value")
+        assert pytorch.default_store().get("key") == b"value"
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        for _ in range(12):  # DDP times the tenth step
+            model(torch.ones(1, 2)).sum().backward()
+        data = model._get_ddp_logging_data()
+        assert {"avg_backward_comm_time", "avg_backward_compute_comm_overlap_time"} <= data.keys()
+        assert pytorch.exposed_communication_seconds(model) >= 0.0
+    finally:
+        dist.destroy_process_group()
+
+
+def test_pytorch_programs(tmp_path: Path) -> None:
+    program = torch.export.export(nn.Linear(2, 3), (torch.ones(1, 2),))
+    path = tmp_path / "programs.pt2"
+    with path.open("wb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytorch.save_programs(file, {"linear": program}, {"note.txt": "a note"})
+        found = pytorch.load_programs(path)
+    assert found["linear"].module()(torch.ones(1, 2)).shape == (1, 3)
+
+
+def test_pytorch_compiler() -> None:
+    """Compilations are counted in test_benchmark_train; here, that their names exist."""
+    calls: list[Any] = []
+    pytorch.add_compile_callback(calls.append)
+    pytorch.remove_compile_callback(calls.append)
+    pytorch.remove_compile_callback(calls.append)
+    assert pytorch.num_compiled_graphs() >= 0
+    assert callable(AsyncCompile.warm_pool)
 
 
 def test_sacrebleu() -> None:

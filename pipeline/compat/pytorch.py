@@ -1,0 +1,91 @@
+"""Private API of PyTorch that `pipeline` uses; that of the network is in `model/torch_private.py`.
+
+Each docstring names the public interface that the function stands for, and the versions in which the private one was
+found. `tests/pipeline/test_private_api.py` fails when PyTorch moves one of them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors in place in one call. Public: `Tensor.copy_`, one tensor a call. Seen in 2.11 to 2.13."""
+    torch._foreach_copy_(targets, sources)
+
+
+def lerp_all(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
+    """Interpolate tensors in place in one call. Public: `Tensor.lerp_`, one tensor a call. Seen in 2.11 to 2.13."""
+    torch._foreach_lerp_(targets, sources, weight)
+
+
+def default_store() -> dist.Store:
+    """Return the key-value store of the default process group.
+
+    Public: none; the store is created inside `init_process_group`. Seen in 2.11 to 2.13.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
+def exposed_communication_seconds(model: DistributedDataParallel) -> float:
+    """Return the seconds per step that gradient communication was not hidden by computation, as DDP measures it.
+
+    Public: none; a profiler would have to run all the time. Seen in 2.11 to 2.13.
+    """
+    data = model._get_ddp_logging_data()
+    nanoseconds = data.get("avg_backward_comm_time", 0) - data.get("avg_backward_compute_comm_overlap_time", 0)
+    return max(nanoseconds, 0) / 1e9
+
+
+def start_compile_workers() -> None:
+    """Start the processes that compile kernels.
+
+    Public: none; they start with the first kernel. Seen in 2.11 to 2.13.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool()
+
+
+def add_compile_callback(callback: Callable[[Any], None]) -> None:
+    """Call `callback` whenever a compilation starts. Public: none. Seen in 2.11 to 2.13."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(callback)
+
+
+def remove_compile_callback(callback: Callable[[Any], None]) -> None:
+    """Undo `add_compile_callback`; `torch.compiler.reset` may have done so before."""
+    from torch._dynamo.callback import callback_handler
+
+    if callback in callback_handler.start_callbacks:
+        callback_handler.remove_start_callback(callback)
+
+
+def num_compiled_graphs() -> int:
+    """Return how many graphs torch.compile has made. Public: none. Seen in 2.11 to 2.13."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def save_programs(file: BinaryIO, programs: dict[str, Any], extra_files: dict[str, str]) -> None:
+    """Write several exported programs into one archive.
+
+    Public: `torch.export.save`, which takes one program. Seen in 2.11 to 2.13.
+    """
+    from torch.export.pt2_archive._package import package_pt2
+
+    package_pt2(file, exported_programs=programs, extra_files=extra_files)
+
+
+def load_programs(path: Path) -> dict[str, Any]:
+    """Read what `save_programs` wrote. Public: `torch.export.load`, for one program. Seen in 2.11 to 2.13."""
+    from torch.export.pt2_archive._package import load_pt2
+
+    return load_pt2(str(path)).exported_programs
