@@ -13,23 +13,33 @@ import importlib
 import logging
 import os
 import threading
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from data_module.errors import InputError
 from pipeline.runtime.atomic_file import disk_full_error
 from pipeline.runtime.errors import user_message
 from pipeline.runtime.slurm import report_mistake_to_script
 
+
+class Verb(NamedTuple):
+    """An entry of the table of verbs."""
+
+    purpose: str
+    """One line for the usage."""
+    module: str
+    """Name of a module with `add_arguments(parser)` and `run(arguments)`, which returns the exit code."""
+
+
 VERBS = {
-    "prepare": "raw parallel text -> corpus folder",
-    "fit": "corpus folder -> run folder; resumes when run again",
-    "average": "last checkpoints of a run -> one averaged checkpoint",
-    "translate": "sentences -> translations",
-    "evaluate": "source and reference text -> BLEU and chrF with signatures",
-    "export": "checkpoint -> bundle that runs without this program",
-    "benchmark": "speed and memory of training, decoding and the data path",
-    "demo": "all of the above on a generated corpus, in minutes",
-    "doctor": "check the machine, the job and a recipe before running",
+    "prepare": Verb("raw parallel text -> corpus folder", "pipeline.commands.prepare"),
+    "fit": Verb("corpus folder -> run folder; resumes when run again", "pipeline.commands.fit"),
+    "average": Verb("last checkpoints of a run -> one averaged checkpoint", "pipeline.commands.average"),
+    "translate": Verb("sentences -> translations", "pipeline.commands.translate"),
+    "evaluate": Verb("source and reference text -> BLEU and chrF with signatures", "pipeline.commands.evaluate"),
+    "export": Verb("checkpoint -> bundle that runs without this program", "pipeline.commands.export"),
+    "benchmark": Verb("speed and memory of training, decoding and the data path", "pipeline.commands.benchmark"),
+    "demo": Verb("all of the above on a generated corpus, in minutes", "pipeline.commands.demo"),
+    "doctor": Verb("check the machine, the job and a recipe before running", "pipeline.commands.doctor"),
 }
 
 
@@ -41,33 +51,43 @@ class OneLineParser(argparse.ArgumentParser):
         raise InputError(f"{message}; see {self.prog} --help")
 
 
+def parse(verb: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
+    """Return the module of a verb and its parsed arguments.
+
+    Unknown arguments of a verb that takes `--config` are overrides of the recipe: `arguments.overrides`.
+
+    Raises InputError for an unknown verb and for arguments that the verb does not take.
+    """
+    if verb not in VERBS:
+        raise InputError(f"'{verb}' is not a verb; the verbs are: {', '.join(VERBS)}")
+    module = importlib.import_module(VERBS[verb].module)
+    parser = OneLineParser(
+        prog=f"python -m pipeline {verb}",
+        description=module.__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    known, unknown = parser.parse_known_args(words)
+    if unknown and not hasattr(known, "config"):
+        raise InputError(f"argument '{unknown[0]}' is unknown; see {parser.prog} --help")
+    known.overrides = unknown
+    return module, known
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb and return the exit code: 0, 2 after a user's mistake, or the verb's own."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: python -m pipeline <verb> [--help]\n")
-        for verb, purpose in VERBS.items():
-            print(f"  {verb:10} {purpose}")
+        for name, verb in VERBS.items():
+            print(f"  {name:10} {verb.purpose}")
         return 0
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("data_module").setLevel(logging.INFO)
     threading.excepthook = _report_thread_error
-    verb = arguments[0]
     try:
-        if verb not in VERBS:
-            raise InputError(f"'{verb}' is not a verb; the verbs are: {', '.join(VERBS)}")
-        module = importlib.import_module(f"pipeline.commands.{verb}")
-        parser = OneLineParser(
-            prog=f"python -m pipeline {verb}",
-            description=module.__doc__,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(parser)
-        known, unknown = parser.parse_known_args(arguments[1:])
-        if unknown and not hasattr(known, "config"):
-            raise InputError(f"argument '{unknown[0]}' is unknown; see python -m pipeline {verb} --help")
-        known.overrides = unknown
+        module, known = parse(arguments[0], arguments[1:])
         return int(module.run(known) or 0)
     except BrokenPipeError:
         # The reader has closed the pipe (`| head`): there is nothing to report and nothing left to flush.
