@@ -2,19 +2,43 @@
 
 import copy
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from pipeline.inference import metrics
 from tests.conftest import ROOT
+from tests.docs import pages
 
-PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+PAGE = pages.read(ROOT / "docs" / "extending.md")
+REGISTRIES = [
+    "pipeline.__main__.VERBS",
+    "pipeline.inference.metrics.METRICS",
+    "data_module.readers.reader.READERS",
+    "model.lr_schedule.SCHEDULES",
+    "model.optimizer.OPTIMIZERS",
+    "model.layers.NORMS",
+    "model.layers.ACTIVATIONS",
+]
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
 
 def blocks(section: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    return [block.text for block in pages.blocks(section) if block.language == "python"]
+
+
+@pytest.fixture(autouse=True)
+def registries_restored() -> Iterator[None]:
+    """What an example registers is gone after it."""
+    with ExitStack() as stack:
+        for registry in REGISTRIES:
+            stack.enter_context(mock.patch.dict(registry))
+        yield
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -25,3 +49,21 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = blocks(SECTIONS[name])
     assert found, "a section without an example"
     exec(compile("\n".join(found), name, "exec"), {"__name__": "example"})
+
+
+def test_a_command_runs(tmp_path: Path) -> None:
+    """The files of the section, with the command line below them."""
+    for block in blocks(SECTIONS["A command"]):
+        name = re.match(r"# (\w+\.py)\n", block)
+        assert name
+        (tmp_path / name[1]).write_text(block)
+    [line] = [block.text for block in pages.blocks(SECTIONS["A command"]) if block.language == "sh"]
+    program, *words = line.split()
+    assert program == "python"
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 5_734_400

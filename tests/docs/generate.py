@@ -1,0 +1,187 @@
+"""Writes the parts of docs/ that repeat what the sources say: `python -m tests.docs.generate`.
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end of generated -->`; its NAME is a key of
+`PARTS`.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+from data_module.settings import TextSource
+from pipeline.config.recipe import Recipe
+from pipeline.config.trainer_keys import RESERVED_KEYS, trainer_signature
+from tests.conftest import ROOT
+from tests.test_structure import ROOMS
+
+_PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
+_KINDS = {"int": "integer", "float": "number", "bool": "true or false", "str": "text", "None": "null"}
+
+
+def updated(page: str) -> str:
+    """The page with its generated parts written anew."""
+    return _PART.sub(lambda match: f"{match[1]}\n{PARTS[match[2]]().strip()}\n\n{match[3]}", page)
+
+
+def recipe_keys() -> str:
+    """A table for each section of a recipe."""
+    hints = typing.get_type_hints(Recipe)
+    texts = _meanings(Recipe)
+    parts = [f"`name` (text, default: the file's name): {texts['name']}"]
+    for section in dataclasses.fields(Recipe):
+        kind = hints[section.name]
+        if not dataclasses.is_dataclass(kind):
+            continue
+        parts.append(f"### `{section.name}`\n\n{_table(kind, section.name)}")
+        if section.name == "corpus":
+            parts.append(
+                "A text source, an item of `corpus.train`, `corpus.validation` and `corpus.test`:\n\n"
+                + _table(TextSource, "")
+            )
+    return "\n\n".join(parts)
+
+
+def _table(kind: type, section: str) -> str:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    meanings = _meanings(kind)
+    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+            key = f"{section}.{name}" if section else name
+            rows.append(f"| `{key}` | {_type(node.annotation)} | {_default(node.value)} | {meanings[name]} |")
+    return "\n".join(rows)
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """Field -> the text below it in the source, as one line. Every field of a section needs one."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for node, below in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+            if not isinstance(text, str):
+                if kind is Recipe and node.target.id != "name":
+                    continue
+                raise SystemExit(f"{kind.__name__}.{node.target.id} has no text below it that says what it means")
+            found[node.target.id] = " ".join(text.split()).replace("|", r"\|")
+    return found
+
+
+def _type(annotation: ast.expr) -> str:
+    if isinstance(annotation, ast.BinOp):
+        return f"{_type(annotation.left)} or {_type(annotation.right)}"
+    if isinstance(annotation, ast.Subscript):
+        inner = annotation.slice
+        if isinstance(annotation.value, ast.Name) and annotation.value.id == "list":
+            return f"list of {'text source' if 'TextSource' in ast.unparse(inner) else _type(inner)}s"
+        options = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+        return ", ".join(f"`{ast.literal_eval(option)}`" for option in options)
+    return _KINDS.get(ast.unparse(annotation), ast.unparse(annotation))
+
+
+def _default(value: ast.expr | None) -> str:
+    if value is None:
+        return "required"
+    if isinstance(value, ast.Call):
+        return "empty"
+    constant = ast.literal_eval(value)
+    if isinstance(constant, str):
+        return f"`{constant}`"
+    if constant is None or isinstance(constant, bool):
+        return {None: "null", True: "true", False: "false"}[constant]
+    return f"{constant:g}" if isinstance(constant, float) else f"{constant:,}"
+
+
+def trainer_keys() -> str:
+    """The keys of Lightning's Trainer that a recipe may set, and those that it may not."""
+    accepted = ", ".join(f"`{name}`" for name in trainer_signature())
+    rows = [f"| `{name}` | {reason or 'set by the pipeline'} |" for name, reason in RESERVED_KEYS.items()]
+    return "\n".join([f"Accepted: {accepted}.", "", "| refused | reason, or what to use |", "| --- | --- |", *rows])
+
+
+def configs() -> str:
+    """A row for each recipe and overlay, from the first sentence of its comment."""
+    rows = ["| file | what it is |", "| --- | --- |"]
+    for path in sorted((ROOT / "configs").rglob("*.yaml"), key=lambda one: (len(one.parts), str(one))):
+        name = path.relative_to(ROOT)
+        text = re.sub(r":? fit --config.*", "", _first_sentence(_comment(path)))
+        rows.append(f"| [`{name}`](../{name}) | {text} |")
+    return "\n".join(rows)
+
+
+def rooms() -> str:
+    """The order of rooms, from the top down."""
+    rows = ["| package | rooms, from the top down |", "| --- | --- |"]
+    for package, names in ROOMS.items():
+        rows.append(f"| `{package}` | {' > '.join(f'`{name}`' for name in names)} |")
+    return "\n".join(rows)
+
+
+def tree() -> str:
+    """Every source file with the first sentence of its docstring."""
+    lines = ["```text"]
+    for package in ("data_module", "model", "pipeline"):
+        lines += _folder(ROOT / package, 0)
+    lines += ["slurm/"]
+    scripts = [path for path in (ROOT / "slurm").iterdir() if path.is_file()]
+    lines += [_row(path.name, _first_sentence(_comment(path)), 1) for path in sorted(scripts)]
+    return "\n".join([*lines, "```"])
+
+
+def _folder(folder: Path, depth: int) -> Iterator[str]:
+    inside = [path for path in folder.iterdir() if path.name not in ("__pycache__", "__init__.py")]
+    if not inside:
+        return
+    yield "  " * depth + folder.name + "/"
+    for path in sorted(path for path in inside if path.is_file() and path.suffix == ".py"):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        yield _row(path.name, _first_sentence(text), depth + 1)
+    for path in sorted(path for path in inside if path.is_dir() and any(path.rglob("*.py"))):
+        yield from _folder(path, depth + 1)
+
+
+def _row(name: str, text: str, depth: int) -> str:
+    return f"{'  ' * depth}{name}".ljust(32) + " " + text
+
+
+def _comment(path: Path) -> str:
+    """The comment at the top of a file, up to the first command line in it."""
+    lines: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#") or line.startswith("#   "):
+            break
+        if not line.startswith("#!"):
+            lines.append(line.removeprefix("#").strip())
+    return "\n".join(lines)
+
+
+def _first_sentence(text: str) -> str:
+    """Up to the first full stop that ends a sentence, or the first blank line."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<!et al)(?<!\.\.)\.(?= |$)", paragraph)[0].removesuffix(":")
+
+
+PARTS = {"recipe_keys": recipe_keys, "trainer_keys": trainer_keys, "configs": configs, "rooms": rooms, "tree": tree}
+
+
+def main() -> int:
+    """Rewrite the pages."""
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if (new := updated(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(page.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
