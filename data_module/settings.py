@@ -14,8 +14,11 @@ class TextSource:
     """
 
     source: str | None = None
+    """Source sentences, one per line."""
     target: str | None = None
+    """Their translations: line i translates line i of `source`."""
     tsv: str | None = None
+    """A file of lines with two columns: source, tab, target."""
     dataset: str | None = None
     """A Hugging Face data set with a `translation` column: its name on the hub, or a folder of parquet or JSON."""
     subset: str | None = None
@@ -47,19 +50,25 @@ class CorpusSettings:
     """What `prepare` reads, and how it cleans and tokenizes it. Changing any of these requires another corpus."""
 
     folder: str
+    """Folder that `prepare` writes the corpus to."""
     train: list[TextSource]
+    """Text to train on."""
     validation: list[TextSource]
+    """Text to validate on during training."""
     test: list[TextSource] = field(default_factory=list)
     """Text for the final evaluation. Training text is compared with it; it is not part of the corpus."""
     source_language: str = "source"
     """The name of the source language in a data set; likewise `target_language`."""
     target_language: str = "target"
+    """Name of the target language in a data set. `evaluate --paper` tokenizes by it, and exports name it."""
     vocabulary_size: int = 37_000
+    """Number of pieces of the joint vocabulary of both languages, special pieces included."""
     tokenizer_sentences: int = 10_000_000
     """The tokenizer is trained on at most this many training sentences, a seeded sample."""
     character_coverage: float = 1.0
     """Fraction of the text whose characters get a piece of their own; with 1 no character is unknown."""
     lowercase: bool = False
+    """Lower-case both sides in the tokenizer, so that output and scores are lower-case too."""
     max_tokens: int = 256
     """Pairs with more pieces than this on either side are dropped, also from validation (with a warning)."""
     max_length_ratio: float | None = None
@@ -67,9 +76,11 @@ class CorpusSettings:
     drop_invalid_utf8: bool = False
     """Drop pairs with invalid UTF-8. If false, invalid UTF-8 is an error that names the file and line."""
     drop_duplicates: bool = False
+    """Drop training pairs that occurred before."""
     drop_overlap: bool = False
     """Drop training pairs that also occur in the validation or test text. If false, only count them and warn."""
     seed: int = 1
+    """Seed of the sample that trains the tokenizer."""
 
     def texts(self) -> list[TextSource]:
         """Return the sources of all splits."""

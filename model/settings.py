@@ -16,8 +16,11 @@ class NetworkSettings:
     num_layers: int = 6
     """Number of encoder layers and of decoder layers (N)."""
     d_model: int = 512
+    """Width of embeddings and layers."""
     d_ff: int = 2048
+    """Width of the inner layer of the feed-forward networks (section 3.3)."""
     num_heads: int = 8
+    """Number of attention heads (h)."""
     d_k: int | None = None
     """Size of a head's keys. If null, d_model / num_heads."""
     d_v: int | None = None
@@ -25,14 +28,15 @@ class NetworkSettings:
     dropout: float = 0.1
     """Applied to sub-layer outputs and to the sums of embeddings and positions (section 5.4)."""
     learned_positions: bool = False
+    """Learn a table of positions instead of adding sinusoids (Table 3, row E)."""
     max_positions: int = 512
     """Number of learned positions. Sinusoidal ones are unlimited."""
     pre_norm: bool = False
     """Normalize the input of each sub-layer, not the output of each residual connection."""
     norm: str = "layer_norm"
-    """A name in `model.layers.NORMS`."""
+    """`layer_norm`, or a name registered in `model.layers.NORMS`."""
     activation: str = "relu"
-    """A name in `model.layers.ACTIVATIONS`, for the feed-forward networks."""
+    """Of the feed-forward networks: `relu`, or a name registered in `model.layers.ACTIVATIONS`."""
 
     @property
     def key_size(self) -> int:
@@ -66,16 +70,21 @@ class TrainingSettings:
     """The recipe's `training:` section: loss, schedule and optimizer (sections 5.3 and 5.4)."""
 
     label_smoothing: float = 0.1
+    """Probability that label smoothing spreads evenly over all pieces (section 5.4)."""
     schedule: str = "paper"
-    """A name in `model.lr_schedule.SCHEDULES`."""
+    """`paper`, or a name registered in `model.lr_schedule.SCHEDULES`."""
     warmup_steps: int = 4000
+    """Number of steps for which the learning rate rises."""
     learning_rate_factor: float = 1.0
     """Factor on all learning rates; 1 in the paper."""
     optimizer: str = "adam"
-    """A name in `model.optimizer.OPTIMIZERS`."""
+    """`adam`, or a name registered in `model.optimizer.OPTIMIZERS`."""
     adam_beta1: float = 0.9
+    """Decay of Adam's mean of gradients."""
     adam_beta2: float = 0.98
+    """Decay of Adam's mean of squared gradients."""
     adam_epsilon: float = 1e-9
+    """Added to the denominator of Adam's update."""
     gradient_clip_norm: float | None = None
     """Maximum norm of the gradient. The paper does not clip."""
     ema_decay: float | None = None
@@ -107,6 +116,7 @@ class DecodingSettings:
     """The recipe's `decoding:` section: beam search (section 6.1)."""
 
     beam_size: int = 4
+    """Number of open hypotheses per sentence; 1 is greedy search."""
     length_penalty: float = 0.6
     """alpha in ((5 + length) / 6) ** alpha, Wu et al. 2016."""
     max_extra_tokens: int = 50

@@ -20,6 +20,7 @@ class Recipe:
     """All settings of a run. `trainer` holds arguments of Lightning's Trainer."""
 
     name: str
+    """Names the run and its default folder."""
     corpus: CorpusSettings
     batches: BatchSettings = field(default_factory=BatchSettings)
     network: NetworkSettings = field(default_factory=NetworkSettings)

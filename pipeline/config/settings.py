@@ -10,7 +10,9 @@ class RunSettings:
     folder: str | None = None
     """`runs/<recipe's name>` if null."""
     seed: int = 1
+    """Seed of initial weights, dropout and the order of training data. It may not change on resume."""
     checkpoint_every_steps: int | None = 1000
+    """Optimizer steps between checkpoints; null to save by time only."""
     checkpoint_every_minutes: float | None = None
     """Time between checkpoints, checked every `log_every_steps` steps; in addition to `checkpoint_every_steps`."""
     keep_last: int = 5
@@ -18,6 +20,7 @@ class RunSettings:
     patience: int | None = None
     """Stop after this many validations without a better BLEU; never if null."""
     log_every_steps: int = 50
+    """Optimizer steps between logged points of training metrics."""
     compile: bool | None = None
     """Train with torch.compile; if null, on a GPU only. The first steps then take a few minutes."""
     timeout_seconds: int = 600
