@@ -5,6 +5,8 @@
 # module load python/3.11 cuda/13.0
 # A container: PYTHON="apptainer exec --nv /path/to/image.sif python"
 PYTHON=${PYTHON:-.venv/bin/python}
+# A program with your own extensions (docs/extending.md): PROGRAM="my_pipeline.py"
+PROGRAM=${PROGRAM:--m pipeline}
 # If `doctor` reports that a node's name resolves to the node itself, name the interface between the nodes:
 # export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0
 # --------------------------------------------------------------------------------------------------------------------
@@ -22,6 +24,7 @@ if [[ $0 == *.sbatch && -z ${SLURM_JOB_ID:-} ]]; then
     exit 2
 fi
 read -r -a python <<<"$PYTHON"
+read -r -a program <<<"$PROGRAM"
 if ! command -v "${python[0]}" >/dev/null; then
     say "$PWD: $PYTHON does not exist; run make .venv/installed here, or set PYTHON in slurm/environment.sh"
     exit 2
@@ -45,7 +48,7 @@ need_recipe() {
 step() {
     # SLURM_NTASKS may be stale: a requeued job can have fewer nodes.
     local tasks=$((${SLURM_NNODES:-1} * ${SLURM_NTASKS_PER_NODE:-1}))
-    srun --ntasks="$tasks" --kill-on-bad-exit=1 "${python[@]}" -m pipeline "$@" &
+    srun --ntasks="$tasks" --kill-on-bad-exit=1 "${python[@]}" "${program[@]}" "$@" &
     local pid=$! code
     while true; do
         wait "$pid"

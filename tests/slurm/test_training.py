@@ -11,13 +11,25 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import train, weights_of
 
 pytestmark = pytest.mark.slow
+EXTENDED = f"""
+import sys
+
+sys.path.insert(0, {str(ROOT)!r})
+from pipeline.__main__ import main
+
+print("EXTENDED", file=sys.stderr)
+sys.exit(main())
+"""
 
 
 @pytest.mark.parametrize(("nodes", "tasks"), [(2, 2), (3, 1)])
 def test_nodes_are_equal_to_one_process(
     cluster: Cluster, tiny_corpus: Path, recipe_file: Path, tmp_path: Path, nodes: int, tasks: int
 ) -> None:
-    """With several tasks per node, also from a corpus that is staged; with one, also from another run's weights."""
+    """With several tasks per node, also from a staged corpus and by an extended program.
+
+    With one task per node, also from another run's weights.
+    """
     # With the paper's epsilon, Adam would amplify rounding errors of gradients that are zero.
     exact = ["--training.adam_epsilon", 1e-3]
     alone, together, parent = tmp_path / "alone", tmp_path / "together", tmp_path / "parent"
@@ -25,7 +37,7 @@ def test_nodes_are_equal_to_one_process(
         assert pipeline("fit", "--config", recipe_file, "--run.folder", parent, "--run.seed", 7).returncode == 0
         exact += ["--init-from", parent]
     assert pipeline("fit", "--config", recipe_file, "--run.folder", alone, *exact).returncode == 0
-    script, local = "slurm/train.sbatch", tmp_path / "node" / "corpus"
+    script, local, environment = "slurm/train.sbatch", tmp_path / "node" / "corpus", {}
     if tasks > 1:
         place = "# stage data/wmt14/en-de /local/corpus\n"
         text = (ROOT / script).read_text()
@@ -33,9 +45,15 @@ def test_nodes_are_equal_to_one_process(
         (tmp_path / "train.sbatch").write_text(text.replace(place, f"stage {tiny_corpus} {local}\n"))
         script = tmp_path / "train.sbatch"
         exact += ["--corpus.folder", local]
+        program = tmp_path / "my_pipeline.py"
+        program.write_text(EXTENDED)
+        environment["PROGRAM"] = str(program)
     tasks_a_node = [f"--ntasks-per-node={tasks}"]
-    job = train(cluster, recipe_file, together, *exact, nodes=nodes, sbatch=tasks_a_node, script=script)
+    job = train(
+        cluster, recipe_file, together, *exact, nodes=nodes, sbatch=tasks_a_node, environment=environment, script=script
+    )
     assert job.wait() == "COMPLETED", job.log
+    assert ("EXTENDED" in job.log) == (tasks > 1)
     assert "Warning" not in job.log  # srun's, of numbers that exclude one another
     assert local.exists() == (tasks > 1)
     assert job.log.count("starts from the weights of") == job.log.count("starting from the weights") == (tasks == 1)
