@@ -74,7 +74,7 @@ def check_corpus(context: CheckContext) -> Iterator[CheckResult]:
         yield _check_prepared(settings)
     else:
         for text in settings.texts():
-            yield from _check_text(text, settings)
+            yield from check_text(text, settings)
 
 
 def check_initial_state(context: CheckContext) -> Iterator[CheckResult]:
@@ -165,7 +165,8 @@ def _check_prepared(settings: "CorpusSettings") -> CheckResult:
     return CheckResult(not different, message)
 
 
-def _check_text(text: "TextSource", settings: "CorpusSettings") -> Iterator[CheckResult]:
+def check_text(text: "TextSource", settings: "CorpusSettings") -> Iterator[CheckResult]:
+    """Run the quick checks of a text source: that its files or data set exist. The text is not read."""
     from data_module.errors import InputError
     from data_module.readers.pairs import open_reader
 

@@ -13,7 +13,7 @@ from data_module.readers.pairs import all_available, open_reader, read_pairs
 from data_module.readers.reader import READERS, Reader, as_lines
 from data_module.settings import CorpusSettings, TextSource
 from pipeline.config.recipe import load_recipe
-from pipeline.preflight.recipe import text_source
+from pipeline.preflight.recipe import check_text
 from pipeline.training.corpus import ensure_corpus
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_reader_is_refused(settings: CorpusSettings, name: str, messa
     with pytest.raises(InputError) as caught:
         open_reader(text, settings)
     assert str(caught.value) == message
-    [result] = text_source(text, settings)
+    [result] = check_text(text, settings)
     assert result[:2] == (False, message)
 
 
@@ -84,10 +84,10 @@ def test_a_recipe_names_a_reader(tmp_path: Path) -> None:
 def test_doctor_and_availability(settings: CorpusSettings, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     assert all_available(settings)
-    assert [result[:2] for result in text_source(settings.train[0], settings)] == [(True, f"text {path}")]
+    assert [result[:2] for result in check_text(settings.train[0], settings)] == [(True, f"text {path}")]
     path.unlink()
     assert not all_available(settings)
-    [result] = text_source(settings.train[0], settings)
+    [result] = check_text(settings.train[0], settings)
     assert result[:2] == (False, f"text {path} is missing; put it there or correct its path in corpus:")
 
 
