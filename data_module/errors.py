@@ -14,5 +14,5 @@ class InputError(Exception):
 
 
 def install(extra: str) -> str:
-    """Return the command that installs one of pyproject.toml's extras, as in README.md."""
+    """Return the command that installs one of pyproject.toml's extras, as in docs/getting-started.md."""
     return f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"

@@ -111,7 +111,9 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Map [B, N, D] to [B, N, D] for the next position of N hypotheses per sentence.
 
-        See `Transformer.decode_step` for the arguments.
+        `start` and `cache` are those of `Transformer.decode_step`, the latter of this layer. The biases are added to
+        attention scores, 0 where attention is allowed and -inf elsewhere: `memory_bias` [B, 1, 1, S], `path_bias`
+        [B, 1, N, start + N]; None where all of it is allowed.
         """
         residual = self.self_attention_residual
         x = residual(x, self.self_attention.step(residual.before(x), cache[0], cache[1], start, path_bias))

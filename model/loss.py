@@ -57,7 +57,7 @@ def label_smoothed_loss(
         targets: integers [...], the pieces to predict.
         label_smoothing: epsilon in [0, 1).
         ignored_id: id of the padding symbol.
-        compiled: process the logits with compiled kernels. On a GPU these read and write them a third as often.
+        compiled: process the logits with compiled kernels. On a GPU they read and write the logits a third as often.
     """
     device = states.device.type
     product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
@@ -103,8 +103,8 @@ def _forward(
     num_rows, vocabulary_size = states.size(0), weight.size(0)
     sum_dtype = torch.promote_types(states.dtype, torch.float32)
     projection = weight.to(product_dtype)
-    # The smoothing term needs each row's sum of logits. sum_v h . w_v is h . (sum_v w_v): no pass over the logits,
-    # and neither has its gradient, which is the same for every class.
+    # The smoothing term needs each row's sum of logits. sum_v h . w_v is h . (sum_v w_v), so it needs no pass over the
+    # logits. Its gradient, the same for every class, needs none either.
     weight_sum = weight.to(sum_dtype).sum(0)
     smoothed = states.new_zeros((), dtype=sum_dtype)
     likelihood = states.new_zeros((), dtype=sum_dtype)

@@ -1,7 +1,8 @@
 """The Transformer (section 3, figure 1).
 
 `Transformer` is a plain `nn.Module` over token ids. It compiles with `torch.jit.script`.
-Shapes: B batch, S source length, T target length, D d_model, H heads, V vocabulary.
+Shapes: B batch, S source length, T target length, L either of them, D d_model, H heads, N hypotheses per sentence,
+V vocabulary size.
 A mask is True where attention is allowed.
 """
 
@@ -106,12 +107,12 @@ class Transformer(nn.Module):
             num_slots: number of slots for self-attention.
 
         Returns:
-            For each decoder layer, the keys and values of self-attention, [B, H, num_slots, K or V] and not
-            initialized, and the keys and values of cross-attention, [B, H, S, K or V].
+            For each decoder layer, the keys and values of self-attention, [B, H, num_slots, d_k or d_v] and
+            not initialized, and the keys and values of cross-attention, [B, H, S, d_k or d_v].
         """
         cache: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for layer in self.decoder:
-            # TorchScript parses bracketed error codes in this comment as a type.
+            # No error code in `type: ignore`: TorchScript would parse it as a type.
             keys, values = layer.cross_attention.keys_values(memory)  # type: ignore
             batch_size, num_heads = keys.size(0), keys.size(1)
             cache.append(

@@ -40,7 +40,7 @@ class TranslationModule(LightningModule):
         decoding: DecodingSettings,
         seed: int,
         compiled: bool = False,
-        scaled: bool = False,
+        scale_loss: bool = False,
     ) -> None:
         """Initialize the network.
 
@@ -52,7 +52,7 @@ class TranslationModule(LightningModule):
             decoding: the recipe's `decoding:`.
             seed: seed of dropout.
             compiled: use torch.compile in training. Validation does not use it.
-            scaled: scale the loss, for float16.
+            scale_loss: scale the loss, for float16.
 
         Raises:
             ValueError: the settings name a part that is not registered.
@@ -63,10 +63,10 @@ class TranslationModule(LightningModule):
         self.network_settings = network
         self.network = Transformer(vocabulary_size, network)
         self.compiled_forward = CompiledForward(self.network) if compiled else None
-        self.loss_scale = LossScaler() if scaled else None
+        self.loss_scale = LossScaler() if scale_loss else None
         self.validation_sums: dict[str, Tensor] = {}
         self._skipped, self._skipped_in_a_row = torch.zeros(()), torch.zeros(())
-        """Number of skipped steps, in total and in the current unbroken sequence, on the network's device."""
+        """Number of skipped steps, in total and in the current unbroken sequence; on the CPU before the first step."""
 
     def transfer_batch_to_device(self, batch: RankBatch, device: torch.device, dataloader_idx: int) -> RankBatch:
         """Copy the batch to the device. Unlike Lightning's default, this does not block the host."""
@@ -94,7 +94,7 @@ class TranslationModule(LightningModule):
             compiled=self.compiled_forward is not None and self.training,
         )
 
-    def training_step(self, share: RankBatch, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, rank_batch: RankBatch, batch_idx: int) -> dict[str, Any]:
         """Take one optimizer step over this rank's part of a global batch.
 
         If the gradient is not finite, the step is skipped: weights and optimizer state do not change, but the batch
@@ -106,7 +106,7 @@ class TranslationModule(LightningModule):
             target tokens. `tokens` is the number of target tokens of all ranks. These are 0 if the step is skipped.
         """
         step = self.global_step + 1
-        sums = self._accumulate_gradients(share, step)
+        sums = self._accumulate_gradients(rank_batch, step)
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         learning_rate = self._schedule(step)
@@ -128,7 +128,7 @@ class TranslationModule(LightningModule):
             self.loss_scale.update(skip)
         self._skipped = self._skipped + skip
         self._skipped_in_a_row = (self._skipped_in_a_row + 1.0) * skip
-        sums["tokens"] = torch.full_like(norm, share.num_target_tokens)
+        sums["tokens"] = torch.full_like(norm, rank_batch.num_target_tokens)
         return {
             **{name: value.where(skip == 0.0, 0.0) for name, value in sums.items()},
             "gradient_norm": norm,
@@ -137,14 +137,14 @@ class TranslationModule(LightningModule):
             "learning_rate": learning_rate,
         }
 
-    def _accumulate_gradients(self, share: RankBatch, step: int) -> dict[str, Tensor]:
+    def _accumulate_gradients(self, rank_batch: RankBatch, step: int) -> dict[str, Tensor]:
         """Run the forward and backward passes of a step, and return the sums over its target tokens."""
         # DDP averages gradients over ranks, but the loss is divided by the number of all ranks' target tokens.
-        scale: float | Tensor = self.trainer.world_size / share.num_target_tokens
+        scale: float | Tensor = self.trainer.world_size / rank_batch.num_target_tokens
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.factor
         sums = {name: torch.zeros((), device=self.device) for name in ("smoothed", "likelihood", "correct")}
-        batches = share.micro_batches
+        batches = rank_batch.micro_batches
         for number, batch in enumerate(batches):
             # Seed each micro-batch, so that no random state needs to be saved.
             default_generator(self.device).manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
@@ -184,14 +184,14 @@ class TranslationModule(LightningModule):
         }
 
     def validation_step(  # type: ignore[override]
-        self, share: RankBatch, batch_idx: int
+        self, rank_batch: RankBatch, batch_idx: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Add to the validation sums and decode the sources with greedy search.
 
         Returns:
             Pair indices [B], the answers' ids [B, L] and their lengths [B].
         """
-        [batch] = share.micro_batches
+        [batch] = rank_batch.micro_batches
         losses = self.losses(batch)
         sums = self.validation_sums
         sums["smoothed"] += losses.smoothed
@@ -202,10 +202,10 @@ class TranslationModule(LightningModule):
         search = BeamSearch(self.network, self.special.bos, self.special.eos, self.special.pad)
         # A search's memory grows with its answers. A batch of very short sentences is searched in parts, so that it
         # does not need more memory than a training step.
-        most = max(1, batch.source.numel() // SHORTEST)
+        max_rows = max(1, batch.source.numel() // SHORTEST)
         tokens, lengths = [], []
-        for start in range(0, batch.source.size(0), most):
-            rows = slice(start, start + most)
+        for start in range(0, batch.source.size(0), max_rows):
+            rows = slice(start, start + max_rows)
             mask = batch.source_mask[rows] if batch.source_mask is not None else None
             answers = search.greedy(batch.source[rows].long(), mask, self.decoding.max_extra_tokens)
             tokens.append(answers.tokens)

@@ -38,7 +38,7 @@ VERBS = {
     "evaluate": Verb("source and reference text -> BLEU and chrF with signatures", "pipeline.commands.evaluate"),
     "export": Verb("checkpoint -> bundle that runs without this program", "pipeline.commands.export"),
     "benchmark": Verb("speed and memory of training, decoding and the data path", "pipeline.commands.benchmark"),
-    "demo": Verb("all of the above on a generated corpus, in minutes", "pipeline.commands.demo"),
+    "demo": Verb("prepare to export on a generated corpus, in minutes", "pipeline.commands.demo"),
     "doctor": Verb("check the machine, the job and a recipe before running", "pipeline.commands.doctor"),
 }
 
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(stop, file=sys.stderr)
         return stop.exit_code
     except KeyboardInterrupt:
-        print("stopped by the keyboard", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         line = user_message(error)

@@ -69,7 +69,7 @@ class TorchNetwork(nn.Module):
 
 
 class MarianNetwork(nn.Module):
-    """Hugging Face's MarianMTModel, randomly initialised."""
+    """Hugging Face's MarianMTModel, randomly initialized."""
 
     def __init__(self, vocabulary_size: int, settings: NetworkSettings, special: SpecialIds, longest: int) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
+from pipeline.checkpointing.run_folder import AVERAGES
 from pipeline.runtime.atomic_file import atomic_file, disk_full_error
 
 FORMAT_VERSION = 1
@@ -129,7 +130,7 @@ def resolve_checkpoint(path: Path) -> Path:
         return path
     if not path.exists():
         raise InputError(f"{path}: there is no such checkpoint or run folder; fit names the folder it writes to")
-    averages = sorted(path.glob("average*.ckpt"), key=lambda p: p.stat().st_mtime)
+    averages = sorted(path.glob(AVERAGES), key=lambda p: p.stat().st_mtime)
     best = path / "checkpoints" / "best.ckpt"
     newest, _ = latest_valid(path)
     if averages and newest is not None:

@@ -21,6 +21,8 @@ from pipeline.runtime.versions import versions
 
 EVENTS, METRICS, STARTS, SUMMARY = "tensorboard", "metrics.jsonl", "starts.jsonl", "summary.json"
 """TensorBoard's folder; the logged scalars, the starts of the run, and its final scores as JSON."""
+AVERAGES = "average*.ckpt"
+"""Averaged checkpoints of the run, by a pattern."""
 STOPPED_EARLY = "stopped-early.json"
 """Written when early stopping ends a run: the step and the patience."""
 
@@ -107,7 +109,7 @@ class RunFolder:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in (STOPPED_EARLY, METRICS, SUMMARY, STARTS):
             (self.path / name).unlink(missing_ok=True)
-        for average in self.path.glob("average-last-*.ckpt"):
+        for average in self.path.glob(AVERAGES):
             average.unlink()
         for marker in self.path.glob(".fresh-*"):
             marker.unlink()
@@ -136,7 +138,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             may_change = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
-            (allowed if may_change else forbidden).append(f"{key} {before.get(key)} -> {now.get(key)}")
+            (allowed if may_change else forbidden).append(f"{key} {_shown(before.get(key))} -> {_shown(now.get(key))}")
     # Other versions may resume the run, but may batch, initialize or round differently.
     file = path / "versions.json"
     before = json.loads(file.read_text()) if file.exists() else {}
@@ -193,6 +195,10 @@ def _is_foreign(entry: Path) -> bool:
 def _replace(path: Path, contents: bytes) -> None:
     with atomic_file(path) as file:
         file.write(contents)
+
+
+def _shown(value: Any) -> Any:
+    return "null" if value is None else value
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:

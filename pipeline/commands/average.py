@@ -17,6 +17,8 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.errors import InputError
     from pipeline.checkpointing.checkpoint import average, is_valid, step_checkpoints, write_atomic
 
+    if arguments.run.is_file():
+        raise InputError(f"{arguments.run}: is a file; give the run folder")
     if not arguments.run.is_dir():
         raise InputError(f"{arguments.run}: there is no such run folder; give the folder that fit wrote")
     if arguments.last < 1:

@@ -1,6 +1,6 @@
 """Score translations with BLEU and chrF: values, 95 % bootstrap intervals and signatures.
 
-Source and reference are plain, detokenised texts with one sentence a line. The last output line is JSON.
+Source and reference are plain, detokenized texts with one sentence a line. The last output line is JSON.
 """
 
 import argparse
@@ -12,8 +12,8 @@ from typing import Any
 
 from pipeline.inference.text_io import add_search_arguments, paired_texts
 
-TOKENISED_LINES = 100
-"""Number of translations that must look tokenised for a warning; sacreBLEU's."""
+TOKENIZED_LINES = 100
+"""Number of translations that must look tokenized for a warning; sacreBLEU's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if arguments.output:
         arguments.output.write_text("".join(line + "\n" for line in hypotheses), encoding="utf-8")
-    if sum(line.endswith(" .") for line in hypotheses) >= TOKENISED_LINES:
-        print("the translations look tokenised: train on detokenised text for comparable scores", file=sys.stderr)
+    if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES:
+        print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
     figures = score(hypotheses, references)
     if arguments.paper:
         figures |= paper_score(hypotheses, references, translators[0].target_language)

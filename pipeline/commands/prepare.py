@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--force", action="store_true", help="replace a corpus of other texts or settings")
     parser.add_argument(
-        "--init-from", type=Path, metavar="CHECKPOINT", help="use its tokenizer, for a run that starts from its weights"
+        "--init-from", type=Path, metavar="CHECKPOINT", help="use this checkpoint's tokenizer; for `fit --init-from`"
     )
 
 

@@ -1,4 +1,4 @@
-"""Recipes: YAML files and command-line overrides, checked against typed settings; all mistakes are reported at once."""
+"""Recipes: YAML files and command-line overrides, checked against typed settings."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -48,25 +48,29 @@ def load_recipe(
 ) -> Recipe:
     """Read, merge and check a recipe.
 
-    A recipe may extend another one with `extends: FILE`, relative to its own folder, and then
-    contains only what differs.
+    A recipe may extend another one with `extends: FILE`, relative to its own folder, and then contains what differs. It
+    is named after its first file with a `corpus:` section.
 
     Args:
         paths: a recipe and its overlays. Later files take precedence; mappings are merged, lists replaced.
         overrides: `--section.key value` or `--section.key=value`, split into words as on the command line.
         trainer_signature: the keys that `trainer:` may have; not checked if None (for commands that do not train).
 
-    Raises InputError that names every mistake.
+    Raises InputError that names all unknown keys and wrong types, and of each section the first value out of range.
     """
     paths = list(paths)
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
+    names = [path.stem for path in paths]
     for path in paths:
-        _merge(values, _read_extended(path, places))
+        contents = _read_extended(path, places)
+        if "corpus" not in contents and len(names) > 1:
+            names.remove(path.stem)  # An overlay, which may come before the recipe.
+        _merge(values, contents)
     mistakes = _override(values, places, list(overrides), trainer_signature or {})
-    values.setdefault("name", paths[0].stem)
+    values.setdefault("name", names[0])
     places[""] = str(paths[0])
-    check = Checker(places, {f"trainer.{key}": why or "this program sets it" for key, why in RESERVED_KEYS.items()})
+    check = Checker(places, {f"trainer.{key}": why or "the pipeline sets it" for key, why in RESERVED_KEYS.items()})
     recipe = check.dataclass(values, Recipe, "")
     check.mistakes += _unregistered_names(values, places)
     if trainer_signature is not None and isinstance(values.get("trainer"), dict):
@@ -212,11 +216,13 @@ def _override(
                 as_what = f"did you mean {' or '.join(meant)}?"
                 if not equals and arguments and not arguments[0].startswith("--"):
                     arguments.pop(0)
+            elif argument.startswith("--") and not equals and arguments and not arguments[0].startswith("--"):
+                arguments.pop(0)
             mistakes.append(f"argument '{argument}' is unknown; {as_what}")
             continue
         if not equals:
             if not arguments:
-                mistakes.append(f"argument '{argument}' needs a value")
+                mistakes.append(f"argument '{argument}' needs a value, as in {argument} VALUE")
                 continue
             text = arguments.pop(0)
         *sections, last = key.split(".")

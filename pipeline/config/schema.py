@@ -38,7 +38,7 @@ class Checker:
             if name in values:
                 arguments[name] = self.value(values[name], hints[name], prefix + name)
             elif one.default is MISSING and one.default_factory is MISSING:
-                self._wrong(prefix.rstrip("."), f"{prefix}{name} is missing; give it")
+                self._wrong(prefix.rstrip("."), f"{prefix}{name} is missing; add it")
         if len(self.mistakes) > before:
             return None
         try:
@@ -60,8 +60,10 @@ class Checker:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
                 way_out = f"did you mean {prefix}{near[0]}?" if near else f"the keys are: {', '.join(known)}"
-                way_out = self._refused.get(f"{prefix}{key}", way_out)
-                self._wrong(f"{prefix}{key}", f"{prefix}{key} is not a key; {way_out}")
+                if (instead := self._refused.get(f"{prefix}{key}")) is not None:
+                    self._wrong(f"{prefix}{key}", f"{prefix}{key} may not be set; {instead}")
+                else:
+                    self._wrong(f"{prefix}{key}", f"{prefix}{key} is not a key; {way_out}")
 
     def value(self, value: Any, kind: Any, key: str) -> Any:
         """Return the value converted to the annotation, or None after adding to `mistakes`."""

@@ -44,7 +44,7 @@ class MonitoringSettings:
     """What attention plots and the projector show. Sentences, layers and heads are counted from 0."""
 
     attention_sentences: list[int] | None = None
-    """Validation pairs whose attention is plotted; if null, two of the displayed samples."""
+    """Validation pairs whose attention is plotted; none if empty, two of the displayed samples if null."""
     attention_layers: list[int] | None = None
     """Layers whose attention is plotted; the first and the last if null."""
     attention_heads: list[int] | None = None

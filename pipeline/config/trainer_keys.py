@@ -45,9 +45,9 @@ def max_seconds(max_time: Any) -> float | None:
 
 
 RESERVED_KEYS = {
-    "callbacks": "this program has its own",
+    "callbacks": "the pipeline has its own",
     "logger": "TensorBoard is always written",
-    "plugins": "this program has its own",
+    "plugins": "the pipeline has its own",
     "max_epochs": "count in steps with trainer.max_steps",
     "min_epochs": "count in steps with trainer.min_steps",
     "check_val_every_n_epoch": "count in steps with trainer.val_check_interval",

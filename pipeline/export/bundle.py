@@ -29,7 +29,7 @@ def check_bundle_folder(folder: Path, force: bool) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         is_bundle = (folder / "card.json").is_file() and any((folder / name).exists() for name in FILES.values())
         if not is_bundle:
-            raise InputError(f"{folder}: holds something else than a bundle; give another folder")
+            raise InputError(f"{folder}: is not empty and not a bundle; give another folder")
         if not force:
             raise InputError(f"{folder}: holds a bundle already; use --force to replace it")
 

@@ -19,7 +19,7 @@ RESAMPLES, SEED = 1000, 12345
 """Number of bootstrap resamples and seed of their generator: sacreBLEU's defaults, which give its intervals."""
 SIGNIFICANT = 0.05
 _COMPOUND = re.compile(r"(\S)-(\S)")
-_TOKENISED = re.compile(r"\s[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
+_TOKENIZED = re.compile(r"\s[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
 _PUNCTUATED = re.compile(r"[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
 
 
@@ -147,8 +147,8 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
     Neither is comparable to sacreBLEU's default BLEU.
 
     Args:
-        hypotheses: detokenised translations.
-        references: detokenised references.
+        hypotheses: detokenized translations.
+        references: detokenized references.
         language: language code of both texts, which selects Moses' rules; unknown languages use English's.
 
     Raises:
@@ -210,12 +210,12 @@ def compare(hypotheses: list[str], others: list[str], references: list[str]) -> 
 
 
 def reference_warnings(references: list[str]) -> list[str]:
-    """Return warnings about references that look tokenised or lower-cased."""
+    """Return warnings about references that look tokenized or lower-cased."""
     found = []
     punctuated = sum(bool(_PUNCTUATED.search(line)) for line in references)
-    tokenised = sum(bool(_TOKENISED.search(line)) for line in references)
-    if 2 * tokenised > punctuated:
-        found.append("look tokenised: scores on them do not compare; give them detokenised")
+    tokenized = sum(bool(_TOKENIZED.search(line)) for line in references)
+    if 2 * tokenized > punctuated:
+        found.append("look tokenized: scores on them do not compare; give them detokenized")
     cased = sum(line.upper() != line.lower() for line in references)
     upper = sum(line != line.lower() for line in references)
     if cased and upper < 0.02 * cased:

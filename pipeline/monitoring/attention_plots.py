@@ -37,8 +37,7 @@ _AXES = {
 class AttentionPlots(Callback):
     """Draws the attention of chosen validation pairs, on rank 0.
 
-    Must come after `samples` in the list of callbacks, which collects the translations, and before the callback that
-    replaces the averaged weights after a validation.
+    Must come after `samples`, which collects the translations, and before `EMA`, which restores the weights.
 
     Args:
         settings: which sentences, layers and heads are drawn.
@@ -68,7 +67,7 @@ class AttentionPlots(Callback):
     ) -> None:
         self._samples, self._pieces = samples, tokenizer.pieces()
         self._sources = [ids.tolist() for ids in tokenizer.encode(sources)]
-        self._pairs = settings.attention_sentences or self._default_pairs()
+        self._pairs = self._default_pairs() if settings.attention_sentences is None else settings.attention_sentences
         self._layers = settings.attention_layers or sorted({0, network.num_layers - 1})
         self._heads = settings.attention_heads or list(range(min(network.num_heads, _MAX_HEADS)))
         limits = {
@@ -77,7 +76,7 @@ class AttentionPlots(Callback):
             "attention_heads": (self._heads, network.num_heads),
         }
         for name, (indices, count) in limits.items():
-            if max(indices) >= count:
+            if max(indices, default=0) >= count:
                 raise InputError(f"monitoring.{name}: {max(indices)} does not exist; give numbers up to {count - 1}")
         samples.keep(self._pairs)
         self._frequent_pieces = _most_frequent(corpus, tokenizer.vocabulary_size, settings.embedding_pieces)

@@ -18,7 +18,7 @@ class Progress:
     def __init__(self, first_step: int, last_step: int) -> None:
         self._step = self._first = first_step
         self._last = last_step
-        self._start = time.monotonic()
+        self._start = 0.0
         self._next_line = 0.0
         self._metrics: dict[str, str] = {}
         self._bar: tqdm[Any] | None = None
@@ -36,8 +36,10 @@ class Progress:
             say(f"training: from step {first_step:,} to {last_step:,}")
 
     def advance(self) -> None:
-        """Count one step."""
+        """Count one step; the time left is estimated from the steps after the first one."""
         self._step += 1
+        if self._step == self._first + 1:
+            self._start = time.monotonic()
         if self._bar is not None:
             self._bar.update(1)
 
@@ -49,9 +51,14 @@ class Progress:
         elif time.monotonic() >= self._next_line or self._step >= self._last:
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
             values = ", ".join(f"{name} {value}" for name, value in self._metrics.items())
-            seconds_per_step = (time.monotonic() - self._start) / max(self._step - self._first, 1)
-            left = timedelta(seconds=round(seconds_per_step * (self._last - self._step)))
-            say(f"training: step {self._step:,} of {self._last:,}: {values}, {left} left")
+            say(f"training: step {self._step:,} of {self._last:,}: {values}{self._time_left()}")
+
+    def _time_left(self) -> str:
+        timed = self._step - self._first - 1
+        if timed < 1:
+            return ""
+        seconds_per_step = (time.monotonic() - self._start) / timed
+        return f", {timedelta(seconds=round(seconds_per_step * (self._last - self._step)))} left"
 
     def close(self) -> None:
         """Stop updating the bar, and leave it on the screen."""

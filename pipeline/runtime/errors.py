@@ -26,5 +26,5 @@ def user_message(error: Exception) -> str | None:
     if isinstance(error, OSError) and name:
         return f"{name}: {error.strerror or error}; check that path, or give another"
     if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
-        return f"{name or 'the input'}: {error}"
+        return f"{name or 'the input'}: {error}; copy it again"
     return None

@@ -58,7 +58,7 @@ def first_signal() -> int | None:
 def raise_if_stopped(where: str) -> None:
     """Raise Stopped if a stop signal was received; for moments at which there is nothing to save."""
     if _received:
-        raise Stopped(f"asked to stop {where}; nothing was lost, run the same command to continue")
+        raise Stopped(f"asked to stop {where}; nothing was lost, run the same command to resume")
 
 
 @contextmanager

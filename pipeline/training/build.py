@@ -1,13 +1,13 @@
 """Builds what `fit` trains with: the module, the data, the callbacks and Lightning's Trainer; then trains.
 
-`train` is the way from a recipe to a trained model; each `build_*` function can be read alone.
+`train` takes a recipe to a trained model; each `build_*` function can be read alone.
 """
 
 import json
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -41,6 +41,29 @@ from pipeline.training.start import Start
 from pipeline.training.trainer import cluster_environment, trainer_options
 
 
+class RunFolderSetup(Callback):
+    """On rank 0, remove what a new start replaces, then write the recipe and the record of this start."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write before the first step."""
+        start, log = self._start, trainer.logger
+        if start.folder is None or not isinstance(log, RunLog):
+            return
+        if start.reset:
+            start.folder.remove_run(start.job)
+        start.folder.write_config(start.recipe, start.tokenizer.model)
+        log.truncate_after()
+        starts = record_start(log, start.job)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RunMetadata):
+                callback.starts = starts
+            elif isinstance(callback, TrainingMonitor):
+                callback.submitted = first_submission(starts)
+
+
 def special_ids(tokenizer: Tokenizer) -> SpecialIds:
     """Return the ids of the padding, begin and end symbols."""
     return SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
@@ -63,7 +86,7 @@ def build_module(recipe: Recipe, tokenizer: Tokenizer, scale_loss: bool = False)
         recipe.decoding,
         recipe.run.seed,
         compiled=should_compile(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
-        scaled=scale_loss,
+        scale_loss=scale_loss,
     )
 
 
@@ -77,12 +100,15 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
 
     This is the only place that decides the order:
 
-    1. `MemoryProbe` first: what does not fit ends the run before anything is logged.
-    2. `ValidationSamples` before `AttentionPlots`, which draws the translations that it has collected.
-    3. `TrainingMonitor` before `RunMetadata`, whose summary reads its counters.
-    4. `EMA` after the callbacks above: it restores the weights when a validation ends, and they show the average.
-    5. `CheckpointCallback` after all whose state it saves.
-    6. `GracefulStop` last: it saves and raises, and no other callback may miss the step.
+    1. `MemoryProbe` first: what does not fit ends the run before anything is written.
+    2. `RunFolderSetup` before all that write to the run folder or log.
+    3. `ValidationSamples` before `AttentionPlots`, which draws the translations that it has collected.
+    4. `TrainingMonitor` before `RunMetadata`, whose summary reads its counters.
+    5. `ResumableEarlyStopping` anywhere before `CheckpointCallback`.
+    6. `EMA` after the callbacks above: it restores the weights at the end of a validation, and they must still see
+       the average.
+    7. `CheckpointCallback` after all whose state it saves.
+    8. `GracefulStop` last: it saves, then raises, and callbacks after it would not see the step.
     """
     recipe, tokenizer = start.recipe, start.tokenizer
     sources, references = data.validation_text()
@@ -93,6 +119,7 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
     monitor = TrainingMonitor(recipe.run.log_every_steps, flops)
     callbacks: list[Callback] = [
         MemoryProbe(data.micro_batch_tokens, data.longest),
+        RunFolderSetup(start),
         samples,
         AttentionPlots(recipe.monitoring, samples, sources, tokenizer, data.train_corpus, recipe.network),
         monitor,
@@ -140,7 +167,7 @@ def build_trainer(start: Start, options: dict[str, Any], callbacks: list[Callbac
 def train(start: Start) -> None:
     """Train until `trainer.max_steps`, early stopping, or a request to stop.
 
-    Nothing is written to the run folder before everything that can be wrong with a recipe has been checked.
+    Nothing in the run folder changes before everything that can be wrong has been checked, memory included.
     """
     recipe = start.recipe
     options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
@@ -159,7 +186,6 @@ def train(start: Start) -> None:
         validation_pending=start.resume is not None and start.resume.validation_pending,
     )
     trainer = build_trainer(start, options, callbacks, log)
-    _write_run_folder(start, callbacks, log)
     with signals.keyboard_interrupt_recorded():
         trainer.fit(module, datamodule=data, ckpt_path=start.resume.path if start.resume else None)
     _record_early_stop(start, trainer)
@@ -173,22 +199,6 @@ def _check_positions(recipe: Recipe, data: TranslationDataModule) -> None:
             f"network.max_positions {recipe.network.max_positions} is less than the longest sentence trained or "
             f"validated on, {longest} tokens; raise it, or lower corpus.max_tokens"
         )
-
-
-def _write_run_folder(start: Start, callbacks: list[Callback], log: RunLog) -> None:
-    """On rank 0, remove what a new start replaces, then write the recipe and the record of this start."""
-    if start.folder is None:
-        return
-    if start.reset:
-        start.folder.remove_run(start.job)
-    start.folder.write_config(start.recipe, start.tokenizer.model)
-    log.truncate_after()
-    starts = record_start(log, start.job)
-    for callback in callbacks:
-        if isinstance(callback, RunMetadata):
-            callback.starts = starts
-        elif isinstance(callback, TrainingMonitor):
-            callback.submitted = first_submission(starts)
 
 
 def _record_early_stop(start: Start, trainer: Trainer) -> None:

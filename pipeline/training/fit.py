@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.launch import process_rank
 from pipeline.runtime.slurm import current_step
 from pipeline.training.start import Start, open_start, should_reset
@@ -30,6 +31,7 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
     from pipeline.training.corpus import ensure_corpus
     from pipeline.training.init_from import load_initial_weights
 
+    quiet_lightning()
     job = current_step()
     recipe = load_recipe(configs, overrides, trainer_signature())
     validate_trainer_keys(recipe.trainer)

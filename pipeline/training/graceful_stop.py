@@ -103,7 +103,7 @@ class GracefulStop(Callback):
         """Handle stop signals received during start-up, then rerun the validation that an earlier stop interrupted."""
         assert self._consensus is not None
         if self._consensus.should_stop_now():
-            raise Stopped("asked to stop during start-up; nothing was lost, run the same command to continue")
+            raise Stopped("asked to stop during start-up; nothing was lost, run the same command to resume")
         if self._failure_report is not None:
             self._failure_report.check_same_step(trainer.global_step)
         if trainer.is_global_zero:
@@ -135,8 +135,8 @@ class GracefulStop(Callback):
         if validation_pending or self._checkpoints.saved_step < trainer.global_step:
             self._checkpoints.save(trainer, stopping=True)
         only_time = self._time_is_up() and signals.first_signal() is None
-        reason = "trainer.max_time is over" if only_time else "asked to stop"
-        raise Stopped(f"{reason}: saved after step {trainer.global_step}; run the same command to continue")
+        reason = "trainer.max_time has passed" if only_time else "asked to stop"
+        raise Stopped(f"{reason}: saved after step {trainer.global_step}; run the same command to resume")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add to the error which rank failed first, and make sure that this process ends."""

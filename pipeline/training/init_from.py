@@ -43,7 +43,9 @@ def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
         if theirs[key] != ours[key] and key not in _MAY_DIFFER
     ]
     if different:
-        raise InputError(f"{path}: has another network: {'; '.join(different)}; give the recipe the same")
+        raise InputError(
+            f"{path}: has another network: {'; '.join(different)}; give the recipe the same network settings"
+        )
     tokenizer = Tokenizer(part["tokenizer"].numpy().tobytes())
     folder = Path(recipe.corpus.folder)
     if is_corpus(folder) and read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:

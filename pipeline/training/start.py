@@ -91,7 +91,7 @@ def open_start(
 def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -> ResumePoint | None:
     """Return the newest valid checkpoint of the recipe's run, None if there is none.
 
-    With `checked`, report what has changed since the run began and raise InputError where that is not allowed.
+    With `checked`, report what has changed since the last start and raise InputError where that is not allowed.
     """
     from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, step_of, tokenizer_of
     from pipeline.checkpointing.run_folder import differences, different_run_message
@@ -115,5 +115,5 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
                 f"and make it with `prepare --init-from {path}`, or use --fresh to start over, or another run.folder"
             )
         for change in allowed:
-            print(f"changed since the run began: {change}", file=sys.stderr)
+            print(f"changed since the last start: {change}", file=sys.stderr)
     return ResumePoint(checkpoint, step_of(checkpoint), validation_is_pending(contents))

@@ -115,7 +115,7 @@ def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: st
         callbacks=[TrainingMonitor(every_steps=100), EMA(decay=0.9), watch],
     )
     try:
-        made = module("cpu", compiled, scaled=float16 is not None)
+        made = module("cpu", compiled, scale_loss=float16 is not None)
         trainer.fit(made, datamodule=data)
     finally:
         if device == "cuda":

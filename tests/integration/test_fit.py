@@ -1,5 +1,6 @@
 """`fit`, called as a user calls it: resuming, scaling over ranks, early stopping and `--fresh`."""
 
+import re
 import shutil
 import time
 from pathlib import Path
@@ -86,6 +87,20 @@ def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_output(recipe_file: Path, tmp_path: Path) -> None:
+    """Only the pipeline's own lines, and none of its libraries'."""
+    done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run")
+    assert done.stdout == b""
+    lines = done.stderr.decode().splitlines()
+    own = r".*/corpus is up to date$|memory: at most |training: (from )?step |step \d+: validation BLEU |the run is in "
+    assert [line for line in lines if not re.match(own, line)] == []
+    assert len(lines) == 9
+    resumed = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.max_steps", 14)
+    _, changed, *others = resumed.stderr.decode().splitlines()
+    assert changed == "changed since the last start: trainer.max_steps 12 -> 14"
+    assert others[0].startswith("resuming from ")
 
 
 def test_contents_of_a_run_folder(trained_run: Path) -> None:
@@ -216,6 +231,10 @@ def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:
     counts = [int(line.split("\t")[1]) for line in pieces[1:]]
     assert counts == sorted(counts, reverse=True)
     assert (run / "tensorboard" / "embeddings.bytes").stat().st_size == 9 * 16 * 4
+    none = fit(recipe_file, tmp_path / "none", "--monitoring.attention_sentences", "[]")
+    events = EventAccumulator(str(none / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["images"] == ["validation_attention/positions"]
 
 
 def test_missing_hardware_is_refused(recipe_file: Path, tmp_path: Path) -> None:
@@ -232,6 +251,7 @@ def test_validation_metrics_are_logged_at_their_steps(trained_run: Path) -> None
 def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Path) -> None:
     run = fit(recipe_file, tmp_path / "run")
     (run / "notes.txt").write_text("mine")
+    (run / "average-mine.ckpt").write_text("of the old run")
     (run / "checkpoints" / ".step=00000012.ckpt.99.tmp").write_text("half")
     # An invalid recipe is refused before the old run is removed.
     refused = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--fresh", "--batches.group_tokens", 5)
@@ -240,6 +260,7 @@ def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Pat
     fit(recipe_file, run, "--fresh", "--network.d_ff", 48)
     assert weights(run)["network.encoder.0.feed_forward.inner.bias"].numel() == 48
     assert (run / "notes.txt").read_text() == "mine"
+    assert not (run / "average-mine.ckpt").exists()
     assert not list((run / "checkpoints").glob(".*"))
     assert [step for step, _ in scalars(run, "train/loss")] == [2, 4, 6, 8, 10, 12]
 

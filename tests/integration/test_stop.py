@@ -104,7 +104,7 @@ def test_max_time(recipe_file: Path, tmp_path: Path) -> None:
         assert done.returncode == 75
         steps.append(step_of(checkpoints(run)[-1]))
         last = done.stderr.decode().splitlines()[-1]
-        assert last == f"trainer.max_time is over: saved after step {steps[-1]}; run the same command to continue"
+        assert last == f"trainer.max_time has passed: saved after step {steps[-1]}; run the same command to resume"
     assert steps[1] > steps[0] + 5
     assert [step_of(path) for path in checkpoints(run)] == steps[1:]
     command[command.index("--run.checkpoint_every_steps") + 1] = 1

@@ -59,12 +59,12 @@ def make_shares(count: int) -> list[RankBatch]:
 
 
 def make_module(
-    training: TrainingSettings = TRAINING, dropout: float = 0.0, seed: int = 1, scaled: bool = False
+    training: TrainingSettings = TRAINING, dropout: float = 0.0, seed: int = 1, scale_loss: bool = False
 ) -> TranslationModule:
     torch.manual_seed(3)
     network = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=dropout)
     special = SpecialIds(pad=PAD, bos=1, eos=2)
-    options = {"scaled": True} if scaled else {}
+    options = {"scale_loss": True} if scale_loss else {}
     return TranslationModule(
         VOCABULARY, special, network, training, DecodingSettings(max_extra_tokens=3), seed, **options
     )
@@ -146,10 +146,10 @@ def train_plainly(
     return steps
 
 
-@pytest.mark.parametrize(("clip_norm", "scaled"), [(None, False), (0.2, False), (0.2, True), (100.0, True)])
-def test_training_equals_a_plain_loop(clip_norm: float | None, scaled: bool) -> None:
-    """Weights, sums, gradient norm and learning rate of each step, with a scaled loss and without."""
-    module = make_module(replace(TRAINING, gradient_clip_norm=clip_norm), scaled=scaled)
+@pytest.mark.parametrize(("clip_norm", "scale_loss"), [(None, False), (0.2, False), (0.2, True), (100.0, True)])
+def test_training_equals_a_plain_loop(clip_norm: float | None, scale_loss: bool) -> None:
+    """Weights, sums, gradient norm and learning rate of each step, with a scale_loss loss and without."""
+    module = make_module(replace(TRAINING, gradient_clip_norm=clip_norm), scale_loss=scale_loss)
     shares = make_shares(len(RATES))
     expected = train_plainly(module.network, shares, clip_norm)
     found = fit(module, shares)
@@ -163,10 +163,10 @@ def test_training_equals_a_plain_loop(clip_norm: float | None, scaled: bool) -> 
         torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_without_a_finite_gradient_is_skipped(scaled: bool) -> None:
+@pytest.mark.parametrize("scale_loss", [False, True])
+def test_a_step_without_a_finite_gradient_is_skipped(scale_loss: bool) -> None:
     """Its batch and its learning rate are used up. Weights and moments do not change."""
-    module = make_module(scaled=scaled)
+    module = make_module(scale_loss=scale_loss)
     shares = make_shares(len(RATES))
     expected = train_plainly(module.network, shares, skipped_step=2)
     # One element of one parameter is enough.
@@ -186,18 +186,18 @@ def test_a_step_without_a_finite_gradient_is_skipped(scaled: bool) -> None:
     assert [output["learning_rate"] for output in outputs] == pytest.approx(RATES, rel=1e-5)
     checkpoint: dict[str, Any] = {}
     module.on_save_checkpoint(checkpoint)
-    resumed = make_module(scaled=scaled)
+    resumed = make_module(scale_loss=scale_loss)
     resumed.on_load_checkpoint(checkpoint)
     again: dict[str, Any] = {}
     resumed.on_save_checkpoint(again)
     assert again == checkpoint
     # The loss scale is halved, and two finite steps are counted since.
-    expected_state = {"skipped_steps": [1, 0]} | ({"loss_scale": [2.0**15, 2]} if scaled else {})
+    expected_state = {"skipped_steps": [1, 0]} | ({"loss_scale": [2.0**15, 2]} if scale_loss else {})
     assert checkpoint == expected_state
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_an_optimizer_that_is_not_fused_gives_the_same_steps(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scale_loss", [False, True])
+def test_an_optimizer_that_is_not_fused_gives_the_same_steps(scale_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has two groups of parameters, skips a step and divides gradients by the scale of the loss."""
 
     def plain_adam(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
@@ -212,7 +212,9 @@ def test_an_optimizer_that_is_not_fused_gives_the_same_steps(scaled: bool, monke
 
     monkeypatch.setitem(OPTIMIZERS, "plain_adam", plain_adam)
     monkeypatch.setitem(SCHEDULES, "listed", listed)
-    module = make_module(replace(TRAINING, optimizer="plain_adam", schedule="listed", warmup_steps=9), scaled=scaled)
+    module = make_module(
+        replace(TRAINING, optimizer="plain_adam", schedule="listed", warmup_steps=9), scale_loss=scale_loss
+    )
     shares = make_shares(len(RATES))
     expected = train_plainly(module.network, shares, skipped_step=2)
     parameter = module.network.embedding.weight
@@ -281,7 +283,7 @@ def test_ranks_exchange_the_sum_of_all_micro_batches_once_a_step(
 
 
 def test_a_checkpoint_without_counts_begins_at_zero() -> None:
-    module, checkpoint = make_module(scaled=True), {}
+    module, checkpoint = make_module(scale_loss=True), {}
     module.on_load_checkpoint({})
     module.on_save_checkpoint(checkpoint)
     assert checkpoint == {"skipped_steps": [0, 0], "loss_scale": [2.0**16, 0]}

@@ -10,6 +10,7 @@ from pipeline.training.start import Start
 
 ORDER = [
     "MemoryProbe",
+    "RunFolderSetup",
     "ValidationSamples",
     "AttentionPlots",
     "TrainingMonitor",

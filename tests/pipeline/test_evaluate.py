@@ -64,5 +64,5 @@ def test_a_registered_metric_is_printed_and_in_the_json(output: Any, monkeypatch
 
 
 @pytest.mark.parametrize(("lines", "warns"), [(99, False), (100, True)])
-def test_translations_that_look_tokenised(output: Any, lines: int, warns: bool) -> None:
-    assert ("the translations look tokenised" in output(lines).err) is warns
+def test_translations_that_look_tokenized(output: Any, lines: int, warns: bool) -> None:
+    assert ("the translations look tokenized" in output(lines).err) is warns

@@ -195,7 +195,7 @@ def failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_both_stop_after_the_same_step(tiny_corpus: Path, tmp_path: Path, failures: Path) -> None:
     """Both stop at the end of the step after the one in which a rank got the signal."""
-    stopped = "asked to stop: saved after step 4; run the same command to continue (exit code 75), validated {}"
+    stopped = "asked to stop: saved after step 4; run the same command to resume (exit code 75), validated {}"
     assert train_on_ranks(tmp_path, tiny_corpus, None, Event(3), max_seconds=600.0) == [stopped] * 2
     assert not failures.exists()  # removed when training starts
     [fourth] = step_checkpoints(tmp_path)
@@ -238,7 +238,7 @@ def test_both_stop_before_the_first_step(tiny_corpus: Path, tmp_path: Path, fail
 def test_both_stop_at_max_time(tiny_corpus: Path, tmp_path: Path) -> None:
     """The message names max_time, except on a rank that also got a signal."""
     ends = train_on_ranks(tmp_path, tiny_corpus, None, Event(2), max_seconds=0.0)
-    assert ends[0].startswith("trainer.max_time is over: saved after step 2; ")
+    assert ends[0].startswith("trainer.max_time has passed: saved after step 2; ")
     assert ends[1].startswith("asked to stop: saved after step 2; ")
     [second] = step_checkpoints(tmp_path)
     assert not validation_is_pending(read_checkpoint(second))

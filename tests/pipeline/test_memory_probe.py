@@ -1,5 +1,6 @@
 """The memory probe runs the largest micro-batches before the first step and restores all state afterwards."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,18 @@ def test_batches_that_do_not_fit_are_refused_before_the_first_step(recipe_file: 
     assert "this job has 1.5; set it to " in message
     assert b"Traceback" not in too_large.stderr
     assert not list(run.glob("checkpoints/*.ckpt"))
+
+
+def test_a_run_is_not_removed_for_one_that_does_not_fit(recipe_file: Path, trained_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    refused = pipeline(
+        *("fit", "--config", recipe_file, "--run.folder", run, "--fresh"), environment={"SLURM_MEM_PER_NODE": "100"}
+    )
+    assert refused.returncode == 2
+    assert b"ask for more memory" in refused.stderr
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_the_lowest_limit_applies(monkeypatch: pytest.MonkeyPatch) -> None:

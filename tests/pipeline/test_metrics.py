@@ -110,7 +110,7 @@ def test_a_difference_that_chance_gives_in_1_of_20_test_sets_is_not_real(monkeyp
 
 
 def test_scores_are_rounded_to_four_places_and_sacrebleu_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    """sacreBLEU would warn of tokenised text, which `paper_score` makes."""
+    """sacreBLEU would warn of tokenized text, which `paper_score` makes."""
     hypotheses = ["ein Hund läuft sehr schnell.", "zwei Hunde laufen schnell."] * 60
     references = ["ein Hund läuft so schnell.", "drei Hunde laufen schnell."] * 60
     figures = paper_score(hypotheses, references, "de")
@@ -124,15 +124,15 @@ def test_scores_are_rounded_to_four_places_and_sacrebleu_is_silent(caplog: pytes
     ("references", "words"),
     [
         (REFERENCES, []),
-        (["Zwei Hunde laufen , und dann nicht mehr .", "Ein Mann liest ."], ["tokenised"]),
-        (["Er sagt &quot; Ja &quot;", "Vater @-@ Sohn"], ["tokenised"]),
+        (["Zwei Hunde laufen , und dann nicht mehr .", "Ein Mann liest ."], ["tokenized"]),
+        (["Er sagt &quot; Ja &quot;", "Vater @-@ Sohn"], ["tokenized"]),
         ([line.lower() for line in REFERENCES], ["lower-cased"]),
-        (["zwei hunde laufen .", "ein mann liest ."], ["tokenised", "lower-cased"]),
+        (["zwei hunde laufen .", "ein mann liest ."], ["tokenized", "lower-cased"]),
         (["zwei hunde laufen."] * 9 + ["Ein Mann liest."], []),
         (["zwei hunde laufen."] * 49 + ["Ein Mann liest."], []),
         (["zwei hunde laufen."] * 50 + ["Ein Mann liest."], ["lower-cased"]),
         (["Ein Mann liest .", "Ein Hund .", *["Ein Mann liest."] * 2], []),
-        (["Ein Mann liest .", "Ein Hund .", "Ein Mann liest."], ["tokenised"]),
+        (["Ein Mann liest .", "Ein Hund .", "Ein Mann liest."], ["tokenized"]),
         (["Ça va ?", "Oui : 3,5 % !"], []),
         (["犬が走る。", "猫 3.5"], []),
         ([""], []),

@@ -54,7 +54,7 @@ def test_overlays_and_overrides(tmp_path: Path) -> None:
     recipe = load_recipe(
         [base, overlay], ["--training.adam_epsilon", "1e-8", "--trainer.devices=[0,1]", "--batches.batch_tokens", "1e4"]
     )
-    assert recipe.name == "recipe"  # from the first file
+    assert recipe.name == load_recipe([overlay, base]).name == "recipe"  # The overlay has no `corpus:`.
     assert (recipe.network.d_model, recipe.network.d_ff) == (64, 48)
     assert recipe.trainer == {"max_steps": 7, "devices": [0, 1]}
     assert recipe.training.adam_epsilon == 1e-8  # YAML reads this as text
@@ -183,8 +183,8 @@ def test_reserved_trainer_keys(tmp_path: Path) -> None:
     message = error_message(
         write(tmp_path, MINIMAL), "--trainer.max_epochs=3", "--trainer.barebones=1", trainer={"max_steps": int}
     )
-    assert "trainer.max_epochs is not a key; count in steps with trainer.max_steps" in message
-    assert "trainer.barebones is not a key; this program sets it" in message
+    assert "trainer.max_epochs may not be set; count in steps with trainer.max_steps" in message
+    assert "trainer.barebones may not be set; the pipeline sets it" in message
 
 
 def test_positions_of_mistakes(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_positions_of_mistakes(tmp_path: Path) -> None:
     assert "trainer must be a mapping, not nothing" in error_message(empty, trainer={})
     path = write(tmp_path, MINIMAL)
     overlay = write(tmp_path, "run: {seed: 3}", "overlay.yaml")
-    assert error_message(overlay) == f"{overlay}: corpus is missing; give it"
+    assert error_message(overlay) == f"{overlay}: corpus is missing; add it"
 
 
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
