@@ -1,4 +1,4 @@
-"""`python -m pipeline <verb>`: each verb is a file in `pipeline/commands`, imported only when it is used."""
+"""`python -m pipeline <command>`: each command is a file in `pipeline/commands`, imported only when it is used."""
 
 import sys
 
@@ -21,8 +21,8 @@ from pipeline.runtime.errors import user_message
 from pipeline.runtime.slurm import report_mistake_to_script
 
 
-class Verb(NamedTuple):
-    """An entry of the table of verbs."""
+class Command(NamedTuple):
+    """An entry of the table of commands."""
 
     purpose: str
     """One line for the usage."""
@@ -30,16 +30,16 @@ class Verb(NamedTuple):
     """Name of a module with `add_arguments(parser)` and `run(arguments)`, which returns the exit code."""
 
 
-VERBS = {
-    "prepare": Verb("raw parallel text -> corpus folder", "pipeline.commands.prepare"),
-    "fit": Verb("corpus folder -> run folder; resumes when run again", "pipeline.commands.fit"),
-    "average": Verb("last checkpoints of a run -> one averaged checkpoint", "pipeline.commands.average"),
-    "translate": Verb("sentences -> translations", "pipeline.commands.translate"),
-    "evaluate": Verb("source and reference text -> BLEU and chrF with signatures", "pipeline.commands.evaluate"),
-    "export": Verb("checkpoint -> bundle that runs without this program", "pipeline.commands.export"),
-    "benchmark": Verb("speed and memory of training, decoding and the data path", "pipeline.commands.benchmark"),
-    "demo": Verb("prepare to export on a generated corpus, in minutes", "pipeline.commands.demo"),
-    "doctor": Verb("check the machine, the job and a recipe before running", "pipeline.commands.doctor"),
+COMMANDS = {
+    "prepare": Command("raw parallel text -> corpus folder", "pipeline.commands.prepare"),
+    "fit": Command("corpus folder -> run folder; resumes when run again", "pipeline.commands.fit"),
+    "average": Command("last checkpoints of a run -> one averaged checkpoint", "pipeline.commands.average"),
+    "translate": Command("sentences -> translations", "pipeline.commands.translate"),
+    "evaluate": Command("source and reference text -> BLEU and chrF with signatures", "pipeline.commands.evaluate"),
+    "export": Command("checkpoint -> bundle that runs without this program", "pipeline.commands.export"),
+    "benchmark": Command("speed and memory of training, decoding and the data path", "pipeline.commands.benchmark"),
+    "demo": Command("prepare to export on a generated corpus, in minutes", "pipeline.commands.demo"),
+    "doctor": Command("check the machine, the job and a recipe before running", "pipeline.commands.doctor"),
 }
 
 
@@ -51,18 +51,18 @@ class OneLineParser(argparse.ArgumentParser):
         raise InputError(f"{message}; see {self.prog} --help")
 
 
-def parse(verb: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
-    """Return the module of a verb and its parsed arguments.
+def parse(command: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
+    """Return the module of a command and its parsed arguments.
 
-    Unknown arguments of a verb that takes `--config` are overrides of the recipe: `arguments.overrides`.
+    Unknown arguments of a command that takes `--config` are overrides of the recipe: `arguments.overrides`.
 
-    Raises InputError for an unknown verb and for arguments that the verb does not take.
+    Raises InputError for an unknown command and for arguments that the command does not take.
     """
-    if verb not in VERBS:
-        raise InputError(f"'{verb}' is not a verb; the verbs are: {', '.join(VERBS)}")
-    module = importlib.import_module(VERBS[verb].module)
+    if command not in COMMANDS:
+        raise InputError(f"'{command}' is not a command; the commands are: {', '.join(COMMANDS)}")
+    module = importlib.import_module(COMMANDS[command].module)
     parser = OneLineParser(
-        prog=f"python -m pipeline {verb}",
+        prog=f"python -m pipeline {command}",
         description=module.__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -76,12 +76,12 @@ def parse(verb: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb and return the exit code: 0, 2 after a user's mistake, or the verb's own."""
+    """Run one command and return the exit code: 0, 2 after a user's mistake, or the command's own."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: python -m pipeline <verb> [--help]\n")
-        for name, verb in VERBS.items():
-            print(f"  {name:10} {verb.purpose}")
+        print("usage: python -m pipeline <command> [--help]\n")
+        for name, command in COMMANDS.items():
+            print(f"  {name:10} {command.purpose}")
         return 0
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("data_module").setLevel(logging.INFO)

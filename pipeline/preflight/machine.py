@@ -29,9 +29,10 @@ def check_packages(job: "JobStep | None") -> Iterator[CheckResult]:
 
     import torch
 
-    yield CheckResult(_release(torch.__version__) >= (2, 11), f"torch {torch.__version__} (needs 2.11 to 2.13)")
+    supported = (2, 11) <= _version_numbers(torch.__version__)[:2] <= (2, 13)
+    yield CheckResult(supported, f"torch {torch.__version__} (needs 2.11 to 2.13)")
     lightning = version("lightning")
-    safe = _release(lightning) >= (2, 6, 6)
+    safe = _version_numbers(lightning) >= (2, 6, 6)
     yield CheckResult(safe, f"lightning {lightning}" + ("" if safe else " is unsafe; install lightning>=2.6.6"))
 
 
@@ -74,5 +75,5 @@ def check_gpus_per_task(job: "JobStep", visible: int, allocated: str | None) -> 
 CHECKS: tuple[Callable[["JobStep | None"], Iterator[CheckResult]], ...] = (check_python, check_packages, check_devices)
 
 
-def _release(text: str) -> tuple[int, ...]:
+def _version_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())

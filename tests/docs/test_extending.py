@@ -17,7 +17,7 @@ from tests.docs import pages
 
 PAGE = pages.read(ROOT / "docs" / "extending.md")
 REGISTRIES = [
-    "pipeline.__main__.VERBS",
+    "pipeline.__main__.COMMANDS",
     "pipeline.inference.metrics.METRICS",
     "data_module.readers.reader.READERS",
     "model.lr_schedule.SCHEDULES",

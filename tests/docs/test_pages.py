@@ -150,7 +150,7 @@ BROKEN_COMMANDS = {
     ".venv/bin/python -m pipeline fit --config configs/demo.yaml --training.warmup 5": "warmup_steps",
     ".venv/bin/python -m pipeline fit --config configs/dmo.yaml": "no such recipe",
     "python -m pipeline translate runs/mine --beams 3 < text.en > text.de": "--beams",
-    "echo a | python -m pipeline transalte runs/mine": "not a verb",
+    "echo a | python -m pipeline transalte runs/mine": "not a command",
     "python -m tests.gpu.harvest --outptu x": "--outptu",
     "python -m data_module.demo_corpus data/demo": "no module",
     "sbatch --node 4 slurm/train.sbatch configs/demo.yaml": "--node",

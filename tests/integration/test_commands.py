@@ -14,7 +14,7 @@ import sacrebleu
 from tests.conftest import ROOT, pipeline
 from tests.integration.runs import start
 
-VERBS = ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo"]
+COMMANDS = ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo"]
 
 
 def error_line(*arguments: object, text: str | None = None) -> str:
@@ -30,10 +30,10 @@ def error_line(*arguments: object, text: str | None = None) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_does_not_import_torch(verb: str) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_does_not_import_torch(command: str) -> None:
     code = (
-        f"import sys; from pipeline.__main__ import main\ntry: main([{verb!r}, '--help'])\nexcept SystemExit: pass\n"
+        f"import sys; from pipeline.__main__ import main\ntry: main([{command!r}, '--help'])\nexcept SystemExit: pass\n"
         "print('torch' in sys.modules or 'lightning' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -41,17 +41,17 @@ def test_help_does_not_import_torch(verb: str) -> None:
     assert "usage" in done.stdout
 
 
-@pytest.mark.parametrize("verb", ["prepare", "translate", "evaluate"])
-def test_lightning_is_imported_only_to_train(verb: str, trained_run: Path, recipe_file: Path) -> None:
+@pytest.mark.parametrize("command", ["prepare", "translate", "evaluate"])
+def test_lightning_is_imported_only_to_train(command: str, trained_run: Path, recipe_file: Path) -> None:
     texts = trained_run.parent / "text"
     texts.write_text("a red dog\n")
     arguments = {
         "prepare": ["--config", recipe_file],
         "translate": [trained_run, "--input", texts],
         "evaluate": [trained_run, "--source", texts, "--reference", texts],
-    }[verb]
+    }[command]
     code = (
-        f"import sys; from pipeline.__main__ import main\nassert main({[verb, *map(str, arguments)]!r}) == 0\n"
+        f"import sys; from pipeline.__main__ import main\nassert main({[command, *map(str, arguments)]!r}) == 0\n"
         "print('lightning' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -61,8 +61,8 @@ def test_lightning_is_imported_only_to_train(verb: str, trained_run: Path, recip
 
 def test_missing_packages_are_reported() -> None:
     """As when the virtual environment is not active."""
-    for verb in ("fit", "doctor", "prepare"):
-        command = [sys.executable, "-S", "-m", "pipeline", verb, "--config", "configs/demo.yaml"]
+    for command in ("fit", "doctor", "prepare"):
+        command = [sys.executable, "-S", "-m", "pipeline", command, "--config", "configs/demo.yaml"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr.startswith(f"error: {sys.executable} has no ")
@@ -192,7 +192,7 @@ def test_doctor_reports_what_fit_refuses(trained_run: Path, recipe_file: Path) -
 
 
 def test_errors_of_the_command_line(trained_run: Path, tmp_path: Path) -> None:
-    assert "'translat' is not a verb" in error_line("translat")
+    assert "'translat' is not a command" in error_line("translat")
     assert "no such checkpoint" in error_line("translate", tmp_path / "none.ckpt")
     assert "arguments are required: --reference; see" in error_line("evaluate", trained_run, "--source", tmp_path)
     assert "argument '--beems'" in error_line("translate", trained_run, "--beems", 3)
