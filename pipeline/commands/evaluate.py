@@ -91,8 +91,8 @@ def print_scores(figures: dict[str, Any], num_sentences: int) -> None:
 def print_comparison(versus: dict[str, Any]) -> None:
     """Print one line for each metric that was compared."""
     for name in [name for name in versus if f"{name}_difference" in versus]:
-        verdict = "the difference is real" if versus[f"{name}_difference_is_real"] else "the difference may be chance"
+        significant = "significant" if versus[f"{name}_difference_is_real"] else "not significant"
         print(
             f"{name:20} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {versus['checkpoint']}: "
-            f"{verdict} (paired bootstrap, p = {versus[f'{name}_p_value']:.3f})"
+            f"the difference is {significant} (paired bootstrap, p = {versus[f'{name}_p_value']:.3f})"
         )

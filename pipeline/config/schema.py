@@ -21,6 +21,8 @@ class Checker:
         self.mistakes: list[str] = []
 
     def _wrong(self, key: str, message: str) -> None:
+        while key not in self._places and "." in key:
+            key = key.rpartition(".")[0]  # The place of `--corpus.train {...}` is that of all keys inside.
         place = self._places.get(key)
         self.mistakes.append(f"{place}: {message}" if place else message)
 
