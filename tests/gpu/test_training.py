@@ -51,12 +51,12 @@ def corpus_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def module(device: str, compiled: bool = False, scaled: bool = False) -> Any:
+def module(device: str, compiled: bool = False, scale_loss: bool = False) -> Any:
     """Return a module as `fit` prepares it, with heads of a size that every kernel supports."""
     torch.manual_seed(3)
     settings = NetworkSettings(num_layers=1, d_model=128, d_ff=64, num_heads=2, dropout=0.0)
     training = TrainingSettings(gradient_clip_norm=1.0)
-    made = TranslationModule(VOCABULARY, SPECIAL, settings, training, DecodingSettings(), 1, compiled, scaled)
+    made = TranslationModule(VOCABULARY, SPECIAL, settings, training, DecodingSettings(), 1, compiled, scale_loss)
     made.on_fit_start()
     return made.to(device).train()
 

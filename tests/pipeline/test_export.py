@@ -146,7 +146,7 @@ def test_what_export_refuses(trained_run: Path, tmp_path: Path, capsys: pytest.C
     )
     folder.mkdir()
     (folder / "letter.txt").write_text("mine")
-    assert "something else" in refused(best, "--force")
+    assert "not empty and not a bundle" in refused(best, "--force")
 
 
 def test_a_bundle_is_replaced_only_with_force(

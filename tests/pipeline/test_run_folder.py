@@ -74,7 +74,7 @@ def test_a_setting_newer_than_the_run_has_its_default(recipe: Recipe) -> None:
     # A setting that this version does not have is a difference.
     config_values["training"]["momentum"] = 0.5
     config.write_text(yaml.safe_dump(config_values))
-    assert "training.momentum 0.5 -> None" in differences(folder.path, recipe)[0]
+    assert "training.momentum 0.5 -> null" in differences(folder.path, recipe)[0]
     folder.close()
 
 
