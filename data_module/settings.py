@@ -92,11 +92,11 @@ class BatchSettings:
     """How pairs are batched (section 5.1: about 25,000 source and 25,000 target tokens per optimizer step)."""
 
     batch_tokens: int = 25_000
-    """Maximum number of padded tokens per side in one optimizer step, over all ranks."""
+    """Maximum number of tokens per side in one optimizer step, over all ranks."""
     group_tokens: int | None = None
-    """Maximum number of padded tokens per side in a length bucket; `batch_tokens / 8` if null."""
+    """Has no effect since version 0.3; accepted in recipes of older versions."""
     max_tokens_per_device: int | None = None
-    """Maximum number of padded tokens per side in a micro-batch; `group_tokens` if null."""
+    """Maximum number of tokens per side in a micro-batch. If null, a device's part of a step is one micro-batch."""
     workers: int = 2
     """Number of loader processes per rank."""
 

@@ -6,9 +6,10 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
-from data_module.batching.batch import RankBatch, SpecialIds, collate
-from data_module.batching.batch_plan import LengthBucket, plan_in_order
+from data_module.batching.batch import PaddedBatch, SpecialIds, pad_batch
+from data_module.batching.length_buckets import LengthBucket, length_buckets
 from data_module.batching.plan_cache import PlanCache
+from data_module.batching.rank_rows import RowShape, row_shape
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader, identity
 from data_module.corpus.store import ParallelCorpus, lengths_with_eos, open_corpus, read_ahead
 from data_module.errors import InputError
@@ -19,58 +20,77 @@ class TranslationDataModule(LightningDataModule):
     """Training batches by token count from a prepared corpus folder, and validation batches in fixed order.
 
     Training uses an endless `StatefulLoader`, which yields one `RankBatch` per optimizer step. Validation uses a loader
-    of `RankBatch`es of one micro-batch each, divided among the ranks.
+    of `PaddedBatch`es, divided among the ranks.
     """
 
-    def __init__(self, folder: Path, settings: BatchSettings, special: SpecialIds, seed: int) -> None:
+    def __init__(
+        self, folder: Path, settings: BatchSettings, special: SpecialIds, seed: int, in_blocks: bool = True
+    ) -> None:
+        """Open the corpus.
+
+        Args:
+            folder: the prepared corpus.
+            settings: the recipe's `batches:`.
+            special: ids of the padding, begin and end symbols.
+            seed: seed of the order of pairs.
+            in_blocks: place sentences in blocks; see `model.segment_attention.needs_blocks`.
+
+        Raises InputError when the longest sentence does not fit in a batch.
+        """
         super().__init__()
         self.folder = folder
         self.settings = settings
         self.special = special
         self.seed = seed
+        self.in_blocks = in_blocks
         self.train_corpus = open_corpus(folder, "train")
         self.validation_corpus = open_corpus(folder, "validation")
         self.longest = 1 + self.train_corpus.longest
-        self.group_tokens = settings.group_tokens or max(settings.batch_tokens // 8, self.longest)
-        self.micro_batch_tokens = settings.max_tokens_per_device or self.group_tokens
-        if self.longest > min(self.group_tokens, self.micro_batch_tokens, settings.batch_tokens):
+        if self.longest > settings.batch_tokens:
             raise InputError(
-                f"the longest sentence of {folder} has {self.longest} tokens and does not fit in a batch; raise "
-                "batches.batch_tokens, group_tokens or max_tokens_per_device, or lower corpus.max_tokens"
+                f"batches.batch_tokens {settings.batch_tokens} is less than the longest sentence of {folder}, "
+                f"{self.longest} tokens; raise it, or lower corpus.max_tokens"
             )
-        if self.group_tokens > settings.batch_tokens:
-            raise InputError(
-                f"batches.group_tokens {self.group_tokens} is more than batches.batch_tokens "
-                f"{settings.batch_tokens}; lower it"
+        self.row_shape(1)  # Raises for a limit that is too small.
+
+    def row_shape(self, world_size: int) -> RowShape:
+        """Return the shape of each rank's micro-batches."""
+        source, target = (lengths_with_eos(side) for side in (self.train_corpus.source, self.train_corpus.target))
+        try:
+            return row_shape(
+                source,
+                target,
+                batch_tokens=self.settings.batch_tokens,
+                max_tokens_per_device=self.settings.max_tokens_per_device,
+                world_size=world_size,
             )
+        except ValueError as error:
+            raise InputError(f"{self.folder}: {error}") from None
 
     def train_dataloader(self) -> StatefulLoader:
         """Return an endless loader of one `RankBatch` per optimizer step."""
         rank, world_size = self._rank_and_size()
         if self.trainer is None or self.trainer.local_rank == 0:
             read_ahead(self.train_corpus)
-        plans = PlanCache(
-            self.train_corpus, batch_tokens=self.settings.batch_tokens, group_tokens=self.group_tokens, seed=self.seed
-        )
+        plans = PlanCache(self.train_corpus, batch_tokens=self.settings.batch_tokens, seed=self.seed)
         rank_batches = RankBatchDataset(
             self.train_corpus,
             plans,
             self.special,
             rank=rank,
             world_size=world_size,
-            max_tokens=self.micro_batch_tokens,
+            shape=self.row_shape(world_size),
+            in_blocks=self.in_blocks,
         )
         return StatefulLoader(rank_batches, workers=self.settings.workers, pin_memory=torch.cuda.is_available())
 
-    def val_dataloader(self) -> DataLoader[RankBatch]:
+    def val_dataloader(self) -> DataLoader[PaddedBatch]:
         """Return a loader of this rank's part of the validation pairs, longest first. Ranks have disjoint parts."""
         rank, world_size = self._rank_and_size()
-        corpus = self.validation_corpus
-        buckets = plan_in_order(
-            lengths_with_eos(corpus.source),
-            lengths_with_eos(corpus.target),
-            self.micro_batch_tokens,
-        )
+        corpus, settings = self.validation_corpus, self.settings
+        limit = min(settings.batch_tokens // 8, settings.max_tokens_per_device or settings.batch_tokens)
+        lengths = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
+        buckets = length_buckets(*lengths, max(limit, self.longest))
         return DataLoader(
             _BucketDataset(corpus, buckets, self.special, rank, world_size),
             batch_size=None,
@@ -90,7 +110,7 @@ class TranslationDataModule(LightningDataModule):
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
 
-class _BucketDataset(Dataset[RankBatch]):
+class _BucketDataset(Dataset[PaddedBatch]):
     """One rank's validation batches: one length bucket each, and a filler batch where other ranks have one more."""
 
     def __init__(
@@ -105,10 +125,9 @@ class _BucketDataset(Dataset[RankBatch]):
     def __len__(self) -> int:
         return self._num_batches
 
-    def __getitem__(self, index: int) -> RankBatch:
+    def __getitem__(self, index: int) -> PaddedBatch:
         if index >= self._num_batches:
             raise IndexError(index)
         is_filler = index >= len(self._buckets)
         bucket = self._filler if is_filler else self._buckets[index]
-        tokens = int(self._corpus.target.lengths[bucket.pairs].sum()) + len(bucket.pairs)
-        return collate(self._corpus, [bucket], self._special, num_target_tokens=tokens, is_filler=is_filler)
+        return pad_batch(self._corpus, bucket, self._special, is_filler)

@@ -4,8 +4,9 @@ Shapes: B batch, T queries, S keys, D d_model, H heads, K d_k, V d_v.
 A mask is True where attention is allowed and broadcasts to [B, H, T, S].
 Unlike the paper's formulas, the projections have biases, as in torch.nn.MultiheadAttention.
 
-Training does not compute attention weights as a separate tensor. `weights` recomputes them for inspection from the
-same inputs (see `attention_maps.py`).
+Training packs sentences into rows without padding (`packed`, see `segment_attention.py`); decoding and validation use
+padded batches. Attention weights are no result: `weights` recomputes them for inspection from the same inputs (see
+`attention_maps.py`).
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cpu.linear import Linear
+from model.segment_attention import Segments, cross_attention, self_attention
 from model.settings import NetworkSettings
 
 
@@ -40,11 +41,7 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Compute softmax(Q K^T / sqrt(d_k)) V (equation 1).
-
-    PyTorch's fused kernel is used except for bfloat16 training on a CPU. There its backward pass takes eight times as
-    long as plain products at sentence lengths (torch 2.13). Above 256 tokens the fused kernel is used in any case,
-    since it does not store T x S weights.
+    """Compute softmax(Q K^T / sqrt(d_k)) V (equation 1) by PyTorch's fused kernel.
 
     Args:
         query: [B, H, T, K].
@@ -56,16 +53,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is
     Returns:
         [B, H, T, V].
     """
-    slow_backward = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.requires_grad
-    if not slow_backward or query.size(2) > 256 or key.size(2) > 256:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
-    scores = (query * (1.0 / math.sqrt(query.size(-1)))) @ key.transpose(-2, -1)
-    if is_causal:
-        mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
-    if mask is not None:
-        bias = torch.zeros(mask.shape, dtype=scores.dtype, device=mask.device)
-        scores = scores + bias.masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1) @ value
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
 
 
 def attention_step(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
@@ -136,8 +124,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         d_model, num_heads, d_k, d_v = settings.d_model, settings.num_heads, settings.key_size, settings.value_size
         self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
-        self.query_key_value = Linear(d_model, num_heads * (2 * d_k + d_v))
-        self.output = Linear(num_heads * d_v, d_model)
+        self.query_key_value = nn.Linear(d_model, num_heads * (2 * d_k + d_v))
+        self.output = nn.Linear(num_heads * d_v, d_model)
         # Initialize each projection by itself. Xavier's bound for the fused matrix would be smaller.
         for part in self.query_key_value.weight.split([num_heads * d_k, num_heads * d_k, num_heads * d_v]):
             nn.init.xavier_uniform_(part)
@@ -157,6 +145,11 @@ class SelfAttention(nn.Module):
         query, key, value = self.project(x)
         heads = attention(query, key, value, mask, is_causal)
         return self.output(heads.transpose(1, 2).flatten(2))
+
+    @torch.jit.unused
+    def packed(self, x: Tensor, segments: Segments) -> Tensor:
+        """Map rows [R, D] of a packed micro-batch to [R, D]."""
+        return self.output(self_attention(self.query_key_value(x), segments, self.num_heads, self.d_k))
 
     def step(self, x: Tensor, keys: Tensor, values: Tensor, start: int, bias: Tensor | None) -> Tensor:
         """Process the next position of N hypotheses per sentence.
@@ -193,9 +186,9 @@ class CrossAttention(nn.Module):
         super().__init__()
         d_model, num_heads, d_k, d_v = settings.d_model, settings.num_heads, settings.key_size, settings.value_size
         self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
-        self.query = Linear(d_model, num_heads * d_k)
-        self.key_value = Linear(d_model, num_heads * (d_k + d_v))
-        self.output = Linear(num_heads * d_v, d_model)
+        self.query = nn.Linear(d_model, num_heads * d_k)
+        self.key_value = nn.Linear(d_model, num_heads * (d_k + d_v))
+        self.output = nn.Linear(num_heads * d_v, d_model)
         nn.init.xavier_uniform_(self.query.weight)
         for part in self.key_value.weight.split([num_heads * d_k, num_heads * d_v]):
             nn.init.xavier_uniform_(part)
@@ -224,6 +217,11 @@ class CrossAttention(nn.Module):
         """Map x [B, T, D] to [B, T, D] by attention over memory [B, S, D]."""
         keys, values = self.keys_values(memory)
         return self.attend(x, keys, values, mask)
+
+    @torch.jit.unused
+    def packed(self, x: Tensor, memory: Tensor, segments: Segments) -> Tensor:
+        """Map rows x [M, D] of a packed micro-batch to [M, D] by attention over the rows of memory [R, D]."""
+        return self.output(cross_attention(self.query(x), self.key_value(memory), segments, self.num_heads, self.d_k))
 
     @torch.jit.unused
     def weights(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:

@@ -6,12 +6,13 @@ x + Dropout(Sublayer(Norm(x))).
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from model.attention import CrossAttention, SelfAttention
 from model.cpu.dropout import Dropout
-from model.cpu.linear import Linear
 from model.registry import Registry
+from model.segment_attention import Segments
 from model.settings import NetworkSettings
 
 NORMS: Registry[Callable[[int], nn.Module]] = Registry("network.norm", layer_norm=nn.LayerNorm)
@@ -25,8 +26,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
-        self.inner = Linear(settings.d_model, settings.d_ff)
-        self.outer = Linear(settings.d_ff, settings.d_model)
+        self.inner = nn.Linear(settings.d_model, settings.d_ff)
+        self.outer = nn.Linear(settings.d_ff, settings.d_model)
         self.activation = ACTIVATIONS[settings.activation]()
         for linear in (self.inner, self.outer):
             nn.init.xavier_uniform_(linear.weight)
@@ -76,6 +77,14 @@ class EncoderLayer(nn.Module):
         residual = self.feed_forward_residual
         return residual(x, self.feed_forward(residual.before(x)))
 
+    @torch.jit.unused
+    def packed(self, x: Tensor, segments: Segments) -> Tensor:
+        """Map rows [R, D] of a packed micro-batch to [R, D]."""
+        residual = self.self_attention_residual
+        x = residual(x, self.self_attention.packed(residual.before(x), segments))
+        residual = self.feed_forward_residual
+        return residual(x, self.feed_forward(residual.before(x)))
+
 
 class DecoderLayer(nn.Module):
     """Causal self-attention, cross-attention, then the feed-forward network."""
@@ -98,6 +107,16 @@ class DecoderLayer(nn.Module):
         x = residual(x, self.self_attention(residual.before(x), None, True))
         residual = self.cross_attention_residual
         x = residual(x, self.cross_attention(residual.before(x), memory, memory_mask))
+        residual = self.feed_forward_residual
+        return residual(x, self.feed_forward(residual.before(x)))
+
+    @torch.jit.unused
+    def packed(self, x: Tensor, memory: Tensor, own: Segments, cross: Segments) -> Tensor:
+        """Map rows x [M, D] of a packed micro-batch to [M, D], with memory [R, D]."""
+        residual = self.self_attention_residual
+        x = residual(x, self.self_attention.packed(residual.before(x), own))
+        residual = self.cross_attention_residual
+        x = residual(x, self.cross_attention.packed(residual.before(x), memory, cross))
         residual = self.feed_forward_residual
         return residual(x, self.feed_forward(residual.before(x)))
 

@@ -12,10 +12,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from model.cpu.linear import compiles_each_shape, num_missing_rows
 from model.torch_private import mark_dynamic
 
 _CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
@@ -65,9 +63,6 @@ def label_smoothed_loss(
     # them even under inference_mode.
     with_gradient = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
     states, targets = states.reshape(-1, states.size(-1)), targets.reshape(-1).long()
-    if compiles_each_shape(states):  # rows whose target is ignored do not change the sums
-        missing = num_missing_rows(states)
-        states, targets = F.pad(states, (0, 0, 0, missing)), F.pad(targets, (0, missing), value=ignored_id)
     options = _Options(label_smoothing, ignored_id, product_dtype, with_gradient, compiled)
     return LossSums(*_FusedLoss.apply(states, weight, targets, options))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from model.cpu.dropout import Dropout
 from model.layers import NORMS, DecoderLayer, EncoderLayer
 from model.positions import LearnedPositions, SinusoidalPositions
+from model.segment_attention import Segments
 from model.settings import NetworkSettings
 
 
@@ -92,6 +93,39 @@ class Transformer(nn.Module):
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Return decoder states [B, T, D] of ids [B, S] and [B, T]. The loss applies the output projection."""
         return self.decode(target, self.encode(source, source_mask), source_mask)
+
+    @torch.jit.unused
+    def packed(
+        self,
+        source: tuple[Tensor, Tensor],
+        target: tuple[Tensor, Tensor],
+        segments: tuple[Segments, Segments, Segments],
+    ) -> Tensor:
+        """Run encoder and decoder over a packed micro-batch; the result of each sentence is that of `forward`.
+
+        Args:
+            source: ids and positions [R] of the source row.
+            target: ids and positions [M] of the target row; each sentence begins with the begin symbol.
+            segments: which rows attend to which in the encoder, in the decoder's self-attention and in its
+                cross-attention.
+
+        Returns:
+            Decoder states [M, D]. Those of dead rows are finite and have no meaning.
+        """
+        encoder, decoder, cross = segments
+        memory = self._embed_rows(*source, encoder.longest)
+        for layer in self.encoder:
+            memory = layer.packed(memory, encoder)  # type: ignore
+        memory = self.encoder_norm(memory)
+        x = self._embed_rows(*target, decoder.longest)
+        for layer in self.decoder:
+            x = layer.packed(x, memory, decoder, cross)  # type: ignore
+        return self.decoder_norm(x)
+
+    @torch.jit.unused
+    def _embed_rows(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        table = self.positions(0, longest)
+        return self.dropout(self.embedding(ids) * self.embedding_scale + table[positions])
 
     @torch.jit.export
     def logits(self, states: Tensor) -> Tensor:

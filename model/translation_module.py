@@ -14,13 +14,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from data_module.batching.batch import MicroBatch, RankBatch, SpecialIds
+from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
 from model.compilation import CompiledForward
 from model.decoding import BeamSearch
 from model.loss import LossSums, label_smoothed_loss
 from model.loss_scaler import LossScaler
 from model.lr_schedule import build_schedule
 from model.optimizer import build_optimizer, prepare_step
+from model.segment_attention import packed_segments
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.torch_private import default_generator
 from model.transformer import Transformer
@@ -68,7 +69,7 @@ class TranslationModule(LightningModule):
         self._skipped, self._skipped_in_a_row = torch.zeros(()), torch.zeros(())
         """Number of skipped steps, in total and in the current unbroken sequence; on the CPU before the first step."""
 
-    def transfer_batch_to_device(self, batch: RankBatch, device: torch.device, dataloader_idx: int) -> RankBatch:
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copy the batch to the device. Unlike Lightning's default, this does not block the host."""
         return batch.to(device, non_blocking=True)
 
@@ -77,14 +78,21 @@ class TranslationModule(LightningModule):
         # PyTorch prefers them to its flash kernel on some GPUs, and cuDNN plans them again for every batch shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def states(self, batch: MicroBatch) -> Tensor:
-        """Return the decoder's states [B, T, D]."""
-        # Validation is short and would need a graph of its own.
-        compiled = self.compiled_forward if self.training else None
-        return (compiled or self.network)(batch.source, batch.target_input, batch.source_mask)
+    def states(self, batch: PackedBatch | PaddedBatch) -> Tensor:
+        """Return the decoder's states: [M, D] of a packed batch, [B, T, D] of a padded one."""
+        if isinstance(batch, PaddedBatch):
+            return self.network(batch.source, batch.target_input, batch.source_mask)
+        device = self.network.embedding.weight.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else self.network.embedding.weight.dtype
+        return (self.compiled_forward or self.network.packed)(
+            (batch.source, batch.source_positions),
+            (batch.target_input, batch.target_positions),
+            packed_segments(batch, dtype),
+        )
 
-    def losses(self, batch: MicroBatch) -> LossSums:
-        """Return sums of the loss over a micro-batch's target tokens."""
+    def losses(self, batch: PackedBatch | PaddedBatch) -> LossSums:
+        """Return sums of the loss over a batch's target tokens."""
         return label_smoothed_loss(
             self.states(batch),
             self.network.embedding.weight,
@@ -184,14 +192,13 @@ class TranslationModule(LightningModule):
         }
 
     def validation_step(  # type: ignore[override]
-        self, rank_batch: RankBatch, batch_idx: int
+        self, batch: PaddedBatch, batch_idx: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Add to the validation sums and decode the sources with greedy search.
 
         Returns:
             Pair indices [B], the answers' ids [B, L] and their lengths [B].
         """
-        [batch] = rank_batch.micro_batches
         losses = self.losses(batch)
         sums = self.validation_sums
         sums["smoothed"] += losses.smoothed

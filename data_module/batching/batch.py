@@ -1,18 +1,24 @@
-"""Batches and their collation: the padded ids of a micro-batch, and one rank's micro-batches of an optimizer step."""
+"""Batches and their collation: packed micro-batches for training, padded batches for validation."""
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data_module.batching.batch_plan import LengthBucket
+from data_module.batching.blocks import place_in_blocks
+from data_module.batching.length_buckets import LengthBucket
+from data_module.batching.rank_rows import RowShape
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from data_module.corpus.store import ParallelCorpus, TokenStore
+
+NO_SENTENCE = -1
+"""The segment of dead tokens in blocks."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,230 @@ class SpecialIds:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """One micro-batch.
+class PackedBatch:
+    """One micro-batch of training: a row of source tokens and a row of target tokens, sentences after one another.
+
+    Shapes: R is the length of the source row and M that of the target row. Tokens that belong to no sentence are dead:
+    their id and label are the padding symbol, and nothing depends on them.
+
+    There are two layouts. End to end, the dead tokens follow the sentences, divided into segments that are not longer
+    than the longest sentence; R, M and the number of segments are constant. In blocks, `blocks` says how many blocks
+    of each width the rows consist of (see `data_module.batching.blocks`).
+    """
+
+    source: Tensor
+    """int32 [R]: pieces and EOS of each sentence."""
+    source_positions: Tensor
+    """int32 [R]: each token's position in its sentence, from 0."""
+    source_segments: Tensor
+    """int32. End to end, [segments + 1]: segment i has the tokens from entry i to entry i + 1. In blocks, [R]: the
+    sentence of each token, or `NO_SENTENCE`."""
+    target_input: Tensor
+    """int32 [M]: the decoder's input: BOS and pieces of each sentence."""
+    target_output: Tensor
+    """int32 [M]: the labels: pieces and EOS of each sentence."""
+    target_positions: Tensor
+    """int32 [M]."""
+    target_segments: Tensor
+    """int32, as for the source."""
+    blocks: list[tuple[int, int]]
+    """Number and width of the blocks of each width; empty if sentences lie end to end."""
+    longest: int
+    """Maximum length of a segment."""
+
+
+class PackedShape(NamedTuple):
+    """Sizes of a packed micro-batch."""
+
+    source_tokens: int
+    target_tokens: int
+    source_segments: int
+    target_segments: int
+    blocks: list[tuple[int, int]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of the parts of the array in which the micro-batch is stored, in the order of `PackedBatch`."""
+        source, target = self.source_tokens, self.target_tokens
+        return [source, source, self.source_segments, target, target, target, self.target_segments]
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """One rank's micro-batches of one optimizer step.
+
+    They are stored in one array, so that a single copy moves them to another process or to a GPU.
+    """
+
+    ids: Tensor
+    """int32: the tensors of each micro-batch, one after another."""
+    shapes: list[PackedShape]
+    """Sizes of each micro-batch. Never empty: a rank without pairs runs one whose tokens are all dead, so that every
+    rank takes part in the same collectives."""
+    longest: int
+    """Maximum length of a segment."""
+    num_target_tokens: int
+    """Number of target tokens in the global batch, over all ranks. The loss is divided by it."""
+    epoch: int
+    index: int
+    """Index of the global batch in its epoch."""
+    num_batches: int
+    """Number of global batches in this epoch."""
+    pairs: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [pairs]: the indices of this rank's pairs in the corpus; on the CPU."""
+    num_tokens: int = 0
+    """Number of source and target tokens in `ids`, without dead ones."""
+
+    @property
+    def micro_batches(self) -> list[PackedBatch]:
+        """The micro-batches, as views of `ids`."""
+        parts = iter(self.ids.split([size for shape in self.shapes for size in shape.sizes]))
+        return [
+            PackedBatch(*(next(parts) for _ in shape.sizes), blocks=shape.blocks, longest=self.longest)
+            for shape in self.shapes
+        ]
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Number of source and target tokens in `ids`, including dead ones."""
+        return sum(shape.source_tokens + shape.target_tokens for shape in self.shapes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default shares file descriptors, for which the receiving process must connect back to this one.
+        fields = {**vars(self), "ids": self.ids.numpy(), "pairs": self.pairs.numpy()}
+        return _from_numpy, (fields,)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "RankBatch":
+        """Return a copy on another device."""
+        return replace(self, ids=self.ids.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "RankBatch":
+        """Return a copy in page-locked memory, for asynchronous copies to a GPU."""
+        return replace(self, ids=self.ids.pin_memory())
+
+
+def _from_numpy(fields: dict[str, Any]) -> RankBatch:
+    return RankBatch(**{**fields, "ids": torch.from_numpy(fields["ids"]), "pairs": torch.from_numpy(fields["pairs"])})
+
+
+def collate(
+    corpus: "ParallelCorpus",
+    rows: "list[NDArray[np.integer]]",
+    special: SpecialIds,
+    shape: RowShape,
+    *,
+    in_blocks: bool,
+    num_target_tokens: int,
+    epoch: int = 0,
+    index: int = 0,
+    num_batches: int = 1,
+) -> RankBatch:
+    """Return pairs as a `RankBatch`, using array operations only.
+
+    Args:
+        corpus: the training corpus.
+        rows: the pairs of each micro-batch; see `rank_rows`.
+        special: ids of the padding, begin and end symbols.
+        shape: shape of micro-batches whose sentences lie end to end.
+        in_blocks: place sentences in blocks.
+        num_target_tokens: see `RankBatch`, like the following arguments.
+        epoch: index of the epoch.
+        index: index of the global batch.
+        num_batches: number of global batches.
+    """
+    parts, shapes, num_tokens = [], [], 0
+    for pairs in rows:
+        lengths = [store.lengths[pairs].astype(np.int64) + 1 for store in (corpus.source, corpus.target)]
+        num_tokens += int(lengths[0].sum() + lengths[1].sum())
+        layout = _in_blocks(*lengths) if in_blocks else _end_to_end(*lengths, shape)
+        shapes.append(layout.shape)
+        arrays = [np.zeros(size, np.int32) for size in layout.shape.sizes]
+        ids, positions, segments, inputs, labels, target_positions, target_segments = arrays
+        for array in (ids, inputs, labels):
+            array[:] = special.pad
+        segments[:], target_segments[:] = layout.source_segments, layout.target_segments
+        _fill(corpus.source, pairs, layout.source_starts, lengths[0], special, ids, positions)
+        places = _fill(corpus.target, pairs, layout.target_starts, lengths[1], special, labels, target_positions)
+        inputs[places[1:]] = labels[places[:-1]]
+        inputs[layout.target_starts] = special.bos
+        parts += arrays
+    return RankBatch(
+        ids=torch.from_numpy(np.concatenate(parts)),
+        shapes=shapes,
+        longest=shape.longest,
+        num_target_tokens=num_target_tokens,
+        epoch=epoch,
+        index=index,
+        num_batches=num_batches,
+        pairs=torch.from_numpy(np.concatenate(rows).astype(np.int64)),
+        num_tokens=num_tokens,
+    )
+
+
+class _Layout(NamedTuple):
+    source_starts: "NDArray[np.int64]"
+    target_starts: "NDArray[np.int64]"
+    source_segments: "NDArray[np.integer]"
+    target_segments: "NDArray[np.integer]"
+    shape: PackedShape
+
+
+def _end_to_end(source: "NDArray[np.int64]", target: "NDArray[np.int64]", shape: RowShape) -> _Layout:
+    """Place sentences end to end. Dead tokens are divided evenly, on both sides into as many segments."""
+    sizes = (shape.source_tokens, shape.target_tokens)
+    dead = [size - int(lengths.sum()) for size, lengths in zip(sizes, (source, target), strict=True)]
+    pieces = ceil(max(dead) / shape.longest)
+    starts, segments = [], []
+    for size, lengths, rest in zip(sizes, (source, target), dead, strict=True):
+        ends = np.cumsum(lengths)
+        starts.append(ends - lengths)
+        offsets = np.full(shape.segments + 1, size, np.int64)
+        offsets[0] = 0
+        offsets[1 : len(ends) + 1] = ends
+        offsets[len(ends) : len(ends) + pieces + 1] = size - rest + np.arange(pieces + 1) * rest // pieces
+        segments.append(offsets)
+    return _Layout(*starts, *segments, PackedShape(*sizes, shape.segments + 1, shape.segments + 1, []))
+
+
+def _in_blocks(source: "NDArray[np.int64]", target: "NDArray[np.int64]") -> _Layout:
+    layout = place_in_blocks(source, target)
+    size = layout.num_tokens
+    segments = []
+    for starts, lengths in ((layout.source_starts, source), (layout.target_starts, target)):
+        segment = np.full(size, NO_SENTENCE)
+        segment[_places(starts, lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+        segments.append(segment)
+    return _Layout(layout.source_starts, layout.target_starts, *segments, PackedShape(*[size] * 4, layout.blocks))
+
+
+def _places(starts: "NDArray[np.int64]", lengths: "NDArray[np.int64]") -> "NDArray[np.int64]":
+    """Return the places of all tokens of sentences that begin at `starts`, sentence by sentence."""
+    return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+
+
+def _fill(
+    store: "TokenStore",
+    pairs: "NDArray[np.integer]",
+    starts: "NDArray[np.int64]",
+    lengths: "NDArray[np.int64]",
+    special: SpecialIds,
+    ids: "NDArray[np.int32]",
+    positions: "NDArray[np.int32]",
+) -> "NDArray[np.int64]":
+    """Write pieces and EOS of sentences to `ids`, and their positions; return the places of their tokens."""
+    places = _places(starts, lengths)
+    within = _places(np.zeros_like(lengths), lengths)
+    positions[places] = within
+    pieces = within < np.repeat(lengths - 1, lengths)
+    tokens = np.repeat(store.offsets[pairs].astype(np.int64), lengths) + within
+    ids[places[pieces]] = store.tokens[tokens[pieces]]
+    ids[places[~pieces]] = special.eos
+    return places
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """Pairs of similar length, padded to rectangles, for validation.
 
     Shapes: B is the number of pairs; S and T are the longest source and target, including EOS.
     """
@@ -41,122 +269,38 @@ class MicroBatch:
     """int32 [B, T]: the labels: pieces, EOS, padding."""
     pairs: Tensor
     """int32 [B]: indices into the corpus."""
+    is_filler: bool = False
+    """Other ranks have one batch more. The labels are all padding, so that every rank takes part in the same
+    collectives."""
 
-
-@dataclass(frozen=True)
-class RankBatch:
-    """One rank's micro-batches of one optimizer step.
-
-    They are stored in one array, so that a single copy moves them to another process or to a GPU.
-    """
-
-    ids: Tensor
-    """int32: for each micro-batch its pairs [B], sources [B, S] and targets [B, 1 + T], which begin with BOS."""
-    shapes: list[tuple[int, int, int]]
-    """(B, S, T) of each micro-batch. Never empty: see `is_filler`."""
-    pad: int
-    is_filler: bool
-    """The optimizer step has no pairs for this rank. It runs one pair whose labels are all padding, so that every rank
-    takes part in the same collectives."""
-    num_target_tokens: int
-    """Number of target tokens in the global batch, over all ranks. The loss is divided by it."""
-    epoch: int
-    index: int
-    """Index of the global batch in its epoch."""
-    num_batches: int
-    """Number of global batches in this epoch."""
-    one_length: list[bool]
-    """For each micro-batch, whether all its sources have the same length, so that they need no mask."""
-    num_tokens: int = 0
-    """Number of source and target tokens in `ids`, without padding."""
-
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
-        """The micro-batches, as views of `ids`."""
-        batches, start = [], 0
-        for (pairs, source_length, target_length), one_length in zip(self.shapes, self.one_length, strict=True):
-            sizes = [pairs, pairs * source_length, pairs * (target_length + 1)]
-            indices, source, target = self.ids[start : start + sum(sizes)].split(sizes)
-            source, target = source.view(pairs, source_length), target.view(pairs, target_length + 1)
-            output = target[:, 1:]
-            batches.append(
-                MicroBatch(
-                    source=source,
-                    source_mask=None if one_length else source != self.pad,
-                    target_input=target[:, :-1],
-                    target_output=torch.full_like(output, self.pad) if self.is_filler else output,
-                    pairs=indices,
-                )
-            )
-            start += sum(sizes)
-        return batches
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The default shares file descriptors, for which the receiving process must connect back to this one.
-        fields = {**vars(self), "ids": self.ids.numpy()}
-        return _from_numpy, (fields,)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "RankBatch":
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "PaddedBatch":
         """Return a copy on another device."""
-        return replace(self, ids=self.ids.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> "RankBatch":
-        """Return a copy in page-locked memory, for asynchronous copies to a GPU."""
-        return replace(self, ids=self.ids.pin_memory())
-
-
-def _from_numpy(fields: dict[str, Any]) -> RankBatch:
-    return RankBatch(**{**fields, "ids": torch.from_numpy(fields["ids"])})
+        tensors = {
+            name: value.to(device, non_blocking=non_blocking)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
 
 
-def collate(
-    corpus: "ParallelCorpus",
-    buckets: list[LengthBucket],
-    special: SpecialIds,
-    *,
-    num_target_tokens: int,
-    is_filler: bool = False,
-    epoch: int = 0,
-    index: int = 0,
-    num_batches: int = 1,
-) -> RankBatch:
-    """Return the pairs of length buckets as a `RankBatch`, one micro-batch per bucket, using array operations only."""
-    shapes = [(len(bucket.pairs), bucket.source_length, bucket.target_length) for bucket in buckets]
-    ids = np.empty(sum(pairs * (source + target + 2) for pairs, source, target in shapes), dtype=np.int32)
-    one_length, start, num_tokens = [], 0, 0
-    for (pairs, source_length, target_length), bucket in zip(shapes, buckets, strict=True):
-        middle, end = start + pairs * (source_length + 1), start + pairs * (source_length + target_length + 2)
-        ids[start : start + pairs] = bucket.pairs
-        lengths = _fill(ids[start + pairs : middle].reshape(pairs, source_length), corpus.source, bucket.pairs, special)
-        one_length.append(bool((lengths == source_length).all()))
-        target = ids[middle:end].reshape(pairs, target_length + 1)
-        target[:, 0] = special.bos
-        target_lengths = _fill(target[:, 1:], corpus.target, bucket.pairs, special)
-        num_tokens += int(lengths.sum()) + int(target_lengths.sum())
-        start = end
-    return RankBatch(
-        ids=torch.from_numpy(ids),
-        shapes=shapes,
-        pad=special.pad,
+def pad_batch(
+    corpus: "ParallelCorpus", bucket: LengthBucket, special: SpecialIds, is_filler: bool = False
+) -> PaddedBatch:
+    """Return the pairs of a length bucket as a `PaddedBatch`. The labels of a filler are all padding."""
+    sides, lengths = [], []
+    for store, longest in ((corpus.source, bucket.source_length), (corpus.target, bucket.target_length)):
+        own = store.lengths[bucket.pairs].astype(np.int64) + 1
+        ids = np.full(len(own) * longest, special.pad, np.int32)
+        _fill(store, bucket.pairs, np.arange(len(own)) * longest, own, special, ids, np.zeros_like(ids))
+        sides.append(torch.from_numpy(ids.reshape(len(own), longest)))
+        lengths.append(own)
+    source, labels = sides
+    begin = torch.full((len(bucket.pairs), 1), special.bos, dtype=torch.int32)
+    return PaddedBatch(
+        source=source,
+        source_mask=None if (lengths[0] == bucket.source_length).all() else source != special.pad,
+        target_input=torch.cat([begin, labels[:, :-1]], 1),
+        target_output=torch.full_like(labels, special.pad) if is_filler else labels,
+        pairs=torch.from_numpy(np.asarray(bucket.pairs).astype(np.int32)),
         is_filler=is_filler,
-        num_target_tokens=num_target_tokens,
-        epoch=epoch,
-        index=index,
-        num_batches=num_batches,
-        one_length=one_length,
-        num_tokens=0 if is_filler else num_tokens,
     )
-
-
-def _fill(
-    ids: "NDArray[np.int32]", store: "TokenStore", pairs: "NDArray[np.integer]", special: SpecialIds
-) -> "NDArray[np.int64]":
-    """Write pieces, EOS and padding into `ids` [B, L]; return the lengths [B], including EOS."""
-    lengths = store.lengths[pairs].astype(np.int64)
-    columns = np.arange(ids.shape[1])
-    inside = columns < lengths[:, None]
-    positions = store.offsets[pairs].astype(np.int64)[:, None] + columns
-    ids[:] = special.pad
-    ids[inside] = store.tokens[positions[inside]]
-    ids[np.arange(len(pairs)), lengths] = special.eos
-    return lengths + 1

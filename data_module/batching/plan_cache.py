@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from data_module.batching import batch_plan, shuffle
+from data_module.batching import batch_plan
 from data_module.batching.batch_plan import EpochPlan, plan_epoch
 from data_module.corpus.store import ParallelCorpus, lengths_with_eos
 
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 class PlanCache:
     """Returns the plan of each epoch, and computes the next epoch's plan in the background."""
 
-    def __init__(self, corpus: ParallelCorpus, *, batch_tokens: int, group_tokens: int, seed: int) -> None:
+    def __init__(self, corpus: ParallelCorpus, *, batch_tokens: int, seed: int) -> None:
         self._corpus = corpus
-        self._settings = {"batch_tokens": batch_tokens, "group_tokens": group_tokens, "seed": seed}
+        self._settings = {"batch_tokens": batch_tokens, "seed": seed}
         self._next: _PlanThread | None = None
 
     def get(self, epoch: int) -> EpochPlan:
@@ -55,9 +55,9 @@ class PlanCache:
 
     def _open(self, epoch: int) -> EpochPlan:
         # The plan depends on the code, numpy's version and the corpus.
-        code = [Path(module.__file__ or "").read_bytes() for module in (batch_plan, shuffle)]
+        code = Path(batch_plan.__file__).read_bytes()
         key = repr((self._corpus.identity, sorted(self._settings.items()), epoch, np.__version__))
-        name = hashlib.sha256(b"".join([*code, key.encode()])).hexdigest()[:32]
+        name = hashlib.sha256(code + key.encode()).hexdigest()[:32]
         try:
             return shared_plan(_private_folder(), name, lambda: self.compute(epoch))
         except OSError as error:

@@ -5,6 +5,7 @@ which does not depend on the number of ranks, so that any number of ranks can re
 """
 
 import itertools
+import logging
 import os
 import signal
 import threading
@@ -12,16 +13,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data_module.batching.batch import RankBatch, SpecialIds, collate
-from data_module.batching.batch_plan import EpochPlan, rank_batch
+from data_module.batching.batch_plan import EpochPlan
 from data_module.batching.plan_cache import PlanCache
+from data_module.batching.rank_rows import RowShape, rank_rows
 from data_module.corpus.store import ParallelCorpus
 
 NEVER_ENDS = 1 << 40
 """The length of an endless loader. With a length, Lightning does not fetch batches in advance."""
+PLAN_VERSION = 2
+"""Version of the plan of an epoch. A position is only valid for the version that made it; 0.1.0 did not save it."""
+
+log = logging.getLogger(__name__)
 
 
 class RankBatchDataset(Dataset[RankBatch]):
@@ -39,10 +46,22 @@ class RankBatchDataset(Dataset[RankBatch]):
         *,
         rank: int,
         world_size: int,
-        max_tokens: int,
+        shape: RowShape,
+        in_blocks: bool,
     ) -> None:
+        """Prepare; nothing is read before the first item.
+
+        Args:
+            corpus: the training corpus.
+            plans: the plans of its epochs.
+            special: ids of the padding, begin and end symbols.
+            rank: this process's rank.
+            world_size: number of ranks.
+            shape: shape of micro-batches.
+            in_blocks: place sentences in blocks.
+        """
         self._corpus, self._plans, self._special = corpus, plans, special
-        self._rank, self._world_size, self._max_tokens = rank, world_size, max_tokens
+        self._rank, self._world_size, self._shape, self._in_blocks = rank, world_size, shape, in_blocks
         self.seek(0, 0)
 
     def seek(self, epoch: int, batch: int) -> None:
@@ -60,15 +79,16 @@ class RankBatchDataset(Dataset[RankBatch]):
             self._epoch += 1
             self._plan = self._plans.get(self._epoch)
         index = item - self._first_item
-        buckets = self._plan[index]
-        own = rank_batch(buckets, self._rank, self._world_size, self._max_tokens)
-        filler = [buckets[0]._replace(pairs=buckets[0].pairs[:1])]
+        pairs = self._plan[index]
+        lengths = (store.lengths[pairs].astype(np.int64) + 1 for store in (self._corpus.source, self._corpus.target))
+        rows = rank_rows(*lengths, self._shape, self._world_size)[self._rank]
         return collate(
             self._corpus,
-            own or filler,
+            [pairs[row] for row in rows],
             self._special,
+            self._shape,
+            in_blocks=self._in_blocks,
             num_target_tokens=self._plan.target_tokens(index),
-            is_filler=not own,
             epoch=self._epoch,
             index=index,
             num_batches=len(self._plan),
@@ -134,11 +154,21 @@ class StatefulLoader(DataLoader[RankBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position to resume from. It is the same on every rank, for any number of ranks."""
-        return {"epoch": self._position[0], "next_batch": self._position[1]}
+        return {"epoch": self._position[0], "next_batch": self._position[1], "plan": PLAN_VERSION}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a position. The time this takes does not depend on the position."""
+        """Resume from a position. The time this takes does not depend on the position.
+
+        If another version of the plan made it, its next batch has other pairs: resume at the start of the next epoch.
+        """
         self._position = (state["epoch"], state["next_batch"])
+        if state.get("plan") != PLAN_VERSION and state["next_batch"]:
+            self._position = (state["epoch"] + 1, 0)
+            log.warning(
+                "this version batches pairs in another way than the one that saved the checkpoint: the rest of epoch"
+                " %d is left out, and training goes on with epoch %d",
+                *(state["epoch"] + 1, state["epoch"] + 2),
+            )
 
 
 def identity(batch: RankBatch) -> RankBatch:

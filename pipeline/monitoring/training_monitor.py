@@ -77,7 +77,7 @@ class TrainingMonitor(Callback):
         self._sums = sums if self._sums is None else self._sums + sums
         self._steps += 1
         self._target_tokens += batch.num_target_tokens
-        self._padded_tokens += sum(pairs * (source + target) for pairs, source, target in batch.shapes)
+        self._padded_tokens += batch.num_row_tokens
         self._tokens += batch.num_tokens
         if self._progress is not None:
             self._progress.advance()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from data_module.batching.batch import RankBatch
+from data_module.batching.batch import PaddedBatch
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.tables import table
@@ -75,7 +75,7 @@ class ValidationSamples(Callback):
         trainer: Trainer,
         pl_module: LightningModule,
         outputs: Any,
-        batch: RankBatch,
+        batch: PaddedBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:

@@ -15,6 +15,7 @@ from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
+from model.segment_attention import needs_blocks
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
 from pipeline.checkpointing.ema import EMA
@@ -90,9 +91,12 @@ def build_module(recipe: Recipe, tokenizer: Tokenizer, scale_loss: bool = False)
     )
 
 
-def build_data(recipe: Recipe, tokenizer: Tokenizer) -> TranslationDataModule:
-    """Return the LightningDataModule over the prepared corpus."""
-    return TranslationDataModule(recipe.corpus_folder(), recipe.batches, special_ids(tokenizer), recipe.run.seed)
+def build_data(recipe: Recipe, tokenizer: Tokenizer, options: dict[str, Any]) -> TranslationDataModule:
+    """Return the LightningDataModule over the prepared corpus; `options` are those of `trainer_options`."""
+    in_blocks = needs_blocks(str(options["accelerator"]), str(options["precision"]), recipe.network)
+    return TranslationDataModule(
+        recipe.corpus_folder(), recipe.batches, special_ids(tokenizer), recipe.run.seed, in_blocks
+    )
 
 
 def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]:
@@ -118,7 +122,7 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
     flops = flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
     monitor = TrainingMonitor(recipe.run.log_every_steps, flops)
     callbacks: list[Callback] = [
-        MemoryProbe(data.micro_batch_tokens, data.longest),
+        MemoryProbe(data),
         RunFolderSetup(start),
         samples,
         AttentionPlots(recipe.monitoring, samples, sources, tokenizer, data.train_corpus, recipe.network),
@@ -176,7 +180,7 @@ def train(start: Start) -> None:
         start_compiler()
     if start.initial is not None:
         module.network.load_state_dict(start.initial.weights)
-    data = build_data(recipe, start.tokenizer)
+    data = build_data(recipe, start.tokenizer, options)
     _check_positions(recipe, data)
     callbacks = build_callbacks(start, data)
     log = RunLog(

@@ -1,12 +1,18 @@
 """Runs the largest micro-batches before the first step, to find out whether they fit into memory."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from data_module.batching.batch import MicroBatch
+from data_module.batching.batch import RankBatch, collate
+from data_module.batching.blocks import NARROWEST
+from data_module.batching.rank_rows import DEAD_ROWS, RowShape
 from data_module.errors import InputError
+from data_module.translation_data_module import TranslationDataModule
+from model.segment_attention import KEPT_WIDTH
 from model.translation_module import TranslationModule
 from pipeline.runtime.console import say
 from pipeline.runtime.memory import (
@@ -20,8 +26,6 @@ from pipeline.runtime.memory import (
     resident_peak,
 )
 
-_PLAIN_ATTENTION_LENGTH = 256
-"""Up to this length attention on a CPU stores its weights: the longest sentences may not need the most memory."""
 _SLACK = 3.0
 """On a CPU, this many times the memory of the largest micro-batches is kept between steps.
 
@@ -37,15 +41,24 @@ class MemoryProbe(Callback):
     data and compiled graphs are unchanged afterwards. On a CPU the process keeps to the reported amount from then on.
     """
 
-    def __init__(self, tokens: int, longest: int) -> None:
-        """Try micro-batches of `tokens` padded tokens a side, of sentences of up to `longest` tokens."""
-        self._tokens = max(tokens, longest)
-        self._lengths = sorted({min(longest, _PLAIN_ATTENTION_LENGTH), longest})
+    def __init__(self, data: TranslationDataModule) -> None:
+        """Try micro-batches of `data`."""
+        self._data = data
+        longest = data.longest
+        # In blocks, attention keeps the weights of blocks up to a width, so the longest sentences may not need the most
+        # memory; and a sentence that is a little longer than a block takes a block of twice the width for itself.
+        self._lengths = [longest]
+        if data.in_blocks:
+            widest = NARROWEST << max(0, (longest - 1).bit_length() - NARROWEST.bit_length() + 1)
+            lengths = (longest, min(longest, KEPT_WIDTH), widest // 2 + 1)
+            self._lengths = sorted({length for length in lengths if 0 < length <= longest})
         self._kept_at_most: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure and report; raise InputError that says what to change where memory is too small."""
         assert isinstance(pl_module, TranslationModule)
+        self._shape = self._data.row_shape(trainer.world_size)
+        self._tokens = max(self._shape.source_tokens, self._shape.target_tokens)
         if pl_module.device.type == "cpu" and not can_measure_peak():
             return
         optimizer = trainer.optimizers[0]
@@ -89,7 +102,7 @@ class MemoryProbe(Callback):
                 raise self._does_not_fit(limit, fixed + 2 * part * (last - fixed), fixed)
             reset_resident_peak()
             for length in self._lengths:
-                _step(trainer, module, max(1, self._tokens // part // length), length)
+                self._step(trainer, module, length, part)
             smaller, last = last, resident_peak()
             fixed = 2 * smaller - last
         if last > limit.size:
@@ -104,7 +117,7 @@ class MemoryProbe(Callback):
         torch.cuda.reset_peak_memory_stats(module.device)
         try:
             for length in self._lengths:
-                _step(trainer, module, max(1, self._tokens // length), length)
+                self._step(trainer, module, length, 1)
         except torch.cuda.OutOfMemoryError:
             raise self._does_not_fit(limit, 2 * limit.size - fixed, fixed) from None
         return torch.cuda.max_memory_allocated(module.device), limit
@@ -122,12 +135,27 @@ class MemoryProbe(Callback):
             f"{needed / _GB:.1f} GB, and {limit.owner} has {limit.size / _GB:.1f}; {way_out}"
         )
 
+    def _step(self, trainer: Trainer, module: TranslationModule, length: int, part: int) -> None:
+        """Run one forward and backward pass without gradient synchronization.
 
-def _step(trainer: Trainer, module: TranslationModule, pairs: int, length: int) -> None:
-    """Run one forward and backward pass without gradient synchronization."""
-    ids = torch.full((pairs, length), module.special.eos, dtype=torch.int32, device=module.device)
-    batch = MicroBatch(
-        source=ids, source_mask=ids != module.special.pad, target_input=ids, target_output=ids, pairs=ids[:, 0]
+        The micro-batch is a part of the largest one, of sentences of one length.
+        """
+        [batch] = _same_sentences(self._data, self._shape, length, part).to(module.device).micro_batches
+        with trainer.precision_plugin.train_step_context():
+            module.losses(batch).smoothed.backward()
+
+
+def _same_sentences(data: TranslationDataModule, shape: RowShape, length: int, part: int) -> RankBatch:
+    """Return a micro-batch of a part of the largest size, of sentences of `length` tokens a side."""
+    smallest = length + DEAD_ROWS
+    source_tokens, target_tokens = (
+        max(smallest, tokens // part) for tokens in (shape.source_tokens, shape.target_tokens)
     )
-    with trainer.precision_plugin.train_step_context():
-        module.losses(batch).smoothed.backward()
+    shape = shape._replace(source_tokens=source_tokens, target_tokens=target_tokens)
+    count = min((min(source_tokens, target_tokens) - DEAD_ROWS) // length, shape.max_sentences)
+    sentence = SimpleNamespace(
+        lengths=np.full(count, length - 1), offsets=np.zeros(count), tokens=np.full(length, data.special.eos)
+    )
+    corpus: Any = SimpleNamespace(source=sentence, target=sentence)
+    options: dict[str, Any] = {"in_blocks": data.in_blocks, "num_target_tokens": count * length}
+    return collate(corpus, [np.arange(count)], data.special, shape, **options)

@@ -1,0 +1,168 @@
+"""Divide a global batch into rows of constant length, for each rank.
+
+A *row* holds the source or target tokens of one micro-batch, sentences end to end. All micro-batches have rows of the
+same two lengths, so that a GPU always runs the same shapes. Lengths include EOS.
+"""
+
+from heapq import heappop, heappush
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROW_SLACK = 1.05
+"""A row has this many times the tokens of an even share, since sentences cannot be divided exactly."""
+ROW_MULTIPLE = 128
+"""Rows have a multiple of this many tokens, which suits matrix products."""
+DEAD_ROWS = 16
+"""At least this many tokens of a row are dead."""
+_EVEN_COST_LENGTH = 1024
+"""The sentence length at which attention, which grows with its square, costs about as much as everything else."""
+_CHOICE = 4
+"""Among how many parts a pair's is chosen."""
+_TOLERANCE = 0.5
+"""These parts may cost this many times the pair's cost more than the cheapest one."""
+
+
+class RowShape(NamedTuple):
+    """The shape of all micro-batches."""
+
+    source_tokens: int
+    target_tokens: int
+    segments: int
+    """Maximum number of sentences, and of the pieces that the dead tokens are divided into."""
+    longest: int
+    """Length of the longest sentence of the corpus."""
+    per_rank: int
+    """Number of micro-batches per rank and optimizer step, unless sentences happen not to fit."""
+
+    @property
+    def max_sentences(self) -> int:
+        """Maximum number of sentences of a micro-batch."""
+        return self.segments - _dead_pieces(self.source_tokens, self.target_tokens, self.longest)
+
+
+def _dead_pieces(source_tokens: int, target_tokens: int, longest: int) -> int:
+    return ceil(max(source_tokens, target_tokens) / longest)
+
+
+def row_shape(
+    source_lengths: NDArray[np.integer],
+    target_lengths: NDArray[np.integer],
+    *,
+    batch_tokens: int,
+    max_tokens_per_device: int | None,
+    world_size: int,
+) -> RowShape:
+    """Return the shape of micro-batches.
+
+    Raises:
+        ValueError: the longest sentence does not fit in a row.
+    """
+    longest = int(max(source_lengths.max(), target_lengths.max()))
+    limit = max_tokens_per_device or batch_tokens + ROW_MULTIPLE + DEAD_ROWS
+    if longest + DEAD_ROWS > limit:
+        raise ValueError(
+            f"batches.max_tokens_per_device {limit} must be at least {longest + DEAD_ROWS}, the tokens of the longest "
+            f"sentence and {DEAD_ROWS} more; raise it, or lower corpus.max_tokens"
+        )
+    means = float(source_lengths.mean()), float(target_lengths.mean())
+    shares = [batch_tokens * mean / max(means) for mean in means]
+    per_rank = 1
+    while True:
+        lengths = [_row_length(share, batch_tokens, world_size * per_rank, longest, limit) for share in shares]
+        if max(lengths) <= limit:
+            break
+        per_rank += 1
+    expected = max(lengths) / max(means)
+    segments = ceil(1.25 * expected) + 16 + _dead_pieces(*lengths, longest)
+    return RowShape(lengths[0], lengths[1], segments, longest, per_rank)
+
+
+def _row_length(share: float, batch_tokens: int, parts: int, longest: int, limit: int) -> int:
+    """Return the length of a row; it may exceed `limit`. A single row holds the largest batch without slack."""
+    tokens = min(batch_tokens, ROW_SLACK * share) if parts == 1 else ROW_SLACK * share / parts
+    tokens = ceil(max(tokens, longest)) + DEAD_ROWS
+    rounded = ceil(tokens / ROW_MULTIPLE) * ROW_MULTIPLE
+    return rounded if tokens > limit else min(rounded, limit)
+
+
+def rank_rows(
+    source_lengths: NDArray[np.integer],
+    target_lengths: NDArray[np.integer],
+    shape: RowShape,
+    world_size: int,
+) -> list[list[NDArray[np.intp]]]:
+    """Divide a global batch among ranks, and among the micro-batches of each.
+
+    Args:
+        source_lengths: [n] of the pairs of the global batch.
+        target_lengths: [n].
+        shape: shape of micro-batches.
+        world_size: number of ranks.
+
+    Returns:
+        For each rank, the pairs of its micro-batches, as indices into the arguments. All ranks together have every
+        pair once. If the pairs of a rank do not fit in `shape.per_rank` micro-batches, it has one more. A rank without
+        pairs has one empty micro-batch.
+    """
+    source, target = source_lengths.astype(np.int64), target_lengths.astype(np.int64)
+    parts = _deal(source, target, world_size * shape.per_rank)
+    ranks = []
+    for rank in range(world_size):
+        rows = []
+        left = np.empty(0, np.intp)
+        for part in parts[rank * shape.per_rank : (rank + 1) * shape.per_rank]:
+            fitting = _fitting(part, source, target, shape)
+            rows.append(part[:fitting])
+            left = np.concatenate([left, part[fitting:]])
+        while len(left):
+            fitting = _fitting(left, source, target, shape)
+            rows.append(left[:fitting])
+            left = left[fitting:]
+        ranks.append([row for row in rows if len(row)] or [np.empty(0, np.intp)])
+    return ranks
+
+
+def _fitting(pairs: NDArray[np.intp], source: NDArray[np.int64], target: NDArray[np.int64], shape: RowShape) -> int:
+    """Return how many of the pairs fit in a micro-batch."""
+    fits = np.cumsum(source[pairs]) <= shape.source_tokens - DEAD_ROWS
+    fits &= np.cumsum(target[pairs]) <= shape.target_tokens - DEAD_ROWS
+    return min(int(fits.sum()), shape.max_sentences)
+
+
+def cost(source_lengths: NDArray[np.int64], target_lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the cost of pairs: their tokens, and what attention costs."""
+    attention = source_lengths**2 + source_lengths * target_lengths + target_lengths**2
+    return source_lengths + target_lengths + attention / _EVEN_COST_LENGTH
+
+
+def _deal(source: NDArray[np.int64], target: NDArray[np.int64], num_parts: int) -> list[NDArray[np.intp]]:
+    """Divide pairs into parts of equal cost and of equal numbers of tokens on each side.
+
+    The most expensive remaining pair goes to one of the `_CHOICE` parts of the lowest cost: to the one whose target
+    tokens it brings nearest to their share.
+    """
+    costs = cost(source, target)
+    order = np.argsort(-costs, kind="stable")
+    if num_parts == 1:
+        return [order]
+    # Of each pair, the target tokens beyond those that a pair with so many tokens has on average.
+    excess = target - (source + target) * (target.sum() / (source.sum() + target.sum()))
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    part_excess = [0.0] * num_parts
+    heap = [(0.0, part) for part in range(num_parts)]
+    for pair, pair_cost, pair_excess in zip(order.tolist(), costs[order].tolist(), excess[order].tolist(), strict=True):
+        candidates = [heappop(heap)]
+        most = candidates[0][0] + _TOLERANCE * pair_cost
+        while heap and len(candidates) < _CHOICE and heap[0][0] <= most:
+            candidates.append(heappop(heap))
+        offsets = [abs(part_excess[part] + pair_excess) - abs(part_excess[part]) for _, part in candidates]
+        total, part = candidates.pop(offsets.index(min(offsets)))
+        for other in candidates:
+            heappush(heap, other)
+        heappush(heap, (total + pair_cost, part))
+        parts[part].append(pair)
+        part_excess[part] += pair_excess
+    return [np.asarray(part, np.intp) for part in parts]

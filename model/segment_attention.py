@@ -1,0 +1,303 @@
+"""Attention over a packed micro-batch: rows of sentences, in which each token attends to its own sentence only.
+
+Shapes: R rows of queries and M rows of keys, H heads, K d_k, V d_v. A row is a token.
+
+There are two layouts. Sentences end to end, as `Segments.offsets` describe them, go to PyTorch's variable-length flash
+attention, on a GPU. In blocks, as `Segments.biases` describe them, no sentence crosses the border of a block, and a
+block of the target holds the sentences of the same block of the source. Attention is then a product of whole blocks in
+which a bias hides other sentences. On a CPU this is faster than products of single sentences, although most of a block
+is hidden: products, softmax and copies run on full vectors.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from data_module.batching.batch import PackedBatch
+from model.settings import NetworkSettings
+
+KEPT_WIDTH = 256
+"""Weights of wider blocks are not kept for the backward pass, which computes them again."""
+_CHUNK_SCORES = 1 << 18
+"""Scores per thread that are computed at a time, so that they stay in the processor's cache."""
+
+
+class Segments(NamedTuple):
+    """Which rows attend to which, in one attention of the network."""
+
+    query_offsets: Tensor
+    """int32 [segments + 1]: segment i has the rows from entry i to entry i + 1. Not used in blocks."""
+    key_offsets: Tensor
+    """The same for keys."""
+    longest: int
+    """Maximum number of rows of a segment."""
+    is_causal: bool
+    biases: list[Tensor]
+    """Of each width W of blocks, [blocks, W, W]: 0 where attention is allowed and -inf elsewhere. The blocks follow one
+    another in the rows. Empty if sentences lie end to end."""
+
+
+def packed_segments(batch: PackedBatch, dtype: torch.dtype) -> tuple[Segments, Segments, Segments]:
+    """Return the segments of the encoder, of the decoder's self-attention and of its cross-attention.
+
+    Args:
+        batch: a packed micro-batch.
+        dtype: type of queries, keys and values.
+    """
+    source, target = batch.source_segments, batch.target_segments
+    return (
+        _segments(batch, source, source, False, dtype),
+        _segments(batch, target, target, True, dtype),
+        _segments(batch, target, source, False, dtype),
+    )
+
+
+def _segments(batch: PackedBatch, query: Tensor, key: Tensor, is_causal: bool, dtype: torch.dtype) -> Segments:
+    biases, row = [], 0
+    for count, width in batch.blocks:
+        rows = slice(row, row + count * width)
+        sides = (side[rows].view(count, width) for side in (query, key))
+        biases.append(block_bias(*sides, is_causal, dtype))
+        row = rows.stop
+    return Segments(query, key, batch.longest, is_causal, biases)
+
+
+def block_bias(query_segments: Tensor, key_segments: Tensor, is_causal: bool, dtype: torch.dtype) -> Tensor:
+    """Return the bias of blocks of one width.
+
+    Args:
+        query_segments: int [blocks, W], the sentence of each row, or -1 at a dead row.
+        key_segments: the same for keys.
+        is_causal: query t attends to keys 0 to t only.
+        dtype: type of the scores.
+
+    Returns:
+        [blocks, W, W]. Dead queries may attend to all keys, so that softmax is finite. Nothing depends on them.
+    """
+    allowed = query_segments[:, :, None] == key_segments[:, None, :]
+    if is_causal:
+        allowed &= torch.ones(allowed.shape[1:], dtype=torch.bool, device=allowed.device).tril()
+    allowed |= query_segments[:, :, None] < 0
+    bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+    return bias.masked_fill_(~allowed, float("-inf"))
+
+
+def self_attention(projected: Tensor, segments: Segments, num_heads: int, d_k: int) -> Tensor:
+    """Compute self-attention (equation 1) of fused queries, keys and values.
+
+    Args:
+        projected: [R, H * (2 K + V)].
+        segments: which rows attend to which.
+        num_heads: H.
+        d_k: K.
+
+    Returns:
+        [R, H * V].
+    """
+    if segments.biases:
+        return block_attention(projected, None, segments.biases, num_heads, d_k)[0]
+    return _flash(*_heads(projected, None, num_heads, d_k), segments)
+
+
+def cross_attention(query: Tensor, key_value: Tensor, segments: Segments, num_heads: int, d_k: int) -> Tensor:
+    """Compute attention (equation 1) of queries [R, H * K] over fused keys and values [M, H * (K + V)]: [R, H * V]."""
+    if segments.biases:
+        return block_attention(query, key_value, segments.biases, num_heads, d_k)[0]
+    return _flash(*_heads(query, key_value, num_heads, d_k), segments)
+
+
+def needs_blocks(accelerator: str, precision: str, settings: NetworkSettings) -> bool:
+    """Return whether sentences have to be placed in blocks, since variable-length flash attention cannot take them.
+
+    It needs a GPU of compute capability 8.0, 16-bit numbers, and heads with d_k = d_v, a multiple of 8.
+
+    Args:
+        accelerator: "cpu", or a name of Lightning's for GPUs.
+        precision: Lightning's name.
+        settings: the recipe's `network:`.
+    """
+    if accelerator == "cpu" or not precision.startswith(("bf16", "16")):
+        return True
+    d_k, d_v = settings.key_size, settings.value_size
+    return d_k != d_v or d_k % 8 != 0 or d_k > 256 or torch.cuda.get_device_capability() < (8, 0)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, 0) if segments.is_causal else (-1, -1)
+    offsets, longest = (segments.query_offsets, segments.key_offsets), segments.longest
+    result: Any = varlen_attn(query, key, value, *offsets, longest, longest, window_size=window)
+    return result.flatten(1)
+
+
+def _heads(query: Tensor, key_value: Tensor | None, num_heads: int, d_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of queries [R, H, K], keys [M, H, K] and values [M, H, V]; `key_value` is None if all are fused."""
+    size = num_heads * d_k
+    if key_value is None:
+        queries, keys, values = query.split([size, size, query.size(1) - 2 * size], 1)
+    else:
+        queries = query
+        keys, values = key_value.split([size, key_value.size(1) - size], 1)
+    return (
+        queries.unflatten(1, (num_heads, -1)),
+        keys.unflatten(1, (num_heads, -1)),
+        values.unflatten(1, (num_heads, -1)),
+    )
+
+
+@torch.library.custom_op("attention_pipeline::block_attention", mutates_args=())
+def block_attention(
+    query: Tensor, key_value: Tensor | None, biases: list[Tensor], num_heads: int, d_k: int
+) -> tuple[Tensor, Tensor]:
+    """Compute attention in blocks.
+
+    It is one operator for the compiler, since the number of blocks differs between micro-batches.
+
+    Args:
+        query: [R, H * K], or with keys and values [R, H * (2 K + V)].
+        key_value: [R, H * (K + V)], or None if they are in `query`.
+        biases: see `Segments`; in the dtype of `query`.
+        num_heads: H.
+        d_k: K.
+
+    Returns:
+        The result [R, H * V], which is zero in rows that are in no block; and the weights of all blocks of at most
+        `KEPT_WIDTH`, flat.
+    """
+    queries, keys, values = _heads(query, key_value, num_heads, d_k)
+    result = query.new_empty(query.size(0), num_heads, values.size(2))
+    weights = query.new_empty(_num_weights(biases, num_heads))
+    first_weight = row = 0
+    with torch.autocast(query.device.type, enabled=False):
+        for bias in biases:
+            for start, end in _chunks(bias, num_heads):
+                rows = slice(row + start * bias.size(1), row + end * bias.size(1))
+                width, blocks = bias.size(1), end - start
+                q, k, v = (_by_head(x[rows], width) for x in (queries, keys, values))
+                kept = None
+                if width <= KEPT_WIDTH:
+                    count = blocks * num_heads * width * width
+                    kept = weights[first_weight : first_weight + count].view(-1, width, width)
+                    first_weight += count
+                chunk = torch.bmm(_weights(q, k, bias[start:end], kept), v)
+                target = result[rows].view(blocks, width, num_heads, -1)
+                target.copy_(chunk.view(blocks, num_heads, width, -1).transpose(1, 2))
+            row += bias.size(0) * bias.size(1)
+    result[row:] = 0.0
+    return result.flatten(1), weights
+
+
+@block_attention.register_fake
+def _(query: Tensor, key_value: Tensor | None, biases: list[Tensor], num_heads: int, d_k: int) -> tuple[Tensor, Tensor]:
+    values = (query.size(1) - 2 * num_heads * d_k) if key_value is None else (key_value.size(1) - num_heads * d_k)
+    return query.new_empty(query.size(0), values), query.new_empty(_num_weights(biases, num_heads))
+
+
+@torch.library.custom_op("attention_pipeline::block_attention_backward", mutates_args=())
+def block_attention_backward(
+    gradient: Tensor,
+    weights: Tensor,
+    query: Tensor,
+    key_value: Tensor | None,
+    biases: list[Tensor],
+    num_heads: int,
+    d_k: int,
+) -> list[Tensor]:
+    """Return the gradients of `query` and, if it is not None, `key_value` of `block_attention`."""
+    inputs = [query] if key_value is None else [query, key_value]
+    results = [torch.empty_like(x) for x in inputs]
+    queries, keys, values = _heads(query, key_value, num_heads, d_k)
+    grad_queries, grad_keys, grad_values = _heads(results[0], None if key_value is None else results[1], num_heads, d_k)
+    gradient = gradient.unflatten(1, (num_heads, -1))
+    scale = 1.0 / math.sqrt(d_k)
+    first_weight = row = 0
+    with torch.autocast(query.device.type, enabled=False):
+        for bias in biases:
+            for start, end in _chunks(bias, num_heads):
+                rows = slice(row + start * bias.size(1), row + end * bias.size(1))
+                width, blocks = bias.size(1), end - start
+                q, k, v, g = (_by_head(x[rows], width) for x in (queries, keys, values, gradient))
+                if width <= KEPT_WIDTH:
+                    count = blocks * num_heads * width * width
+                    p = weights[first_weight : first_weight + count].view(-1, width, width)
+                    first_weight += count
+                else:
+                    p = _weights(q, k, bias[start:end], None)
+                _put(grad_values[rows], torch.bmm(p.transpose(1, 2), g), width, 1.0)
+                # d softmax: p * (dp - sum(p * dp)).
+                ds = _softmax_gradient(torch.bmm(g, v.transpose(1, 2)), p)
+                _put(grad_queries[rows], torch.bmm(ds, k), width, scale)
+                _put(grad_keys[rows], torch.bmm(ds.transpose(1, 2), q), width, scale)
+            row += bias.size(0) * bias.size(1)
+    for x in results:
+        x[row:] = 0.0
+    return results
+
+
+@block_attention_backward.register_fake
+def _(
+    gradient: Tensor,
+    weights: Tensor,
+    query: Tensor,
+    key_value: Tensor | None,
+    biases: list[Tensor],
+    num_heads: int,
+    d_k: int,
+) -> list[Tensor]:
+    return [torch.empty_like(x) for x in ([query] if key_value is None else [query, key_value])]
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key_value, biases, ctx.num_heads, ctx.d_k = inputs
+    ctx.is_fused = key_value is None
+    ctx.save_for_backward(output[1], query, *([] if key_value is None else [key_value]), *biases)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    weights, query, *rest = ctx.saved_tensors
+    key_value, biases = (None, rest) if ctx.is_fused else (rest[0], rest[1:])
+    gradients = block_attention_backward(gradient, weights, query, key_value, biases, ctx.num_heads, ctx.d_k)
+    return gradients[0], None if ctx.is_fused else gradients[1], [None] * len(biases), None, None
+
+
+block_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _num_weights(biases: list[Tensor], num_heads: int) -> int:
+    return num_heads * sum(bias.size(0) * bias.size(1) ** 2 for bias in biases if bias.size(1) <= KEPT_WIDTH)
+
+
+def _chunks(bias: Tensor, num_heads: int) -> list[tuple[int, int]]:
+    """Return the first and the last block of each chunk."""
+    scores = num_heads * bias.size(1) ** 2
+    size = max(1, _CHUNK_SCORES * torch.get_num_threads() // scores) if bias.device.type == "cpu" else bias.size(0)
+    return [(start, min(start + size, bias.size(0))) for start in range(0, bias.size(0), size)]
+
+
+def _by_head(x: Tensor, width: int) -> Tensor:
+    """Copy rows [blocks * W, H, K] to [blocks * H, W, K]."""
+    return x.unflatten(0, (-1, width)).transpose(1, 2).contiguous().flatten(0, 1)
+
+
+def _put(rows: Tensor, x: Tensor, width: int, factor: float) -> None:
+    """Write x [blocks * H, W, K], times a factor, to rows [blocks * W, H, K]."""
+    x, place = x.unflatten(0, (-1, rows.size(1))).transpose(1, 2), rows.unflatten(0, (-1, width))
+    torch.mul(x, factor, out=place) if factor != 1.0 else place.copy_(x)
+
+
+def _weights(query: Tensor, key: Tensor, bias: Tensor, out: Tensor | None) -> Tensor:
+    """Return softmax(Q K^T / sqrt(d_k) + bias) [blocks * H, W, W]."""
+    num_blocks, width = bias.size(0), bias.size(1)
+    scores = (
+        torch.bmm(query, key.transpose(1, 2), out=out) if out is not None else torch.bmm(query, key.transpose(1, 2))
+    )
+    scores.mul_(1.0 / math.sqrt(query.size(2)))
+    scores.view(num_blocks, -1, width, width).add_(bias.unsqueeze(1))
+    return torch.softmax(scores, -1, out=scores)
+
+
+def _softmax_gradient(gradient: Tensor, weights: Tensor) -> Tensor:
+    return torch._softmax_backward_data(gradient, weights, -1, weights.dtype)
