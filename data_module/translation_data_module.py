@@ -55,11 +55,12 @@ class TranslationDataModule(LightningDataModule):
 
     def row_shape(self, world_size: int) -> RowShape:
         """Return the shape of each rank's micro-batches."""
-        source, target = (lengths_with_eos(side) for side in (self.train_corpus.source, self.train_corpus.target))
+        corpus = self.train_corpus
+        source, target = (1.0 + len(side.tokens) / len(side) for side in (corpus.source, corpus.target))
         try:
             return row_shape(
-                source,
-                target,
+                (source, target),
+                self.longest,
                 batch_tokens=self.settings.batch_tokens,
                 max_tokens_per_device=self.settings.max_tokens_per_device,
                 world_size=world_size,

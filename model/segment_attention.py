@@ -58,8 +58,8 @@ def _segments(batch: PackedBatch, query: Tensor, key: Tensor, is_causal: bool, d
     biases, row = [], 0
     for count, width in batch.blocks:
         rows = slice(row, row + count * width)
-        sides = (side[rows].view(count, width) for side in (query, key))
-        biases.append(block_bias(*sides, is_causal, dtype))
+        queries, keys = (side[rows].view(count, width) for side in (query, key))
+        biases.append(block_bias(queries, keys, is_causal, dtype))
         row = rows.stop
     return Segments(query, key, batch.longest, is_causal, biases)
 

@@ -108,11 +108,13 @@ class RankBatch:
     @property
     def micro_batches(self) -> list[PackedBatch]:
         """The micro-batches, as views of `ids`."""
-        parts = iter(self.ids.split([size for shape in self.shapes for size in shape.sizes]))
-        return [
-            PackedBatch(*(next(parts) for _ in shape.sizes), blocks=shape.blocks, longest=self.longest)
-            for shape in self.shapes
-        ]
+        batches, start = [], 0
+        for shape in self.shapes:
+            end = start + sum(shape.sizes)
+            source, positions, segments, *target = self.ids[start:end].split(shape.sizes)
+            batches.append(PackedBatch(source, positions, segments, *target, shape.blocks, self.longest))
+            start = end
+        return batches
 
     @property
     def num_row_tokens(self) -> int:
@@ -164,17 +166,17 @@ def collate(
     """
     parts, shapes, num_tokens = [], [], 0
     for pairs in rows:
-        lengths = [store.lengths[pairs].astype(np.int64) + 1 for store in (corpus.source, corpus.target)]
-        num_tokens += int(lengths[0].sum() + lengths[1].sum())
-        layout = _in_blocks(*lengths) if in_blocks else _end_to_end(*lengths, shape)
+        source, target = (store.lengths[pairs].astype(np.int64) + 1 for store in (corpus.source, corpus.target))
+        num_tokens += int(source.sum() + target.sum())
+        layout = _in_blocks(source, target) if in_blocks else _end_to_end(source, target, shape)
         shapes.append(layout.shape)
         arrays = [np.zeros(size, np.int32) for size in layout.shape.sizes]
         ids, positions, segments, inputs, labels, target_positions, target_segments = arrays
         for array in (ids, inputs, labels):
             array[:] = special.pad
         segments[:], target_segments[:] = layout.source_segments, layout.target_segments
-        _fill(corpus.source, pairs, layout.source_starts, lengths[0], special, ids, positions)
-        places = _fill(corpus.target, pairs, layout.target_starts, lengths[1], special, labels, target_positions)
+        _fill(corpus.source, pairs, layout.source_starts, source, special, ids, positions)
+        places = _fill(corpus.target, pairs, layout.target_starts, target, special, labels, target_positions)
         inputs[places[1:]] = labels[places[:-1]]
         inputs[layout.target_starts] = special.bos
         parts += arrays
@@ -213,7 +215,9 @@ def _end_to_end(source: "NDArray[np.int64]", target: "NDArray[np.int64]", shape:
         offsets[1 : len(ends) + 1] = ends
         offsets[len(ends) : len(ends) + pieces + 1] = size - rest + np.arange(pieces + 1) * rest // pieces
         segments.append(offsets)
-    return _Layout(*starts, *segments, PackedShape(*sizes, shape.segments + 1, shape.segments + 1, []))
+    entries = shape.segments + 1
+    packed = PackedShape(shape.source_tokens, shape.target_tokens, entries, entries, [])
+    return _Layout(starts[0], starts[1], segments[0], segments[1], packed)
 
 
 def _in_blocks(source: "NDArray[np.int64]", target: "NDArray[np.int64]") -> _Layout:
@@ -224,7 +228,8 @@ def _in_blocks(source: "NDArray[np.int64]", target: "NDArray[np.int64]") -> _Lay
         segment = np.full(size, NO_SENTENCE)
         segment[_places(starts, lengths)] = np.repeat(np.arange(len(lengths)), lengths)
         segments.append(segment)
-    return _Layout(layout.source_starts, layout.target_starts, *segments, PackedShape(*[size] * 4, layout.blocks))
+    packed = PackedShape(size, size, size, size, layout.blocks)
+    return _Layout(layout.source_starts, layout.target_starts, segments[0], segments[1], packed)
 
 
 def _places(starts: "NDArray[np.int64]", lengths: "NDArray[np.int64]") -> "NDArray[np.int64]":
@@ -275,7 +280,7 @@ class PaddedBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "PaddedBatch":
         """Return a copy on another device."""
-        tensors = {
+        tensors: dict[str, Any] = {
             name: value.to(device, non_blocking=non_blocking)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)

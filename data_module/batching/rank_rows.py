@@ -48,8 +48,8 @@ def _dead_pieces(source_tokens: int, target_tokens: int, longest: int) -> int:
 
 
 def row_shape(
-    source_lengths: NDArray[np.integer],
-    target_lengths: NDArray[np.integer],
+    mean_lengths: tuple[float, float],
+    longest: int,
     *,
     batch_tokens: int,
     max_tokens_per_device: int | None,
@@ -57,26 +57,31 @@ def row_shape(
 ) -> RowShape:
     """Return the shape of micro-batches.
 
+    Args:
+        mean_lengths: mean length of the sources and of the targets of the corpus.
+        longest: length of its longest sentence.
+        batch_tokens: maximum number of tokens per side of a global batch.
+        max_tokens_per_device: maximum number of tokens per side of a micro-batch; None for no limit.
+        world_size: number of ranks.
+
     Raises:
         ValueError: the longest sentence does not fit in a row.
     """
-    longest = int(max(source_lengths.max(), target_lengths.max()))
     limit = max_tokens_per_device or batch_tokens + ROW_MULTIPLE + DEAD_ROWS
     if longest + DEAD_ROWS > limit:
         raise ValueError(
             f"batches.max_tokens_per_device {limit} must be at least {longest + DEAD_ROWS}, the tokens of the longest "
             f"sentence and {DEAD_ROWS} more; raise it, or lower corpus.max_tokens"
         )
-    means = float(source_lengths.mean()), float(target_lengths.mean())
-    shares = [batch_tokens * mean / max(means) for mean in means]
+    shares = [batch_tokens * mean / max(mean_lengths) for mean in mean_lengths]
     per_rank = 1
     while True:
         lengths = [_row_length(share, batch_tokens, world_size * per_rank, longest, limit) for share in shares]
         if max(lengths) <= limit:
             break
         per_rank += 1
-    expected = max(lengths) / max(means)
-    segments = ceil(1.25 * expected) + 16 + _dead_pieces(*lengths, longest)
+    expected = max(lengths) / max(mean_lengths)
+    segments = ceil(1.25 * expected) + 16 + _dead_pieces(lengths[0], lengths[1], longest)
     return RowShape(lengths[0], lengths[1], segments, longest, per_rank)
 
 

@@ -80,8 +80,10 @@ class RankBatchDataset(Dataset[RankBatch]):
             self._plan = self._plans.get(self._epoch)
         index = item - self._first_item
         pairs = self._plan[index]
-        lengths = (store.lengths[pairs].astype(np.int64) + 1 for store in (self._corpus.source, self._corpus.target))
-        rows = rank_rows(*lengths, self._shape, self._world_size)[self._rank]
+        source, target = (
+            store.lengths[pairs].astype(np.int64) + 1 for store in (self._corpus.source, self._corpus.target)
+        )
+        rows = rank_rows(source, target, self._shape, self._world_size)[self._rank]
         return collate(
             self._corpus,
             [pairs[row] for row in rows],

@@ -5,20 +5,25 @@ sub-layer outputs. Masks are passed only for batches with padding.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_module.batching.batch import SpecialIds
+from data_module.batching.batch import SpecialIds, pad_batch
+from data_module.batching.length_buckets import LengthBucket, length_buckets
+from data_module.corpus.store import lengths_with_eos
 from data_module.errors import InputError
+from data_module.translation_data_module import TranslationDataModule
 from model.positions import SinusoidalPositions
 from model.settings import NetworkSettings
 from pipeline.benchmark.engines import require_transformers
+from pipeline.benchmark.side_by_side import LoopStep
 
 _SHARED = ("num_layers", "d_model", "d_ff", "num_heads", "dropout", "max_positions")
 """Settings that the baselines support, or that have no effect without `learned_positions`; others are refused."""
@@ -150,3 +155,32 @@ def baseline_network(
     if name == "torch":
         return TorchNetwork(vocabulary_size, settings)
     return MarianNetwork(vocabulary_size, settings, special, longest)
+
+
+def padded_steps(data: TranslationDataModule) -> Iterator[LoopStep]:
+    """Yield padded batches for networks that cannot pack sentences, endlessly.
+
+    A step is a random set of buckets of pairs of similar length, with up to `batch_tokens` padded tokens per side, as
+    many programs compose it. A bucket has an eighth of that.
+    """
+    corpus, limit = data.train_corpus, data.settings.batch_tokens
+    source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
+    random = np.random.default_rng(data.seed)
+
+    def step(buckets: list[LengthBucket]) -> LoopStep:
+        tokens = sum(int(target[bucket.pairs].sum()) for bucket in buckets)
+        return LoopStep([pad_batch(corpus, bucket, data.special) for bucket in buckets], tokens)
+
+    while True:
+        buckets = length_buckets(source, target, max(limit // 8, data.longest), random)
+        taken: list[LengthBucket] = []
+        room = np.array([limit, limit])
+        for index in random.permutation(len(buckets)):
+            bucket = buckets[index]
+            size = len(bucket.pairs) * np.array([bucket.source_length, bucket.target_length])
+            if taken and (size > room).any():
+                yield step(taken)
+                taken, room = [], np.array([limit, limit])
+            taken.append(bucket)
+            room -= size
+        yield step(taken)

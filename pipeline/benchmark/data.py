@@ -1,6 +1,8 @@
 """Measure the data path alone: corpus preparation, epoch planning, padding and the throughput of one loader worker.
 
-Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first.
+Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first. For 1, 8 and 64 ranks the JSON has the
+lengths of a rank's rows, the share of dead tokens in them, and the median over batches of how much more the most
+expensive rank's part costs than the mean.
 """
 
 import argparse
@@ -22,7 +24,6 @@ from pipeline.config.arguments import add_recipe_arguments
 
 if TYPE_CHECKING:
     from data_module.batching.batch_plan import EpochPlan
-    from data_module.corpus.store import ParallelCorpus
     from data_module.settings import CorpusSettings
     from data_module.translation_data_module import TranslationDataModule
 
@@ -30,6 +31,10 @@ LARGE = 40_000_000
 """Pairs of the larger corpus whose planning is timed: the recipe's corpus, repeated."""
 LOADED_STEPS = 300
 """Number of batches to load."""
+WORLD_SIZES = (1, 8, 64)
+"""Numbers of ranks that batches are divided among."""
+DIVIDED_BATCHES = 100
+"""About how many batches are divided."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,36 +106,42 @@ def _plan(data: "TranslationDataModule") -> dict[str, Any]:
             np.tile(source, times),
             np.tile(target, times),
             batch_tokens=settings.batch_tokens,
-            group_tokens=data.group_tokens,
             seed=data.seed,
             epoch=0,
         )
 
     with _timed("planning an epoch") as seconds:
         epoch = plan(1)
-    figures = {"group_tokens": data.group_tokens, "plan_seconds": seconds[0], **_padding(epoch, corpus, settings)}
+    figures: dict[str, Any] = {"batches": len(epoch), "pairs_planned": len(source), "plan_seconds": seconds[0]}
+    for world_size in WORLD_SIZES:
+        figures |= _rows(epoch, data, world_size)
     times = -(-LARGE // len(source))
     with _timed(f"planning an epoch of {times * len(source):,} pairs") as seconds:
         plan(times)
     return figures | {"plan_seconds_large": seconds[0], "plan_large_pairs": times * len(source)}
 
 
-def _padding(epoch: "EpochPlan", corpus: "ParallelCorpus", settings: Any) -> dict[str, Any]:
-    """Return counts of batches and groups, and how full of tokens they are."""
-    batches = [epoch[index] for index in range(len(epoch))]
-    groups = [group for batch in batches for group in batch]
-    padded_tokens = np.array([(len(g.pairs) * g.source_length, len(g.pairs) * g.target_length) for g in groups])
-    of_batch = np.add.reduceat(padded_tokens, np.cumsum([0, *map(len, batches[:-1])]), axis=0).max(axis=1)
-    num_tokens = sum(len(side.tokens) + len(side) for side in (corpus.source, corpus.target))
-    one_length = [bool((corpus.source.lengths[g.pairs] + 1 == g.source_length).all()) for g in groups]
+def _rows(epoch: "EpochPlan", data: "TranslationDataModule", world_size: int) -> dict[str, Any]:
+    """Return how full of tokens the rows of this many ranks are, and how evenly they share the cost of a batch."""
+    from data_module.batching.rank_rows import cost, rank_rows
+
+    shape, imbalance, num_rows, num_tokens = data.row_shape(world_size), [], 0, 0
+    step = max(1, len(epoch) // DIVIDED_BATCHES)
+    for index in range(0, len(epoch), step):
+        pairs = epoch[index]
+        source, target = (
+            side.lengths[pairs].astype(np.int64) + 1 for side in (data.train_corpus.source, data.train_corpus.target)
+        )
+        ranks = rank_rows(source, target, shape, world_size)
+        costs = [sum(float(cost(source[row], target[row]).sum()) for row in rows) for rows in ranks]
+        imbalance.append(max(costs) * world_size / sum(costs) - 1.0)
+        num_rows += sum(map(len, ranks))
+        num_tokens += int(source.sum() + target.sum())
+    name = f"_{world_size}_ranks"
     return {
-        "batches": len(batches),
-        "groups": len(groups),
-        "pairs_planned": sum(len(group.pairs) for group in groups),
-        "padding_share": 1.0 - num_tokens / float(padded_tokens.sum()),
-        "largest_group_cells": int(padded_tokens.max()),
-        "emptiest_batch": float(of_batch[:-1].min(initial=settings.batch_tokens)) / settings.batch_tokens,
-        "groups_without_mask": sum(one_length) / len(groups),
+        f"row_tokens{name}": [shape.source_tokens, shape.target_tokens],
+        f"padding_share{name}": 1.0 - num_tokens / (num_rows * (shape.source_tokens + shape.target_tokens)),
+        f"imbalance{name}": float(np.median(imbalance)),
     }
 
 

@@ -32,7 +32,7 @@ def figures_of(comparison: "SideBySide", network: NetworkSettings, vocabulary_si
         "steps_taken_again": comparison.steps_taken_again,
     }
     for name in comparison.others:
-        ratios = [_total(one, name) / _total(one, "ours") for one in rounds]
+        ratios = [_rate(one, "ours") / _rate(one, name) for one in rounds]
         figures |= _spread(f"ratio_to_{name}", ratios)
     baselines = {name: _of_network(comparison, name, flops, product_rate) for name in comparison.others}
     return figures | {"baselines": baselines}
@@ -40,7 +40,7 @@ def figures_of(comparison: "SideBySide", network: NetworkSettings, vocabulary_si
 
 def _of_network(comparison: "SideBySide", name: str, flops: float, product_rate: float) -> dict[str, Any]:
     rounds = comparison.rounds
-    rates = [one.tokens / _total(one, name) for one in rounds]
+    rates = [_rate(one, name) for one in rounds]
     phases = {f"{p}_seconds": float(np.median([one.seconds[name].get(p, 0.0) for one in rounds])) for p in PHASES}
     mfu = float(np.median(rates)) * flops / product_rate
     return {
@@ -97,3 +97,8 @@ def _spread(name: str, values: list[float]) -> dict[str, Any]:
 def _total(one: "Round", name: str) -> float:
     """Return how many seconds a step of the network takes."""
     return sum(one.seconds[name].values())
+
+
+def _rate(one: "Round", name: str) -> float:
+    """Return the network's target tokens a second."""
+    return one.tokens[name] / _total(one, name)

@@ -163,14 +163,14 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
     device = benchmark_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    batch_tokens, longest = recipe.batches.batch_tokens, build_data(recipe, tokenizer).longest
+    batch_tokens, longest = recipe.batches.batch_tokens, build_data(recipe, tokenizer, device.options).longest
     few = max(batch_tokens // SMALLER, longest)
     if 2 * few > batch_tokens:
         raise InputError(
             f"batches.batch_tokens {batch_tokens} leaves no room for a smaller batch beside the longest sentence, "
             f"{longest} tokens; raise it, or give --step-seconds, --backward-share and --fixed-seconds"
         )
-    smaller = replace(recipe.batches, batch_tokens=few, group_tokens=few, max_tokens_per_device=None)
+    smaller = replace(recipe.batches, batch_tokens=few, max_tokens_per_device=None)
     whole, part = (
         recipe_comparison(replace(recipe, batches=batches), tokenizer, [], steps, device)
         for batches in (recipe.batches, smaller)
@@ -178,7 +178,7 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
     figures, figures_of_part = (figures_of(one, recipe.network, tokenizer.vocabulary_size) for one in (whole, part))
     seconds, seconds_of_part = figures["step_seconds"], figures_of_part["step_seconds"]
     tokens, tokens_of_part = (
-        sum(measured.tokens for measured in one.rounds) / len(one.rounds) for one in (whole, part)
+        sum(measured.tokens["ours"] for measured in one.rounds) / len(one.rounds) for one in (whole, part)
     )
     # The line through both measurements, at zero tokens. Timings scatter, so it may leave the possible range.
     fixed = seconds_of_part - tokens_of_part * (seconds - seconds_of_part) / (tokens - tokens_of_part)
@@ -189,8 +189,7 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
 def _micro_batches(recipe: "Recipe") -> int:
     """Return the number of micro-batches of the recipe's batch on one GPU."""
     batches = recipe.batches
-    group = batches.group_tokens or batches.batch_tokens / 8
-    return math.ceil(batches.batch_tokens / min(group, batches.max_tokens_per_device or group))
+    return math.ceil(batches.batch_tokens / (batches.max_tokens_per_device or batches.batch_tokens))
 
 
 def _gradient_bytes(recipe: "Recipe", vocabulary_size: int) -> list[int]:

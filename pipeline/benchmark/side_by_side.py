@@ -1,11 +1,11 @@
-"""Train the recipe as `fit` does and, alternating with it, other networks on the same batches.
+"""Train the recipe as `fit` does and, alternating with it, other networks.
 
 Alternating exposes all networks to the same changes in the machine's speed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data_module.batching.batch import MicroBatch, RankBatch
+from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch
 from model.lr_schedule import Schedule
 from model.optimizer import build_optimizer
 from model.settings import TrainingSettings
@@ -34,6 +34,20 @@ MEMORY_STEPS = 2
 """Steps after the warm-up that measure memory. They are not timed because measuring memory slows them."""
 
 
+class LoopStep(NamedTuple):
+    """The data of one optimizer step of a `BareLoop`."""
+
+    micro_batches: list[Any]
+    """Each has `target_output`, the labels."""
+    num_target_tokens: int
+
+
+def padded_forward(network: nn.Module, batch: PaddedBatch) -> Tensor:
+    """Call a network that takes source ids [B, S], target ids [B, T] and a source mask [B, S]."""
+    result: Tensor = network(batch.source, batch.target_input, batch.source_mask)
+    return result
+
+
 class BareLoop:
     """A minimal training loop in plain PyTorch, without Lightning and without statistics."""
 
@@ -43,25 +57,36 @@ class BareLoop:
         loss: Callable[[Tensor, Tensor], Tensor],
         settings: TrainingSettings,
         schedule: Schedule,
-        device: torch.device,
-        autocast_dtype: torch.dtype,
+        precision: tuple[torch.device, torch.dtype],
+        steps: Iterator[LoopStep] | None = None,
+        forward: Callable[[nn.Module, Any], Tensor] = padded_forward,
     ) -> None:
         """Prepare to train `network` with the recipe's schedule, optimizer and clipping.
 
         Args:
-            network: maps source ids [B, S], target ids [B, T] and source mask [B, S] to the input of `loss`.
-            loss: maps the network's output and targets [B, T] to the sum over target tokens.
+            network: the network.
+            loss: maps the network's output and the labels to the sum over target tokens.
             settings: the recipe's training settings.
             schedule: learning rate of each step.
-            device: device to train on.
-            autocast_dtype: type of matrix products; float32 for no autocast.
+            precision: device to train on, and type of matrix products; float32 for no autocast.
+            steps: its batches; None for those of the network that it is compared with.
+            forward: maps the network and a micro-batch to the input of `loss`.
         """
-        self.network, self._loss, self._settings, self._schedule = network.to(device).train(), loss, settings, schedule
-        self._device, self._dtype = device, autocast_dtype
+        self._device, self._dtype = precision
+        self.network, self._loss = network.to(self._device).train(), loss
+        self._settings, self._schedule = settings, schedule
+        self._batches, self._forward = steps, forward
         self._steps = 0
         self.optimizer = build_optimizer(network.parameters(), settings)
 
-    def step(self, batch: RankBatch, watch: Stopwatch) -> None:
+    def next_step(self, batch: RankBatch) -> LoopStep:
+        """Return the data of the next step on the device; `batch` is what the other network has taken."""
+        if self._batches is None:
+            return LoopStep(list(batch.micro_batches), batch.num_target_tokens)
+        micro_batches, num_target_tokens = next(self._batches)
+        return LoopStep([one.to(self._device) for one in micro_batches], num_target_tokens)
+
+    def step(self, batch: LoopStep, watch: Stopwatch) -> None:
         """Take one optimizer step."""
         self._steps += 1
         settings = self._settings
@@ -71,7 +96,7 @@ class BareLoop:
         with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
             for micro_batch in batch.micro_batches:
                 watch.begin("forward")
-                outputs = self.network(micro_batch.source, micro_batch.target_input, micro_batch.source_mask)
+                outputs = self._forward(self.network, micro_batch)
                 watch.begin("loss")
                 loss = self._loss(outputs, micro_batch.target_output) / batch.num_target_tokens
                 watch.begin("backward")
@@ -86,24 +111,24 @@ class BareLoop:
 
 @dataclass(frozen=True)
 class Round:
-    """Measurements of the same few steps taken by every network."""
+    """Measurements of a few steps of every network."""
 
     seconds: dict[str, dict[str, float]]
     """Seconds of each phase of a step, by network; "ours" comes first."""
-    tokens: float
-    """Target tokens of a step, without padding."""
+    tokens: dict[str, float]
+    """Target tokens of a step, without padding, by network."""
     source: NDArray[np.int64]
-    """Source lengths [pairs] without padding."""
+    """Lengths of our sources [pairs]."""
     target: NDArray[np.int64]
-    """Target lengths [pairs] without padding."""
+    """Lengths of our targets [pairs]."""
     padded_tokens: int
-    """Tokens of both sides, including padding."""
+    """Our tokens of both sides, including dead ones."""
     product_rate: float
     """FLOP/s of a large matrix product, measured right after the round."""
 
 
 class SideBySide(Callback):
-    """Times `fit`'s training step, then lets the other networks take the same steps.
+    """Times `fit`'s training step, then lets the other networks take as many steps.
 
     Phases of our step: `data_wait` waits for the loader. `loss` lasts from the decoder's states to the backward pass.
     It includes the gradient of the fused loss, which other networks compute in `backward`. `optimizer` includes the
@@ -117,8 +142,8 @@ class SideBySide(Callback):
         others: dict[str, BareLoop],
         steps: int,
         round_steps: int,
-        device: torch.device,
-        product_dtype: torch.dtype,
+        precision: tuple[torch.device, torch.dtype],
+        lengths: tuple[NDArray[np.integer], NDArray[np.integer]],
     ) -> None:
         """Measure at least `steps` steps of each network, in rounds of `round_steps`.
 
@@ -126,9 +151,11 @@ class SideBySide(Callback):
             others: networks to compare with, by name.
             steps: number of steps, rounded up to whole rounds.
             round_steps: number of steps of a round.
-            device: device that the networks train on.
-            product_dtype: type of the matrix products of `Round.product_rate`.
+            precision: device that the networks train on, and type of matrix products.
+            lengths: source and target lengths [pairs] of the corpus, including EOS.
         """
+        device, product_dtype = precision
+        self._lengths = lengths
         self.others = others
         self.rounds: list[Round] = []
         self.peak_memory: dict[str, int] = {}
@@ -169,7 +196,7 @@ class SideBySide(Callback):
             self._bar.total = self.num_steps + QUIET_STEPS
         states = pl_module.states
 
-        def timed_states(batch: MicroBatch) -> Tensor:
+        def timed_states(batch: PackedBatch | PaddedBatch) -> Tensor:
             self._watch.begin("forward")
             result = states(batch)
             self._watch.begin("loss")
@@ -230,13 +257,16 @@ class SideBySide(Callback):
         network = module.network
         assert isinstance(network, nn.Module)
         seconds = {"ours": self._finish("ours", network, trainer.optimizers[0])}
+        tokens = {"ours": sum(batch.num_target_tokens for batch in self._batches) / len(self._batches)}
         for name, other in self.others.items():
+            steps = [other.next_step(batch) for batch in self._batches]
+            tokens[name] = sum(step.num_target_tokens for step in steps) / len(steps)
             self._start()
-            for batch in self._batches:
-                other.step(batch, self._watch)
+            for step in steps:
+                other.step(step, self._watch)
             seconds[name] = self._finish(name, other.network, other.optimizer)
         if self._round > 1:
-            self.rounds.append(self._measured(seconds))
+            self.rounds.append(self._measured(seconds, tokens))
         trainer.should_stop = self._round == self._last_round
         self._round += 1
         self._batches = []
@@ -260,15 +290,15 @@ class SideBySide(Callback):
             self._peak = None
         return {phase: s / len(self._batches) for phase, s in seconds.items()}
 
-    def _measured(self, seconds: dict[str, dict[str, float]]) -> Round:
-        pad = self._batches[0].pad
-        micro_batches = [one for batch in self._batches for one in batch.to("cpu").micro_batches]
+    def _measured(self, seconds: dict[str, dict[str, float]], tokens: dict[str, float]) -> Round:
+        pairs = torch.cat([batch.pairs for batch in self._batches]).numpy()
+        source, target = (side[pairs].astype(np.int64) for side in self._lengths)
         return Round(
             seconds=seconds,
-            tokens=sum(batch.num_target_tokens for batch in self._batches) / len(self._batches),
-            source=np.concatenate([(one.source != pad).sum(1).numpy() for one in micro_batches]),
-            target=np.concatenate([(one.target_output != pad).sum(1).numpy() for one in micro_batches]),
-            padded_tokens=sum(one.source.numel() + one.target_output.numel() for one in micro_batches),
+            tokens=tokens,
+            source=source,
+            target=target,
+            padded_tokens=sum(batch.num_row_tokens for batch in self._batches),
             product_rate=self._product.rate(),
         )
 

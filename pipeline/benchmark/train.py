@@ -1,8 +1,9 @@
 """Measure the speed and memory of training on the recipe's own batches, also against other programs.
 
-One device trains the recipe as `fit` does, without checkpoints and validation. Each baseline takes the same steps in
-the same process, alternating with ours in rounds of a few steps. A ratio is the median over rounds of the baseline's
-time divided by ours. Figures:
+One device trains the recipe as `fit` does, without checkpoints and validation. Each baseline takes as many steps in the
+same process, alternating with ours in rounds of a few steps. Its batches have pairs of similar length and as many
+tokens, padding included. A ratio is the median over rounds of our target tokens a second divided by the baseline's,
+both without padding. Figures:
 
   target_tokens_per_second  without padding, after the warm-up: median and quartiles
   step_seconds              median and quartiles; medians of its phases: data_wait (for the loader), forward, loss
@@ -13,7 +14,7 @@ time divided by ours. Figures:
                             Lightning's Trainer, minus the same step in a bare loop; logged once in 50 steps
   peak_memory_bytes         maximum size of the network's tensors: weights, moments, gradients, activations
   parameters                trainable parameters
-  padding_share             share of padding in all tokens of both sides
+  padding_share             share of dead tokens in the rows of both sides
   flops_per_target_token    of the matrix products for tokens that are not padding, forward and backward
   ceiling_flops_per_second  rate of large matrix products on this machine at the same precision, measured after each
                             round
@@ -117,6 +118,11 @@ class BenchmarkDevice(NamedTuple):
     dtype: "torch.dtype"
     """Type of matrix products."""
 
+    @property
+    def precision(self) -> "tuple[torch.device, torch.dtype]":
+        """Device and type."""
+        return self.device, self.dtype
+
 
 def benchmark_device(trainer: dict[str, Any]) -> BenchmarkDevice:
     """Return one device with the options of the recipe's `trainer:` that affect speed."""
@@ -143,52 +149,56 @@ def recipe_comparison(
     recipe: "Recipe", tokenizer: "Tokenizer", baselines: list[str], steps: int, device: BenchmarkDevice
 ) -> "SideBySide":
     """Train the recipe's network and the baselines."""
+    from data_module.corpus.store import lengths_with_eos
     from model.lr_schedule import build_schedule
-    from pipeline.benchmark.baselines import baseline_network, cross_entropy
+    from pipeline.benchmark.baselines import baseline_network, cross_entropy, padded_steps
     from pipeline.benchmark.side_by_side import BareLoop, SideBySide
     from pipeline.training.build import build_data, build_module
 
-    module, data = build_module(recipe, tokenizer), build_data(recipe, tokenizer)
+    module, data = build_module(recipe, tokenizer), build_data(recipe, tokenizer, device.options)
+    lengths = lengths_with_eos(data.train_corpus.source), lengths_with_eos(data.train_corpus.target)
     loss = cross_entropy(tokenizer.pad_id, recipe.training.label_smoothing)
     schedule = build_schedule(recipe.training, recipe.network.d_model, ENDLESS)
     others = {}
     for name in baselines:
         network = baseline_network(name, tokenizer.vocabulary_size, recipe.network, data.special, data.longest)
-        others[name] = BareLoop(network, loss, recipe.training, schedule, device.device, device.dtype)
+        others[name] = BareLoop(network, loss, recipe.training, schedule, device.precision, padded_steps(data))
     # On a GPU, a round ends by waiting for the device; longer rounds make that negligible.
     round_steps = 1 if device.device.type == "cpu" else 10
-    comparison = SideBySide(others, steps, round_steps, device.device, device.dtype)
+    comparison = SideBySide(others, steps, round_steps, device.precision, lengths)
     _fit(module, data, comparison, device.options, [], False)
     return comparison
 
 
 def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", device: BenchmarkDevice) -> "SideBySide":
     """Train a tiny network on single sentences, as `fit` does and in a bare loop."""
+    from data_module.corpus.store import lengths_with_eos
     from model.loss import label_smoothed_loss
     from model.lr_schedule import build_schedule
     from model.settings import NetworkSettings
-    from model.transformer import Transformer
     from pipeline.benchmark.side_by_side import BareLoop, SideBySide
     from pipeline.monitoring.run_log import RunLog
     from pipeline.monitoring.training_monitor import TrainingMonitor
     from pipeline.training.build import build_data, build_module
 
-    longest = build_data(recipe, tokenizer).longest
+    longest = build_data(recipe, tokenizer, device.options).longest
     network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1, dropout=0.0)
-    batches = replace(recipe.batches, batch_tokens=longest, group_tokens=None, max_tokens_per_device=None)
+    batches = replace(recipe.batches, batch_tokens=longest, max_tokens_per_device=None)
     # Not compiled, like the bare loop's network, whose time is to be subtracted.
     run = replace(recipe.run, compile=False)
     tiny = replace(recipe, network=network, batches=batches, run=run)
-    module, data = build_module(tiny, tokenizer), build_data(tiny, tokenizer)
-    bare = Transformer(tokenizer.vocabulary_size, network)
+    module, data = build_module(tiny, tokenizer), build_data(tiny, tokenizer, device.options)
+    lengths = lengths_with_eos(data.train_corpus.source), lengths_with_eos(data.train_corpus.target)
+    bare = build_module(tiny, tokenizer)
 
     def loss(states: "Tensor", targets: "Tensor") -> "Tensor":
-        smoothing = recipe.training.label_smoothing
-        return label_smoothed_loss(states, bare.embedding.weight, targets, smoothing, tokenizer.pad_id).smoothed
+        smoothing, weight = recipe.training.label_smoothing, bare.network.embedding.weight
+        return label_smoothed_loss(states, weight, targets, smoothing, tokenizer.pad_id).smoothed
 
     schedule = build_schedule(recipe.training, network.d_model, LOOP_STEPS)
-    others = {"bare": BareLoop(bare, loss, recipe.training, schedule, device.device, device.dtype)}
-    comparison = SideBySide(others, LOOP_STEPS, LOOP_ROUND, device.device, device.dtype)
+    forward = lambda _, batch: bare.states(batch)  # noqa: E731
+    loop = BareLoop(bare.network, loss, recipe.training, schedule, device.precision, forward=forward)
+    comparison = SideBySide({"bare": loop}, LOOP_STEPS, LOOP_ROUND, device.precision, lengths)
     # The progress bar is part of the cost but is not shown.
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
         log = RunLog(Path(folder), 0, writes=True)
