@@ -64,6 +64,7 @@ class TranslationDataModule(LightningDataModule):
                 batch_tokens=self.settings.batch_tokens,
                 max_tokens_per_device=self.settings.max_tokens_per_device,
                 world_size=world_size,
+                in_blocks=self.in_blocks,
             )
         except ValueError as error:
             raise InputError(f"{self.folder}: {error}") from None
@@ -81,7 +82,6 @@ class TranslationDataModule(LightningDataModule):
             rank=rank,
             world_size=world_size,
             shape=self.row_shape(world_size),
-            in_blocks=self.in_blocks,
         )
         return StatefulLoader(rank_batches, workers=self.settings.workers, pin_memory=torch.cuda.is_available())
 

@@ -63,6 +63,17 @@ class PackedBatch:
     """Maximum length of a segment."""
 
 
+_TENSORS = (
+    "source",
+    "source_positions",
+    "source_segments",
+    "target_input",
+    "target_output",
+    "target_positions",
+    "target_segments",
+)
+
+
 class PackedShape(NamedTuple):
     """Sizes of a packed micro-batch."""
 
@@ -74,7 +85,7 @@ class PackedShape(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Sizes of the parts of the array in which the micro-batch is stored, in the order of `PackedBatch`."""
+        """Sizes of the parts of the array in which the micro-batch is stored, in the order of `_TENSORS`."""
         source, target = self.source_tokens, self.target_tokens
         return [source, source, self.source_segments, target, target, target, self.target_segments]
 
@@ -111,8 +122,8 @@ class RankBatch:
         batches, start = [], 0
         for shape in self.shapes:
             end = start + sum(shape.sizes)
-            source, positions, segments, *target = self.ids[start:end].split(shape.sizes)
-            batches.append(PackedBatch(source, positions, segments, *target, shape.blocks, self.longest))
+            parts: dict[str, Any] = dict(zip(_TENSORS, self.ids[start:end].split(shape.sizes), strict=True))
+            batches.append(PackedBatch(**parts, blocks=shape.blocks, longest=self.longest))
             start = end
         return batches
 
@@ -145,7 +156,6 @@ def collate(
     special: SpecialIds,
     shape: RowShape,
     *,
-    in_blocks: bool,
     num_target_tokens: int,
     epoch: int = 0,
     index: int = 0,
@@ -157,8 +167,7 @@ def collate(
         corpus: the training corpus.
         rows: the pairs of each micro-batch; see `rank_rows`.
         special: ids of the padding, begin and end symbols.
-        shape: shape of micro-batches whose sentences lie end to end.
-        in_blocks: place sentences in blocks.
+        shape: shape and layout of micro-batches.
         num_target_tokens: see `RankBatch`, like the following arguments.
         epoch: index of the epoch.
         index: index of the global batch.
@@ -168,7 +177,7 @@ def collate(
     for pairs in rows:
         source, target = (store.lengths[pairs].astype(np.int64) + 1 for store in (corpus.source, corpus.target))
         num_tokens += int(source.sum() + target.sum())
-        layout = _in_blocks(source, target) if in_blocks else _end_to_end(source, target, shape)
+        layout = _in_blocks(source, target) if shape.in_blocks else _end_to_end(source, target, shape)
         shapes.append(layout.shape)
         arrays = [np.zeros(size, np.int32) for size in layout.shape.sizes]
         ids, positions, segments, inputs, labels, target_positions, target_segments = arrays

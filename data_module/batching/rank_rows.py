@@ -36,6 +36,8 @@ class RowShape(NamedTuple):
     """Length of the longest sentence of the corpus."""
     per_rank: int
     """Number of micro-batches per rank and optimizer step, unless sentences happen not to fit."""
+    in_blocks: bool = False
+    """Place sentences in blocks (see `data_module.batching.blocks`). Rows are then as long as the blocks."""
 
     @property
     def max_sentences(self) -> int:
@@ -54,6 +56,7 @@ def row_shape(
     batch_tokens: int,
     max_tokens_per_device: int | None,
     world_size: int,
+    in_blocks: bool,
 ) -> RowShape:
     """Return the shape of micro-batches.
 
@@ -63,6 +66,7 @@ def row_shape(
         batch_tokens: maximum number of tokens per side of a global batch.
         max_tokens_per_device: maximum number of tokens per side of a micro-batch; None for no limit.
         world_size: number of ranks.
+        in_blocks: see `RowShape`.
 
     Raises:
         ValueError: the longest sentence does not fit in a row.
@@ -82,7 +86,7 @@ def row_shape(
         per_rank += 1
     expected = max(lengths) / max(mean_lengths)
     segments = ceil(1.25 * expected) + 16 + _dead_pieces(lengths[0], lengths[1], longest)
-    return RowShape(lengths[0], lengths[1], segments, longest, per_rank)
+    return RowShape(lengths[0], lengths[1], segments, longest, per_rank, in_blocks)
 
 
 def _row_length(share: float, batch_tokens: int, parts: int, longest: int, limit: int) -> int:

@@ -47,7 +47,6 @@ class RankBatchDataset(Dataset[RankBatch]):
         rank: int,
         world_size: int,
         shape: RowShape,
-        in_blocks: bool,
     ) -> None:
         """Prepare; nothing is read before the first item.
 
@@ -58,10 +57,9 @@ class RankBatchDataset(Dataset[RankBatch]):
             rank: this process's rank.
             world_size: number of ranks.
             shape: shape of micro-batches.
-            in_blocks: place sentences in blocks.
         """
         self._corpus, self._plans, self._special = corpus, plans, special
-        self._rank, self._world_size, self._shape, self._in_blocks = rank, world_size, shape, in_blocks
+        self._rank, self._world_size, self._shape = rank, world_size, shape
         self.seek(0, 0)
 
     def seek(self, epoch: int, batch: int) -> None:
@@ -89,7 +87,6 @@ class RankBatchDataset(Dataset[RankBatch]):
             [pairs[row] for row in rows],
             self._special,
             self._shape,
-            in_blocks=self._in_blocks,
             num_target_tokens=self._plan.target_tokens(index),
             epoch=self._epoch,
             index=index,

@@ -157,5 +157,4 @@ def _same_sentences(data: TranslationDataModule, shape: RowShape, length: int, p
         lengths=np.full(count, length - 1), offsets=np.zeros(count), tokens=np.full(length, data.special.eos)
     )
     corpus: Any = SimpleNamespace(source=sentence, target=sentence)
-    options: dict[str, Any] = {"in_blocks": data.in_blocks, "num_target_tokens": count * length}
-    return collate(corpus, [np.arange(count)], data.special, shape, **options)
+    return collate(corpus, [np.arange(count)], data.special, shape, num_target_tokens=count * length)
