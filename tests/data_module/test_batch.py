@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from data_module.batching.batch import RankBatch, SpecialIds, collate
-from data_module.batching.batch_plan import LengthBucket
+from data_module.batching.batch import RankBatch, SpecialIds, collate, pad_batch
+from data_module.batching.length_buckets import LengthBucket
+from data_module.batching.rank_rows import RowShape
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 SOURCE = [[15, 16], [17], [18, 19, 10], [11]]
 TARGET = [[21], [22, 23, 24], [25, 26], []]
+SHAPE = RowShape(source_tokens=14, target_tokens=12, segments=5, longest=4, per_rank=2)
 
 
 @pytest.fixture(scope="module")
@@ -24,43 +26,56 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> ParallelCorpus:
     return ParallelCorpus(TokenStore(folder / "source"), TokenStore(folder / "target"), "", 3)
 
 
-def collated(corpus: ParallelCorpus, is_filler: bool = False) -> RankBatch:
-    buckets = [LengthBucket(np.array([2, 0]), 4, 3), LengthBucket(np.array([3, 1]), 2, 4)]
-    return collate(corpus, buckets, SPECIAL, num_target_tokens=99, is_filler=is_filler, epoch=5, index=6, num_batches=7)
+def collated(corpus: ParallelCorpus, in_blocks: bool = False) -> RankBatch:
+    shape = SHAPE._replace(in_blocks=in_blocks)
+    rows = [np.array([2, 0]), np.array([3])]
+    return collate(corpus, rows, SPECIAL, shape, num_target_tokens=99, epoch=5, index=6, num_batches=7)
 
 
-def test_padding_and_special_ids(corpus: ParallelCorpus) -> None:
+def test_sentences_end_to_end(corpus: ParallelCorpus) -> None:
     batch = collated(corpus)
     first, second = batch.micro_batches
-    assert first.pairs.tolist() == [2, 0]
-    assert first.source.tolist() == [[18, 19, 10, 3], [15, 16, 3, 0]]
-    assert first.source_mask is not None
-    assert first.source_mask.tolist() == [[True, True, True, True], [True, True, True, False]]
-    assert first.target_output.tolist() == [[25, 26, 3], [21, 3, 0]]
-    assert [first.target_input[0].tolist(), first.target_input[1, :2].tolist()] == [[2, 25, 26], [2, 21]]
-    assert second.pairs.tolist() == [3, 1]
-    assert second.source.tolist() == [[11, 3], [17, 3]]
-    assert second.source_mask is None
-    assert second.target_output.tolist() == [[3, 0, 0, 0], [22, 23, 24, 3]]
+    assert first.source.tolist() == [18, 19, 10, 3, 15, 16, 3, 0, 0, 0, 0, 0, 0, 0]
+    assert first.source_positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0]
+    assert first.target_input.tolist() == [2, 25, 26, 2, 21, 0, 0, 0, 0, 0, 0, 0]
+    assert first.target_output.tolist() == [25, 26, 3, 21, 3, 0, 0, 0, 0, 0, 0, 0]
+    assert first.target_positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 0, 0, 0, 0, 0]
+    # Seven dead tokens on both sides make two segments of at most four.
+    assert first.source_segments.tolist() == [0, 4, 7, 10, 14, 14]
+    assert first.target_segments.tolist() == [0, 3, 5, 8, 12, 12]
+    assert second.source.tolist() == [11, 3, *[0] * 12]
+    assert second.target_input.tolist() == [2, *[0] * 11]
+    assert second.target_output.tolist() == [3, *[0] * 11]
+    assert second.source_segments.tolist() == [0, 2, 6, 10, 14, 14]
+    assert second.target_segments.tolist() == [0, 1, 4, 8, 12, 12]
+    assert (first.blocks, first.longest) == ([], 4)
     assert batch.ids.dtype == torch.int32
+    assert batch.pairs.tolist() == [2, 0, 3]
     assert (batch.num_target_tokens, batch.epoch, batch.index, batch.num_batches) == (99, 5, 6, 7)
-    assert batch.num_tokens == (4 + 3) + (3 + 2) + (2 + 2) + (1 + 4)
-    assert len(batch.ids) == 2 * (1 + 4 + 1 + 3) + 2 * (1 + 2 + 1 + 4)
+    assert batch.num_tokens == (4 + 3) + (3 + 2) + (2 + 1)
+    assert batch.num_row_tokens == 2 * (14 + 12)
 
 
-def test_a_filler_batch_has_no_labels(corpus: ParallelCorpus) -> None:
-    batch = collated(corpus, is_filler=True)
-    assert batch.num_tokens == 0
-    assert [one.target_output.unique().tolist() for one in batch.micro_batches] == [[0], [0]]
-    assert batch.micro_batches[1].source.tolist() == [[11, 3], [17, 3]]
+def test_sentences_in_blocks(corpus: ParallelCorpus) -> None:
+    batch = collated(corpus, in_blocks=True)
+    first, second = batch.micro_batches
+    assert first.blocks == second.blocks == [(1, 64)]
+    assert first.source.tolist() == [18, 19, 10, 3, 15, 16, 3, *[0] * 57]
+    assert first.source_segments.tolist() == [0, 0, 0, 0, 1, 1, 1, *[-1] * 57]
+    assert first.target_input.tolist() == [2, 25, 26, 2, 21, *[0] * 59]
+    assert first.target_output.tolist() == [25, 26, 3, 21, 3, *[0] * 59]
+    assert first.target_segments.tolist() == [0, 0, 0, 1, 1, *[-1] * 59]
+    assert first.target_positions.tolist() == [0, 1, 2, 0, 1, *[0] * 59]
+    assert second.target_output.tolist() == [3, *[0] * 63]
 
 
-def test_the_defaults_are_those_of_validation(corpus: ParallelCorpus) -> None:
-    """The first and only batch of epoch 0, with labels."""
-    batch = collate(corpus, [LengthBucket(np.array([0]), 3, 2)], SPECIAL, num_target_tokens=2)
-    assert (batch.epoch, batch.index, batch.num_batches, batch.is_filler) == (0, 0, 1, False)
-    fields = {name: value for name, value in vars(batch).items() if name != "num_tokens"}
-    assert (batch.num_tokens, RankBatch(**fields).num_tokens) == (5, 0)
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_a_rank_without_pairs_has_dead_tokens_only(corpus: ParallelCorpus, in_blocks: bool) -> None:
+    batch = collate(corpus, [np.array([], np.int64)], SPECIAL, SHAPE._replace(in_blocks=in_blocks), num_target_tokens=9)
+    [one] = batch.micro_batches
+    assert one.target_output.unique().tolist() == [0]
+    assert one.source_segments.tolist() == ([-1] * 64 if in_blocks else [0, 3, 7, 10, 14, 14])
+    assert (batch.num_tokens, batch.num_target_tokens) == (0, 9)
 
 
 def test_a_batch_is_moved_to_a_device(corpus: ParallelCorpus) -> None:
@@ -76,4 +91,30 @@ def test_a_batch_is_pickled_as_bytes(corpus: ParallelCorpus) -> None:
     received = ForkingPickler.loads(bytes(ForkingPickler.dumps(batch)))
     assert not batch.ids.is_shared()
     assert torch.equal(received.ids, batch.ids)
-    assert {**vars(received), "ids": None} == {**vars(batch), "ids": None}
+    assert torch.equal(received.pairs, batch.pairs)
+    assert {**vars(received), "ids": None, "pairs": None} == {**vars(batch), "ids": None, "pairs": None}
+
+
+def test_padding(corpus: ParallelCorpus) -> None:
+    batch = pad_batch(corpus, LengthBucket(np.array([2, 0]), 4, 3), SPECIAL)
+    assert batch.pairs.tolist() == [2, 0]
+    assert batch.source.tolist() == [[18, 19, 10, 3], [15, 16, 3, 0]]
+    assert batch.source_mask is not None
+    assert batch.source_mask.tolist() == [[True, True, True, True], [True, True, True, False]]
+    assert batch.target_output.tolist() == [[25, 26, 3], [21, 3, 0]]
+    assert [batch.target_input[0].tolist(), batch.target_input[1, :2].tolist()] == [[2, 25, 26], [2, 21]]
+    assert not batch.is_filler
+    moved = batch.to("meta")
+    assert moved.source_mask is not None
+    assert (moved.source.device.type, moved.source_mask.device.type) == ("meta", "meta")
+    same_length = pad_batch(corpus, LengthBucket(np.array([3, 1]), 2, 4), SPECIAL)
+    assert same_length.source_mask is None
+    assert same_length.to("meta").source_mask is None
+    assert same_length.target_output.tolist() == [[3, 0, 0, 0], [22, 23, 24, 3]]
+
+
+def test_a_filler_has_no_labels(corpus: ParallelCorpus) -> None:
+    batch = pad_batch(corpus, LengthBucket(np.array([3, 1]), 2, 4), SPECIAL, is_filler=True)
+    assert batch.is_filler
+    assert batch.target_output.unique().tolist() == [0]
+    assert batch.source.tolist() == [[11, 3], [17, 3]]

@@ -25,7 +25,7 @@ FORK = multiprocessing.get_context("fork")
 @pytest.fixture
 def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanCache]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    source = PlanCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=100, seed=1)
+    source = PlanCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, seed=1)
     yield source
     source.discard_next()  # otherwise its thread would write to the next test's folder
 
@@ -43,13 +43,12 @@ def test_plans_of_other_settings_are_not_reused(
     tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    settings = {"batch_tokens": 400, "group_tokens": 100, "seed": 1}
+    settings = {"batch_tokens": 400, "seed": 1}
     plans = []
     for split, change in (
         ("train", {}),
         ("train", {"seed": 2}),
         ("train", {"batch_tokens": 300}),
-        ("train", {"group_tokens": 80}),
         ("validation", {}),
     ):
         source = PlanCache(open_corpus(tiny_corpus, split), **{**settings, **change})
@@ -103,7 +102,7 @@ def make_slowly(folder: Path, record: Path) -> EpochPlan:
         with record.open("a") as file:
             file.write("made\n")
         time.sleep(0.5)
-        return EpochPlan(np.array([1, 1, 0, 1, 7, 0, 2, 3, 3, 0, 1], dtype=np.uint32))
+        return EpochPlan(np.array([1, 0, 2, 7, 0, 1], dtype=np.uint32))
 
     return shared_plan(folder, "one", make)
 

@@ -19,6 +19,7 @@ from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 from data_module.batching.batch import RankBatch, SpecialIds
 from data_module.batching.batch_plan import EpochPlan
 from data_module.batching.plan_cache import PlanCache
+from data_module.batching.rank_rows import row_shape
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
 from data_module.corpus.store import open_corpus
 from data_module.tokenization.tokenizer import Tokenizer
@@ -26,40 +27,54 @@ from data_module.tokenization.tokenizer import Tokenizer
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 
 
-def loader(
-    folder: Path, workers: int = 0, rank: int = 0, world_size: int = 1, group_tokens: int = 60
-) -> StatefulLoader:
+def dataset(
+    folder: Path, plans: PlanCache, rank: int = 0, world_size: int = 1, in_blocks: bool = True
+) -> RankBatchDataset:
     corpus = open_corpus(folder, "train")
-    plans = PlanCache(corpus, batch_tokens=400, group_tokens=group_tokens, seed=1)
-    rank_batches = RankBatchDataset(corpus, plans, SPECIAL, rank=rank, world_size=world_size, max_tokens=group_tokens)
-    return StatefulLoader(rank_batches, workers=workers, pin_memory=False)
+    means = (1.0 + len(corpus.source.tokens) / 300, 1.0 + len(corpus.target.tokens) / 300)
+    options: dict[str, Any] = {"batch_tokens": 400, "max_tokens_per_device": None, "in_blocks": in_blocks}
+    shape = row_shape(means, 1 + corpus.longest, world_size=world_size, **options)
+    return RankBatchDataset(corpus, plans, SPECIAL, rank=rank, world_size=world_size, shape=shape)
+
+
+def loader(
+    folder: Path, workers: int = 0, rank: int = 0, world_size: int = 1, in_blocks: bool = True
+) -> StatefulLoader:
+    plans = PlanCache(open_corpus(folder, "train"), batch_tokens=400, seed=1)
+    return StatefulLoader(dataset(folder, plans, rank, world_size, in_blocks), workers=workers, pin_memory=False)
 
 
 def pairs(rank_batch: RankBatch) -> list[int]:
-    return [pair for batch in rank_batch.micro_batches for pair in batch.pairs.tolist()]
+    found: list[int] = rank_batch.pairs.tolist()
+    return found
 
 
-def test_batches_contain_the_corpus(tiny_corpus: Path) -> None:
+def sentences(ids: torch.Tensor) -> list[list[int]]:
+    """Return the sentences of a row, without EOS."""
+    found: list[list[int]] = [[]]
+    for piece in ids.tolist():
+        if piece == SPECIAL.eos:
+            found.append([])
+        elif piece != SPECIAL.pad:
+            found[-1].append(piece)
+    assert found[-1] == []
+    return found[:-1]
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_batches_contain_the_corpus(tiny_corpus: Path, in_blocks: bool) -> None:
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
     texts = {side: (tiny_corpus.parent / f"train.{side}").read_text().splitlines() for side in ("source", "target")}
-    masked = unmasked = 0
-    for rank_batch in islice(loader(tiny_corpus, group_tokens=300), 8):
-        for batch in rank_batch.micro_batches:
-            assert tokenizer.decode(batch.source.tolist()) == [texts["source"][p] for p in batch.pairs]
-            assert tokenizer.decode(batch.target_output.tolist()) == [texts["target"][p] for p in batch.pairs]
-            for given, expected in zip(batch.target_input.tolist(), batch.target_output.tolist(), strict=True):
-                length = expected.index(SPECIAL.eos)
-                assert given[: length + 1] == [SPECIAL.bos, *expected[:length]]
-            if batch.source_mask is None:
-                unmasked += 1
-                assert (batch.source[:, -1] == SPECIAL.eos).all()
-            else:
-                masked += 1
-                assert torch.equal(batch.source_mask, batch.source != SPECIAL.pad)
-        expected = sum(int((batch.target_output != SPECIAL.pad).sum()) for batch in rank_batch.micro_batches)
-        assert rank_batch.num_target_tokens == expected
-    assert masked
-    assert unmasked
+    for rank_batch in islice(loader(tiny_corpus, in_blocks=in_blocks), 8):
+        [batch] = rank_batch.micro_batches
+        for side, row in (("source", batch.source), ("target", batch.target_output)):
+            found = tokenizer.decode(sentences(row))
+            assert sorted(found) == sorted(texts[side][pair] for pair in rank_batch.pairs)
+        labels = batch.target_output.tolist()
+        for given, before, label in zip(batch.target_input.tolist(), [None, *labels], labels, strict=False):
+            assert given == SPECIAL.pad if label == SPECIAL.pad else given in (before, SPECIAL.bos)
+        assert (batch.target_input == SPECIAL.bos).sum() == len(rank_batch.pairs)
+        assert rank_batch.num_target_tokens == int((batch.target_output != SPECIAL.pad).sum())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -104,16 +119,30 @@ def test_ranks_divide_each_step_and_have_the_same_position(tiny_corpus: Path) ->
         assert sorted(whole) == sorted(p for part in parts for p in pairs(part))
 
 
-def test_a_rank_without_pairs_gets_a_filler(tiny_corpus: Path) -> None:
-    idle = next(iter(loader(tiny_corpus, rank=199, world_size=200, group_tokens=300)))
+def test_a_rank_without_pairs_gets_dead_tokens(tiny_corpus: Path) -> None:
+    idle = next(iter(loader(tiny_corpus, rank=199, world_size=200)))
     assert [batch.target_output.unique().tolist() for batch in idle.micro_batches] == [[SPECIAL.pad]]
-    assert len(pairs(idle)) == 1
+    assert pairs(idle) == []
     assert idle.num_target_tokens > 0
-    plans = PlanCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, group_tokens=300, seed=1)
-    bucket = plans.get(0)[0][0]
-    plans.discard_next()
-    assert pairs(idle) == [bucket.pairs[0]]
-    assert idle.shapes == [(1, bucket.source_length, bucket.target_length)]
+
+
+def test_a_position_of_another_plan(tiny_corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Version 0.1.0 saved no version of the plan. Its next batch has other pairs."""
+    old = loader(tiny_corpus)
+    old.load_state_dict({"epoch": 1, "next_batch": 3})
+    [warning] = caplog.messages
+    assert "the rest of epoch 2 is left out, and training goes on with epoch 3" in warning
+    first = next(iter(old))
+    assert (first.epoch, first.index) == (2, 0)
+    # At the start of an epoch nothing is left out.
+    caplog.clear()
+    old = loader(tiny_corpus)
+    old.load_state_dict({"epoch": 1, "next_batch": 0})
+    first = next(iter(old))
+    assert (first.epoch, first.index, caplog.messages) == (1, 0, [])
+    again = loader(tiny_corpus)
+    again.load_state_dict(old.state_dict())
+    assert next(iter(again)).index == 1
 
 
 def test_more_workers_than_processors(tiny_corpus: Path) -> None:
@@ -167,8 +196,8 @@ def test_seeking_leaves_no_thread_behind(tiny_corpus: Path, tmp_path: Path, monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     corpus = open_corpus(tiny_corpus, "train")
     # Another seed than elsewhere, because a thread of an earlier test may still write its plan to this folder.
-    plans = SlowPlanCache(corpus, batch_tokens=400, group_tokens=60, seed=2)
-    rank_batches = RankBatchDataset(corpus, plans, SPECIAL, rank=0, world_size=1, max_tokens=60)
+    plans = SlowPlanCache(corpus, batch_tokens=400, seed=2)
+    rank_batches = dataset(tiny_corpus, plans)
     plans.waited_for.clear()
     threads = set(threading.enumerate())
     try:
