@@ -85,7 +85,7 @@ def tiny_recipe(texts: Path) -> dict[str, Any]:
     }
     return {
         "corpus": {"folder": str(texts / "corpus"), **text, "vocabulary_size": 60},
-        "batches": {"batch_tokens": 400, "group_tokens": 100, "workers": 0},
+        "batches": {"batch_tokens": 400, "workers": 0},
         "network": {"num_layers": 1, "d_model": 16, "d_ff": 32, "num_heads": 2, "dropout": 0.0},
         "training": {"warmup_steps": 10},
         "run": {"checkpoint_every_steps": 4, "keep_last": 3, "log_every_steps": 2},

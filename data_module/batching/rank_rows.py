@@ -71,17 +71,17 @@ def row_shape(
     Raises:
         ValueError: the longest sentence does not fit in a row.
     """
-    limit = max_tokens_per_device or batch_tokens + ROW_MULTIPLE + DEAD_ROWS
-    if longest + DEAD_ROWS > limit:
+    limit = max_tokens_per_device or batch_tokens
+    if longest > limit:
         raise ValueError(
-            f"batches.max_tokens_per_device {limit} must be at least {longest + DEAD_ROWS}, the tokens of the longest "
-            f"sentence and {DEAD_ROWS} more; raise it, or lower corpus.max_tokens"
+            f"batches.max_tokens_per_device {limit} is less than the longest sentence, {longest} tokens; raise it, or "
+            "lower corpus.max_tokens"
         )
     shares = [batch_tokens * mean / max(mean_lengths) for mean in mean_lengths]
     per_rank = 1
     while True:
-        lengths = [_row_length(share, batch_tokens, world_size * per_rank, longest, limit) for share in shares]
-        if max(lengths) <= limit:
+        lengths = [_row_length(share, batch_tokens, world_size * per_rank, longest) for share in shares]
+        if max(lengths) <= _rounded(limit):
             break
         per_rank += 1
     expected = max(lengths) / max(mean_lengths)
@@ -89,12 +89,15 @@ def row_shape(
     return RowShape(lengths[0], lengths[1], segments, longest, per_rank, in_blocks)
 
 
-def _row_length(share: float, batch_tokens: int, parts: int, longest: int, limit: int) -> int:
-    """Return the length of a row; it may exceed `limit`. A single row holds the largest batch without slack."""
+def _row_length(share: float, batch_tokens: int, parts: int, longest: int) -> int:
+    """Return the length of a row. A single row holds the largest batch without slack."""
     tokens = min(batch_tokens, ROW_SLACK * share) if parts == 1 else ROW_SLACK * share / parts
-    tokens = ceil(max(tokens, longest)) + DEAD_ROWS
-    rounded = ceil(tokens / ROW_MULTIPLE) * ROW_MULTIPLE
-    return rounded if tokens > limit else min(rounded, limit)
+    return _rounded(max(tokens, longest))
+
+
+def _rounded(tokens: float) -> int:
+    """Return the length of a row that holds so many tokens."""
+    return ceil((tokens + DEAD_ROWS) / ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def rank_rows(

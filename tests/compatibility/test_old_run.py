@@ -73,7 +73,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_an_old_run_resumes_at_its_step(old: OldRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of its state is restored: logs and checkpoints are those of an uninterrupted run."""
+    """All of its state is restored, except the position in an epoch: this version has other global batches."""
     run, expected, step = old.folder / "run", old.expected, old.expected["stopped_at"]
     corpus, best = contents(old.folder / "corpus"), (run / "checkpoints" / "best.ckpt").read_bytes()
     before, seconds = read_jsonl(run / "metrics.jsonl"), productive_seconds(run)
@@ -81,15 +81,24 @@ def test_an_old_run_resumes_at_its_step(old: OldRun, capsys: pytest.CaptureFixtu
     assert done.returncode == 0, done.stderr.decode()
     assert f"resuming from run/checkpoints/step={step:08d}.ckpt" in done.stderr.decode()
     assert contents(old.folder / "corpus") == corpus  # not prepared again
-    # The interrupted validation is repeated. All metrics equal those of the uninterrupted run, so weights, moments,
-    # random states, schedule, batches, moving average and best BLEU were restored.
+    [warning] = [line for line in done.stderr.decode().splitlines() if "batches pairs in another way" in line]
+    assert "the rest of epoch 30 is left out, and training goes on with epoch 31" in warning
+    # The interrupted validation is repeated with the same result, so weights and moving average were restored. Training
+    # goes on as well as that version did, so moments and schedule were.
     lines = read_jsonl(run / "metrics.jsonl")
     assert lines[: len(before)] == before
     found = lines[len(before) :]
     assert [line["step"] for line in found] == [line["step"] for line in expected["curves"]]
     for line, curve in zip(found, expected["curves"], strict=True):
-        curve = {name.replace("work/", "train_perf/"): value for name, value in curve.items()}
-        assert {name: line[name] for name in curve} == pytest.approx(curve, rel=1e-3)
+        if curve["step"] == step:
+            assert {name: line[name] for name in curve} == pytest.approx(curve, rel=1e-3)
+        elif "train/loss" in curve:
+            assert line["train/learning_rate"] == pytest.approx(curve["train/learning_rate"])
+            assert line["train/loss"] == pytest.approx(curve["train/loss"], rel=0.1)
+        else:
+            assert line["validation/best_bleu"] == pytest.approx(curve["validation/best_bleu"])
+            assert line["validation/loss"] == pytest.approx(curve["validation/loss"], rel=0.1)
+    assert found[1]["train_perf/epoch"] > 30
     assert_summary_has_one_name_a_curve(run)
     # Patience keeps counting, the checkpoint of the stop is replaced, and a worse BLEU does not replace the best.
     last = expected["curves"][-1]["step"]
@@ -102,11 +111,8 @@ def test_an_old_run_resumes_at_its_step(old: OldRun, capsys: pytest.CaptureFixtu
     images = [tag for tag in accumulator(run).Tags()["images"] if tag.endswith("/positions")]
     assert [len(accumulator(run).Images(tag)) for tag in images] == [1]
     assert productive_seconds(run) >= seconds
-    assert_same_translations(
-        translations(capsys, f"run/checkpoints/{expected['checkpoints'][-1]}"), expected["last"], tolerance=2e-3
-    )
-    [average] = output_lines(capsys, "average", "run", "--last", "3")
-    assert_same_translations(translations(capsys, average), expected["average"], tolerance=2e-3)
+    [average] = output_lines(capsys, "average", "run", "--last", "3")  # of both versions' checkpoints
+    assert len(translations(capsys, average)) == len(expected["average"])
 
 
 def assert_summary_has_one_name_a_curve(run: Path) -> None:

@@ -80,15 +80,18 @@ def test_micro_batches_fit_the_device() -> None:
     source, target = lengths()
     limit = 2_000
     row = shape(source, target, world_size=2, max_tokens_per_device=limit)
-    assert max(row.source_tokens, row.target_tokens) <= limit
-    assert row.per_rank == ceil(max(source.sum(), target.sum()) * 1.05 / 2 / (limit - DEAD_ROWS))
+    assert max(row.source_tokens, row.target_tokens) <= 128 * ceil((limit + DEAD_ROWS) / 128) == 2048
+    assert row.per_rank == ceil(max(source.sum(), target.sum()) * 1.05 / 2 / (2048 - DEAD_ROWS))
     ranks = divided(source, target, row, 2)
     assert {len(rows) for rows in ranks} == {row.per_rank}
-    # The smallest limit is the longest sentence and the dead tokens.
+    # The smallest limit is the longest sentence.
     longest = int(max(source.max(), target.max()))
-    assert shape(source, target, max_tokens_per_device=longest + DEAD_ROWS).target_tokens == longest + DEAD_ROWS
-    with pytest.raises(ValueError, match=rf"max_tokens_per_device {longest} must be at least {longest + DEAD_ROWS}"):
-        shape(source, target, max_tokens_per_device=longest)
+    assert shape(source, target, max_tokens_per_device=longest).target_tokens == 128 * ceil((longest + DEAD_ROWS) / 128)
+    with pytest.raises(ValueError, match=rf"max_tokens_per_device {longest - 1} is less than .*, {longest} tokens; "):
+        shape(source, target, max_tokens_per_device=longest - 1)
+    # A limit of a whole batch does not divide it.
+    whole = int(max(source.sum(), target.sum()))
+    assert shape(source, target, max_tokens_per_device=whole).per_rank == 1
 
 
 def test_what_does_not_fit_gets_another_row() -> None:
@@ -108,8 +111,8 @@ def test_any_batch(data: st.DataObject) -> None:
     pairs = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=60))
     source, target = np.array(pairs, dtype=np.uint16).T
     longest = int(max(source.max(), target.max()))
-    limit = data.draw(st.none() | st.integers(longest + DEAD_ROWS, 300))
+    limit = data.draw(st.none() | st.integers(longest, 300))
     world_size = data.draw(st.integers(1, 9))
     row = shape(source, target, max_tokens_per_device=limit, world_size=world_size)
-    assert limit is None or max(row.source_tokens, row.target_tokens) <= limit
+    assert limit is None or max(row.source_tokens, row.target_tokens) < limit + DEAD_ROWS + 128
     divided(source, target, row, world_size)

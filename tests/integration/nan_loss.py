@@ -6,7 +6,7 @@ FIRST_STEP and LAST_STEP are environment variables.
 import os
 import sys
 
-from data_module.batching.batch import MicroBatch
+from data_module.batching.batch import PackedBatch, PaddedBatch
 from model.loss import LossSums
 from model.translation_module import TranslationModule
 from pipeline.__main__ import main
@@ -14,7 +14,7 @@ from pipeline.__main__ import main
 original_losses = TranslationModule.losses
 
 
-def losses(module: TranslationModule, batch: MicroBatch) -> LossSums:
+def losses(module: TranslationModule, batch: PackedBatch | PaddedBatch) -> LossSums:
     sums = original_losses(module, batch)
     is_affected = int(os.environ["FIRST_STEP"]) <= module.global_step + 1 <= int(os.environ["LAST_STEP"])
     if module.training and is_affected and module.global_rank == module.trainer.world_size - 1:

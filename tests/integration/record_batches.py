@@ -17,8 +17,7 @@ original_training_step = TranslationModule.training_step
 
 
 def record_and_train(module: TranslationModule, batch: RankBatch, batch_idx: int) -> dict[str, Any]:
-    micro_batches = [] if batch.is_filler else batch.micro_batches
-    pairs = [pair for micro_batch in micro_batches for pair in micro_batch.pairs.tolist()]
+    pairs = batch.pairs.tolist()
     record = {"step": module.global_step + 1, "ranks": module.trainer.world_size, "rank": module.global_rank}
     with (Path(os.environ["RECORDS"]) / f"{os.getpid()}").open("a") as file:
         print(json.dumps({**record, "epoch": batch.epoch, "index": batch.index, "pairs": pairs}), file=file)

@@ -26,12 +26,14 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data_module.batching.batch import MicroBatch, RankBatch, SpecialIds, collate
-from data_module.batching.batch_plan import plan_epoch, rank_batch
+from data_module.batching.batch import PackedBatch, RankBatch, SpecialIds, collate
+from data_module.batching.batch_plan import plan_epoch
+from data_module.batching.rank_rows import rank_rows
 from data_module.corpus.store import lengths_with_eos
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
+from model.segment_attention import packed_segments
 from model.transformer import Transformer
 from pipeline.benchmark.report import rounded
 from pipeline.benchmark.scaling_model import (
@@ -58,8 +60,13 @@ class Losses(nn.Module):
         super().__init__()
         self.network, self.smoothing, self.pad = network, smoothing, pad
 
-    def forward(self, batch: MicroBatch) -> Tensor:
-        states = self.network(batch.source, batch.target_input, batch.source_mask)
+    def forward(self, batch: PackedBatch) -> Tensor:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+        states = self.network.packed(
+            (batch.source, batch.source_positions),
+            (batch.target_input, batch.target_positions),
+            packed_segments(batch, dtype),
+        )
         weight = self.network.embedding.weight
         return label_smoothed_loss(states, weight, batch.target_output, self.smoothing, self.pad).smoothed
 
@@ -137,7 +144,6 @@ class TrainingProcess:
             lengths_with_eos(corpus.source),
             lengths_with_eos(corpus.target),
             batch_tokens=recipe.batches.batch_tokens,
-            group_tokens=self.data.group_tokens,
             seed=0,
             epoch=0,
         )
@@ -153,8 +159,10 @@ class TrainingProcess:
 
     def part_of(self, batch: int, part: int, parts: int) -> RankBatch:
         """Return one part of a global batch that is split into `parts`."""
-        groups = rank_batch(self.plan[batch], part, parts, self.data.micro_batch_tokens)
-        return collate(self.data.train_corpus, groups, self.special, num_target_tokens=self.plan.target_tokens(batch))
+        corpus, pairs, shape = self.data.train_corpus, self.plan[batch], self.data.row_shape(parts)
+        source, target = (lengths_with_eos(side)[pairs] for side in (corpus.source, corpus.target))
+        rows = [pairs[row] for row in rank_rows(source, target, shape, parts)[part]]
+        return collate(corpus, rows, self.special, shape, num_target_tokens=self.plan.target_tokens(batch))
 
     def step(self, batch: RankBatch | None, synchronize: bool) -> float:
         """Train on a batch, or only wait if it is None; return the seconds until both processes have finished."""

@@ -8,8 +8,15 @@ from tests.integration.runs import start
 
 
 def test_a_step_reduces_its_gradients_once(recipe_file: Path, tmp_path: Path) -> None:
-    # Eight micro-batches per step on both ranks together; all parameters fit into one bucket.
-    options = ["--batches.max_tokens_per_device", 50, "--run.log_every_steps", 100, "--run.checkpoint_every_steps", 100]
+    # Several micro-batches per rank and step; all parameters fit into one bucket.
+    options = [
+        "--batches.max_tokens_per_device",
+        100,
+        "--run.log_every_steps",
+        100,
+        "--run.checkpoint_every_steps",
+        100,
+    ]
     options += [
         "--trainer.devices",
         2,

@@ -34,9 +34,9 @@ def assert_equal(left: Path, right: Path, step: int = 12, tolerance: float = 0.0
 def test_ranks_and_micro_batches_change_nothing(recipe_file: Path, tmp_path: Path) -> None:
     """One rank, one rank with smaller micro-batches and two ranks yield the same weights, up to rounding."""
     # The gradient of key biases is only rounding error, which Adam amplifies with the paper's epsilon of 1e-9.
-    options = ["--batches.group_tokens", 400, "--training.adam_epsilon", 1e-3]
+    options = ["--training.adam_epsilon", 1e-3, "--training.learning_rate_factor", 0.5]
     one = fit(recipe_file, tmp_path / "one", *options)
-    # The same groups in micro-batches a quarter as large, on one device and on two.
+    # The same global batches in smaller micro-batches, on one device and on two.
     options += ["--batches.max_tokens_per_device", 100]
     many = fit(recipe_file, tmp_path / "many", *options)
     two = fit(recipe_file, tmp_path / "two", *options, "--trainer.devices", 2)
@@ -54,7 +54,14 @@ def test_ranks_and_micro_batches_change_nothing(recipe_file: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_compiled_and_eager_training_agree(recipe_file: Path, tmp_path: Path) -> None:
     """A run compiled on two ranks and resumed in eager mode on one equals an eager run, up to rounding."""
-    options = ["--training.adam_epsilon", 1e-3, "--batches.max_tokens_per_device", 100]
+    options = [
+        "--training.adam_epsilon",
+        1e-3,
+        "--training.learning_rate_factor",
+        0.5,
+        "--batches.max_tokens_per_device",
+        100,
+    ]
     eager = fit(recipe_file, tmp_path / "eager", *options)
     run = tmp_path / "compiled"
     fit(recipe_file, run, *options, "--run.compile", "true", "--trainer.devices", 2, "--trainer.max_steps", 6)
@@ -254,7 +261,7 @@ def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Pat
     (run / "average-mine.ckpt").write_text("of the old run")
     (run / "checkpoints" / ".step=00000012.ckpt.99.tmp").write_text("half")
     # An invalid recipe is refused before the old run is removed.
-    refused = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--fresh", "--batches.group_tokens", 5)
+    refused = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--fresh", "--batches.batch_tokens", 5)
     assert refused.returncode == 2
     assert weights(run)
     fit(recipe_file, run, "--fresh", "--network.d_ff", 48)
@@ -266,9 +273,9 @@ def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Pat
 
 
 def test_an_error_unlocks_the_run_folder(recipe_file: Path, tmp_path: Path) -> None:
-    refused = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--batches.group_tokens", 5)
+    refused = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--batches.batch_tokens", 5)
     assert refused.returncode == 2
-    assert "group_tokens" in refused.stderr.decode()
+    assert "batches.batch_tokens 5 is less than the longest sentence" in refused.stderr.decode()
     fit(recipe_file, tmp_path / "run")
 
 

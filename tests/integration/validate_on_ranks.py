@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from data_module.batching.batch import RankBatch, SpecialIds
+from data_module.batching.batch import PaddedBatch, SpecialIds
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
@@ -25,7 +25,7 @@ class RecordingSamples(ValidationSamples):
     """Also record which pairs this rank decoded."""
 
     def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: RankBatch, *others: Any
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: PaddedBatch, *others: Any
     ) -> None:
         super().on_validation_batch_end(trainer, pl_module, outputs, batch, *others)
         if not batch.is_filler:
@@ -42,7 +42,9 @@ if __name__ == "__main__":
     network = NetworkSettings(**contents["translation"]["network"])
     module = TranslationModule(tokenizer.vocabulary_size, special, network, TrainingSettings(), DecodingSettings(), 1)
     module.load_state_dict(contents["state_dict"])
-    data = TranslationDataModule(corpus, BatchSettings(batch_tokens=200, group_tokens=50, workers=0), special, 1)
+    data = TranslationDataModule(
+        corpus, BatchSettings(batch_tokens=200, max_tokens_per_device=100, workers=0), special, 1
+    )
     sources, references = data.validation_text()
     callback = RecordingSamples(sources, references, tokenizer, samples=len(sources))
     options: dict[str, Any] = {"accelerator": "cpu", "devices": num_ranks}

@@ -126,7 +126,7 @@ def test_measured(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert figures["measured"]
     assert 0 <= figures["fixed_seconds"] <= figures["step_seconds"]
     assert 0 < figures["backward_seconds"] < figures["step_seconds"]
-    assert figures["micro_batches"] == 4
+    assert figures["micro_batches"] == 1
     for way in ("strong", "weak"):
         assert [one["gpus"] for one in figures[way]] == [2**power for power in range(10)]
         assert figures[way][0]["step_seconds"] == figures["step_seconds"]
@@ -156,7 +156,7 @@ def test_given_needs_no_corpus(recipe_file: Path, capsys: pytest.CaptureFixture[
         ([*GIVEN, "--backward-share", "1.5"], "--backward-share 1.5"),
         ([*GIVEN, "--fixed-seconds", "0.1"], "--fixed-seconds 0.1"),
         (["--steps", "0"], "--steps 0"),
-        (["--batches.batch_tokens", "60", "--batches.group_tokens", "60"], "batches.batch_tokens 60"),
+        (["--batches.batch_tokens", "60"], "batches.batch_tokens 60"),
     ],
 )
 def test_mistakes(arguments: list[str], said: str, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

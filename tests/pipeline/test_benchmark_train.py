@@ -90,7 +90,7 @@ def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(TranslationModule, "training_step", compiling_now_and_then)
     # Not really compiled, which would take a minute.
-    monkeypatch.setattr("model.translation_module.CompiledForward", lambda network: lambda *batch: network(*batch))
+    monkeypatch.setattr("model.translation_module.CompiledForward", lambda network: network.packed)
     monkeypatch.setattr("model.loss._compiled_over_classes", lambda: _over_classes)
     monkeypatch.setattr("pipeline.training.build.should_compile", lambda *_: True)
     monkeypatch.setattr("pipeline.benchmark.side_by_side.QUIET_STEPS", 10)

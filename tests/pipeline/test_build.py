@@ -7,6 +7,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.config.recipe import load_recipe
 from pipeline.training.build import build_callbacks, build_data
 from pipeline.training.start import Start
+from pipeline.training.trainer import trainer_options
 
 ORDER = [
     "MemoryProbe",
@@ -28,5 +29,5 @@ def test_the_order_of_callbacks(recipe_file: Path) -> None:
     folder = recipe.corpus_folder()
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
     start = Start(recipe, None, None, False, None, None, tokenizer, read_manifest(folder))
-    callbacks = build_callbacks(start, build_data(recipe, tokenizer))
+    callbacks = build_callbacks(start, build_data(recipe, tokenizer, trainer_options(recipe.trainer)))
     assert [type(callback).__name__ for callback in callbacks] == ORDER

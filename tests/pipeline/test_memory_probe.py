@@ -75,14 +75,16 @@ class GradientsAndMoments(Callback):
         """Start counting; this runs before the probe, which ends before the first batch."""
         self._live.excluded = {weight.untyped_storage().data_ptr() for weight in pl_module.parameters()}
         self._live.__enter__()
-        self._hook = pl_module.network.register_forward_pre_hook(self._record)
+        self._states = pl_module.states
+        pl_module.states = self._record
 
-    def _record(self, *_: Any) -> None:
+    def _record(self, batch: Any) -> Any:
         self.in_probe = self._live.count()
+        return self._states(batch)
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        if self._hook.id in self._hook.hooks_dict_ref():
-            self._hook.remove()
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if pl_module.states == self._record:
+            pl_module.states = self._states
             self._live.__exit__(None, None, None)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -92,7 +94,7 @@ class GradientsAndMoments(Callback):
 
 
 def fit(tiny_corpus: Path, network: NetworkSettings, max_steps: int, *callbacks: Any) -> None:
-    """Train with the given callbacks, where None stands for a probe of micro-batches of 400 tokens."""
+    """Train with the given callbacks, where None stands for a probe."""
     quiet_lightning()
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
@@ -109,7 +111,7 @@ def fit(tiny_corpus: Path, network: NetworkSettings, max_steps: int, *callbacks:
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[callback or MemoryProbe(400, data.longest) for callback in callbacks],
+        callbacks=[callback or MemoryProbe(data) for callback in callbacks],
     )
     trainer.fit(module, datamodule=data)
 
@@ -126,7 +128,7 @@ def test_the_probe_restores_all_state(tiny_corpus: Path, capsys: pytest.CaptureF
     assert first["optimizer"] == second["optimizer"] == 0
     assert torch.equal(first["random"], second["random"])
     assert first["data"] == second["data"]
-    assert "with micro-batches of 400 tokens a side" in capsys.readouterr().err
+    assert "with micro-batches of 512 tokens a side" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
@@ -145,14 +147,14 @@ def test_batches_that_do_not_fit_are_refused_before_the_first_step(recipe_file: 
     too_little = pipeline("fit", *options, environment={"SLURM_MEM_PER_NODE": "100"})
     assert too_little.returncode == 2
     assert b"ask for more memory" in too_little.stderr.splitlines()[-1]
-    large_batches = ["--batches.max_tokens_per_device", 100_000, "--batches.group_tokens", 100_000]
+    large_batches = ["--batches.max_tokens_per_device", 100_000]
     too_large = pipeline(
         *("fit", *options, *large_batches, "--batches.batch_tokens", 100_000, "--network.d_ff", 4096),
         environment={"SLURM_MEM_PER_CPU": "700", "SLURM_CPUS_ON_NODE": "2"},
     )
     assert too_large.returncode == 2
     [*_, message] = too_large.stderr.decode().splitlines()
-    assert "micro-batches of 100000 tokens a side need about" in message
+    assert "micro-batches of 100096 tokens a side need about" in message
     assert "this job has 1.5; set it to " in message
     assert b"Traceback" not in too_large.stderr
     assert not list(run.glob("checkpoints/*.ckpt"))

@@ -12,7 +12,9 @@ from data_module.batching.batch import RankBatch, SpecialIds
 from data_module.batching.plan_cache import PlanCache
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
 from data_module.corpus.store import open_corpus
+from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
+from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.run_folder import METRICS
@@ -22,26 +24,27 @@ from pipeline.runtime.console import quiet_lightning
 
 
 def real_tokens(share: RankBatch, pad: int) -> int:
-    """Source and target tokens without padding."""
+    """Source and target tokens, dead ones excluded."""
     return sum(int((side != pad).sum()) for b in share.micro_batches for side in (b.source, b.target_output))
 
 
-def padded_tokens(share: RankBatch) -> int:
+def row_tokens(share: RankBatch) -> int:
     return sum(side.numel() for batch in share.micro_batches for side in (batch.source, batch.target_output))
 
 
 @pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
 def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_path: Path) -> None:
-    """Run the first of two ranks on a corpus with padded batches."""
+    """Run the first of two ranks on a corpus whose rows have dead tokens."""
     quiet_lightning()
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     corpus = open_corpus(tiny_corpus, "train")
 
     def loader() -> StatefulLoader:
-        plans = PlanCache(corpus, batch_tokens=400, group_tokens=400, seed=1)
-        shares = RankBatchDataset(corpus, plans, special, rank=0, world_size=2, max_tokens=400)
+        plans = PlanCache(corpus, batch_tokens=400, seed=1)
+        shape = TranslationDataModule(tiny_corpus, BatchSettings(batch_tokens=400), special, 1).row_shape(2)
+        shares = RankBatchDataset(corpus, plans, special, rank=0, world_size=2, shape=shape)
         return StatefulLoader(shares, workers=0, pin_memory=False)
 
     network = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1)
@@ -64,16 +67,16 @@ def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_pa
     logged = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [line["step"] for line in logged] == [every, steps]
 
-    epoch = PlanCache(corpus, batch_tokens=400, group_tokens=400, seed=1).compute(0)
+    epoch = PlanCache(corpus, batch_tokens=400, seed=1).compute(0)
     shares = list(islice(loader(), steps))
     for line in logged:
         first, end = line["step"] - every, line["step"]
-        pairs = np.concatenate([group.pairs for index in range(first, end) for group in epoch[index]])
+        pairs = np.concatenate([epoch[index] for index in range(first, end)])
         target_tokens = int(corpus.target.lengths[pairs].sum()) + len(pairs)
         counted = line["train_perf/target_tokens_per_second"] * line["train_perf/step_seconds"] * every
         assert counted == pytest.approx(target_tokens)
         real = sum(real_tokens(share, special.pad) for share in shares[first:end])
-        padded = sum(padded_tokens(share) for share in shares[first:end])
+        padded = sum(row_tokens(share) for share in shares[first:end])
         assert 0 < real < padded
         assert line["train_perf/padding_share"] == pytest.approx(1 - real / padded)
         last = shares[end - 1]
