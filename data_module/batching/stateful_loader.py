@@ -59,7 +59,7 @@ class RankBatchDataset(Dataset[RankBatch]):
             shape: shape of micro-batches.
         """
         self._corpus, self._plans, self._special = corpus, plans, special
-        self._rank, self._world_size, self._shape = rank, world_size, shape
+        self.rank, self._world_size, self._shape = rank, world_size, shape
         self.seek(0, 0)
 
     def seek(self, epoch: int, batch: int) -> None:
@@ -81,7 +81,7 @@ class RankBatchDataset(Dataset[RankBatch]):
         source, target = (
             store.lengths[pairs].astype(np.int64) + 1 for store in (self._corpus.source, self._corpus.target)
         )
-        rows = rank_rows(source, target, self._shape, self._world_size)[self._rank]
+        rows = rank_rows(source, target, self._shape, self._world_size)[self.rank]
         return collate(
             self._corpus,
             [pairs[row] for row in rows],
@@ -163,11 +163,12 @@ class StatefulLoader(DataLoader[RankBatch]):
         self._position = (state["epoch"], state["next_batch"])
         if state.get("plan") != PLAN_VERSION and state["next_batch"]:
             self._position = (state["epoch"] + 1, 0)
-            log.warning(
-                "this version batches pairs in another way than the one that saved the checkpoint: the rest of epoch"
-                " %d is left out, and training goes on with epoch %d",
-                *(state["epoch"] + 1, state["epoch"] + 2),
-            )
+            if self._rank_batches.rank == 0:
+                log.warning(
+                    "this version batches pairs in another way than the one that saved the checkpoint: the rest of"
+                    " epoch %d is left out, and training goes on with epoch %d",
+                    *(state["epoch"] + 1, state["epoch"] + 2),
+                )
 
 
 def identity(batch: RankBatch) -> RankBatch:

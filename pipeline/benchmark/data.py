@@ -1,8 +1,8 @@
 """Measure the data path alone: corpus preparation, epoch planning, padding and the throughput of one loader worker.
 
-Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first. For 1, 8 and 64 ranks the JSON has the
-lengths of a rank's rows, the share of dead tokens in them, and the median over batches of how much more the most
-expensive rank's part costs than the mean.
+Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first. For 1, 8 and 64 ranks the JSON has, of
+rows end to end, the lengths of a rank's rows and the share of dead tokens in them, and the median over batches of how
+much more the most expensive rank's part costs than the mean.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from typing import IO, Any
 import yaml
 
 from data_module.errors import InputError
-from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.recipe import IGNORED_KEYS, Recipe, load_recipe
 from pipeline.runtime.atomic_file import atomic_file, is_temporary_file, remove_temporary_files
 from pipeline.runtime.signals import Stopped, raise_if_stopped
 from pipeline.runtime.slurm import JobStep
@@ -124,7 +124,10 @@ class RunFolder:
 
 
 def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Return the differences between the run's recipe and versions and these: forbidden ones, then allowed ones."""
+    """Return the differences between the run's recipe and versions and these: forbidden ones, then allowed ones.
+
+    Keys that have no effect are not compared.
+    """
     config = path / "config.yaml"
     if not is_run(path):
         return [], []
@@ -135,7 +138,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     before, now = _flat(written), _flat(recipe.as_dict())
     forbidden: list[str] = []
     allowed: list[str] = []
-    for key in sorted(before.keys() | now.keys()):
+    for key in sorted((before.keys() | now.keys()) - set(IGNORED_KEYS)):
         if before.get(key) != now.get(key):
             may_change = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
             (allowed if may_change else forbidden).append(f"{key} {_shown(before.get(key))} -> {_shown(now.get(key))}")

@@ -14,6 +14,9 @@ from pipeline.config.schema import Checker, Signature
 from pipeline.config.settings import MonitoringSettings, RunSettings
 from pipeline.config.trainer_keys import RESERVED_KEYS
 
+IGNORED_KEYS = ("batches.group_tokens",)
+"""Keys that recipes of earlier versions may have and that have no effect any more."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -37,6 +40,12 @@ class Recipe:
     def corpus_folder(self) -> Path:
         """Return the folder of the prepared corpus."""
         return Path(self.corpus.folder)
+
+    def ignored_keys(self) -> list[str]:
+        """Return those of `IGNORED_KEYS` that have a value."""
+        values = self.as_dict()
+        split = ((key, key.split(".")) for key in IGNORED_KEYS)
+        return [key for key, (section, name) in split if values[section][name] is not None]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as they are written to YAML and to checkpoints."""

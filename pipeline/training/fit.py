@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.runtime.console import quiet_lightning
+from pipeline.runtime.console import quiet_lightning, say
 from pipeline.runtime.launch import process_rank
 from pipeline.runtime.slurm import current_step
 from pipeline.training.start import Start, open_start, should_reset
@@ -35,6 +35,8 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
     job = current_step()
     recipe = load_recipe(configs, overrides, trainer_signature())
     validate_trainer_keys(recipe.trainer)
+    for key in recipe.ignored_keys():
+        say(f"{key} has no effect any more; remove it")
     reset = should_reset(reset, recipe.run_folder(), job)
     initial = None
     if init_from is not None:

@@ -143,6 +143,11 @@ def test_a_position_of_another_plan(tiny_corpus: Path, caplog: pytest.LogCapture
     again = loader(tiny_corpus)
     again.load_state_dict(old.state_dict())
     assert next(iter(again)).index == 1
+    # Other ranks do the same and do not repeat the warning.
+    second = loader(tiny_corpus, rank=1, world_size=2)
+    second.load_state_dict({"epoch": 1, "next_batch": 3})
+    first = next(iter(second))
+    assert (first.epoch, first.index, caplog.messages) == (2, 0, [])
 
 
 def test_more_workers_than_processors(tiny_corpus: Path) -> None:

@@ -16,6 +16,7 @@ from pipeline.runtime.slurm import JobStep
 from pipeline.training.compilation import should_compile
 from pipeline.training.precision import best_precision, precision_plugin
 from pipeline.training.trainer import strategy, trainer_options
+from tests.conftest import pipeline
 
 
 def test_bf16_on_cpus_that_support_it() -> None:
@@ -129,3 +130,17 @@ def test_unusable_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_invalid_trainer_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         validate_trainer_keys({"max_steps": 1, **options})
+
+
+def test_a_key_without_effect_is_reported_once(recipe_file: Path, tmp_path: Path) -> None:
+    """By rank 0; and a run resumes without the key, or with another value."""
+    message = "batches.group_tokens has no effect any more; remove it"
+    arguments = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run"]
+    for options, times in (
+        (["--trainer.max_steps", 2, "--trainer.devices", 2, "--batches.group_tokens", 100], 1),
+        (["--trainer.max_steps", 3], 0),
+        (["--trainer.max_steps", 4, "--batches.group_tokens", 50], 1),
+    ):
+        done = pipeline(*arguments, *options)
+        assert done.returncode == 0, done.stderr.decode()
+        assert done.stderr.decode().splitlines().count(message) == times

@@ -225,11 +225,13 @@ MAY_CHANGE = {
 MAY_NOT_CHANGE = {
     "run.seed": 9,
     "batches.batch_tokens": 50000,
-    "batches.group_tokens": 50000,
     "corpus.max_tokens": 9,
     "network.dropout": 0.5,
     "training.warmup_steps": 9,
 }
+
+
+HAS_NO_EFFECT = {"batches.group_tokens": 50000}
 
 
 def test_which_settings_a_run_may_change(recipe: Recipe) -> None:
@@ -237,7 +239,7 @@ def test_which_settings_a_run_may_change(recipe: Recipe) -> None:
     folder.write_config(recipe, b"")
     folder.close()
     changed = recipe.as_dict()
-    for key, value in {**MAY_CHANGE, **MAY_NOT_CHANGE}.items():
+    for key, value in {**MAY_CHANGE, **MAY_NOT_CHANGE, **HAS_NO_EFFECT}.items():
         section, _, name = key.rpartition(".")
         (changed[section] if section else changed)[name] = value
     path = folder.path.with_name("changed.yaml")
@@ -246,6 +248,28 @@ def test_which_settings_a_run_may_change(recipe: Recipe) -> None:
     for lines, expected in ((forbidden, MAY_NOT_CHANGE), (allowed, MAY_CHANGE)):
         assert [line.split(" ")[0] for line in lines] == sorted(expected)
         assert all(line.endswith(f" -> {expected[line.split(' ')[0]]}") for line in lines)
+
+
+def test_a_key_without_effect_never_refuses_a_resume(recipe: Recipe) -> None:
+    """Runs of 0.1.0 and 0.2.0 have batches.group_tokens in their config.yaml, also one that cannot be read any more."""
+    folder = RunFolder(recipe.run_folder())
+    folder.write_config(recipe, b"")
+    folder.close()
+    config = folder.path / "config.yaml"
+    values = recipe.as_dict()
+    for unreadable in ({}, {"of_an_earlier_version": 1}):
+        for group_tokens in (None, 100):
+            values["batches"] = {**recipe.as_dict()["batches"], "group_tokens": group_tokens, **unreadable}
+            config.write_text(yaml.safe_dump(values))
+            forbidden, allowed = differences(folder.path, recipe)
+            assert [line.split(" ")[0] for line in forbidden] == [f"batches.{key}" for key in unreadable]
+            assert not allowed
+        del values["batches"]["group_tokens"]
+        config.write_text(yaml.safe_dump(values))
+        new = replace(recipe, batches=replace(recipe.batches, group_tokens=100))
+        assert [line.split(" ")[0] for line in differences(folder.path, new)[0]] == [
+            f"batches.{key}" for key in unreadable
+        ]
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
