@@ -51,15 +51,13 @@ def place_in_blocks(source_lengths: NDArray[np.integer], target_lengths: NDArray
     block_of, source_place, target_place = (np.empty(len(source), np.int64) for _ in range(3))
     for pair in np.argsort(-longest, kind="stable").tolist():
         source_length, target_length = source[pair], target[pair]
-        for room in range(target_length, len(by_room)):
-            block = next((block for block in by_room[room] if source_room[block] >= source_length), None)
-            if block is not None:
-                by_room[room].remove(block)
-                break
-        else:
+        block, room = _fullest(by_room, source_room, source_length, target_length)
+        if block < 0:
             block, room = len(block_widths), int(widths[pair])
             block_widths.append(room)
             source_room.append(room)
+        else:
+            by_room[room].remove(block)
         block_of[pair] = block
         source_place[pair], target_place[pair] = block_widths[block] - source_room[block], block_widths[block] - room
         source_room[block] -= source_length
@@ -73,3 +71,12 @@ def place_in_blocks(source_lengths: NDArray[np.integer], target_lengths: NDArray
         (int(count), int(width)) for width, count in zip(*np.unique(sorted_widths, return_counts=True), strict=True)
     ]
     return BlockLayout(starts[block_of] + source_place, starts[block_of] + target_place, blocks)
+
+
+def _fullest(by_room: list[list[int]], source_room: list[int], source: int, target: int) -> tuple[int, int]:
+    """Return the block with the fewest free target tokens that has room on both sides, and its room; or -1 and 0."""
+    for room in range(target, len(by_room)):
+        for block in by_room[room]:
+            if source_room[block] >= source:
+                return block, room
+    return -1, 0
