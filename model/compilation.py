@@ -1,14 +1,14 @@
 """The network's forward pass over packed micro-batches through torch.compile.
 
-On a GPU all micro-batches have one shape, so there is one graph. Blocks differ in number, so with them the second graph
-is made for any number of blocks of each width, and there is one for each set of widths.
+Sentences that lie end to end have one shape, so there is one graph. Blocks differ in number. A graph runs any number of
+blocks of each width, and there is at most one graph for each set of widths.
 """
 
 import torch
 from torch import Tensor
 
 from model.segment_attention import Segments
-from model.torch_private import allow_graphs
+from model.torch_private import allow_graphs, mark_dynamic
 from model.transformer import Transformer
 
 _MAX_GRAPHS = 64
@@ -37,4 +37,8 @@ class CompiledForward:
         """Return decoder states [M, D]; see `Transformer.packed`."""
         # Raise for positions that are too large here, not inside a graph.
         self._network.positions(0, segments[0].longest)
+        # The blocks of all three attentions are the same.
+        if segments[0].biases:
+            for rows in (*source, *target, *(bias for one in segments for bias in one.biases)):
+                mark_dynamic(rows, 0)
         return self._compiled(source, target, segments)

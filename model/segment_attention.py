@@ -35,8 +35,10 @@ class Segments(NamedTuple):
     """Maximum number of rows of a segment."""
     is_causal: bool
     biases: list[Tensor]
-    """Of each width W of blocks, [blocks, W, W]: 0 where attention is allowed and -inf elsewhere. The blocks follow one
-    another in the rows. Empty if sentences lie end to end."""
+    """Of each width W of blocks, [blocks * W, W]: 0 where attention is allowed and -inf elsewhere. The blocks follow
+    one another in the rows. Empty if sentences lie end to end.
+
+    Blocks and rows share a dimension, since the compiler would make other graphs for a single block."""
 
 
 def packed_segments(batch: PackedBatch, dtype: torch.dtype) -> tuple[Segments, Segments, Segments]:
@@ -74,14 +76,15 @@ def block_bias(query_segments: Tensor, key_segments: Tensor, is_causal: bool, dt
         dtype: type of the scores.
 
     Returns:
-        [blocks, W, W]. Dead queries may attend to all keys, so that softmax is finite. Nothing depends on them.
+        [blocks * W, W], not a view, since the compiler would look at the sizes of what it is a view of. Dead queries
+        may attend to all keys, so that softmax is finite. Nothing depends on them.
     """
     allowed = query_segments[:, :, None] == key_segments[:, None, :]
     if is_causal:
         allowed &= torch.ones(allowed.shape[1:], dtype=torch.bool, device=allowed.device).tril()
     allowed |= query_segments[:, :, None] < 0
-    bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
-    return bias.masked_fill_(~allowed, float("-inf"))
+    bias = torch.zeros(allowed.flatten(0, 1).shape, dtype=dtype, device=allowed.device)
+    return bias.masked_fill_(~allowed.flatten(0, 1), float("-inf"))
 
 
 def self_attention(projected: Tensor, segments: Segments, num_heads: int, d_k: int) -> Tensor:
@@ -168,8 +171,9 @@ def block_attention(
         `KEPT_WIDTH`, flat.
     """
     queries, keys, values = _heads(query, key_value, num_heads, d_k)
+    num_weights, biases = _num_weights(biases, num_heads), _by_block(biases)
     result = query.new_empty(query.size(0), num_heads, values.size(2))
-    weights = query.new_empty(_num_weights(biases, num_heads))
+    weights = query.new_empty(num_weights)
     first_weight = row = 0
     with torch.autocast(query.device.type, enabled=False):
         for bias in biases:
@@ -209,6 +213,7 @@ def block_attention_backward(
     """Return the gradients of `query` and, if it is not None, `key_value` of `block_attention`."""
     inputs = [query] if key_value is None else [query, key_value]
     results = [torch.empty_like(x) for x in inputs]
+    biases = _by_block(biases)
     queries, keys, values = _heads(query, key_value, num_heads, d_k)
     grad_queries, grad_keys, grad_values = _heads(results[0], None if key_value is None else results[1], num_heads, d_k)
     gradient = gradient.unflatten(1, (num_heads, -1))
@@ -267,7 +272,12 @@ block_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _num_weights(biases: list[Tensor], num_heads: int) -> int:
-    return num_heads * sum(bias.size(0) * bias.size(1) ** 2 for bias in biases if bias.size(1) <= KEPT_WIDTH)
+    return num_heads * sum(bias.numel() for bias in biases if bias.size(1) <= KEPT_WIDTH)
+
+
+def _by_block(biases: list[Tensor]) -> list[Tensor]:
+    """Return views [blocks, W, W]."""
+    return [bias.unflatten(0, (-1, bias.size(1))) for bias in biases]
 
 
 def _chunks(bias: Tensor, num_heads: int) -> list[tuple[int, int]]:
