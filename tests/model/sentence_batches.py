@@ -1,0 +1,107 @@
+"""Batches of random sentence pairs: packed for training, padded by plain loops for the reference."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds, collate
+from data_module.batching.rank_rows import RowShape
+from model.segment_attention import Segments, packed_segments
+from model.transformer import Transformer
+
+PAD, BOS, EOS, VOCABULARY = 0, 1, 2, 50
+SPECIAL = SpecialIds(pad=PAD, bos=BOS, eos=EOS)
+
+Lengths = list[tuple[int, int]]
+"""Source and target length of each pair, including the end symbol."""
+
+
+def sentences(lengths: Lengths) -> list[tuple[list[int], list[int]]]:
+    """Return random pairs of these lengths, the same ones at each call, without end symbols."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    return [
+        tuple(torch.randint(3, VOCABULARY, (length - 1,), generator=generator).tolist() for length in pair)  # type: ignore
+        for pair in lengths
+    ]
+
+
+def padded(lengths: Lengths, special: SpecialIds = SPECIAL) -> PaddedBatch:
+    """Return the pairs as a padded batch, built sentence by sentence."""
+    pairs = sentences(lengths)
+
+    def rectangle(rows: list[list[int]]) -> Tensor:
+        tensors = [torch.tensor(row, dtype=torch.int32) for row in rows]
+        return pad_sequence(tensors, batch_first=True, padding_value=special.pad)
+
+    source = rectangle([[*source, special.eos] for source, _ in pairs])
+    return PaddedBatch(
+        source=source,
+        source_mask=source != special.pad if len({length for length, _ in lengths}) > 1 else None,
+        target_input=rectangle([[special.bos, *target] for _, target in pairs]),
+        target_output=rectangle([[*target, special.eos] for _, target in pairs]),
+        pairs=torch.arange(len(pairs), dtype=torch.int32),
+    )
+
+
+def packed(micro_batches: list[Lengths], in_blocks: bool = True, **options: Any) -> RankBatch:
+    """Return the pairs of each micro-batch as one rank's part of a step, whose target tokens are all its own."""
+    corpus: Any = SimpleNamespace()
+    pairs = [pair for lengths in micro_batches for pair in sentences(lengths)]
+    for number, side in enumerate(("source", "target")):
+        rows = [pair[number] for pair in pairs]
+        lengths = np.array([len(row) for row in rows], np.int64)
+        tokens = np.array([token for row in rows for token in row], np.uint16)
+        store = SimpleNamespace(tokens=tokens, lengths=lengths, offsets=np.cumsum([0, *lengths]))
+        setattr(corpus, side, store)
+    rows, start = [], 0
+    for one in micro_batches:
+        rows.append(np.arange(start, start + len(one)))
+        start += len(one)
+    source, target = (max(sum(pair[side] for pair in one) for one in micro_batches) for side in (0, 1))
+    longest = max(max(pair) for one in micro_batches for pair in one)
+    # More dead tokens than the longest sentence has, on both sides.
+    shape = RowShape(
+        source + 2 * longest, target + 3 * longest, max(map(len, micro_batches)) + 9, longest, 1, in_blocks
+    )
+    num_tokens = sum(pair[1] for one in micro_batches for pair in one)
+    return collate(corpus, rows, SPECIAL, shape, **{"num_target_tokens": num_tokens, **options})
+
+
+def arguments(batch: PackedBatch, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """Return the arguments of `Transformer.packed`."""
+    return (
+        (batch.source, batch.source_positions),
+        (batch.target_input, batch.target_positions),
+        packed_segments(batch, dtype),
+    )
+
+
+def states(network: Transformer, batch: PackedBatch | PaddedBatch) -> Tensor:
+    """Return the decoder states of a batch, in the dtype of the network."""
+    if isinstance(batch, PaddedBatch):
+        return network(batch.source, batch.target_input, batch.source_mask)
+    return network.packed(*arguments(batch, network.embedding.weight.dtype))
+
+
+def sentence_by_sentence(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Stand in for variable-length flash attention, which needs a GPU: PyTorch's attention of one segment at a time.
+
+    Rows in no segment, and rows of segments without keys, are zero, as there.
+    """
+    queries, keys = segments.query_offsets.tolist(), segments.key_offsets.tolist()
+    results = []
+    for first, last, first_key, last_key in zip(queries, queries[1:], keys, keys[1:], strict=False):
+        assert max(last - first, last_key - first_key) <= segments.longest
+        one = (query[first:last], key[first_key:last_key], value[first_key:last_key])
+        if first < last and first_key < last_key:
+            result = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in one), is_causal=segments.is_causal)
+            results.append(result.transpose(0, 1).flatten(1))
+        else:
+            results.append(query.new_zeros(last - first, query.size(1) * value.size(2)))
+    results.append(query.new_zeros(query.size(0) - queries[-1], query.size(1) * value.size(2)))
+    return torch.cat(results)

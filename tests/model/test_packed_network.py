@@ -1,0 +1,163 @@
+"""The network over packed micro-batches equals the network over the same sentences, padded, in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector
+
+import model.segment_attention
+from data_module.batching.batch import PackedBatch, PaddedBatch
+from model.loss import label_smoothed_loss
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+from tests.model.sentence_batches import PAD, VOCABULARY, Lengths, packed, padded, sentence_by_sentence, states
+
+TINY = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
+SENTENCES: Lengths = [
+    (7, 9),
+    (1, 3),
+    (64, 20),
+    (20, 64),
+    (100, 128),
+    (33, 30),
+    (3, 1),
+    (1, 1),
+    (12, 256),
+    (300, 400),
+    (9, 9),
+]
+"""Blocks of 64, 128, 256 and 512 tokens. The weights of the last are not kept."""
+VARIANTS = {
+    "paper": {},
+    "pre-norm": {"pre_norm": True},
+    "learned": {"learned_positions": True, "max_positions": 400},
+    "other keys": {"d_k": 5, "d_v": 7},
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variable-length flash attention runs on a GPU and in 16 bits only."""
+    monkeypatch.setattr(model.segment_attention, "_flash", sentence_by_sentence)
+
+
+def make_network(variant: str = "paper", **settings: object) -> Transformer:
+    """Return a random network whose biases and norms are not the initial ones."""
+    torch.manual_seed(3)
+    network = Transformer(VOCABULARY, replace(TINY, **VARIANTS[variant], **settings)).double()
+    for parameter in network.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return network
+
+
+def losses_and_gradient(network: Transformer, batch: PackedBatch | PaddedBatch) -> tuple[Tensor, Tensor]:
+    sums = label_smoothed_loss(states(network, batch), network.embedding.weight, batch.target_output, 0.1, PAD)
+    gradients = torch.autograd.grad(sums.smoothed, list(network.parameters()))
+    return torch.stack(sums).detach(), parameters_to_vector(gradients)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_gradients_are_those_of_a_padded_batch(variant: str, in_blocks: bool) -> None:
+    network = make_network(variant)
+    [batch] = packed([SENTENCES], in_blocks).micro_batches
+    assert [width for _, width in batch.blocks] == ([64, 128, 256, 512] if in_blocks else [])
+    assert (batch.target_output == PAD).any()  # dead rows
+    sums, gradient = losses_and_gradient(network, batch)
+    expected_sums, expected_gradient = losses_and_gradient(network, padded(SENTENCES))
+    torch.testing.assert_close(sums, expected_sums, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_states_of_each_sentence_are_those_of_the_sentence_alone(in_blocks: bool) -> None:
+    network = make_network().eval()
+    [batch] = packed([SENTENCES], in_blocks).micro_batches
+    with torch.no_grad():
+        found = states(network, batch)
+        assert found.isfinite().all()
+        reference = padded(SENTENCES)
+        for number, (source_length, target_length) in enumerate(SENTENCES):
+            source = reference.source[[number], :source_length]
+            target = reference.target_input[[number], :target_length]
+            rows = _rows_of(batch, number)
+            assert batch.target_input[rows].tolist() == target[0].tolist()
+            torch.testing.assert_close(found[rows], network(source, target)[0], rtol=0, atol=1e-10)
+
+
+def _rows_of(batch: PackedBatch, sentence: int) -> list[int]:
+    segments = batch.target_segments.tolist()
+    if batch.blocks:
+        return [row for row, one in enumerate(segments) if one == sentence]
+    return list(range(segments[sentence], segments[sentence + 1]))
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("variant", ["paper", "pre-norm"])
+def test_a_sentence_does_not_depend_on_its_neighbours(variant: str, in_blocks: bool) -> None:
+    """Other ids in all other rows, dead ones too, change no state of the sentence."""
+    network = make_network(variant)
+    [batch] = packed([SENTENCES], in_blocks).micro_batches
+    with torch.no_grad():
+        before = states(network, batch)
+        for number in (0, 5, 9):
+            rows, source_rows = _rows_of(batch, number), _source_rows_of(batch, number)
+            source, target = batch.source.add(7) % VOCABULARY, batch.target_input.add(7) % VOCABULARY
+            source[source_rows], target[rows] = batch.source[source_rows], batch.target_input[rows]
+            after = states(network, replace(batch, source=source, target_input=target))
+            torch.testing.assert_close(after[rows], before[rows], rtol=0, atol=1e-12)
+            others = torch.ones(len(before), dtype=torch.bool)
+            others[rows] = False
+            assert ((after - before).abs().amax(1)[others] > 1e-6).all()
+
+
+def _source_rows_of(batch: PackedBatch, sentence: int) -> list[int]:
+    swapped = replace(batch, target_segments=batch.source_segments)
+    return _rows_of(swapped, sentence)
+
+
+def test_a_micro_batch_of_dead_rows_has_no_loss_and_no_gradient() -> None:
+    """A rank without sentences runs one."""
+    network = make_network()
+    for in_blocks in (False, True):
+        [_, batch] = packed([SENTENCES, []], in_blocks).micro_batches
+        sums, gradient = losses_and_gradient(network, batch)
+        assert not sums.any()
+        assert not gradient.any()
+        assert states(network, batch).isfinite().all()
+
+
+def test_positions_past_the_learned_ones_are_refused() -> None:
+    network = make_network("learned")
+    [batch] = packed([[(401, 3)]]).micro_batches
+    with pytest.raises(ValueError, match=r"position 401 is past the 400 learned ones"):
+        states(network, batch)
+
+
+def test_positions_past_the_table_of_sinusoids() -> None:
+    network = make_network(num_layers=1)
+    lengths: Lengths = [(1030, 3), (5, 4)]
+    [batch] = packed([lengths]).micro_batches
+    found, expected = (losses_and_gradient(network, one) for one in (batch, padded(lengths)))
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_dropout_of_a_packed_batch_is_applied_to_embeddings_and_sublayers() -> None:
+    """In training only, and a function of the seed."""
+    network = make_network(dropout=0.3)
+    [batch] = packed([SENTENCES[:2]]).micro_batches
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return states(network, batch)
+
+    with torch.no_grad():
+        assert torch.equal(run(1), run(1))
+        assert not torch.equal(run(1), run(2))
+        network.eval()
+        assert torch.equal(run(1), run(2))
+        network.train()
+        rows = network._embed_rows(batch.source, batch.source_positions, batch.longest)
+        assert 0.2 < (rows == 0).double().mean() < 0.4

@@ -1,0 +1,278 @@
+"""Attention in blocks against PyTorch's attention of one sentence at a time, in float64, in uninitialized memory."""
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import opcheck
+
+import model.segment_attention
+from data_module.batching.batch import NO_SENTENCE
+from model.segment_attention import (
+    KEPT_WIDTH,
+    block_attention,
+    block_attention_backward,
+    block_bias,
+    cross_attention,
+    needs_blocks,
+    packed_segments,
+    self_attention,
+)
+from model.settings import NetworkSettings
+from tests.model.sentence_batches import packed
+
+HEADS, D_K, D_V = 3, 5, 7
+UNUSED = 4
+"""Rows after the last block."""
+LAYOUTS = {
+    "one width": [(3, 64)],
+    "two widths": [(5, 64), (2, 128)],
+    "kept and not": [(1, 64), (2, 128), (1, 512)],
+    "not kept": [(2, 512)],
+    "single": [(1, 64)],
+}
+assert 128 <= KEPT_WIDTH < 512
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_nan_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+class Rows(NamedTuple):
+    """The sentence of each row in blocks."""
+
+    blocks: list[tuple[int, int]]
+    query: Tensor
+    key: Tensor
+
+    def biases(self, is_causal: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+        biases, row = [], 0
+        for count, width in self.blocks:
+            one = slice(row, row + count * width)
+            sides = (side[one].view(count, width) for side in (self.query, self.key))
+            biases.append(block_bias(*sides, is_causal, dtype).flatten(0, 1))
+            row = one.stop
+        return biases
+
+
+def make_rows(blocks: list[tuple[int, int]], same_keys: bool) -> Rows:
+    """Fill blocks with sentences. The first block has no dead row, and the last of several has no sentence."""
+    draws, sides, sentence = random.Random(3), ([], []), 0
+    widths = [width for count, width in blocks for _ in range(count)]
+    for number, width in enumerate(widths):
+        empty = number == len(widths) - 1 > 0
+        num_sentences = 0 if empty else draws.randint(1, 5)
+        own = []
+        for _ in sides:
+            ends = sorted(draws.sample(range(1, width - 1), num_sentences))
+            if number == 0:
+                ends[-1] = width
+            lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+            rows = [sentence + i for i, length in enumerate(lengths) for _ in range(length)]
+            own.append(rows + [NO_SENTENCE] * (width - len(rows)))
+        if same_keys:
+            own[1] = own[0]
+        for side, rows in zip(sides, own, strict=True):
+            side.extend(rows)
+        sentence += num_sentences
+    query, key = map(torch.tensor, sides)
+    assert (query == NO_SENTENCE).any() == (len(widths) > 1)
+    return Rows(blocks, query, key)
+
+
+def by_sentence(query: Tensor, key_value: Tensor | None, rows: Rows, is_causal: bool, num_heads: int = HEADS) -> Tensor:
+    """Compute the attention of one sentence at a time. Rows of no sentence are zero."""
+    if key_value is None:
+        size = num_heads * D_K
+        query, key_value = query[:, :size], query[:, size:]
+    key, value = key_value[:, : num_heads * D_K], key_value[:, num_heads * D_K :]
+    result = query.new_zeros(query.size(0), num_heads * D_V)
+    for sentence in range(int(rows.query.max()) + 1):
+        own, other = (torch.nonzero(side == sentence).squeeze(1) for side in (rows.query, rows.key))
+        parts = [x.unflatten(1, (num_heads, -1)).transpose(0, 1) for x in (query[own], key[other], value[other])]
+        heads = F.scaled_dot_product_attention(*parts, is_causal=is_causal)
+        result = result.index_put((own,), heads.transpose(0, 1).flatten(1))
+    return result
+
+
+def inputs(rows: Rows, kind: str, dtype: torch.dtype = torch.float64, num_heads: int = HEADS) -> list[Tensor]:
+    torch.manual_seed(1)
+    widths = [num_heads * (2 * D_K + D_V)] if kind != "cross" else [num_heads * D_K, num_heads * (D_K + D_V)]
+    return [torch.randn(len(rows.query) + UNUSED, width, dtype=dtype, requires_grad=True) for width in widths]
+
+
+def live(rows: Rows) -> Tensor:
+    """Return [R, 1], 1 in rows of sentences and 0 in dead rows and those in no block."""
+    return F.pad((rows.query != NO_SENTENCE).double(), (0, UNUSED)).unsqueeze(1)
+
+
+@pytest.mark.parametrize("blocks", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.parametrize("kind", ["self", "causal", "cross"])
+@pytest.mark.parametrize("chunk_blocks", [None, 1, 2])
+def test_equals_attention_of_one_sentence_at_a_time(
+    blocks: list[tuple[int, int]], kind: str, chunk_blocks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gradients; all blocks of a width at once, and in chunks of one or two of the narrowest blocks."""
+    if chunk_blocks is not None:
+        scores = chunk_blocks * HEADS * blocks[0][1] ** 2
+        monkeypatch.setattr(model.segment_attention, "_CHUNK_SCORES", scores // torch.get_num_threads())
+    rows = make_rows(blocks, same_keys=kind != "cross")
+    tensors = inputs(rows, kind)
+    query, key_value = tensors if kind == "cross" else (tensors[0], None)
+    result, weights = block_attention(query, key_value, rows.biases(kind == "causal"), HEADS, D_K)
+    expected = by_sentence(query, key_value, rows, kind == "causal")
+    torch.testing.assert_close(result * live(rows), expected, rtol=0, atol=1e-10)
+    assert result.isfinite().all()  # also in dead rows
+    assert not result[-UNUSED:].any()
+    assert weights.isfinite().all()
+    assert weights.numel() == HEADS * sum(count * width**2 for count, width in blocks if width <= KEPT_WIDTH)
+    factors = torch.randn_like(result) * live(rows)
+    ours, theirs = (torch.autograd.grad((x * factors).sum(), tensors) for x in (result, expected))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    assert all(gradient[:64].any() for gradient in ours)
+
+
+@pytest.mark.parametrize("kind", ["self", "causal", "cross"])
+def test_dead_rows_weigh_nothing_whatever_they_contain(kind: str) -> None:
+    rows = make_rows([(3, 64), (1, 512)], same_keys=kind != "cross")
+    results, gradients = [], []
+    for value in (0.0, 1e30):
+        tensors = inputs(rows, kind)
+        sides = (rows.query, rows.key) if kind == "cross" else (rows.query,)
+        for tensor, side in zip(tensors, sides, strict=True):
+            with torch.no_grad():
+                tensor[:-UNUSED][side == NO_SENTENCE] = value
+        query, key_value = tensors if kind == "cross" else (tensors[0], None)
+        result, _ = block_attention(query, key_value, rows.biases(kind == "causal"), HEADS, D_K)
+        loss = result[:-UNUSED][rows.query != NO_SENTENCE].square().sum()
+        results.append(loss)
+        gradients.append(torch.autograd.grad(loss, tensors))
+        for gradient, side in zip(gradients[-1], sides, strict=True):
+            assert not gradient[:-UNUSED][side == NO_SENTENCE].any()
+    torch.testing.assert_close(*results, rtol=1e-12, atol=0)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("causal", torch.bfloat16), ("cross", torch.float16)])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_16_bits_stay_near_float64(kind: str, dtype: torch.dtype, autocast: bool) -> None:
+    """Autocast to another type changes nothing, since the operator has the type of its input."""
+    rows = make_rows([(3, 64), (1, 512)], same_keys=kind != "cross")
+    tensors = [x.detach().to(dtype).requires_grad_() for x in inputs(rows, kind)]
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    query, key_value = tensors if kind == "cross" else (tensors[0], None)
+    with torch.autocast("cpu", other, enabled=autocast):
+        result, _ = block_attention(query, key_value, rows.biases(kind == "causal", dtype), HEADS, D_K)
+        loss = (result.double() * live(rows)).square().sum()
+    found = torch.autograd.grad(loss, tensors)
+    expected = by_sentence(*(exact if kind == "cross" else (exact[0], None)), rows, kind == "causal")
+    expected_gradients = torch.autograd.grad(expected.square().sum(), exact)
+    assert result.dtype == dtype
+    for one, other_one in zip((result * live(rows), *found), (expected, *expected_gradients), strict=True):
+        assert (one.double() - other_one).norm() < 0.02 * other_one.norm()
+
+
+@pytest.mark.parametrize("kind", ["self", "cross"])
+@pytest.mark.parametrize("blocks", [LAYOUTS["two widths"], LAYOUTS["kept and not"]], ids=["kept", "kept and not"])
+def test_the_operators_are_what_they_tell_the_compiler(kind: str, blocks: list[tuple[int, int]]) -> None:
+    """Schema, shapes, autograd and tracing, by PyTorch's own check."""
+    rows = make_rows(blocks, same_keys=kind != "cross")
+    tensors = inputs(rows, kind, num_heads=1)
+    query, key_value = tensors if kind == "cross" else (tensors[0], None)
+    biases = rows.biases(False)
+    opcheck(block_attention, (query, key_value, biases, 1, D_K))
+    with torch.no_grad():
+        result, weights = block_attention(query, key_value, biases, 1, D_K)
+        opcheck(block_attention_backward, (torch.ones_like(result), weights, query, key_value, biases, 1, D_K))
+
+
+def test_bias_by_hand() -> None:
+    """Two sentences and a dead row; queries may be of other lengths than keys."""
+    none = float("-inf")
+    query, key = torch.tensor([[0, 0, 1, NO_SENTENCE]]), torch.tensor([[0, 1, 1, NO_SENTENCE]])
+    cross = [[0, none, none, none], [0, none, none, none], [none, 0, 0, none], [0, 0, 0, 0]]
+    assert block_bias(query, key, False, torch.float32).tolist() == [cross]
+    own = [[0, none, none, none], [0, 0, none, none], [none, none, 0, none], [0, 0, 0, 0]]
+    assert block_bias(query, query, True, torch.float32).tolist() == [own]
+    assert block_bias(query, query, True, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_segments_of_the_three_attentions() -> None:
+    """The encoder reads the source, the decoder the target up to each token, and from there the source."""
+    [batch] = packed([[(3, 4), (5, 2)]]).micro_batches
+    encoder, decoder, cross = (one.biases[0] == 0 for one in packed_segments(batch, torch.float32))
+    assert encoder.shape == (64, 64)
+    source, target = batch.source_segments.tolist(), batch.target_segments.tolist()
+    assert (source.count(0), target.count(0), source.count(1), target.count(1)) == (3, 4, 5, 2)
+    for row in range(64):
+        for column in range(64):
+            dead = target[row] == NO_SENTENCE
+            assert encoder[row, column] == (source[row] == source[column] or source[row] == NO_SENTENCE)
+            assert decoder[row, column] == (dead or (target[row] == target[column] and column <= row))
+            assert cross[row, column] == (dead or target[row] == source[column])
+    [batch] = packed([[(3, 4), (5, 2)]], in_blocks=False).micro_batches
+    kinds = packed_segments(batch, torch.float32)
+    assert [(one.is_causal, one.biases, one.longest) for one in kinds] == [
+        (False, [], 5),
+        (True, [], 5),
+        (False, [], 5),
+    ]
+    starts = [[0, 3, 8], [0, 4, 6]]
+    for one, query, key in zip(kinds, (0, 1, 1), (0, 1, 0), strict=True):
+        assert one.query_offsets[:3].tolist() == starts[query]
+        assert one.key_offsets[:3].tolist() == starts[key]
+
+
+def test_both_attentions_of_the_network_run_in_blocks() -> None:
+    rows = make_rows([(2, 64)], same_keys=True)
+    [batch] = packed([[(3, 4)]]).micro_batches
+    segments = packed_segments(batch, torch.float64)[0]._replace(biases=rows.biases(True), is_causal=True)
+    [fused] = inputs(rows, "self")
+    expected = by_sentence(fused, None, rows, True)
+    size = HEADS * D_K
+    for found in (
+        self_attention(fused, segments, HEADS, D_K),
+        cross_attention(fused[:, :size].contiguous(), fused[:, size:].contiguous(), segments, HEADS, D_K),
+    ):
+        torch.testing.assert_close(found * live(rows), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "precision", "settings", "capability", "expected"),
+    [
+        ("cpu", "bf16-mixed", {}, (8, 0), True),
+        ("gpu", "bf16-mixed", {}, (8, 0), False),
+        ("cuda", "bf16-true", {}, (9, 0), False),
+        ("auto", "16-mixed", {}, (12, 0), False),
+        ("gpu", "16-true", {}, (7, 5), True),
+        ("gpu", "32-true", {}, (8, 0), True),
+        ("gpu", "64-true", {}, (8, 0), True),
+        ("gpu", "bf16-mixed", {"d_k": 32}, (8, 0), True),
+        ("gpu", "bf16-mixed", {"d_k": 32, "d_v": 32}, (8, 0), False),
+        ("gpu", "bf16-mixed", {"d_k": 20, "d_v": 20}, (8, 0), True),
+        ("gpu", "bf16-mixed", {"d_k": 256, "d_v": 256}, (8, 0), False),
+        ("gpu", "bf16-mixed", {"d_k": 264, "d_v": 264}, (8, 0), True),
+    ],
+)
+def test_what_flash_attention_cannot_take_is_in_blocks(
+    accelerator: str,
+    precision: str,
+    settings: dict[str, int],
+    capability: tuple[int, int],
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The paper's heads, d_k = d_v = 64, unless settings change them, on GPUs of several generations."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert needs_blocks(accelerator, precision, NetworkSettings(**settings)) is expected
