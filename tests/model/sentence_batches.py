@@ -1,5 +1,7 @@
 """Batches of random sentence pairs: packed for training, padded by plain loops for the reference."""
 
+import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +24,17 @@ Lengths = list[tuple[int, int]]
 
 
 def sentences(lengths: Lengths) -> list[tuple[list[int], list[int]]]:
-    """Return random pairs of these lengths, the same ones at each call, without end symbols."""
-    generator = torch.Generator().manual_seed(len(lengths))
-    return [
-        tuple(torch.randint(3, VOCABULARY, (length - 1,), generator=generator).tolist() for length in pair)  # type: ignore
-        for pair in lengths
-    ]
+    """Return random pairs of these lengths, without end symbols.
+
+    The n-th pair of a source and a target length is always the same, whatever the other pairs are.
+    """
+    pairs, counts = [], Counter[tuple[int, int]]()
+    for pair in lengths:
+        counts[pair] += 1
+        draws = random.Random(f"{pair} {counts[pair]}")
+        source, target = ([draws.randrange(3, VOCABULARY) for _ in range(length - 1)] for length in pair)
+        pairs.append((source, target))
+    return pairs
 
 
 def padded(lengths: Lengths, special: SpecialIds = SPECIAL) -> PaddedBatch:
@@ -63,7 +70,7 @@ def packed(micro_batches: list[Lengths], in_blocks: bool = True, **options: Any)
         rows.append(np.arange(start, start + len(one)))
         start += len(one)
     source, target = (max(sum(pair[side] for pair in one) for one in micro_batches) for side in (0, 1))
-    longest = max(max(pair) for one in micro_batches for pair in one)
+    longest = max((max(pair) for one in micro_batches for pair in one), default=1)
     # More dead tokens than the longest sentence has, on both sides.
     shape = RowShape(
         source + 2 * longest, target + 3 * longest, max(map(len, micro_batches)) + 9, longest, 1, in_blocks

@@ -25,7 +25,7 @@ from tests.model.search_truth import (
     make_sources,
     trained_network,
 )
-from tests.model.test_compilation import VOCABULARY, share_of
+from tests.model.sentence_batches import VOCABULARY, padded
 from tests.model.test_decoding import observed
 
 SOURCE = torch.tensor([[4, 5, EOS]])
@@ -98,14 +98,13 @@ def test_validation_searches_the_shortest_sentences_in_parts() -> None:
     settings = NetworkSettings(num_layers=1, d_model=16, d_ff=16, num_heads=2)
     torch.manual_seed(1)
     module = TranslationModule(VOCABULARY, special, settings, TrainingSettings(), DecodingSettings(), seed=1).eval()
-    share = share_of([(40, 2, 3)], masked=True)
-    [batch] = share.micro_batches
+    batch = padded([(2, 3)] * 39 + [(1, 2)])
     whole = BeamSearch(module.network, special.bos, special.eos, special.pad).eval()
     expected = whole.greedy(batch.source.long(), batch.source_mask, DecodingSettings().max_extra_tokens)
     network = module.network = observed(module.network)
     module.on_validation_epoch_start()
     with torch.no_grad():
-        pairs, tokens, lengths = module.validation_step(share, 0)
+        pairs, tokens, lengths = module.validation_step(batch, 0)
     assert max(network.batch_sizes) == 40 * 2 // SHORTEST
     assert pairs.tolist() == list(range(40))
     assert torch.equal(tokens, expected.tokens)

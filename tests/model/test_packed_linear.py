@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.cpu.linear import Linear
 from model.cpu.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
 from model.decoding import BeamSearch
 from model.packing import can_pack, pack_linears
@@ -68,7 +67,7 @@ def test_a_packed_network_finds_the_same(variant: str) -> None:
 def test_packed_layers_equal_torchs(kind: type[nn.Module], rows: int, num_products: int) -> None:
     """Large products use the packed weight and small ones the plain weight."""
     torch.manual_seed(1)
-    linear = Linear(512, 512)
+    linear = nn.Linear(512, 512)
     packed, x = kind(linear.weight, linear.bias), torch.randn(rows, 1, 512)
     for _ in range(2):
         with PackedProducts() as products:

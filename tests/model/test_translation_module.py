@@ -18,14 +18,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.data import DataLoader
 
-from data_module.batching.batch import MicroBatch, RankBatch, SpecialIds
+from data_module.batching.batch import PaddedBatch, RankBatch, SpecialIds
 from model.decoding import BeamSearch
 from model.lr_schedule import SCHEDULES
 from model.optimizer import OPTIMIZERS
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from model.translation_module import TranslationModule
-from tests.model.test_compilation import PAD, VOCABULARY, share_of
+from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, packed, padded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`"),
@@ -53,9 +53,15 @@ def _kernels_as_before() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
-def make_shares(count: int) -> list[RankBatch]:
-    """Return steps of several different micro-batches, every second step with padding."""
-    return [share_of([(20 + step, 3, 9), (15, 9, 7), (10, 4, 8)], masked=step % 2 == 1) for step in range(count)]
+def make_steps(count: int) -> list[list[Lengths]]:
+    """Return the sentences of several different micro-batches of each step."""
+    last: Lengths = [(4, 8), (1, 3), (5, 1)] * 4
+    return [[[(3 + step, 9), (9, 2)] * 10, [(9, 7)] * 15 + [(70, 30)], last] for step in range(count)]
+
+
+def make_shares(count: int, num_target_tokens: int = 300) -> list[RankBatch]:
+    """Return one rank's packed micro-batches of these steps. The other target tokens are those of other ranks."""
+    return [packed(step, num_target_tokens=num_target_tokens) for step in make_steps(count)]
 
 
 def make_module(
@@ -63,10 +69,9 @@ def make_module(
 ) -> TranslationModule:
     torch.manual_seed(3)
     network = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=dropout)
-    special = SpecialIds(pad=PAD, bos=1, eos=2)
     options = {"scale_loss": True} if scale_loss else {}
     return TranslationModule(
-        VOCABULARY, special, network, training, DecodingSettings(max_extra_tokens=3), seed, **options
+        VOCABULARY, SPECIAL, network, training, DecodingSettings(max_extra_tokens=3), seed, **options
     )
 
 
@@ -110,7 +115,7 @@ def fit(module: TranslationModule, shares: list[RankBatch], rank: int = 0, num_r
     return recorder.steps
 
 
-def sums_of(network: Transformer, batch: MicroBatch, label_smoothing: float) -> tuple[Tensor, Tensor, int]:
+def sums_of(network: Transformer, batch: PaddedBatch, label_smoothing: float) -> tuple[Tensor, Tensor, int]:
     """Return label-smoothed loss, negative log-likelihood and number of correct predictions over the target tokens."""
     states = network(batch.source, batch.target_input, batch.source_mask)
     logits, targets = network.logits(states).flatten(0, 1), batch.target_output.flatten().long()
@@ -120,17 +125,17 @@ def sums_of(network: Transformer, batch: MicroBatch, label_smoothing: float) -> 
 
 
 def train_plainly(
-    network: Transformer, shares: list[RankBatch], clip_norm: float | None = None, skipped_step: int | None = None
+    network: Transformer, num_target_tokens: int, clip_norm: float | None = None, skipped_step: int | None = None
 ) -> list[Step]:
-    """Train in a plain loop, with learning rates computed by hand."""
+    """Train on the sentences of all steps in a plain loop, on padded batches, with learning rates computed by hand."""
     network, steps = copy.deepcopy(network).train(), []
     optimizer = torch.optim.Adam(network.parameters(), betas=(0.8, 0.95), eps=0.01)
-    for number, (rate, share) in enumerate(zip(RATES, shares, strict=True), start=1):
-        sums = [sums_of(network, batch, label_smoothing=0.2) for batch in share.micro_batches]
+    for number, (rate, step) in enumerate(zip(RATES, make_steps(len(RATES)), strict=True), start=1):
+        sums = [sums_of(network, padded(lengths), label_smoothing=0.2) for lengths in step]
         smoothed, likelihood, correct = map(list, zip(*sums, strict=True))
         assert sum(correct[:-1]) > 0  # so the last micro-batch alone gives another sum
         optimizer.zero_grad()
-        (sum(smoothed) / share.num_target_tokens).backward()
+        (sum(smoothed) / num_target_tokens).backward()
         norm = clip_grad_norm_(network.parameters(), clip_norm if clip_norm is not None else math.inf)
         optimizer.param_groups[0]["lr"] = rate
         if number != skipped_step:
@@ -139,7 +144,7 @@ def train_plainly(
             "smoothed": sum(smoothed).detach(),
             "likelihood": sum(likelihood),
             "correct": sum(correct),
-            "tokens": share.num_target_tokens,
+            "tokens": num_target_tokens,
             "gradient_norm": norm,
         }
         steps.append(Step(output, parameters_to_vector(network.parameters()).detach()))
@@ -151,7 +156,7 @@ def test_training_equals_a_plain_loop(clip_norm: float | None, scale_loss: bool)
     """Weights, sums, gradient norm and learning rate of each step, with a scale_loss loss and without."""
     module = make_module(replace(TRAINING, gradient_clip_norm=clip_norm), scale_loss=scale_loss)
     shares = make_shares(len(RATES))
-    expected = train_plainly(module.network, shares, clip_norm)
+    expected = train_plainly(module.network, 300, clip_norm)
     found = fit(module, shares)
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # cuDNN would plan for every batch shape
     if clip_norm == 0.2:
@@ -168,7 +173,7 @@ def test_a_step_without_a_finite_gradient_is_skipped(scale_loss: bool) -> None:
     """Its batch and its learning rate are used up. Weights and moments do not change."""
     module = make_module(scale_loss=scale_loss)
     shares = make_shares(len(RATES))
-    expected = train_plainly(module.network, shares, skipped_step=2)
+    expected = train_plainly(module.network, 300, skipped_step=2)
     # One element of one parameter is enough.
     parameter = module.network.embedding.weight
     infinite = torch.zeros_like(parameter)
@@ -216,7 +221,7 @@ def test_an_optimizer_that_is_not_fused_gives_the_same_steps(scale_loss: bool, m
         replace(TRAINING, optimizer="plain_adam", schedule="listed", warmup_steps=9), scale_loss=scale_loss
     )
     shares = make_shares(len(RATES))
-    expected = train_plainly(module.network, shares, skipped_step=2)
+    expected = train_plainly(module.network, 300, skipped_step=2)
     parameter = module.network.embedding.weight
     parameter.register_hook(lambda gradient: gradient * (math.inf if module.global_step == 1 else 1.0))
     found = fit(module, shares)
@@ -227,10 +232,10 @@ def test_an_optimizer_that_is_not_fused_gives_the_same_steps(scale_loss: bool, m
 
 
 def test_a_rank_without_sentences_adds_nothing() -> None:
-    """It runs a sentence whose targets are ignored."""
-    module, [share] = make_module(), make_shares(1)
+    """It runs a micro-batch of dead tokens."""
+    module, share = make_module(), packed([[]], num_target_tokens=300)
     initial = parameters_to_vector(module.parameters()).detach()
-    [step] = fit(module, [replace(share, is_filler=True)])
+    [step] = fit(module, [share])
     assert torch.equal(step.weights, initial)
     for name in ("smoothed", "likelihood", "correct", "gradient_norm", "skipped"):
         assert float(step.output[name]) == 0, name
@@ -242,6 +247,44 @@ def test_gradients_are_those_of_which_ranks_take_the_mean() -> None:
     [alone], [one_of_three] = (fit(make_module(), make_shares(1), num_ranks=count) for count in (1, 3))
     assert float(one_of_three.output["gradient_norm"]) == pytest.approx(3 * float(alone.output["gradient_norm"]))
     assert one_of_three.output["smoothed"] == alone.output["smoothed"]
+
+
+def test_one_micro_batch_equals_many_and_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks take the mean of their gradients. With plain gradient descent it is the mean of their steps."""
+
+    def sgd(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters)
+
+    monkeypatch.setitem(OPTIMIZERS, "sgd", sgd)
+    [parts] = make_steps(1)
+    initial = parameters_to_vector(make_module().parameters()).detach()
+
+    def step(micro_batches: list[Lengths], num_ranks: int = 1) -> Tensor:
+        module, share = make_module(replace(TRAINING, optimizer="sgd")), packed(micro_batches, num_target_tokens=300)
+        assert len(share.micro_batches) == len(micro_batches)
+        return fit(module, [share], num_ranks=num_ranks)[0].weights - initial
+
+    whole = step([[pair for part in parts for pair in part]])
+    assert whole.norm() > 0.01
+    of_ranks = torch.stack([step([part], num_ranks=4) for part in (*parts, [])]).mean(0)
+    for found in (step(parts), of_ranks):
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_16_bits_stay_near_float32(dtype: torch.dtype, autocast: bool) -> None:
+    """With autocast, and with weights in 16 bits."""
+    [batch, *_] = make_shares(1)[0].micro_batches
+    gradients = []
+    for module in (make_module(), make_module() if autocast else make_module().to(dtype)):
+        with torch.autocast("cpu", dtype, enabled=autocast and bool(gradients)):
+            loss = module.losses(batch).smoothed
+        assert loss.dtype == torch.float32
+        gradients.append(parameters_to_vector(torch.autograd.grad(loss, list(module.parameters()))).float())
+    exact, low = gradients
+    assert not torch.equal(exact, low)
+    assert (low - exact).norm() < 0.03 * exact.norm()
 
 
 class _Exchanges(Callback):
@@ -291,16 +334,16 @@ def test_a_checkpoint_without_counts_begins_at_zero() -> None:
 
 def test_dropout_differs_between_ranks_steps_and_micro_batches() -> None:
     """Weights and micro-batches are the same in each step, so only dropout can make a difference."""
-    shares = [share_of([(2, 5, 6)] * 3, masked=False)] * 3
+    shares = [packed([[(5, 6), (5, 6)]] * 3)] * 3
     [batch, *others] = shares[0].micro_batches
-    shares[0].ids.copy_(shares[0].ids[: len(shares[0].ids) // 3].repeat(3))
     assert all(torch.equal(batch.source, other.source) for other in others)
 
     def run(rank: int, seed: int = 1) -> list[float]:
         """Return the sum of the decoder's absolute states for each micro-batch of each step."""
         module, sums = make_module(replace(TRAINING, learning_rate_factor=0.0), dropout=0.5, seed=seed), []
-        module.network.register_forward_hook(lambda *arguments: sums.append(float(arguments[2].detach().abs().sum())))
-        module.network.register_forward_hook(lambda *_: seeds.append(torch.initial_seed()))
+        last = module.network.decoder_norm
+        last.register_forward_hook(lambda *arguments: sums.append(float(arguments[2].detach().abs().sum())))
+        last.register_forward_hook(lambda *_: seeds.append(torch.initial_seed()))
         torch.manual_seed(rank)
         fit(module, shares, rank, num_ranks=2)
         return sums
@@ -319,18 +362,18 @@ def test_dropout_differs_between_ranks_steps_and_micro_batches() -> None:
 
 def test_validation_gives_means_over_all_target_tokens() -> None:
     module = make_module(dropout=0.5)
-    shapes = [(20, 7, 9), (30, 3, 4), (10, 9, 8)]
-    shares = [share_of([shape], masked=index > 0) for index, shape in enumerate(shapes)]
+    batches = [padded([(7, 9)] * 19 + [(7, 8)]), padded([(3, 4)] * 29 + [(2, 3)]), padded([(9, 8)] * 9 + [(8, 7)])]
+    assert [batch.source_mask is None for batch in batches] == [True, False, False]
     network = copy.deepcopy(module.network).eval()
     with torch.no_grad():
-        sums = [sums_of(network, share.micro_batches[0], label_smoothing=0.2) for share in shares]
+        sums = [sums_of(network, batch, label_smoothing=0.2) for batch in batches]
     num_tokens = [20 * 9 - 1, 30 * 4 - 1, 10 * 8 - 1]  # in each batch one target is a token shorter
     trainer = make_trainer()
     for first in (0, 1):  # the second validation must not include the first
         smoothed, likelihood, correct = (float(sum(column)) for column in zip(*sums[first:], strict=True))
         total = sum(num_tokens[first:])
         assert correct > 0
-        [found] = trainer.validate(module, DataLoader(shares[first:], batch_size=None), verbose=False)
+        [found] = trainer.validate(module, DataLoader(batches[first:], batch_size=None), verbose=False)
         assert found == pytest.approx(
             {
                 "validation/loss": smoothed / total,
@@ -346,18 +389,16 @@ def test_validation_gives_means_over_all_target_tokens() -> None:
 def test_validation_answers_are_those_of_greedy_search() -> None:
     """A batch of short sentences is searched in parts. The last part is one sentence with a shorter source."""
     module = make_module().eval()
-    share = share_of([(31, 3, 4)], masked=True)
     # Padding is not F.pad's default, 0.
     special = module.special = SpecialIds(pad=1, bos=0, eos=2)
-    share = replace(share, ids=share.ids.where(share.ids != PAD, special.pad), pad=special.pad)
-    share.ids[:31] = torch.arange(131, 100, -1)  # the pairs' indices in the corpus
+    indices = torch.arange(131, 100, -1)  # the pairs' indices in the corpus
+    batch = replace(padded([(3, 4)] * 30 + [(2, 3)], special), pairs=indices)
     module.on_validation_epoch_start()
     # Sums over more tokens than float32 can count.
     for total in module.validation_sums.values():
         total += 2**30 + 1
     with torch.no_grad():
-        pairs, tokens, lengths = module.validation_step(share, 0)
-    [batch] = share.micro_batches
+        pairs, tokens, lengths = module.validation_step(batch, 0)
     assert module.validation_sums["tokens"].item() == 2**30 + 1 + 31 * 4 - 1
     assert pairs.tolist() == list(range(131, 100, -1))
     source = batch.source.long()
