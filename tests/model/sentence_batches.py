@@ -55,7 +55,17 @@ def padded(lengths: Lengths, special: SpecialIds = SPECIAL) -> PaddedBatch:
     )
 
 
-def packed(micro_batches: list[Lengths], in_blocks: bool = True, **options: Any) -> RankBatch:
+def row_shape(micro_batches: list[Lengths], in_blocks: bool = True) -> RowShape:
+    """Return a shape for these micro-batches, with more dead tokens than the longest sentence has, on both sides."""
+    source, target = (max(sum(pair[side] for pair in one) for one in micro_batches) for side in (0, 1))
+    longest = max((max(pair) for one in micro_batches for pair in one), default=1)
+    segments = max(map(len, micro_batches)) + 9
+    return RowShape(source + 2 * longest, target + 3 * longest, segments, longest, 1, in_blocks)
+
+
+def packed(
+    micro_batches: list[Lengths], in_blocks: bool = True, shape: RowShape | None = None, **options: Any
+) -> RankBatch:
     """Return the pairs of each micro-batch as one rank's part of a step, whose target tokens are all its own."""
     corpus: Any = SimpleNamespace()
     pairs = [pair for lengths in micro_batches for pair in sentences(lengths)]
@@ -69,12 +79,7 @@ def packed(micro_batches: list[Lengths], in_blocks: bool = True, **options: Any)
     for one in micro_batches:
         rows.append(np.arange(start, start + len(one)))
         start += len(one)
-    source, target = (max(sum(pair[side] for pair in one) for one in micro_batches) for side in (0, 1))
-    longest = max((max(pair) for one in micro_batches for pair in one), default=1)
-    # More dead tokens than the longest sentence has, on both sides.
-    shape = RowShape(
-        source + 2 * longest, target + 3 * longest, max(map(len, micro_batches)) + 9, longest, 1, in_blocks
-    )
+    shape = shape or row_shape(micro_batches, in_blocks)
     num_tokens = sum(pair[1] for one in micro_batches for pair in one)
     return collate(corpus, rows, SPECIAL, shape, **{"num_target_tokens": num_tokens, **options})
 

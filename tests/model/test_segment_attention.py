@@ -60,7 +60,7 @@ class Rows(NamedTuple):
         for count, width in self.blocks:
             one = slice(row, row + count * width)
             sides = (side[one].view(count, width) for side in (self.query, self.key))
-            biases.append(block_bias(*sides, is_causal, dtype).flatten(0, 1))
+            biases.append(block_bias(*sides, is_causal, dtype))
             row = one.stop
         return biases
 
@@ -202,9 +202,9 @@ def test_bias_by_hand() -> None:
     none = float("-inf")
     query, key = torch.tensor([[0, 0, 1, NO_SENTENCE]]), torch.tensor([[0, 1, 1, NO_SENTENCE]])
     cross = [[0, none, none, none], [0, none, none, none], [none, 0, 0, none], [0, 0, 0, 0]]
-    assert block_bias(query, key, False, torch.float32).tolist() == [cross]
+    assert block_bias(query, key, False, torch.float32).tolist() == cross
     own = [[0, none, none, none], [0, 0, none, none], [none, none, 0, none], [0, 0, 0, 0]]
-    assert block_bias(query, query, True, torch.float32).tolist() == [own]
+    assert block_bias(query, query, True, torch.float32).tolist() == own
     assert block_bias(query, query, True, torch.bfloat16).dtype == torch.bfloat16
 
 
