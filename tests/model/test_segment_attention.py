@@ -32,7 +32,7 @@ LAYOUTS = {
     "one width": [(3, 64)],
     "two widths": [(5, 64), (2, 128)],
     "kept and not": [(1, 64), (2, 128), (1, 512)],
-    "not kept": [(2, 512)],
+    "not kept": [(3, 512)],
     "single": [(1, 64)],
 }
 assert 128 <= KEPT_WIDTH < 512
