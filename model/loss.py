@@ -101,66 +101,64 @@ def _forward(
     # The smoothing term needs each row's sum of logits. sum_v h . w_v is h . (sum_v w_v), so it needs no pass over the
     # logits. Its gradient, the same for every class, needs none either.
     weight_sum = weight.to(sum_dtype).sum(0)
-    smoothed = states.new_zeros((), dtype=sum_dtype)
-    likelihood = states.new_zeros((), dtype=sum_dtype)
-    num_correct = states.new_zeros((), dtype=sum_dtype)
-    grad_states = torch.empty_like(states) if with_gradient else None
+    target = targets.unsqueeze(1)
+    kept = (target != ignored_id).to(sum_dtype)
+    # Rows that are not kept are 0, so they add nothing to the gradient of the weight.
+    kept_states = states.to(sum_dtype) * kept
+    product_states = kept_states.to(product_dtype)
+    mean_logits = (kept_states @ weight_sum).unsqueeze(1) / vocabulary_size
+    grad_states = torch.empty_like(product_states) if with_gradient else None
     grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if with_gradient else None
-    kept_states_sum = torch.zeros_like(weight_sum)
 
+    # Only what reads logits is in this loop: each operation here is many kernels of a GPU.
     over_rows = _over_rows_in_cache if states.device.type == "cpu" else _over_rows
     chunk_rows = max(1, _CHUNK_LOGITS.get(states.device.type, 1 << 24) // vocabulary_size)
+    columns = []
     for start in range(0, num_rows, chunk_rows):
         rows = slice(start, min(start + chunk_rows, num_rows))
-        chunk, target = states[rows], targets[rows].unsqueeze(1)
-        product_chunk = chunk.to(product_dtype)
-        logits = product_chunk @ projection.t()
-        mean_logits = (chunk.to(sum_dtype) @ weight_sum).unsqueeze(1) / vocabulary_size
-        kept, target_loss, mean_loss, correct, difference = over_rows(
-            compiled, logits, target, mean_logits, epsilon, ignored_id, with_gradient
-        )
-        likelihood += (target_loss * kept).sum()
-        smoothed += (((1.0 - epsilon) * target_loss + epsilon * mean_loss) * kept).sum()
-        num_correct += (correct * kept).sum()
+        logits = product_states[rows] @ projection.t()
+        *results, difference = over_rows(compiled, logits, target[rows], sum_dtype, epsilon, with_gradient)
+        columns.append(results)
         if grad_states is not None and grad_weight is not None and difference is not None:
-            gradient = difference @ projection
-            grad_states[rows] = (gradient.to(sum_dtype) - weight_sum * (epsilon / vocabulary_size)) * kept
-            kept_chunk = chunk.to(sum_dtype) * kept
-            grad_weight += difference.t() @ kept_chunk.to(product_dtype)
-            kept_states_sum += kept_chunk.sum(0)
+            torch.mm(difference, projection, out=grad_states[rows])
+            grad_weight += difference.t() @ product_states[rows]
         del logits, difference  # free them before the next chunk allocates its own
+    largest, target_logits, most_probable = (torch.cat(column) for column in zip(*columns, strict=True))
+    # The largest probability is at least 1 / V, so its logarithm is finite.
+    log_normalizer = largest.to(sum_dtype) - most_probable.log()
+    target_loss, mean_loss = log_normalizer - target_logits, log_normalizer - mean_logits
     if grad_states is not None and grad_weight is not None:
-        grad_weight -= kept_states_sum * (epsilon / vocabulary_size)
-        ctx.save_for_backward(grad_states, grad_weight.to(weight.dtype))
+        mean_gradient = weight_sum * (epsilon / vocabulary_size)
+        grad_weight -= kept_states.sum(0) * (epsilon / vocabulary_size)
+        ctx.save_for_backward(
+            ((grad_states.to(sum_dtype) - mean_gradient) * kept).to(states.dtype), grad_weight.to(weight.dtype)
+        )
+    smoothed = (((1.0 - epsilon) * target_loss + epsilon * mean_loss) * kept).sum()
+    likelihood, num_correct = (target_loss * kept).sum(), ((target_logits == largest) * kept).sum()
     ctx.mark_non_differentiable(likelihood, num_correct)
     ctx.set_materialize_grads(False)
     return smoothed, likelihood, num_correct
 
 
 def _over_classes(
-    logits: Tensor, target: Tensor, mean_logits: Tensor, epsilon: float, ignored_id: int, with_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute everything that reads a chunk of logits.
 
     Args:
         logits: products of states and weights [rows, V].
         target: int64 [rows, 1].
-        mean_logits: mean of the logits over the classes [rows, 1], in the dtype of the sums.
+        sum_dtype: dtype of the probabilities.
         epsilon: the label smoothing.
-        ignored_id: id of the padding symbol.
         with_gradient: compute the last result, which is None otherwise.
 
     Returns:
-        Five tensors. The first four are [rows, 1]: 1 for a token and 0 for padding; the target's negative
-        log-likelihood; the mean of all classes' negative log-likelihoods; whether the target is the most probable
-        class. The last one is d smoothed / d logits [rows, V] without its term -epsilon / V.
+        Four tensors. The first three are [rows, 1]: the largest logit, the target's logit, and the probability of the
+        most probable class. The last one is d smoothed / d logits [rows, V] without its term -epsilon / V.
     """
-    sum_dtype = mean_logits.dtype
-    kept = (target != ignored_id).to(sum_dtype)
     probabilities = torch.softmax(logits, -1, dtype=sum_dtype)
-    # The largest probability is at least 1 / V, so its logarithm is finite.
     largest, target_logits = logits.amax(-1, keepdim=True), logits.gather(1, target)
-    log_normalizer = largest.to(sum_dtype) - probabilities.amax(-1, keepdim=True).log()
+    most_probable = probabilities.amax(-1, keepdim=True)
     difference: Tensor | None = None
     if with_gradient:
         # d loss / d logits = p - (1 - epsilon) onehot - epsilon / V. `_forward` adds the last term.
@@ -168,29 +166,28 @@ def _over_classes(
             is_target = torch.arange(logits.size(1), device=logits.device) == target  # fused, so not stored
             difference = (probabilities + is_target * (epsilon - 1.0)).to(logits.dtype)
         else:
-            probabilities.scatter_add_(1, target, kept.new_full(target.shape, epsilon - 1.0))
+            probabilities.scatter_add_(1, target, probabilities.new_full(target.shape, epsilon - 1.0))
             difference = probabilities.to(logits.dtype)
-    target_loss = log_normalizer - target_logits.to(sum_dtype)
-    return kept, target_loss, log_normalizer - mean_logits, target_logits == largest, difference
+    return largest, target_logits, most_probable, difference
 
 
-def _over_rows(compiled: bool, logits: Tensor, target: Tensor, mean_logits: Tensor, *options: Any) -> Any:
+def _over_rows(compiled: bool, logits: Tensor, target: Tensor, *options: Any) -> Any:
     """Call `_over_classes`, compiled or not."""
     if not compiled or logits.size(0) == 1:  # the compiler treats a size of 1 as a constant
-        return _over_classes(logits, target, mean_logits, *options)
-    for tensor in (logits, target, mean_logits):
+        return _over_classes(logits, target, *options)
+    for tensor in (logits, target):
         mark_dynamic(tensor, 0)
-    return _compiled_over_classes()(logits, target, mean_logits, *options)
+    return _compiled_over_classes()(logits, target, *options)
 
 
-def _over_rows_in_cache(compiled: bool, logits: Tensor, target: Tensor, mean_logits: Tensor, *options: Any) -> Any:
+def _over_rows_in_cache(compiled: bool, logits: Tensor, target: Tensor, sum_dtype: torch.dtype, *options: Any) -> Any:
     """Call `_over_rows` for a few rows at a time, and overwrite their logits with the gradient."""
     num_rows = max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1)))
     columns, difference = [], None
     for start in range(0, logits.size(0), num_rows):
         rows = slice(start, start + num_rows)
-        part = logits[rows].to(mean_logits.dtype)
-        *results, difference = _over_rows(compiled, part, target[rows], mean_logits[rows], *options)
+        part = logits[rows].to(sum_dtype)
+        *results, difference = _over_rows(compiled, part, target[rows], sum_dtype, *options)
         columns.append(results)
         if difference is not None:
             logits[rows] = difference
