@@ -107,6 +107,8 @@ def _forward(
     kept_states = states.to(sum_dtype) * kept
     product_states = kept_states.to(product_dtype)
     mean_logits = (kept_states @ weight_sum).unsqueeze(1) / vocabulary_size
+    kept_states_sum = kept_states.sum(0)
+    del kept_states
     grad_states = torch.empty_like(product_states) if with_gradient else None
     grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if with_gradient else None
 
@@ -129,7 +131,7 @@ def _forward(
     target_loss, mean_loss = log_normalizer - target_logits, log_normalizer - mean_logits
     if grad_states is not None and grad_weight is not None:
         mean_gradient = weight_sum * (epsilon / vocabulary_size)
-        grad_weight -= kept_states.sum(0) * (epsilon / vocabulary_size)
+        grad_weight -= kept_states_sum * (epsilon / vocabulary_size)
         ctx.save_for_backward(
             ((grad_states.to(sum_dtype) - mean_gradient) * kept).to(states.dtype), grad_weight.to(weight.dtype)
         )
