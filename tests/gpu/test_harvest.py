@@ -3,6 +3,7 @@
 import fcntl
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch.autograd import DeviceType
 
 from tests.gpu.harvest.__main__ import run_one
-from tests.gpu.harvest.batches import LENGTHS, Shares
+from tests.gpu.harvest.batches import LAYOUTS, NUM_STEPS, SPECIAL, STEP_TOKENS, Shares
 from tests.gpu.harvest.gpu_tests import run_tests
 from tests.gpu.harvest.job import Job
 from tests.gpu.harvest.measurement import kernels_of
@@ -44,7 +45,7 @@ def test_every_stage_writes_its_results(tmp_path: Path) -> None:
     assert all(one["tokens_per_second"] > 0 for one in found(output, "decoding"))
     steps = [one for one in found(output, "base") if one["name"] == "step"]
     assert [(one["compiled"], one["micro_batches"]) for one in steps] == [
-        (c, m) for c in (False, True) for m in LENGTHS
+        (c, m) for c in (False, True) for m in LAYOUTS
     ]
     for one in steps:
         assert one["step_milliseconds"] > 0
@@ -52,6 +53,7 @@ def test_every_stage_writes_its_results(tmp_path: Path) -> None:
         rate = 1000 * one["flops_per_step"] / one["step_milliseconds"]
         assert one["mfu"] == pytest.approx(rate / rates[1]["flops_per_second"], rel=1e-3)
         assert one["product_flops_per_second"] == rates[1]["flops_per_second"]
+        assert 0 < one["real_tokens"] <= 2 * 60 < one["row_tokens"]
     # The report contains all results.
     report = write_report(
         output, {"revision": "x"}, {"base": {"outcome": "done"}}, Results(output.with_suffix(".jsonl"))
@@ -60,7 +62,7 @@ def test_every_stage_writes_its_results(tmp_path: Path) -> None:
     assert report["stages"]["base"]["refused"] == 0
     assert report["torch"] == torch.__version__
     assert report["stages"]["base"]["outcome"] == "done"
-    assert report["stages"]["base"]["results"][-1]["micro_batches"] == "one of 25,000, padded"
+    assert report["stages"]["base"]["results"][-1]["micro_batches"] == "one of 25,000, in blocks"
 
 
 def test_the_tests_outcomes_are_written_one_by_one(tmp_path: Path) -> None:
@@ -148,17 +150,32 @@ def test_all_limits_together_are_less_than_nine_minutes() -> None:
     assert sum(LIMITS.values()) < 9 * 60
 
 
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_synthetic_shares_are_what_they_say(name: str) -> None:
     shares = Shares(name, pieces=50)
-    share = next(iter(shares))
+    assert shares.shape.in_blocks == name.endswith("in blocks")
     source, target = shares.lengths()
-    batches = share.micro_batches
-    assert len(batches) == (8 if name.startswith("eight") else 1)
-    for side, tokens in ((source, "source"), (target, "target_output")):
-        assert 0.93 * 25_000 < side.sum() <= 25_000
-        real = [(getattr(batch, tokens) != share.pad).sum(1) for batch in batches]
-        assert torch.cat(real).tolist() == side.tolist()
-    assert share.num_target_tokens == target.sum()
-    assert share.num_tokens == source.sum() + target.sum()
-    assert all((batch.source_mask is not None) == name.endswith("padded") for batch in batches)
+    steps = list(islice(shares, NUM_STEPS + 1))
+    assert steps[-1] is steps[0]
+    assert len({tuple(step.ids.tolist()) for step in steps}) == NUM_STEPS
+    for step in steps[:NUM_STEPS]:
+        batches = step.micro_batches
+        assert len(batches) == (8 if name.startswith("eight") else 1)
+        for lengths, ids, positions in (
+            (source, "source", "source_positions"),
+            (target, "target_output", "target_positions"),
+        ):
+            assert 0.93 * STEP_TOKENS < lengths.sum() <= STEP_TOKENS
+            rows = [getattr(batch, ids) for batch in batches]
+            # The end symbol is a sentence's last token, so its position is the length less one.
+            ends = [getattr(batch, positions)[row == SPECIAL.eos] for batch, row in zip(batches, rows, strict=True)]
+            assert sorted((torch.cat(ends) + 1).tolist()) == sorted(lengths.tolist())
+            assert sum(int((row != SPECIAL.pad).sum()) for row in rows) == lengths.sum()
+        assert step.num_target_tokens == target.sum()
+        assert step.num_tokens == source.sum() + target.sum()
+
+
+def test_synthetic_shares_are_in_blocks_on_a_cpu() -> None:
+    for name in LAYOUTS:
+        shares = Shares(name, pieces=50, tokens=600, on_gpu=False)
+        assert all(batch.blocks for share in islice(shares, 2) for batch in share.micro_batches)

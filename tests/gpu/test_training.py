@@ -1,6 +1,7 @@
 """Properties of training on a GPU. Each test also runs on the CPU, as far as it applies."""
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,22 +13,36 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
-from data_module.batching.batch import SpecialIds
+from data_module.batching.batch import RankBatch
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
+from model.segment_attention import needs_blocks
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.ema import EMA
 from pipeline.monitoring.training_monitor import TrainingMonitor
+from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.stopwatch import PeakMemory
 from pipeline.training.precision import precision_plugin
-from tests.model.test_compilation import DEVICES, PAD, VOCABULARY, share_of
+from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, packed, padded
 
-SPECIAL = SpecialIds(pad=PAD, bos=1, eos=2)
-SHAPES = [(5, 9, 7), (3, 20, 24), (1, 6, 6)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NETWORK = NetworkSettings(num_layers=1, d_model=128, d_ff=64, num_heads=2, dropout=0.0)
+"""Its heads have a size that every kernel supports."""
+LENGTHS = [[(9, 7)] * 5, [(20, 24), (3, 3), (19, 70)], [(6, 6)]]
+"""Source and target length of the pairs of each micro-batch; the longest needs a block of the second width."""
+LAYOUTS = [
+    ("cpu", "padded"),
+    ("cpu", "in blocks"),
+    pytest.param("cuda", "padded", marks=pytest.mark.gpu),
+    pytest.param("cuda", "in blocks", marks=pytest.mark.gpu),
+]
+"""Sentences lie end to end in 16 bits on a GPU only."""
+END_TO_END = pytest.param("cuda", "end to end", marks=pytest.mark.gpu)
 
 
 @pytest.fixture(autouse=True)
@@ -52,35 +67,28 @@ def corpus_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def module(device: str, compiled: bool = False, scale_loss: bool = False) -> Any:
-    """Return a module as `fit` prepares it, with heads of a size that every kernel supports."""
+    """Return a module as `fit` prepares it."""
     torch.manual_seed(3)
-    settings = NetworkSettings(num_layers=1, d_model=128, d_ff=64, num_heads=2, dropout=0.0)
     training = TrainingSettings(gradient_clip_norm=1.0)
-    made = TranslationModule(VOCABULARY, SPECIAL, settings, training, DecodingSettings(), 1, compiled, scale_loss)
+    made = TranslationModule(VOCABULARY, SPECIAL, NETWORK, training, DecodingSettings(), 1, compiled, scale_loss)
     made.on_fit_start()
     return made.to(device).train()
 
 
 class _NoWaiting(Callback):
-    """After all kinds of batches have occurred, makes synchronization with the GPU an error."""
+    """After a few batches, makes synchronization with the GPU an error."""
 
-    steps = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run each kind of length that needs a graph of its own, since the corpus may contain some of them late."""
-        for masked in (False, True):
-            share = share_of([(3, source, target) for source in (8, 9) for target in (8, 9)], masked)
-            for batch in share.to(pl_module.device).micro_batches:
-                with trainer.precision_plugin.train_step_context():
-                    pl_module.losses(batch).smoothed.backward()
-        pl_module.zero_grad()
+    steps = micro_batches = 0
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 10 and trainer.strategy.root_device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RankBatch, batch_idx: int
+    ) -> None:
         self.steps += 1
+        self.micro_batches += len(batch.shapes)
         if trainer.global_step == trainer.max_steps and trainer.strategy.root_device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
 
@@ -88,15 +96,23 @@ class _NoWaiting(Callback):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("compiled", "precision"),
-    [(False, "bf16-mixed"), (False, "16-mixed"), pytest.param(True, "bf16-mixed", marks=pytest.mark.slow)],
+    [
+        (False, "bf16-mixed"),
+        (False, "16-mixed"),
+        (False, "32-true"),
+        pytest.param(True, "bf16-mixed", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: str, corpus_folder: Path) -> None:
-    """Covers loader, copy, micro-batches with and without mask, loss, clipping, Adam, EMA, Lightning and monitor."""
-    data = TranslationDataModule(corpus_folder, BatchSettings(batch_tokens=400, group_tokens=100), SPECIAL, seed=1)
+    """Covers loader, copy, micro-batches in blocks and end to end, loss, clipping, Adam, EMA, Lightning and monitor."""
+    batches = BatchSettings(batch_tokens=400, max_tokens_per_device=160)
+    in_blocks = needs_blocks(device, precision, NETWORK)
+    assert in_blocks == (device == "cpu" or precision == "32-true")
+    data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1, in_blocks=in_blocks)
     watch = _NoWaiting()
     float16 = precision_plugin({"precision": precision, "accelerator": device})
     trainer = Trainer(
@@ -121,6 +137,7 @@ def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: st
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert watch.steps == 16
+    assert watch.micro_batches >= 2 * 16
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -131,18 +148,52 @@ def test_training_batches_are_in_memory_that_a_gpu_copies_by_itself(device: str,
         assert share.to(device, non_blocking=True).ids.device.type == device
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+@pytest.mark.parametrize(("device", "layout"), [*LAYOUTS[1::2], END_TO_END])
+def test_kernels_of_packed_rows(device: str, layout: str) -> None:
+    """The encoder and both attentions of the decoder take the kernel of the layout, forward and backward."""
+    made = module(device)
+    [batch] = packed([LENGTHS[1]], in_blocks=layout == "in blocks").to(device).micro_batches
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.autocast(device, torch.bfloat16):
+        made.losses(batch).smoothed.backward()
+    calls = Counter(event.name for event in profiler.events())
+    flash = ["aten::_flash_attention_forward", "aten::_flash_attention_backward"]
+    blocks = ["attention_pipeline::block_attention", "attention_pipeline::block_attention_backward"]
+    assert [calls[name] for name in flash] == [3 * (layout == "end to end")] * 2
+    assert [calls[name] for name in blocks] == [3 * (layout == "in blocks")] * 2
+    assert calls["aten::scaled_dot_product_attention"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_all_batches_of_a_gpu_share_one_graph() -> None:
+    """Whatever their sentences are, and however many."""
+    made = module("cuda", compiled=True)
+    draws = np.random.default_rng(1)
+    micro_batches = [
+        [(source, target) for source, target in draws.integers(2, 40, (count, 2)).tolist()] for count in range(1, 21)
+    ]
+    with Compilations() as compilations:
+        for batch in packed(micro_batches, in_blocks=False).to("cuda").micro_batches:
+            with torch.autocast("cuda", torch.bfloat16):
+                made.states(batch).sum().backward()
+    assert compilations.num_graphs == 1
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_batches_without_a_mask_take_the_flash_kernel(device: str) -> None:
+def test_padded_batches_without_a_mask_take_the_flash_kernel(device: str) -> None:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     made = module(device)
     head = torch.zeros(3, 2, 7, 64, dtype=dtype, device=device, requires_grad=True)
     for causal in (False, True):
         assert torch._fused_sdp_choice(head, head, head, is_causal=causal) == SDPBackend.FLASH_ATTENTION.value
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast(device, dtype, enabled=device == "cuda"):
-        for batch in share_of(SHAPES, masked=False).to(device).micro_batches:
+        for lengths in (LENGTHS[0], LENGTHS[2]):
+            batch = padded(lengths).to(device)
+            assert batch.source_mask is None
             made.losses(batch).smoothed.backward()
         if device == "cuda":  # shows that no other kernel was enabled
-            masked = share_of(SHAPES, masked=True).to(device).micro_batches[0]
+            masked = padded(LENGTHS[1]).to(device)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch warns why each kernel was not used
                 with pytest.raises(RuntimeError, match="No available kernel"):
@@ -150,11 +201,14 @@ def test_batches_without_a_mask_take_the_flash_kernel(device: str) -> None:
 
 
 def loss_and_gradient(
-    made: TranslationModule, device: str, masked: bool, low: torch.dtype | None = None
+    made: TranslationModule, device: str, layout: str, low: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     made.zero_grad()
     total = torch.zeros((), device=device)
-    for batch in share_of(SHAPES, masked).to(device).micro_batches:
+    batches: Any = [padded(lengths).to(device) for lengths in LENGTHS]
+    if layout != "padded":  # the same random sentences
+        batches = packed(LENGTHS, in_blocks=layout == "in blocks").to(device).micro_batches
+    for batch in batches:
         with torch.autocast(device, low, enabled=low is not None):
             sums = made.losses(batch)
         sums.smoothed.backward()
@@ -163,27 +217,26 @@ def loss_and_gradient(
     return total.cpu(), torch.cat(gradients).cpu()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("device", "layout"), [*LAYOUTS, END_TO_END])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_stay_near_float32(device: str, masked: bool, dtype: torch.dtype) -> None:
-    exact, exact_gradient = loss_and_gradient(module("cpu"), "cpu", masked)
-    low, low_gradient = loss_and_gradient(module(device), device, masked, dtype)
+def test_16_bits_stay_near_float32(device: str, layout: str, dtype: torch.dtype) -> None:
+    exact, exact_gradient = loss_and_gradient(module("cpu"), "cpu", "padded")
+    low, low_gradient = loss_and_gradient(module(device), device, layout, dtype)
     torch.testing.assert_close(low, exact, rtol=0.005, atol=0)
     assert (low_gradient - exact_gradient).norm() < 0.03 * exact_gradient.norm()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_float32_is_the_cpus_with_masks_and_without(device: str) -> None:
-    for masked in (False, True):
-        exact, exact_gradient = loss_and_gradient(module("cpu").double(), "cpu", masked)
-        found, gradient = loss_and_gradient(module(device), device, masked)
-        torch.testing.assert_close(found, exact, rtol=1e-5, atol=0, check_dtype=False)
-        assert (gradient - exact_gradient).norm() < 1e-4 * exact_gradient.norm()
+@pytest.mark.parametrize(("device", "layout"), LAYOUTS)
+def test_float32_is_the_cpus(device: str, layout: str) -> None:
+    exact, exact_gradient = loss_and_gradient(module("cpu").double(), "cpu", "padded")
+    found, gradient = loss_and_gradient(module(device), device, layout)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=0, check_dtype=False)
+    assert (gradient - exact_gradient).norm() < 1e-4 * exact_gradient.norm()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")
 def test_the_loss_takes_less_than_a_gigabyte(device: str, compiled: bool) -> None:
     """At the paper's size on a GPU. A small size on the CPU checks the measurement."""
     tokens, d_model, pieces = (25_000, 512, 37_000) if device == "cuda" else (4_000, 16, 9_000)

@@ -2,65 +2,85 @@
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from data_module.batching.batch import RankBatch, SpecialIds
+from data_module.batching.batch import RankBatch, SpecialIds, collate
+from data_module.batching.rank_rows import rank_rows, row_shape
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
-# No length is a multiple of 8: such lengths need graphs of their own, which would take too long to compile.
-LENGTHS = {
-    "one of 25,000": [(27, 27)],
-    "eight of 3,125": [(13, 14), (18, 19), (22, 23), (25, 26), (29, 30), (34, 35), (42, 43), (60, 61)],
-    "one of 25,000, padded": [(27, 27)],
-}
-"""Source and target length of each micro-batch of a step."""
 STEP_TOKENS = 25_000
+LONGEST = 120
+MEAN_LENGTH = 27
+NUM_STEPS = 4
+
+
+class Layout(NamedTuple):
+    """How the pairs of a step are packed."""
+
+    micro_batches: int = 1
+    in_blocks: bool = False
+
+
+LAYOUTS = {
+    "one of 25,000": Layout(),
+    "eight of 3,125": Layout(micro_batches=8),
+    "one of 25,000, in blocks": Layout(in_blocks=True),
+}
 
 
 class Shares:
-    """An endless loader of a few different steps with the same shapes."""
+    """An endless loader of a few different steps, whose pairs have the same lengths."""
 
-    def __init__(self, name: str, pieces: int, tokens: int = STEP_TOKENS, pin: bool = False) -> None:
-        self.padded = name.endswith("padded")
-        lengths = LENGTHS[name]
-        of_each = tokens // len(lengths)
-        self.shapes = [(max(2, of_each // max(pair)), *pair) for pair in lengths]
-        shares = [self._share(pieces, seed) for seed in range(4)]
-        self._shares = [share.pin_memory() for share in shares] if pin else shares
+    def __init__(self, name: str, pieces: int, tokens: int = STEP_TOKENS, on_gpu: bool = True) -> None:
+        """Make the steps. Without a GPU all are in blocks, since nothing else runs on a CPU."""
+        layout = LAYOUTS[name]
+        self._lengths = _lengths(tokens)
+        longest = int(max(side.max() for side in self._lengths))
+        # A row has 5 % more than an even share, and the next multiple of 128.
+        limit = None if layout.micro_batches == 1 else max(1.1 * tokens / layout.micro_batches + 160, longest + 160)
+        self.shape = row_shape(
+            (self._lengths[0].mean(), self._lengths[1].mean()),
+            longest,
+            batch_tokens=tokens,
+            max_tokens_per_device=None if limit is None else int(limit),
+            world_size=1,
+            in_blocks=layout.in_blocks or not on_gpu,
+        )
+        shares = [self._share(pieces, seed) for seed in range(NUM_STEPS)]
+        self._shares = [share.pin_memory() for share in shares] if torch.cuda.is_available() else shares
 
     def __iter__(self) -> Iterator[RankBatch]:
         return itertools.cycle(self._shares)
 
     def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return source and target lengths of a step's pairs, without padding."""
-        source, target = (np.repeat([s[i] for s in self.shapes], [s[0] for s in self.shapes]) for i in (1, 2))
-        if self.padded:
-            source[::2] -= 1
-        return source, target
+        """Return source and target lengths of a step's pairs, including the end symbol."""
+        return self._lengths
 
     def _share(self, pieces: int, seed: int) -> RankBatch:
-        draws = torch.Generator().manual_seed(seed)
-        parts = []
-        for pairs, source_length, target_length in self.shapes:
-            source = torch.randint(4, pieces, (pairs, source_length), generator=draws)
-            source[:, -1] = SPECIAL.eos
-            if self.padded:
-                source[::2, -2], source[::2, -1] = SPECIAL.eos, SPECIAL.pad
-            target = torch.randint(4, pieces, (pairs, target_length + 1), generator=draws)
-            target[:, 0], target[:, -1] = SPECIAL.bos, SPECIAL.eos
-            parts += [torch.arange(pairs), source.flatten(), target.flatten()]
-        source_lengths, target_lengths = self.lengths()
-        return RankBatch(
-            ids=torch.cat(parts).int(),
-            shapes=self.shapes,
-            pad=SPECIAL.pad,
-            is_filler=False,
-            num_target_tokens=int(target_lengths.sum()),
-            epoch=0,
-            index=0,
-            num_batches=1,
-            one_length=[not self.padded] * len(self.shapes),
-            num_tokens=int(source_lengths.sum() + target_lengths.sum()),
-        )
+        draws = np.random.default_rng(seed)
+        order = draws.permutation(len(self._lengths[0]))
+        source, target = (side[order] for side in self._lengths)
+        corpus: Any = SimpleNamespace(source=_store(source, pieces, draws), target=_store(target, pieces, draws))
+        [rows] = rank_rows(source, target, self.shape, 1)
+        return collate(corpus, rows, SPECIAL, self.shape, num_target_tokens=int(target.sum()))
+
+
+def _lengths(tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return lengths of pairs with at most `tokens` a side, spread like those of sentences."""
+    draws = np.random.default_rng(1)
+    most = 2 * tokens // MEAN_LENGTH + 2
+    longest = min(LONGEST, tokens // 3)
+    source = np.clip(draws.gamma(2.5, MEAN_LENGTH / 2.5, most).astype(np.int64), 2, longest)
+    target = np.clip(source + draws.integers(-3, 4, most), 2, longest)
+    count = int((np.maximum(source.cumsum(), target.cumsum()) <= tokens).sum())
+    return source[:count], target[:count]
+
+
+def _store(lengths: np.ndarray, pieces: int, draws: np.random.Generator) -> SimpleNamespace:
+    """Return random sentences of these lengths, which include the end symbol, in place of a side of a corpus."""
+    tokens = draws.integers(4, pieces, int((lengths - 1).sum()), dtype=np.int32)
+    return SimpleNamespace(tokens=tokens, lengths=lengths - 1, offsets=np.cumsum([0, *(lengths - 1)]))

@@ -12,7 +12,7 @@ from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.flops import training_flops
 from pipeline.profiling.machine import MatrixProduct
 from pipeline.runtime.console import quiet_lightning
-from tests.gpu.harvest.batches import LENGTHS, SPECIAL, Shares
+from tests.gpu.harvest.batches import LAYOUTS, SPECIAL, Shares
 from tests.gpu.harvest.job import Job, per_second
 from tests.gpu.harvest.measurement import Measurement
 
@@ -34,8 +34,8 @@ def run(job: Job) -> None:
         module = TranslationModule(
             pieces, SPECIAL, network, TrainingSettings(), DecodingSettings(), seed=1, compiled=compiled
         )
-        for name in LENGTHS:
-            shares = Shares(name, pieces, tokens, pin=job.device.type == "cuda")
+        for name in LAYOUTS:
+            shares = Shares(name, pieces, tokens, on_gpu=job.device.type == "cuda")
             about = {"micro_batches": name, "compiled": compiled}
             job.attempt("step", lambda m=module, s=shares, a=about: _train(job, m, s, a, best), **about)
 
@@ -62,10 +62,13 @@ def _train(
         )
         trainer.fit(module, train_dataloaders=shares)
     source, target = shares.lengths()
+    share = next(iter(shares))
     flops = training_flops(module.network_settings, module.network.vocabulary_size, source, target)
     rate = per_second(flops, measurement.step_milliseconds)
     return {
         **measurement.figures,
+        "real_tokens": share.num_tokens,
+        "row_tokens": share.num_row_tokens,
         "target_tokens_per_second": per_second(float(target.sum()), measurement.step_milliseconds),
         "flops_per_step": flops,
         "flops_per_second": rate,
