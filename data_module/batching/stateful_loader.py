@@ -28,6 +28,9 @@ NEVER_ENDS = 1 << 40
 PLAN_VERSION = 2
 """Version of the plan of an epoch. A position is only valid for the version that made it; 0.1.0 did not save it."""
 
+_PARENT_CHECK_SECONDS = 2.0
+"""How often a worker looks whether the training process still runs."""
+
 log = logging.getLogger(__name__)
 
 
@@ -193,21 +196,27 @@ def signals_blocked() -> Iterator[None]:
 
 
 def _ignore_signals(_worker: int) -> None:
-    """Ignore all signals but the SIGTERM by which the training process terminates its workers.
+    """Ignore all signals but the SIGTERM by which the training process terminates its workers; end with that process.
 
     SLURM sends its warnings to workers as well, and so does a terminal with Ctrl-C. If a worker died of them, the
     training process would fail before it has saved a checkpoint.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):  # not Linux, so no SLURM
+    if not hasattr(signal, "sigtimedwait"):  # not Linux, so no SLURM
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_exit_on_sigterm, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
 
 
-def _exit_on_sigterm(trainer: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
-        pass
+def _exit_with(trainer: int) -> None:
+    """Exit on a SIGTERM of the training process, or when that process has ended.
+
+    PyTorch's own check is not enough: a worker whose batch no one reads waits for ever to write it.
+    """
+    while os.getppid() == trainer:
+        received = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_SECONDS)
+        if received is not None and received.si_pid == trainer:
+            break
     os._exit(0)
