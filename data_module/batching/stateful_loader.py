@@ -8,13 +8,16 @@ import itertools
 import logging
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data_module.batching.batch import RankBatch, SpecialIds, collate
@@ -30,6 +33,9 @@ PLAN_VERSION = 2
 
 _PARENT_CHECK_SECONDS = 2.0
 """How often a worker looks whether the training process still runs."""
+
+_COLLECTIVES_END_SECONDS = 0.1
+"""How long to wait before forking workers on Python 3.11. Without other processes it takes some microseconds."""
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +143,7 @@ class StatefulLoader(DataLoader[RankBatch]):
 
     def __iter__(self) -> Iterator[RankBatch]:  # type: ignore[override]
         self._rank_batches.seek(*self._position)
+        _wait_for_collectives_to_end()
         with signals_blocked():
             batches = super().__iter__()
         while True:
@@ -172,6 +179,16 @@ class StatefulLoader(DataLoader[RankBatch]):
                     " epoch %d is left out, and training goes on with epoch %d",
                     *(state["epoch"] + 1, state["epoch"] + 2),
                 )
+
+
+def _wait_for_collectives_to_end() -> None:
+    """Give the process group's threads time to release the tensors of the last collective, before workers are forked.
+
+    To release one they register with the interpreter. Python 3.11 does not make that lock anew in a forked child
+    (3.12 does), so that a worker forked in this moment waits for it for ever.
+    """
+    if sys.version_info < (3, 12) and dist.is_initialized():
+        time.sleep(_COLLECTIVES_END_SECONDS)
 
 
 def identity(batch: RankBatch) -> RankBatch:
