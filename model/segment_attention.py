@@ -2,8 +2,8 @@
 
 Shapes: R rows of queries and M rows of keys, H heads, K d_k, V d_v. A row is a token.
 
-There are two layouts. Sentences end to end, as `Segments.offsets` describe them, go to PyTorch's variable-length flash
-attention, on a GPU. In blocks, as `Segments.biases` describe them, no sentence crosses the border of a block, and a
+There are two layouts. Sentences end to end, as `Segments.offsets` describe them, go to Triton kernels
+(`model/gpu/segment_kernels.py`) or to PyTorch's variable-length flash attention, on a GPU. In blocks, as `Segments.biases` describe them, no sentence crosses the border of a block, and a
 block of the target holds the sentences of the same block of the source. Attention is then a product of whole blocks in
 which a bias hides other sentences. On a CPU this is faster than products of single sentences, although most of a block
 is hidden: products, softmax and copies run on full vectors.
@@ -34,6 +34,8 @@ class Segments(NamedTuple):
     longest: int
     """Maximum number of rows of a segment."""
     is_causal: bool
+    triton: list[Tensor]
+    """The argument `segments` of `segment_kernels.segment_attention`; empty if another way is chosen."""
     biases: list[Tensor]
     """Of each width W of blocks, [blocks * W, W]: 0 where attention is allowed and -inf elsewhere. The blocks follow
     one another in the rows. Empty if sentences lie end to end.
@@ -41,19 +43,31 @@ class Segments(NamedTuple):
     Blocks and rows share a dimension, since the compiler would make other graphs for a single block."""
 
 
-def packed_segments(batch: PackedBatch, dtype: torch.dtype) -> tuple[Segments, Segments, Segments]:
+def packed_segments(
+    batch: PackedBatch, dtype: torch.dtype, kernels: str = "pytorch"
+) -> tuple[Segments, Segments, Segments]:
     """Return the segments of the encoder, of the decoder's self-attention and of its cross-attention.
 
     Args:
         batch: a packed micro-batch.
         dtype: type of queries, keys and values.
+        kernels: "triton" or "pytorch", for sentences that lie end to end.
     """
     source, target = batch.source_segments, batch.target_segments
+    ids = None
+    if kernels == "triton" and not batch.blocks:
+        ids = _segment_ids(source, batch.source.numel()), _segment_ids(target, batch.target_input.numel())
     return (
-        _segments(batch, source, source, False, dtype),
-        _segments(batch, target, target, True, dtype),
-        _segments(batch, target, source, False, dtype),
+        _segments(batch, source, source, False, dtype)._replace(triton=[ids[0], ids[0], source, source] if ids else []),
+        _segments(batch, target, target, True, dtype)._replace(triton=[ids[1], ids[1], target, target] if ids else []),
+        _segments(batch, target, source, False, dtype)._replace(triton=[ids[1], ids[0], target, source] if ids else []),
     )
+
+
+def _segment_ids(offsets: Tensor, num_rows: int) -> Tensor:
+    """Return the segment of each row, int32 [R]: the number of segments that end at or before it."""
+    rows = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
+    return torch.searchsorted(offsets[1:], rows, out_int32=True, right=True)
 
 
 def _segments(batch: PackedBatch, query: Tensor, key: Tensor, is_causal: bool, dtype: torch.dtype) -> Segments:
@@ -63,7 +77,7 @@ def _segments(batch: PackedBatch, query: Tensor, key: Tensor, is_causal: bool, d
         queries, keys = (side[rows].view(count, width) for side in (query, key))
         biases.append(block_bias(queries, keys, is_causal, dtype))
         row = rows.stop
-    return Segments(query, key, batch.longest, is_causal, biases)
+    return Segments(query, key, batch.longest, is_causal, [], biases)
 
 
 def block_bias(query_segments: Tensor, key_segments: Tensor, is_causal: bool, dtype: torch.dtype) -> Tensor:
@@ -101,6 +115,8 @@ def self_attention(projected: Tensor, segments: Segments, num_heads: int, d_k: i
     """
     if segments.biases:
         return block_attention(projected, None, segments.biases, num_heads, d_k)[0]
+    if segments.triton:
+        return _by_triton([projected], segments, num_heads, d_k)
     return _flash(*_heads(projected, None, num_heads, d_k), segments)
 
 
@@ -108,23 +124,36 @@ def cross_attention(query: Tensor, key_value: Tensor, segments: Segments, num_he
     """Compute attention (equation 1) of queries [R, H * K] over fused keys and values [M, H * (K + V)]: [R, H * V]."""
     if segments.biases:
         return block_attention(query, key_value, segments.biases, num_heads, d_k)[0]
+    if segments.triton:
+        return _by_triton([query, key_value], segments, num_heads, d_k)
     return _flash(*_heads(query, key_value, num_heads, d_k), segments)
 
 
-def needs_blocks(accelerator: str, precision: str, settings: NetworkSettings) -> bool:
-    """Return whether sentences have to be placed in blocks, since variable-length flash attention cannot take them.
+def needs_blocks(accelerator: str, precision: str, settings: NetworkSettings, kernels: str = "pytorch") -> bool:
+    """Return whether sentences have to be placed in blocks, since no kernel can take them end to end.
 
-    It needs a GPU of compute capability 8.0, 16-bit numbers, and heads with d_k = d_v, a multiple of 8.
+    Variable-length flash attention needs a GPU of compute capability 8.0, 16-bit numbers, and heads with d_k = d_v, a
+    multiple of 8.
 
     Args:
         accelerator: "cpu", or a name of Lightning's for GPUs.
         precision: Lightning's name.
         settings: the recipe's `network:`.
+        kernels: "triton" or "pytorch"; the former is chosen only where it can run.
     """
     if accelerator == "cpu" or not precision.startswith(("bf16", "16")):
-        return True
+        return kernels != "triton"
+    if kernels == "triton":
+        return False
     d_k, d_v = settings.key_size, settings.value_size
     return d_k != d_v or d_k % 8 != 0 or d_k > 256 or torch.cuda.get_device_capability() < (8, 0)
+
+
+def _by_triton(inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int) -> Tensor:
+    # A machine without a GPU may not have Triton.
+    from model.gpu.segment_kernels import segment_attention
+
+    return segment_attention(inputs, segments.triton, None, num_heads, d_k, segments.is_causal)[0]
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
