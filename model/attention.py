@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.gpu.cast_weights import cast_linear
 from model.segment_attention import Segments, cross_attention, self_attention
 from model.settings import NetworkSettings
 
@@ -149,7 +150,8 @@ class SelfAttention(nn.Module):
     @torch.jit.unused
     def packed(self, x: Tensor, segments: Segments) -> Tensor:
         """Map rows [R, D] of a packed micro-batch to [R, D]."""
-        return self.output(self_attention(self.query_key_value(x), segments, self.num_heads, self.d_k))
+        projected = cast_linear(self.query_key_value, x)
+        return cast_linear(self.output, self_attention(projected, segments, self.num_heads, self.d_k))
 
     def step(self, x: Tensor, keys: Tensor, values: Tensor, start: int, bias: Tensor | None) -> Tensor:
         """Process the next position of N hypotheses per sentence.
@@ -221,7 +223,8 @@ class CrossAttention(nn.Module):
     @torch.jit.unused
     def packed(self, x: Tensor, memory: Tensor, segments: Segments) -> Tensor:
         """Map rows x [M, D] of a packed micro-batch to [M, D] by attention over the rows of memory [R, D]."""
-        return self.output(cross_attention(self.query(x), self.key_value(memory), segments, self.num_heads, self.d_k))
+        query, key_value = cast_linear(self.query, x), cast_linear(self.key_value, memory)
+        return cast_linear(self.output, cross_attention(query, key_value, segments, self.num_heads, self.d_k))
 
     @torch.jit.unused
     def weights(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:

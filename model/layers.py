@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from model.attention import CrossAttention, SelfAttention
 from model.cpu.dropout import Dropout
+from model.gpu.cast_weights import cast_linear
 from model.registry import Registry
 from model.segment_attention import Segments
 from model.settings import NetworkSettings
@@ -37,6 +38,11 @@ class FeedForward(nn.Module):
         """Map [..., D] to [..., D]."""
         return self.outer(self.activation(self.inner(x)))
 
+    @torch.jit.unused
+    def packed(self, x: Tensor) -> Tensor:
+        """Map rows [R, D] of a packed micro-batch to [R, D]."""
+        return cast_linear(self.outer, self.activation(cast_linear(self.inner, x)))
+
 
 class Residual(nn.Module):
     """The residual connection around a sub-layer: dropout, addition and normalization.
@@ -52,12 +58,16 @@ class Residual(nn.Module):
 
     def before(self, x: Tensor) -> Tensor:
         """Return the input of the sub-layer."""
-        return self.norm(x) if self.pre_norm else x
+        return self._normalized(x) if self.pre_norm else x
 
     def forward(self, x: Tensor, sublayer_output: Tensor) -> Tensor:
         """Return the output of the residual connection."""
         total = x + self.dropout(sublayer_output)
-        return total if self.pre_norm else self.norm(total)
+        return total if self.pre_norm else self._normalized(total)
+
+    def _normalized(self, x: Tensor) -> Tensor:
+        # On a GPU autocast computes norms in float32 and leaves the result so, which would double all that is written.
+        return self.norm(x).to(x.dtype)
 
 
 class EncoderLayer(nn.Module):
@@ -83,7 +93,7 @@ class EncoderLayer(nn.Module):
         residual = self.self_attention_residual
         x = residual(x, self.self_attention.packed(residual.before(x), segments))
         residual = self.feed_forward_residual
-        return residual(x, self.feed_forward(residual.before(x)))
+        return residual(x, self.feed_forward.packed(residual.before(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -118,7 +128,7 @@ class DecoderLayer(nn.Module):
         residual = self.cross_attention_residual
         x = residual(x, self.cross_attention.packed(residual.before(x), memory, cross))
         residual = self.feed_forward_residual
-        return residual(x, self.feed_forward(residual.before(x)))
+        return residual(x, self.feed_forward.packed(residual.before(x)))
 
     def step(
         self,

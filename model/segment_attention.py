@@ -3,10 +3,11 @@
 Shapes: R rows of queries and M rows of keys, H heads, K d_k, V d_v. A row is a token.
 
 There are two layouts. Sentences end to end, as `Segments.offsets` describe them, go to Triton kernels
-(`model/gpu/segment_kernels.py`) or to PyTorch's variable-length flash attention, on a GPU. In blocks, as `Segments.biases` describe them, no sentence crosses the border of a block, and a
-block of the target holds the sentences of the same block of the source. Attention is then a product of whole blocks in
-which a bias hides other sentences. On a CPU this is faster than products of single sentences, although most of a block
-is hidden: products, softmax and copies run on full vectors.
+(`model/gpu/segment_kernels.py`) or to PyTorch's variable-length flash attention, on a GPU. In blocks, as
+`Segments.biases` describe them, no sentence crosses the border of a block, and a block of the target holds the
+sentences of the same block of the source. Attention is then a product of whole blocks in which a bias hides other
+sentences. On a CPU this is faster than products of single sentences, although most of a block is hidden: products,
+softmax and copies run on full vectors.
 """
 
 import math

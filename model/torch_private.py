@@ -43,6 +43,11 @@ def allow_graphs(count: int) -> None:
     torch._dynamo.config.recompile_limit = max(count, torch._dynamo.config.recompile_limit)
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors in place in one call. Public: `Tensor.copy_`, one tensor a call. Seen in 2.11 to 2.13."""
+    torch._foreach_copy_(targets, sources)
+
+
 def skips_non_finite_steps(optimizer: Optimizer) -> bool:
     """Return whether the optimizer reads what `set_gradient_scaling` sets. PyTorch's fused optimizers do.
 

@@ -116,16 +116,19 @@ class Transformer(nn.Module):
         memory = self._embed_rows(*source, encoder.longest)
         for layer in self.encoder:
             memory = layer.packed(memory, encoder)  # type: ignore
-        memory = self.encoder_norm(memory)
+        memory = self.encoder_norm(memory).to(memory.dtype)
         x = self._embed_rows(*target, decoder.longest)
         for layer in self.decoder:
             x = layer.packed(x, memory, decoder, cross)  # type: ignore
-        return self.decoder_norm(x)
+        return self.decoder_norm(x).to(x.dtype)
 
     @torch.jit.unused
     def _embed_rows(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         table = self.positions(0, longest)
-        return self.dropout(self.embedding(ids) * self.embedding_scale + table[positions])
+        x = self.embedding(ids) * self.embedding_scale + table[positions]
+        # The layers keep the type of their input, also between them.
+        device = x.device.type
+        return self.dropout(x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x)
 
     @torch.jit.export
     def logits(self, states: Tensor) -> Tensor:

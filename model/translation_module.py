@@ -17,6 +17,7 @@ from torch import Tensor
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
 from model.compilation import CompiledForward
 from model.decoding import BeamSearch
+from model.gpu.cast_weights import CastWeights
 from model.loss import LossSums, label_smoothed_loss
 from model.loss_scaler import LossScaler
 from model.lr_schedule import build_schedule
@@ -42,6 +43,7 @@ class TranslationModule(LightningModule):
         seed: int,
         compiled: bool = False,
         scale_loss: bool = False,
+        kernels: str = "pytorch",
     ) -> None:
         """Initialize the network.
 
@@ -54,6 +56,7 @@ class TranslationModule(LightningModule):
             seed: seed of dropout.
             compiled: use torch.compile in training. Validation does not use it.
             scale_loss: scale the loss, for float16.
+            kernels: "triton" or "pytorch", for attention and the loss on a GPU.
 
         Raises:
             ValueError: the settings name a part that is not registered.
@@ -65,6 +68,8 @@ class TranslationModule(LightningModule):
         self.network = Transformer(vocabulary_size, network)
         self.compiled_forward = CompiledForward(self.network) if compiled else None
         self.loss_scale = LossScaler() if scale_loss else None
+        self.kernels = kernels
+        self._cast_weights: CastWeights | None = None
         self.validation_sums: dict[str, Tensor] = {}
         self._skipped, self._skipped_in_a_row = torch.zeros(()), torch.zeros(())
         """Number of skipped steps, in total and in the current unbroken sequence; on the CPU before the first step."""
@@ -88,18 +93,19 @@ class TranslationModule(LightningModule):
         return (self.compiled_forward or self.network.packed)(
             (batch.source, batch.source_positions),
             (batch.target_input, batch.target_positions),
-            packed_segments(batch, dtype),
+            packed_segments(batch, dtype, self.kernels),
         )
 
-    def losses(self, batch: PackedBatch | PaddedBatch) -> LossSums:
-        """Return sums of the loss over a batch's target tokens."""
+    def losses(self, batch: PackedBatch | PaddedBatch, scale: Tensor | float | None = None) -> LossSums:
+        """Return sums of the loss over a batch's target tokens; for `scale`, see `label_smoothed_loss`."""
         return label_smoothed_loss(
             self.states(batch),
             self.network.embedding.weight,
             batch.target_output,
             self.training_settings.label_smoothing,
             self.special.pad,
-            compiled=self.compiled_forward is not None and self.training,
+            scale=scale,
+            kernels=self.kernels,
         )
 
     def training_step(self, rank_batch: RankBatch, batch_idx: int) -> dict[str, Any]:
@@ -153,18 +159,28 @@ class TranslationModule(LightningModule):
             scale = scale * self.loss_scale.factor
         sums = {name: torch.zeros((), device=self.device) for name in ("smoothed", "likelihood", "correct")}
         batches = rank_batch.micro_batches
+        self.cast_weights()
         for number, batch in enumerate(batches):
             # Seed each micro-batch, so that no random state needs to be saved.
             default_generator(self.device).manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
             last = number == len(batches) - 1
             with nullcontext() if last else self._no_synchronization():
                 with _weights_cast_once(self.device.type):
-                    losses = self.losses(batch)
-                self.manual_backward(losses.smoothed * scale)
-            sums["smoothed"] += losses.smoothed.detach()
+                    losses = self.losses(batch, scale)
+                self.manual_backward(losses.smoothed)
+            sums["smoothed"] += losses.smoothed.detach() / scale
             sums["likelihood"] += losses.negative_log_likelihood
             sums["correct"] += losses.num_correct
         return sums
+
+    def cast_weights(self) -> None:
+        """Bring the 16-bit copies of the weights up to date. They exist on a GPU with mixed precision only."""
+        device = self.device.type
+        if device != "cuda" or not torch.is_autocast_enabled(device):
+            return
+        if self._cast_weights is None:
+            self._cast_weights = CastWeights(self.network, torch.get_autocast_dtype(device))
+        self._cast_weights.refresh()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the numbers of skipped steps and the loss scale."""

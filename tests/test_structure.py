@@ -27,7 +27,7 @@ ROOMS = {
         "settings",
         "errors",
     ],
-    "model": ["model", "cpu", "torch_private"],
+    "model": ["model", "cpu", "gpu", "torch_private"],
     "pipeline": [
         "__main__",
         "commands",

@@ -16,7 +16,7 @@ _BLOCK = 8192
 
 @triton.jit
 def _row(
-    logits, targets, scale, largest_logits, target_logits, most_probable,
+    logits, targets, largest_logits, target_logits, most_probable,
     vocabulary_size, epsilon,
     HAS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -38,33 +38,28 @@ def _row(
     tl.store(target_logits + row, target_logit)
     tl.store(most_probable + row, 1.0 / total)
     if HAS_GRADIENT:
-        factor = tl.load(scale)
         for first in range(0, vocabulary_size, BLOCK):
             mask = first + columns < vocabulary_size
             x = tl.load(logits + first + columns, mask=mask, other=float("-inf")).to(tl.float32)
             gradient = tl.exp2((x - largest) * _LOG2_E) / total
-            gradient = tl.where(first + columns == target, gradient + (epsilon - 1.0), gradient) * factor
+            gradient = tl.where(first + columns == target, gradient + (epsilon - 1.0), gradient)
             tl.store(logits + first + columns, gradient.to(logits.dtype.element_ty), mask=mask)
 
 
 def over_classes(
-    logits: Tensor, target: Tensor, epsilon: float, scale: Tensor | None
+    logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute what `model.loss` needs of a chunk of logits; see `_over_classes` there.
+    """Do what `model.loss._over_classes` does; `logits`, which must be contiguous, are overwritten by their gradient.
 
-    Args:
-        logits: [rows, V], contiguous. Overwritten by their gradient if `scale` is not None.
-        target: int64 [rows, 1].
-        epsilon: the label smoothing.
-        scale: float32 scalar by which the gradient is multiplied; None for no gradient.
-
-    Returns:
-        float32 [rows, 1]: the largest logit, the target's logit and the probability of the most probable class; and
-        the gradient, which is `logits`, or None.
+    `sum_dtype` must be float32, and so are the first three results.
     """
     rows, vocabulary_size = logits.shape
-    largest, target_logits, most_probable = logits.new_empty(3, rows, 1, dtype=torch.float32)
-    tensors = (logits, target, largest if scale is None else scale, largest, target_logits, most_probable)
+    largest, target_logits, most_probable = logits.new_empty(3, rows, 1, dtype=sum_dtype)
     block = min(_BLOCK, triton.next_power_of_2(vocabulary_size))
-    _row[(rows,)](*tensors, vocabulary_size, epsilon, HAS_GRADIENT=scale is not None, BLOCK=block, num_warps=8)
-    return largest, target_logits, most_probable, None if scale is None else logits
+    _row[(rows,)](
+        *(logits, target, largest, target_logits, most_probable, vocabulary_size, epsilon),
+        HAS_GRADIENT=with_gradient,
+        BLOCK=block,
+        num_warps=8,
+    )
+    return largest, target_logits, most_probable, logits if with_gradient else None

@@ -278,12 +278,13 @@ def segment_attention_backward(
     result, log_sums = results
     products = torch.empty_like(log_sums)
     gradient = gradient.contiguous()
+    ids, key_ids, offsets, key_offsets = segments
     unread = _or_any(dropout, log_sums)
     options = (inputs, segments, dropout, num_heads, d_k, is_causal)
-    tensors = (gradient, query, key_value, result, log_sums, products, gradients[0], segments[0], segments[3], unread)
-    _launch(_backward_queries, tensors, *options)
-    tensors = (gradient, query, key_value, log_sums, products, gradients[-1], segments[1], segments[2], unread)
-    _launch(_backward_keys, tensors, *options)
+    by_query = (gradient, query, key_value, result, log_sums, products, gradients[0], ids, key_offsets, unread)
+    _launch(_backward_queries, by_query, *options)
+    by_key = (gradient, query, key_value, log_sums, products, gradients[-1], key_ids, offsets, unread)
+    _launch(_backward_keys, by_key, *options)
     return gradients
 
 

@@ -6,8 +6,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from model.torch_private import copy_all
 from pipeline.compat.lightning import WeightAveragingBase
-from pipeline.compat.pytorch import copy_all, lerp_all
+from pipeline.compat.pytorch import lerp_all
 
 
 class EMA(WeightAveragingBase):

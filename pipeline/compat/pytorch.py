@@ -14,11 +14,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors in place in one call. Public: `Tensor.copy_`, one tensor a call. Seen in 2.11 to 2.13."""
-    torch._foreach_copy_(targets, sources)
-
-
 def lerp_all(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
     """Interpolate tensors in place in one call. Public: `Tensor.lerp_`, one tensor a call. Seen in 2.11 to 2.13."""
     torch._foreach_lerp_(targets, sources, weight)

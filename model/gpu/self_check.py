@@ -1,0 +1,104 @@
+"""Runs the Triton kernels on this GPU and compares them with plain PyTorch, before training relies on them."""
+
+import math
+
+import torch
+from torch import Tensor
+
+_LENGTHS = [(1, 3), (27, 30), (100, 64), (5, 90)]
+"""Tokens of query and key segments."""
+_TOLERANCE = {torch.float32: 0.01, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""Difference that is accepted, as a share of the largest value. TF32 products round to ten bits."""
+
+
+def failure(dtype: torch.dtype, num_heads: int, d_k: int, d_v: int) -> str | None:
+    """Return what is wrong with a kernel on the current CUDA device, in one line; None if nothing is.
+
+    Args:
+        dtype: type of queries, keys, values and logits.
+        num_heads: heads of the network's attention.
+        d_k: their d_k.
+        d_v: their d_v.
+    """
+    try:
+        checks = {
+            "self-attention": _attention(dtype, (num_heads, d_k, d_v), is_cross=False, is_causal=False),
+            "causal self-attention": _attention(dtype, (num_heads, d_k, d_v), is_cross=False, is_causal=True),
+            "cross-attention": _attention(dtype, (num_heads, d_k, d_v), is_cross=True, is_causal=False),
+            "the loss": _loss(dtype),
+        }
+    except Exception as error:  # Triton raises errors of many kinds, its compiler's among them.
+        return f"Triton's kernels do not run here: {(str(error) or type(error).__name__).splitlines()[0]}"
+    wrong = [name for name, error in checks.items() if not error <= _TOLERANCE[dtype]]
+    return f"Triton's kernels give wrong results here, for {', '.join(wrong)}" if wrong else None
+
+
+def _attention(dtype: torch.dtype, heads: tuple[int, int, int], *, is_cross: bool, is_causal: bool) -> float:
+    """Return the largest error of results and gradients, as a share of the largest value."""
+    from model.gpu.segment_kernels import segment_attention
+
+    num_heads, d_k, d_v = heads
+    query_lengths = [query for query, _ in _LENGTHS]
+    key_lengths = [key for _, key in _LENGTHS] if is_cross else query_lengths
+    keys_size, values_size = num_heads * d_k, num_heads * d_v
+    sizes = [keys_size, keys_size + values_size] if is_cross else [2 * keys_size + values_size]
+    rows = [sum(query_lengths), sum(key_lengths)]
+    inputs = [_random(count, size, dtype=dtype) for count, size in zip(rows, sizes, strict=False)]
+    gradient = _random(rows[0], values_size, dtype=dtype)
+    segments = [*(_ids(lengths) for lengths in (query_lengths, key_lengths))]
+    segments += [_offsets(lengths) for lengths in (query_lengths, key_lengths)]
+    for x in inputs:
+        x.requires_grad_()
+    result = segment_attention(inputs, segments, None, num_heads, d_k, is_causal)[0]
+    found = [result, *torch.autograd.grad(result, inputs, gradient)]
+
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    columns = torch.cat(exact, 1) if not is_cross else None
+    query, key, value = (
+        columns.split([keys_size, keys_size, values_size], 1)
+        if columns is not None
+        else (exact[0], *exact[1].split([keys_size, values_size], 1))
+    )
+    query, key, value = (x.unflatten(1, (num_heads, -1)).transpose(0, 1) for x in (query, key, value))
+    scores = query @ key.transpose(1, 2) / math.sqrt(d_k)
+    hidden = segments[0][:, None] != segments[1][None, :]
+    if is_causal:
+        hidden = hidden | ~torch.ones_like(hidden).tril()
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    expected_result = (weights @ value).transpose(0, 1).flatten(1)
+    expected = [expected_result, *torch.autograd.grad(expected_result, exact, gradient.double())]
+    return max(_error(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def _loss(dtype: torch.dtype) -> float:
+    from model.gpu.loss_kernel import over_classes
+
+    logits, targets, epsilon = 3.0 * _random(40, 9000, dtype=dtype), torch.arange(40, device="cuda").unsqueeze(1), 0.1
+    probabilities = logits.double().softmax(-1)
+    gradient = probabilities.scatter_add(1, targets, torch.full_like(targets, epsilon - 1.0, dtype=torch.float64))
+    expected = [
+        logits.double().amax(1, True),
+        logits.double().gather(1, targets),
+        probabilities.amax(1, True),
+        gradient,
+    ]
+    found = over_classes(logits.clone(), targets, torch.float32, epsilon, True)
+    return max(_error(one, other) for one, other in zip(found, expected, strict=True) if one is not None)
+
+
+def _random(*size: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(sum(size))
+    return torch.randn(size, generator=generator, device="cuda").to(dtype)
+
+
+def _ids(lengths: list[int]) -> Tensor:
+    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths)).cuda()
+
+
+def _offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest value; it is NaN if either has a NaN."""
+    return float((found.double() - expected).abs().max() / expected.abs().max())
