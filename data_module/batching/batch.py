@@ -90,7 +90,7 @@ class PackedShape(NamedTuple):
         return [source, source, self.source_segments, target, target, target, self.target_segments]
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankBatch:
     """One rank's micro-batches of one optimizer step.
 
@@ -266,7 +266,7 @@ def _fill(
     return places
 
 
-@dataclass(frozen=True)
+@dataclass
 class PaddedBatch:
     """Pairs of similar length, padded to rectangles, for validation.
 

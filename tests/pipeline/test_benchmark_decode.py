@@ -42,8 +42,11 @@ def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_pat
         assert one["peak_memory_bytes"] > 1e7
         assert one["sentence_steps"] * one["seconds_per_sentence_step"] == pytest.approx(one["seconds"], rel=1e-3)
     assert figures["same_as_bundle"] == 1.0
-    # Greedy translations are equal except for ties and empty translations, which CTranslate2 forbids.
-    assert figures["same_as_ctranslate2"] >= 0.9
+    # Greedy translations are equal except for empty ones, which CTranslate2 forbids, and for endless repetition, in which
+    # rounding decides when to stop.
+    num_comparable = sum(1 < translation.hypotheses[0].num_tokens < 60 for translation in found)
+    assert num_comparable >= 12
+    assert 20 * figures["same_as_ctranslate2"] >= num_comparable
     assert figures["ctranslate2"]["sentence_steps"] == pytest.approx(num_tokens, rel=0.1)
     ratio = figures["ctranslate2"]["seconds"] / figures["seconds"]
     assert figures["ratio_to_ctranslate2"] == pytest.approx(ratio, rel=1e-3)

@@ -31,7 +31,7 @@ def test_nodes_are_equal_to_one_process(
     With one task per node, also from another run's weights.
     """
     # With the paper's epsilon, Adam would amplify rounding errors of gradients that are zero.
-    exact = ["--training.adam_epsilon", 1e-3]
+    exact = ["--training.adam_epsilon", 1e-3, "--trainer.precision", "64-true"]
     alone, together, parent = tmp_path / "alone", tmp_path / "together", tmp_path / "parent"
     if tasks == 1:
         assert pipeline("fit", "--config", recipe_file, "--run.folder", parent, "--run.seed", 7).returncode == 0
@@ -60,4 +60,4 @@ def test_nodes_are_equal_to_one_process(
     assert [path.name for path in checkpoints(together)] == [path.name for path in checkpoints(alone)]
     ours, theirs = weights_of(together), weights_of(alone)
     for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours[name], weight, rtol=1e-9, atol=1e-12)
