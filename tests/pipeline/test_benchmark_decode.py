@@ -42,7 +42,7 @@ def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_pat
         assert one["peak_memory_bytes"] > 1e7
         assert one["sentence_steps"] * one["seconds_per_sentence_step"] == pytest.approx(one["seconds"], rel=1e-3)
     assert figures["same_as_bundle"] == 1.0
-    # Greedy translations are equal except for empty ones, which CTranslate2 forbids, and for endless repetition, in which
+    # Greedy translations are equal except for empty ones, which CTranslate2 forbids, and for endless repetition, where
     # rounding decides when to stop.
     num_comparable = sum(1 < translation.hypotheses[0].num_tokens < 60 for translation in found)
     assert num_comparable >= 12
