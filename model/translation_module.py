@@ -24,7 +24,7 @@ from model.lr_schedule import build_schedule
 from model.optimizer import build_optimizer, prepare_step
 from model.segment_attention import packed_segments
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
-from model.torch_private import default_generator
+from model.torch_private import default_generator, total_norm
 from model.transformer import Transformer
 
 _SEED_RANGE = 1 << 63
@@ -128,7 +128,7 @@ class TranslationModule(LightningModule):
             group["lr"] = learning_rate
         # Walking through the network's modules for its parameters takes longer than the norm.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = total_norm([p.grad for p in parameters if p.grad is not None])
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.factor
         clip_norm = self.training_settings.gradient_clip_norm

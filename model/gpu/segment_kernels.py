@@ -76,10 +76,9 @@ def _forward(
     query, key_value, result, log_sums, query_ids, key_offsets, dropout,
     num_queries, num_keys, num_segments, num_heads,
     query_stride, key_stride, result_stride, key_column, value_column,
-    scale,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SCALE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     rows = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
@@ -96,7 +95,7 @@ def _forward(
         k = _load(key_value, key_stride, key_column + head * D_K, keys, num_keys, D_K, BLOCK_K, UPCAST)
         v = _load(key_value, key_stride, value_column + head * D_V, keys, num_keys, D_V, BLOCK_V, UPCAST)
         is_own = (keys[None, :] >= start[:, None]) & (keys[None, :] < end[:, None])
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
         scores = tl.where(is_own, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         # Of rows that have met no key yet, the largest score is -inf.
@@ -121,10 +120,9 @@ def _backward_queries(
     gradient, query, key_value, result, log_sums, products, grad_query, query_ids, key_offsets, dropout,
     num_queries, num_keys, num_segments, num_heads,
     query_stride, key_stride, result_stride, key_column, value_column,
-    scale,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SCALE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     rows = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
@@ -145,15 +143,15 @@ def _backward_queries(
         k = _load(key_value, key_stride, key_column + head * D_K, keys, num_keys, D_K, BLOCK_K, UPCAST)
         v = _load(key_value, key_stride, value_column + head * D_V, keys, num_keys, D_V, BLOCK_V, UPCAST)
         is_own = (keys[None, :] >= start[:, None]) & (keys[None, :] < end[:, None])
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
         weights = tl.where(is_own, tl.exp2(scores - log_sum[:, None]), 0.0)
         grad_weights = tl.dot(g, tl.trans(v), input_precision=PRECISION)
         if HAS_DROPOUT:
             grad_weights = _drop(grad_weights, dropout, rows[:, None], keys[None, :], head, num_heads)
         grad_scores = weights * (grad_weights - product[:, None])
         sums += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
-    # `scale` includes 1 / ln 2, since powers of two are cheaper; the gradient of the scores does not have this factor.
-    _store(grad_query, query_stride, head * D_K, rows, num_queries, sums * (scale * _LN_2), D_K, BLOCK_K)
+    # `SCALE` includes 1 / ln 2, since powers of two are cheaper; the gradient of the scores does not have this factor.
+    _store(grad_query, query_stride, head * D_K, rows, num_queries, sums * (SCALE * _LN_2), D_K, BLOCK_K)
 
 
 @triton.jit
@@ -161,10 +159,9 @@ def _backward_keys(
     gradient, query, key_value, log_sums, products, grad_key_value, key_ids, query_offsets, dropout,
     num_queries, num_keys, num_segments, num_heads,
     query_stride, key_stride, result_stride, key_column, value_column,
-    scale,
     D_K: tl.constexpr, D_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SCALE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     keys = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
@@ -183,7 +180,7 @@ def _backward_keys(
         log_sum = tl.load(log_sums + head * num_queries + rows, mask=rows < num_queries, other=0.0)
         product = tl.load(products + head * num_queries + rows, mask=rows < num_queries, other=0.0)
         is_own = (rows[None, :] >= start[:, None]) & (rows[None, :] < end[:, None])
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * SCALE
         weights = tl.where(is_own, tl.exp2(scores - log_sum[None, :]), 0.0)
         grad_weights = tl.dot(v, tl.trans(g), input_precision=PRECISION)
         dropped = weights
@@ -193,7 +190,7 @@ def _backward_keys(
         grad_v += tl.dot(dropped.to(g.dtype), g, input_precision=PRECISION)
         grad_scores = weights * (grad_weights - product[None, :])
         grad_k += tl.dot(grad_scores.to(q.dtype), q, input_precision=PRECISION)
-    grad_k = grad_k * (scale * _LN_2)
+    grad_k = grad_k * (SCALE * _LN_2)
     _store(grad_key_value, key_stride, key_column + head * D_K, keys, num_keys, grad_k, D_K, BLOCK_K)
     _store(grad_key_value, key_stride, value_column + head * D_V, keys, num_keys, grad_v, D_V, BLOCK_V)
 
@@ -223,7 +220,7 @@ def dropout_state(probability: float, seed: int, offset: int, device: torch.devi
     return torch.tensor([round(probability * 2**32), seed, offset], dtype=torch.int64, device=device)
 
 
-@torch.library.custom_op("attention_pipeline::segment_attention", mutates_args=())
+@torch.library.triton_op("attention_pipeline::segment_attention", mutates_args={})
 def segment_attention(
     inputs: list[Tensor], segments: list[Tensor], dropout: Tensor | None, num_heads: int, d_k: int, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -252,15 +249,7 @@ def segment_attention(
     return result, log_sums
 
 
-@segment_attention.register_fake
-def _(
-    inputs: list[Tensor], segments: list[Tensor], dropout: Tensor | None, num_heads: int, d_k: int, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    num_rows, width = inputs[0].size(0), _width_of_values(inputs, num_heads, d_k)
-    return inputs[0].new_empty(num_rows, width), inputs[0].new_empty(num_heads, num_rows, dtype=torch.float32)
-
-
-@torch.library.custom_op("attention_pipeline::segment_attention_backward", mutates_args=())
+@torch.library.triton_op("attention_pipeline::segment_attention_backward", mutates_args={})
 def segment_attention_backward(
     gradient: Tensor,
     results: list[Tensor],
@@ -286,20 +275,6 @@ def segment_attention_backward(
     by_key = (gradient, query, key_value, log_sums, products, gradients[-1], key_ids, offsets, unread)
     _launch(_backward_keys, by_key, *options)
     return gradients
-
-
-@segment_attention_backward.register_fake
-def _(
-    gradient: Tensor,
-    results: list[Tensor],
-    inputs: list[Tensor],
-    segments: list[Tensor],
-    dropout: Tensor | None,
-    num_heads: int,
-    d_k: int,
-    is_causal: bool,
-) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -347,13 +322,13 @@ def _launch(
     sizes = (
         *(num_queries, num_keys, segments[2].numel() - 1, num_heads),
         *(query.size(1), key_value.size(1), num_heads * d_v, key_column, key_column + num_heads * d_k),
-        1.0 / (math.sqrt(d_k) * math.log(2.0)),
     )
     is_interpreted = not isinstance(kernel, JITFunction)
     tile = tiles(kernel, d_k, d_v, query.dtype)
     is_exact = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     rows, size = (num_keys, tile["KEYS"]) if kernel is _backward_keys else (num_queries, tile["QUERIES"])
-    kernel[(triton.cdiv(rows, size), num_heads)](
+    launcher = kernel if is_interpreted else torch.library.wrap_triton(kernel)
+    launcher[(triton.cdiv(rows, size), num_heads)](
         *tensors,
         *sizes,
         **{"D_K": d_k, "D_V": d_v, "BLOCK_K": _block(d_k), "BLOCK_V": _block(d_v)},
@@ -361,6 +336,7 @@ def _launch(
         HAS_DROPOUT=dropout is not None,
         UPCAST=is_interpreted and query.dtype == torch.bfloat16,  # whose products Triton's interpreter gets wrong
         PRECISION="ieee" if is_exact else "tf32",
+        SCALE=1.0 / (math.sqrt(d_k) * math.log(2.0)),
         **tile,
     )
 
