@@ -18,6 +18,7 @@ import model.segment_attention
 from data_module.batching.batch import PackedBatch
 from model.compilation import CompiledForward
 from model.cpu.dropout import Dropout
+from model.gpu.cast_weights import CastWeights
 from model.loss import label_smoothed_loss
 from model.segment_attention import Segments
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
@@ -222,12 +223,17 @@ def test_compiled_dropout_depends_on_the_seed_alone() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_gradients_travel_while_others_are_computed(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # a warning of the compiler about itself
+@pytest.mark.parametrize("cast", [False, True], ids=["weights", "cast weights"])
+def test_compiled_gradients_travel_while_others_are_computed(cast: bool, tmp_path: Path) -> None:
     """Under DDP the graph is split at its buckets. A single graph would return all gradients at its end."""
+    dtype = torch.bfloat16 if cast else torch.float32
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         settings = NetworkSettings(num_layers=2, d_model=128, d_ff=512, num_heads=4, dropout=0.0)
         net = Transformer(VOCABULARY, settings)
+        if cast:
+            CastWeights(net, dtype).refresh()
 
         class Training(nn.Module):
             def __init__(self) -> None:
@@ -235,7 +241,7 @@ def test_compiled_gradients_travel_while_others_are_computed(tmp_path: Path) -> 
                 self.net, self.compiled = net, CompiledForward(net, backend="aot_eager")
 
             def forward(self, batch: PackedBatch) -> Tensor:
-                return self.compiled(*arguments(batch))
+                return self.compiled(*arguments(batch, dtype))
 
         parallel = DistributedDataParallel(Training(), gradient_as_bucket_view=True, bucket_cap_mb=1)
         order: list[str] = []
@@ -258,7 +264,7 @@ def test_compiled_gradients_travel_while_others_are_computed(tmp_path: Path) -> 
             parallel(batch).square().sum().backward()
             if number >= 2:
                 assert order.index("last gradients") >= 2
-            expected = net.packed(*arguments(batch)).square().sum()
+            expected = net.packed(*arguments(batch, dtype)).square().sum()
             parameters = dict(net.named_parameters())
             found = {name: parameter.grad for name, parameter in parameters.items()}
             eager = dict(zip(parameters, torch.autograd.grad(expected, list(parameters.values())), strict=True))

@@ -1,6 +1,7 @@
 """The fused loss against F.linear and F.cross_entropy, and against values computed by hand."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,3 +176,41 @@ def test_the_gradient_of_one_input_alone() -> None:
     of_weight = label_smoothed_loss(states.detach(), weight, targets, 0.1, PAD).smoothed
     assert torch.equal(torch.autograd.grad(of_states, states)[0], both[0])
     assert torch.equal(torch.autograd.grad(of_weight, weight)[0], both[1])
+
+
+GIGABYTE = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("rows", "memory", "dtype", "kernels", "expected"),
+    [
+        # 1/64 is 1,342,177,280 bytes. A row of 37,000 logits has 74,000 bytes: 18,137 rows fit, so two chunks.
+        (25_000, 80 * GIGABYTE, torch.bfloat16, "triton", 12_544),
+        # With 8 bytes a logit 4,534 rows fit: six chunks of 4,167 rows, and the next multiple of 128.
+        (25_000, 80 * GIGABYTE, torch.bfloat16, "pytorch", 4_224),
+        # 148,000 bytes a row: 9,068 rows fit, so three chunks of 8,334.
+        (25_000, 80 * GIGABYTE, torch.float32, "triton", 8_448),
+        # 12 bytes a logit: 3,022 rows fit, so nine chunks of 2,778.
+        (25_000, 80 * GIGABYTE, torch.float32, "pytorch", 2_816),
+        (18_137, 80 * GIGABYTE, torch.bfloat16, "triton", 18_176),
+        (18_138, 80 * GIGABYTE, torch.bfloat16, "triton", 9_088),
+        # 141 GiB hold more than a step.
+        (25_000, 141 * GIGABYTE, torch.bfloat16, "triton", 25_088),
+        (100, 80 * GIGABYTE, torch.bfloat16, "triton", 128),
+        # 56 rows fit, which is less than the smallest chunk.
+        (25_000, GIGABYTE // 4, torch.bfloat16, "triton", 128),
+    ],
+)
+def test_rows_of_a_chunk_on_a_gpu_by_hand(
+    rows: int, memory: int, dtype: torch.dtype, kernels: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For 37,000 pieces, on GPUs of several sizes."""
+    properties = SimpleNamespace(total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert model.loss._chunk_rows(rows, 37_000, torch.device("cuda"), dtype, kernels) == expected
+
+
+def test_rows_of_a_chunk_on_a_cpu_by_hand() -> None:
+    """16,777,216 logits."""
+    for pieces, expected in ((37_000, 453), (1 << 24, 1), (1 << 25, 1)):
+        assert model.loss._chunk_rows(25_000, pieces, torch.device("cpu"), torch.bfloat16, "pytorch") == expected
