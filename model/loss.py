@@ -121,7 +121,8 @@ def _forward(
     product_states = kept_states.to(product_dtype)
     mean_logits = (kept_states @ weight_sum).unsqueeze(1) / vocabulary_size
     if scale is not None:
-        kept_states *= scale
+        # Not in place: without autocast `product_states` is the same tensor.
+        kept_states = kept_states * scale
     kept_states_sum = kept_states.sum(0)
     weighted_states = product_states if scale is None else kept_states.to(product_dtype)
     del kept_states

@@ -39,10 +39,13 @@ def _bounds(ids, offsets, num_segments):
 
 
 @triton.jit
-def _load(tensor, stride, column, rows, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
-    """Load SIZE columns of rows, and zeros up to BLOCK columns."""
+def _load(tensor, stride, column, rows, is_read, SIZE: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
+    """Load SIZE columns of rows, and zeros up to BLOCK columns and where `is_read` is false.
+
+    Dead rows are not read: their weights are zero, but zero times a number that is not finite is NaN.
+    """
     columns = tl.arange(0, BLOCK)
-    mask = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+    mask = is_read[:, None] & (columns < SIZE)[None, :]
     values = tl.load(tensor + rows.to(tl.int64)[:, None] * stride + (column + columns)[None, :], mask=mask, other=0.0)
     if UPCAST:
         values = values.to(tl.float32)
@@ -86,14 +89,15 @@ def _forward(
     start, end = _bounds(ids, key_offsets, num_segments)
     if IS_CAUSAL:
         end = tl.minimum(end, rows + 1)
-    q = _load(query, query_stride, head * D_K, rows, num_queries, D_K, BLOCK_K, UPCAST)
+    last = tl.max(end, 0)
+    q = _load(query, query_stride, head * D_K, rows, start < end, D_K, BLOCK_K, UPCAST)
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, BLOCK_V], tl.float32)
-    for first_key in range(tl.min(start, 0), tl.max(end, 0), KEYS):
+    for first_key in range(tl.min(start, 0), last, KEYS):
         keys = first_key + tl.arange(0, KEYS)
-        k = _load(key_value, key_stride, key_column + head * D_K, keys, num_keys, D_K, BLOCK_K, UPCAST)
-        v = _load(key_value, key_stride, value_column + head * D_V, keys, num_keys, D_V, BLOCK_V, UPCAST)
+        k = _load(key_value, key_stride, key_column + head * D_K, keys, keys < last, D_K, BLOCK_K, UPCAST)
+        v = _load(key_value, key_stride, value_column + head * D_V, keys, keys < last, D_V, BLOCK_V, UPCAST)
         is_own = (keys[None, :] >= start[:, None]) & (keys[None, :] < end[:, None])
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
         scores = tl.where(is_own, scores, float("-inf"))
@@ -130,18 +134,19 @@ def _backward_queries(
     start, end = _bounds(ids, key_offsets, num_segments)
     if IS_CAUSAL:
         end = tl.minimum(end, rows + 1)
-    q = _load(query, query_stride, head * D_K, rows, num_queries, D_K, BLOCK_K, UPCAST)
-    g = _load(gradient, result_stride, head * D_V, rows, num_queries, D_V, BLOCK_V, UPCAST)
-    o = _load(result, result_stride, head * D_V, rows, num_queries, D_V, BLOCK_V, UPCAST)
+    last = tl.max(end, 0)
+    q = _load(query, query_stride, head * D_K, rows, start < end, D_K, BLOCK_K, UPCAST)
+    g = _load(gradient, result_stride, head * D_V, rows, start < end, D_V, BLOCK_V, UPCAST)
+    o = _load(result, result_stride, head * D_V, rows, start < end, D_V, BLOCK_V, UPCAST)
     log_sum = tl.load(log_sums + head * num_queries + rows, mask=rows < num_queries, other=0.0)
     # Sum over keys of weights times their gradients, which is gradient . result.
     product = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(products + head * num_queries + rows, product, mask=rows < num_queries)
     sums = tl.zeros([QUERIES, BLOCK_K], tl.float32)
-    for first_key in range(tl.min(start, 0), tl.max(end, 0), KEYS):
+    for first_key in range(tl.min(start, 0), last, KEYS):
         keys = first_key + tl.arange(0, KEYS)
-        k = _load(key_value, key_stride, key_column + head * D_K, keys, num_keys, D_K, BLOCK_K, UPCAST)
-        v = _load(key_value, key_stride, value_column + head * D_V, keys, num_keys, D_V, BLOCK_V, UPCAST)
+        k = _load(key_value, key_stride, key_column + head * D_K, keys, keys < last, D_K, BLOCK_K, UPCAST)
+        v = _load(key_value, key_stride, value_column + head * D_V, keys, keys < last, D_V, BLOCK_V, UPCAST)
         is_own = (keys[None, :] >= start[:, None]) & (keys[None, :] < end[:, None])
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * SCALE
         weights = tl.where(is_own, tl.exp2(scores - log_sum[:, None]), 0.0)
@@ -169,14 +174,15 @@ def _backward_keys(
     start, end = _bounds(ids, query_offsets, num_segments)
     if IS_CAUSAL:
         start = tl.maximum(start, keys)
-    k = _load(key_value, key_stride, key_column + head * D_K, keys, num_keys, D_K, BLOCK_K, UPCAST)
-    v = _load(key_value, key_stride, value_column + head * D_V, keys, num_keys, D_V, BLOCK_V, UPCAST)
+    last = tl.max(end, 0)
+    k = _load(key_value, key_stride, key_column + head * D_K, keys, start < end, D_K, BLOCK_K, UPCAST)
+    v = _load(key_value, key_stride, value_column + head * D_V, keys, start < end, D_V, BLOCK_V, UPCAST)
     grad_k = tl.zeros([KEYS, BLOCK_K], tl.float32)
     grad_v = tl.zeros([KEYS, BLOCK_V], tl.float32)
-    for first_row in range(tl.min(start, 0), tl.max(end, 0), QUERIES):
+    for first_row in range(tl.min(start, 0), last, QUERIES):
         rows = first_row + tl.arange(0, QUERIES)
-        q = _load(query, query_stride, head * D_K, rows, num_queries, D_K, BLOCK_K, UPCAST)
-        g = _load(gradient, result_stride, head * D_V, rows, num_queries, D_V, BLOCK_V, UPCAST)
+        q = _load(query, query_stride, head * D_K, rows, rows < last, D_K, BLOCK_K, UPCAST)
+        g = _load(gradient, result_stride, head * D_V, rows, rows < last, D_V, BLOCK_V, UPCAST)
         log_sum = tl.load(log_sums + head * num_queries + rows, mask=rows < num_queries, other=0.0)
         product = tl.load(products + head * num_queries + rows, mask=rows < num_queries, other=0.0)
         is_own = (rows[None, :] >= start[:, None]) & (rows[None, :] < end[:, None])

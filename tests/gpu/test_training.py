@@ -43,6 +43,7 @@ LAYOUTS = [
 ]
 """Sentences lie end to end in 16 bits on a GPU only."""
 END_TO_END = pytest.param("cuda", "end to end", marks=pytest.mark.gpu)
+KERNELS = [pytest.param("cuda", kernels, marks=pytest.mark.gpu) for kernels in ("pytorch", "triton")]
 
 
 @pytest.fixture(autouse=True)
@@ -234,29 +235,21 @@ def test_float32_is_the_cpus(device: str, layout: str) -> None:
     assert (gradient - exact_gradient).norm() < 1e-4 * exact_gradient.norm()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")
-def test_the_loss_takes_less_than_a_gigabyte(device: str, compiled: bool) -> None:
+@pytest.mark.parametrize(("device", "kernels"), [("cpu", "pytorch"), *KERNELS])
+def test_the_loss_takes_a_small_share_of_memory(device: str, kernels: str) -> None:
     """At the paper's size on a GPU. A small size on the CPU checks the measurement."""
     tokens, d_model, pieces = (25_000, 512, 37_000) if device == "cuda" else (4_000, 16, 9_000)
     weight = torch.randn(pieces, d_model, device=device, requires_grad=True)
     targets = torch.randint(0, pieces, (tokens,), device=device, dtype=torch.int32)
-
-    def step() -> Tensor:
-        states = torch.randn(tokens, d_model, device=device, requires_grad=True)
-        memory = PeakMemory(torch.device(device)) if measured else None
-        with torch.autocast(device, torch.bfloat16):
-            smoothed = label_smoothed_loss(states, weight, targets, 0.1, PAD, compiled).smoothed
-        smoothed.backward()
-        peaks.append(memory.read() if memory is not None else 0)
-        weight.grad = None
-        return smoothed.detach()
-
-    peaks: list[int] = []
-    measured = False
-    step()  # compiling needs additional memory
-    measured = True
-    assert step().isfinite()
-    # Half of all logits in float32 would exceed this on either device.
-    assert 2 * pieces * d_model < peaks[-1] < (1_000_000_000 if device == "cuda" else tokens * pieces * 2)
+    states = torch.randn(tokens, d_model, device=device, requires_grad=True)
+    memory = PeakMemory(torch.device(device))
+    with torch.autocast(device, torch.bfloat16):
+        smoothed = label_smoothed_loss(states, weight, targets, 0.1, PAD, kernels=kernels).smoothed
+    smoothed.backward()
+    assert smoothed.isfinite()
+    # On a GPU a chunk has 1/64 of its memory; states, weight and their gradients are some 400 MB. Half of all logits
+    # in float32 would exceed this on a CPU and on a GPU of up to 80 GB.
+    most = tokens * pieces * 2
+    if device == "cuda":
+        most = torch.cuda.get_device_properties(0).total_memory // 64 + 400_000_000
+    assert 2 * pieces * d_model < memory.read() < most

@@ -84,12 +84,12 @@ def packed(
     return collate(corpus, rows, SPECIAL, shape, **{"num_target_tokens": num_tokens, **options})
 
 
-def arguments(batch: PackedBatch, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+def arguments(batch: PackedBatch, dtype: torch.dtype = torch.float32, kernels: str = "pytorch") -> tuple[Any, ...]:
     """Return the arguments of `Transformer.packed`."""
     return (
         (batch.source, batch.source_positions),
         (batch.target_input, batch.target_positions),
-        packed_segments(batch, dtype),
+        packed_segments(batch, dtype, kernels),
     )
 
 

@@ -1,6 +1,7 @@
 """The fused loss against F.linear and F.cross_entropy, and against values computed by hand."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,10 +30,10 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Ten
     return states, weight, targets
 
 
-def hold_rows(chunk: int, cached: int, monkeypatch: pytest.MonkeyPatch, pieces: int = 50) -> None:
+def hold_rows(chunk: int, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set how many rows of logits the loss has in a chunk and in the CPU's cache. 0 means one row."""
-    monkeypatch.setitem(model.loss._CHUNK_LOGITS, "cpu", chunk * pieces)
-    monkeypatch.setattr(model.loss, "_CACHED_LOGITS", cached * pieces / torch.get_num_threads())
+    monkeypatch.setattr(model.loss, "_CHUNK_LOGITS", chunk * 50)
+    monkeypatch.setattr(model.loss, "_CACHED_LOGITS", cached * 50 / torch.get_num_threads())
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.3])
@@ -61,6 +62,30 @@ def test_equals_linear_and_cross_entropy(
     assert sums.num_correct.item() == correct[targets.flatten() != PAD].sum().item() >= 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("factor", [0.25, torch.tensor(3.0)])
+@pytest.mark.parametrize("chunk_rows", [0, 7, 99])
+def test_a_given_scale_is_that_of_loss_and_gradients(
+    dtype: torch.dtype, factor: float | torch.Tensor, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one chunk and in several, and also where products have the type of the sums. Other sums are not scaled."""
+    hold_rows(chunk_rows, 99, monkeypatch)
+    states, weight, targets = problem(dtype if dtype == torch.float64 else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        found = label_smoothed_loss(states, weight, targets, 0.1, PAD, scale=factor)
+    exact = [one.detach().double().requires_grad_() for one in (states, weight)]
+    expected = label_smoothed_loss(*exact, targets, 0.1, PAD)
+    gradients = torch.autograd.grad(found.smoothed, [states, weight])
+    expected_gradients = torch.autograd.grad(expected.smoothed * factor, exact)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    assert found.smoothed.item() == pytest.approx((expected.smoothed * factor).item(), rel=tolerance)
+    assert found.negative_log_likelihood.item() == pytest.approx(expected.negative_log_likelihood.item(), rel=tolerance)
+    if dtype != torch.bfloat16:  # which may round two classes to one
+        assert found.num_correct.item() == expected.num_correct.item()
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert (ours - theirs).norm() <= tolerance * theirs.norm()
+
+
 def test_by_hand() -> None:
     # Two classes, logits 2 and 0: p = e^2 / (e^2 + 1); epsilon 0.2 gives targets 0.9 and 0.1.
     states = torch.tensor([[2.0]], dtype=torch.float64)
@@ -75,7 +100,7 @@ def test_by_hand() -> None:
 def test_bf16_products_stay_near_float32(cached_rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For parts of a chunk, as on a CPU, and for all of it at once, as on a GPU."""
     if cached_rows is None:
-        monkeypatch.setattr(model.loss, "_over_rows_in_cache", model.loss._over_rows)
+        monkeypatch.setattr(model.loss, "_choose_kernel", lambda *_: model.loss._over_classes)
     hold_rows(99, cached_rows or 0, monkeypatch)
     states, weight, targets = problem(torch.float32)
     exact = label_smoothed_loss(states, weight, targets, 0.1, PAD)
@@ -151,3 +176,41 @@ def test_the_gradient_of_one_input_alone() -> None:
     of_weight = label_smoothed_loss(states.detach(), weight, targets, 0.1, PAD).smoothed
     assert torch.equal(torch.autograd.grad(of_states, states)[0], both[0])
     assert torch.equal(torch.autograd.grad(of_weight, weight)[0], both[1])
+
+
+GIGABYTE = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("rows", "memory", "dtype", "kernels", "expected"),
+    [
+        # 1/64 is 1,342,177,280 bytes. A row of 37,000 logits has 74,000 bytes: 18,137 rows fit, so two chunks.
+        (25_000, 80 * GIGABYTE, torch.bfloat16, "triton", 12_544),
+        # With 8 bytes a logit 4,534 rows fit: six chunks of 4,167 rows, and the next multiple of 128.
+        (25_000, 80 * GIGABYTE, torch.bfloat16, "pytorch", 4_224),
+        # 148,000 bytes a row: 9,068 rows fit, so three chunks of 8,334.
+        (25_000, 80 * GIGABYTE, torch.float32, "triton", 8_448),
+        # 12 bytes a logit: 3,022 rows fit, so nine chunks of 2,778.
+        (25_000, 80 * GIGABYTE, torch.float32, "pytorch", 2_816),
+        (18_137, 80 * GIGABYTE, torch.bfloat16, "triton", 18_176),
+        (18_138, 80 * GIGABYTE, torch.bfloat16, "triton", 9_088),
+        # 141 GiB hold more than a step.
+        (25_000, 141 * GIGABYTE, torch.bfloat16, "triton", 25_088),
+        (100, 80 * GIGABYTE, torch.bfloat16, "triton", 128),
+        # 56 rows fit, which is less than the smallest chunk.
+        (25_000, GIGABYTE // 4, torch.bfloat16, "triton", 128),
+    ],
+)
+def test_rows_of_a_chunk_on_a_gpu_by_hand(
+    rows: int, memory: int, dtype: torch.dtype, kernels: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For 37,000 pieces, on GPUs of several sizes."""
+    properties = SimpleNamespace(total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert model.loss._chunk_rows(rows, 37_000, torch.device("cuda"), dtype, kernels) == expected
+
+
+def test_rows_of_a_chunk_on_a_cpu_by_hand() -> None:
+    """16,777,216 logits."""
+    for pieces, expected in ((37_000, 453), (1 << 24, 1), (1 << 25, 1)):
+        assert model.loss._chunk_rows(25_000, pieces, torch.device("cpu"), torch.bfloat16, "pytorch") == expected

@@ -23,7 +23,7 @@ from model.segment_attention import (
     self_attention,
 )
 from model.settings import NetworkSettings
-from tests.model.sentence_batches import packed
+from tests.model.sentence_batches import packed, row_shape
 
 HEADS, D_K, D_V = 3, 5, 7
 UNUSED = 4
@@ -234,6 +234,23 @@ def test_segments_of_the_three_attentions() -> None:
         assert one.key_offsets[:3].tolist() == starts[key]
 
 
+def test_segments_for_the_kernels_by_hand() -> None:
+    """Sentences of 3 and 5 tokens and their translations of 4 and 2; segments without rows, then dead rows."""
+    shape = row_shape([[(3, 4), (5, 2)]], in_blocks=False)._replace(source=11, target=9, segments=4)
+    [batch] = packed([[(3, 4), (5, 2)]], in_blocks=False, shape=shape).micro_batches
+    source = [0, 0, 0, 1, 1, 1, 1, 1, 4, 4, 4], [0, 3, 8, 8, 8]
+    target = [0, 0, 0, 0, 1, 1, 4, 4, 4], [0, 4, 6, 6, 6]
+    for one, query, key in zip(
+        packed_segments(batch, torch.float32, "triton"), (source, target, target), (source, target, source), strict=True
+    ):
+        assert [list(map(int, each)) for each in one.triton] == [query[0], key[0], query[1], key[1]]
+        assert {each.dtype for each in one.triton} == {torch.int32}
+        assert not one.biases
+    for kernels, layout in (("pytorch", {"in_blocks": False}), ("triton", {})):
+        [batch] = packed([[(3, 4)]], **layout).micro_batches
+        assert not any(one.triton for one in packed_segments(batch, torch.float32, kernels))
+
+
 def test_both_attentions_of_the_network_run_in_blocks() -> None:
     rows = make_rows([(2, 64)], same_keys=True)
     [batch] = packed([[(3, 4)]]).micro_batches
@@ -276,3 +293,9 @@ def test_what_flash_attention_cannot_take_is_in_blocks(
     """The paper's heads, d_k = d_v = 64, unless settings change them, on GPUs of several generations."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert needs_blocks(accelerator, precision, NetworkSettings(**settings)) is expected
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "32-true"])
+def test_what_the_kernels_take_is_not_in_blocks(precision: str) -> None:
+    """They are chosen only where they can run, so nothing else is asked."""
+    assert not needs_blocks("gpu", precision, NetworkSettings(d_k=20, d_v=24), "triton")

@@ -77,3 +77,13 @@ def test_the_default_generator_is_dropouts() -> None:
     torch.manual_seed(3)
     assert torch.equal(found, F.dropout(torch.ones(50), 0.5))
     assert isinstance(torch.cuda.default_generators, tuple)
+
+
+def test_tensors_are_copied_and_converted_in_one_call() -> None:
+    targets, sources = (
+        [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, 2)],
+        [torch.ones(3), torch.full((2, 2), 4.0)],
+    )
+    torch_private.copy_all(targets, sources)
+    assert [one.dtype for one in targets] == [torch.bfloat16, torch.float32]
+    assert [one.tolist() for one in targets] == [one.tolist() for one in sources]

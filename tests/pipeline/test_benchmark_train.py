@@ -17,7 +17,7 @@ from data_module.batching.batch import RankBatch, SpecialIds
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.attention import CrossAttention, SelfAttention
-from model.loss import _over_classes, label_smoothed_loss
+from model.loss import label_smoothed_loss
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from model.translation_module import TranslationModule
@@ -91,7 +91,6 @@ def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.M
     monkeypatch.setattr(TranslationModule, "training_step", compiling_now_and_then)
     # Not really compiled, which would take a minute.
     monkeypatch.setattr("model.translation_module.CompiledForward", lambda network: network.packed)
-    monkeypatch.setattr("model.loss._compiled_over_classes", lambda: _over_classes)
     monkeypatch.setattr("pipeline.training.build.should_compile", lambda *_: True)
     monkeypatch.setattr("pipeline.benchmark.side_by_side.QUIET_STEPS", 10)
     recipe = load_recipe([recipe_file], (), trainer_signature())

@@ -1,0 +1,163 @@
+"""The Triton kernels in Triton's interpreter, on the CPU. `test_kernels.py` runs this file in a process of its own.
+
+TRITON_INTERPRET=1 must be set before Triton is imported, and holds for the whole process.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.nn.utils import parameters_to_vector
+from triton.runtime.jit import JITFunction
+
+from data_module.batching.batch import PackedBatch, PaddedBatch
+from model.gpu import segment_kernels
+from model.gpu.segment_kernels import segment_attention, segment_attention_backward
+from model.loss import label_smoothed_loss
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+from tests.model.kernel_cases import (
+    CROSS,
+    EDGES,
+    KINDS,
+    RAGGED,
+    UNUSED,
+    Heads,
+    Sentences,
+    check_attention,
+    check_dropout,
+    check_logits_that_are_not_finite,
+    check_loss,
+    inputs,
+    run,
+    segments,
+)
+from tests.model.sentence_batches import PAD, VOCABULARY, arguments, packed, padded
+
+# NumPy, which Triton's interpreter computes with, warns of -inf - -inf and the like.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_nan_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def test_kernels_are_interpreted() -> None:
+    assert not isinstance(segment_kernels._forward, JITFunction)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        (Heads(2, 24, 40), torch.float32),
+        (Heads(2, 5, 7), torch.float32),
+        (Heads(1, 128, 64), torch.float32),
+        (Heads(2, 64, 64), torch.float16),
+        (Heads(1, 20, 128), torch.float16),
+        (Heads(1, 64, 64), torch.bfloat16),
+        (Heads(1, 128, 128), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_equals_attention_of_one_sentence_at_a_time(heads: Heads, dtype: torch.dtype, kind: str) -> None:
+    check_attention(heads, CROSS if kind == "cross" else RAGGED, kind, dtype, "cpu")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_beside_the_sizes_of_tiles(kind: str) -> None:
+    """Tiles of 16-bit numbers are the larger ones."""
+    check_attention(Heads(1, 16, 16), EDGES, kind, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sentence_at_all(kind: str) -> None:
+    """A rank may have none; all its rows are dead."""
+    heads, sentences = Heads(1, 16, 16), Sentences([0, 0], [0, 0])
+    tensors = inputs(heads, sentences, kind, torch.float32, "cpu")
+    result, _ = run(tensors, heads, sentences, kind)
+    gradients = torch.autograd.grad(result, tensors, torch.ones_like(result))
+    assert not any(one.any() for one in (result, *gradients))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout(kind: str) -> None:
+    check_dropout(kind, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_inputs_and_gradients_of_any_strides(kind: str) -> None:
+    """A sum has a gradient of stride 0."""
+    heads = Heads(2, 8, 12)
+    tensors = [x.detach() for x in inputs(heads, CROSS, kind, torch.float32, "cpu")]
+    plain = [x.clone().requires_grad_() for x in tensors]
+    strided = [x.t().contiguous().t().requires_grad_() for x in tensors]
+    assert not strided[0].is_contiguous()
+    results = [run(one, heads, CROSS, kind)[0] for one in (plain, strided)]
+    assert torch.equal(*results)
+    gradients = [torch.autograd.grad(result.sum(), one) for result, one in zip(results, (plain, strided), strict=True)]
+    ones = torch.autograd.grad(run(plain, heads, CROSS, kind)[0], plain, torch.ones_like(results[0]))
+    for one, other, wanted in zip(*gradients, ones, strict=True):
+        assert torch.equal(one, wanted)
+        assert torch.equal(other, wanted)
+
+
+@pytest.mark.parametrize("kind", ["causal", "cross"])
+@pytest.mark.parametrize("with_dropout", [False, True])
+def test_the_operators_are_what_they_tell_the_compiler(kind: str, with_dropout: bool) -> None:
+    """Schema, shapes, autograd and tracing, by PyTorch's own check."""
+    heads, sentences = Heads(2, 8, 12), Sentences([5, 3], [4, 6])
+    tensors = [x.detach().nan_to_num().requires_grad_() for x in inputs(heads, sentences, kind, torch.float32, "cpu")]
+    state = segment_kernels.dropout_state(0.5, 1, 2, "cpu") if with_dropout else None
+    rest = segments(sentences, kind, "cpu"), state, heads.count, heads.d_k, kind == "causal"
+    opcheck(segment_attention, (tensors, *rest))
+    with torch.no_grad():
+        results = list(segment_attention(tensors, *rest))
+        opcheck(segment_attention_backward, (torch.ones_like(results[0]), results, tensors, *rest))
+
+
+@pytest.mark.parametrize("variant", [{}, {"d_k": 5, "d_v": 7, "pre_norm": True}], ids=str)
+def test_the_network_is_that_of_blocks_and_of_padded_batches(variant: dict[str, int]) -> None:
+    """Loss and gradients; the last micro-batch has no sentence."""
+    settings = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0)
+    torch.manual_seed(3)
+    network = Transformer(VOCABULARY, replace(settings, **variant))
+
+    def loss_and_gradient(batch: PackedBatch | PaddedBatch, kernels: str) -> torch.Tensor:
+        if isinstance(batch, PackedBatch):
+            states = network.packed(*arguments(batch, torch.float32, kernels))
+        else:
+            states = network(batch.source, batch.target_input, batch.source_mask)
+        loss = label_smoothed_loss(states, network.embedding.weight, batch.target_output, 0.1, PAD).smoothed
+        return torch.cat([loss[None], parameters_to_vector(torch.autograd.grad(loss, list(network.parameters())))])
+
+    lengths = [(7, 9), (1, 3), (20, 34), (33, 30), (3, 1), (1, 1), (9, 9)]
+    expected = loss_and_gradient(padded(lengths), "pytorch")
+    [batch, empty] = packed([lengths, []], in_blocks=False).micro_batches
+    [in_blocks] = packed([lengths]).micro_batches
+    for one, kernels in ((in_blocks, "pytorch"), (batch, "triton")):
+        found = loss_and_gradient(one, kernels)
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+    assert not loss_and_gradient(empty, "triton").any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary_size", [2, 20, 8192, 9000, 20_000])
+def test_the_loss_kernel(vocabulary_size: int, dtype: torch.dtype) -> None:
+    check_loss(6, vocabulary_size, dtype, "cpu")
+
+
+def test_logits_that_are_not_finite() -> None:
+    check_logits_that_are_not_finite("cpu")
+
+
+def test_unused_rows_are_there() -> None:
+    assert inputs(Heads(1, 2, 2), RAGGED, "self", torch.float32, "cpu")[0][-UNUSED:].isnan().all()
