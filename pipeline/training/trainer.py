@@ -54,7 +54,8 @@ def cluster_environment(job: JobStep | None) -> Any:
 def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
     """Return DDP, with gradients as views of its buckets, for more than one device; else Lightning's choice."""
     import torch
-    from lightning.pytorch.strategies import DDPStrategy
+
+    from pipeline.compat.lightning import SingleStreamDDP
 
     devices = options.get("devices", "auto")
     if devices in ("auto", -1, "-1"):
@@ -65,5 +66,5 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
     count = len(devices) if isinstance(devices, list) else devices
     if count * int(options.get("num_nodes", 1)) > 1:
         timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
-        return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)
+        return SingleStreamDDP(gradient_as_bucket_view=True, timeout=timeout)
     return "auto"
