@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from data_module.batching.batch import RankBatch
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
+from data_module.errors import InputError
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
@@ -29,6 +30,7 @@ from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.stopwatch import PeakMemory
+from pipeline.training.kernels import choose_kernels
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.precision import precision_plugin
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, packed, padded
@@ -141,6 +143,21 @@ def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: st
             torch.cuda.set_sync_debug_mode("default")
     assert watch.steps == 16
     assert watch.micro_batches >= 2 * 16
+
+
+@pytest.mark.gpu
+def test_tritons_kernels_are_chosen_where_they_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernels are run and compared; heads that are too large, and a missing compiler, are found before that."""
+    options = {"accelerator": "gpu", "precision": "bf16-mixed"}
+    assert choose_kernels("pytorch", options, NETWORK) == "pytorch"
+    large = NetworkSettings(num_layers=1, d_model=512, num_heads=2)
+    assert choose_kernels(None, options, large) == "pytorch"
+    assert capsys.readouterr().err.endswith("they do not take heads with d_k 256 and d_v 256\n")
+    with pytest.raises(InputError, match="do not take heads"):
+        choose_kernels("triton", options, large)
+    for precision in ("bf16-mixed", "16-mixed", "32-true"):
+        assert choose_kernels(None, {**options, "precision": precision}, NETWORK) == "triton"
+    assert capsys.readouterr().err == ""
 
 
 class _CountCompilations(Callback):
