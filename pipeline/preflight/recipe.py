@@ -75,7 +75,8 @@ def check_kernels(context: CheckContext) -> Iterator[CheckResult]:
 
     trainer = context.recipe.trainer
     accelerator = trainer.get("accelerator", "auto")
-    options = {"accelerator": accelerator, "precision": trainer.get("precision") or best_precision(accelerator)}
+    options = {"devices": "auto", **trainer, "accelerator": accelerator}
+    options["precision"] = trainer.get("precision") or best_precision(accelerator)
     try:
         choose_kernels(context.recipe.run.kernels, options, context.recipe.network)
     except InputError as error:

@@ -5,7 +5,9 @@ from typing import Any
 from data_module.errors import InputError
 from model.settings import NetworkSettings
 from pipeline.runtime.console import say
+from pipeline.runtime.launch import local_rank
 from pipeline.training.compilation import missing_compiler
+from pipeline.training.trainer import device_indices
 
 
 def choose_kernels(requested: str | None, options: dict[str, Any], network: NetworkSettings) -> str:
@@ -15,7 +17,7 @@ def choose_kernels(requested: str | None, options: dict[str, Any], network: Netw
 
     Args:
         requested: `run.kernels`.
-        options: accelerator and precision, as `trainer_options` returns them.
+        options: accelerator, precision and devices, as `trainer_options` returns them.
         network: the recipe's `network:`.
 
     Raises InputError when Triton's kernels are requested and cannot run.
@@ -25,7 +27,7 @@ def choose_kernels(requested: str | None, options: dict[str, Any], network: Netw
     on_gpu = options["accelerator"] != "cpu" and torch.cuda.is_available()
     if requested == "pytorch" or (requested is None and not on_gpu):
         return "pytorch"
-    obstacle = _obstacle(str(options["precision"]), network) if on_gpu else "they need a GPU"
+    obstacle = _obstacle(options, network) if on_gpu else "they need a GPU"
     if obstacle is None:
         return "triton"
     if requested is not None:
@@ -34,13 +36,25 @@ def choose_kernels(requested: str | None, options: dict[str, Any], network: Netw
     return "pytorch"
 
 
-def _obstacle(precision: str, network: NetworkSettings) -> str | None:
-    """Return why Triton's kernels cannot run on this GPU; None if they can."""
+def _own_device(options: dict[str, Any]) -> int:
+    """Return the index of the GPU that Lightning will give to this process."""
     import torch
 
-    major, minor = torch.cuda.get_device_capability()
+    indices, rank = device_indices(options), local_rank()
+    index = indices[rank] if rank < len(indices) else 0
+    return index if index < torch.cuda.device_count() else 0  # Lightning reports the mistake.
+
+
+def _obstacle(options: dict[str, Any], network: NetworkSettings) -> str | None:
+    """Return why Triton's kernels cannot run on this process's GPU; None if they can."""
+    import torch
+
+    device = _own_device(options)
+    major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        return f"they need a GPU of compute capability 8.0, and {torch.cuda.get_device_name()} has {major}.{minor}"
+        return (
+            f"they need a GPU of compute capability 8.0, and {torch.cuda.get_device_name(device)} has {major}.{minor}"
+        )
     if missing := missing_compiler(on_gpu=True):
         return f"Triton {missing}"
     try:
@@ -51,4 +65,6 @@ def _obstacle(precision: str, network: NetworkSettings) -> str | None:
     if not segment_kernels.can_run(d_k, d_v):
         return f"they do not take heads with d_k {d_k} and d_v {d_v}"
     dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    return self_check.failure(dtypes.get(precision, torch.float32), network.num_heads, d_k, d_v)
+    dtype = dtypes.get(str(options["precision"]), torch.float32)
+    with torch.cuda.device(device):  # The processes of a node would otherwise all take memory of its first GPU.
+        return self_check.failure(dtype, network.num_heads, d_k, d_v)

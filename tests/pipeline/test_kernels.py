@@ -22,8 +22,8 @@ NETWORK = NetworkSettings()
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A GPU as far as PyTorch is asked about it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "This GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "This GPU")
     return monkeypatch
 
 
@@ -42,8 +42,30 @@ def assert_impossible(obstacle: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_an_older_gpu(gpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    gpu.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert_impossible("compute capability 8.0, and This GPU has 7.5", capsys)
+
+
+def test_each_process_asks_its_own_gpu(gpu: pytest.MonkeyPatch) -> None:
+    """Only the third GPU is an older one."""
+    gpu.setattr(torch.cuda, "device_count", lambda: 4)
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device == 2 else (9, 0))
+    gpu.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    gpu.setenv("PATH", "")
+    gpu.delenv("CC", raising=False)
+    for name, rank, devices, is_old in (
+        ("LOCAL_RANK", "2", 4, True),
+        ("LOCAL_RANK", "1", "auto", False),
+        ("SLURM_LOCALID", "2", "auto", True),
+        ("LOCAL_RANK", "1", [0, 2], True),
+        ("LOCAL_RANK", "1", "3,2", True),
+        ("LOCAL_RANK", "2", [2, 0], False),  # a mistake, which Lightning reports
+    ):
+        with gpu.context() as environment:
+            environment.setenv(name, rank)
+            with pytest.raises(InputError) as refused:
+                choose_kernels("triton", {**ON_GPU, "devices": devices}, NETWORK)
+        assert ("GPU 2 has 7.5" in str(refused.value)) == is_old
 
 
 def test_no_compiler(gpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
