@@ -165,13 +165,28 @@ class TranslationModule(LightningModule):
             default_generator(self.device).manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
             last = number == len(batches) - 1
             with nullcontext() if last else self._no_synchronization():
-                with _weights_cast_once(self.device.type):
-                    losses = self.losses(batch, scale)
-                self.manual_backward(losses.smoothed)
+                losses = self._add_gradients(batch, scale)
             sums["smoothed"] += losses.smoothed.detach() / scale
             sums["likelihood"] += losses.negative_log_likelihood
             sums["correct"] += losses.num_correct
         return sums
+
+    def _add_gradients(self, batch: PackedBatch, scale: float | Tensor) -> LossSums:
+        """Run the forward and backward passes of a micro-batch."""
+        with _weights_cast_once(self.device.type):
+            losses = self.losses(batch, scale)
+        self.manual_backward(losses.smoothed)
+        return losses
+
+    def rehearse(self, rank_batch: RankBatch) -> None:
+        """Do what a training step does before the optimizer step, but do not synchronize gradients between ranks.
+
+        Under DDP this has to be called inside the wrapper's forward pass.
+        """
+        self.cast_weights()
+        with self._no_synchronization():
+            for batch in rank_batch.micro_batches:
+                self._add_gradients(batch, 1.0)
 
     def cast_weights(self) -> None:
         """Bring the 16-bit copies of the weights up to date. They exist on a GPU with mixed precision only."""

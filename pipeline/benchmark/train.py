@@ -154,8 +154,11 @@ def recipe_comparison(
     from pipeline.benchmark.baselines import baseline_network, cross_entropy, padded_steps
     from pipeline.benchmark.side_by_side import BareLoop, SideBySide
     from pipeline.training.build import build_data, build_module
+    from pipeline.training.kernels import choose_kernels
 
-    module, data = build_module(recipe, tokenizer), build_data(recipe, tokenizer, device.options)
+    kernels = choose_kernels(recipe.run.kernels, device.options, recipe.network)
+    module = build_module(recipe, tokenizer, kernels=kernels)
+    data = build_data(recipe, tokenizer, device.options, kernels)
     lengths = lengths_with_eos(data.train_corpus.source), lengths_with_eos(data.train_corpus.target)
     loss = cross_entropy(tokenizer.pad_id, recipe.training.label_smoothing)
     schedule = build_schedule(recipe.training, recipe.network.d_model, ENDLESS)

@@ -4,13 +4,21 @@
   and SIGUSR1 to `runtime.signals`. No public alternative.
 - `_TrainingEpochLoop.val_loop`, its `restarting` and `run`: run a validation outside the loop's schedule. The public
   `Trainer.validate` does not work inside `fit`.
+- `Strategy._forward_redirection`: call a method of the module inside the forward pass of its DDP wrapper. Public: for
+  `training_step` and other steps only.
+- `DDPStrategy._setup_model` and `_ddp_kwargs`: create the DDP wrapper on the stream that training uses. No public
+  alternative; later versions of Lightning do so themselves.
 - `WeightAveraging._average_model`, `_latest_update_step` and `_swap_models`: keep the average on the weights' device.
   No public alternative.
 """
 
+from typing import Any
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 
@@ -31,6 +39,32 @@ def run_validation(trainer: Trainer) -> None:
     trainer.validating = True
     loop.run()
     trainer.training = True
+
+
+def call_as_step(trainer: Trainer, method: str, *arguments: Any) -> Any:
+    """Call a method of the LightningModule as Lightning calls `training_step`.
+
+    The autocast state is that of a step. Under DDP the method runs inside the wrapper's forward pass, where
+    torch.compile splits graphs at gradient buckets.
+    """
+    strategy = trainer.strategy
+    assert strategy.model is not None
+    assert strategy.lightning_module is not None
+    with strategy.precision_plugin.train_step_context():
+        if strategy.model is strategy.lightning_module:
+            return getattr(strategy.model, method)(*arguments)
+        return strategy._forward_redirection(strategy.model, strategy.lightning_module, method, *arguments)
+
+
+class SingleStreamDDP(DDPStrategy):
+    """DDP whose wrapper is created on the current stream.
+
+    Lightning creates it on a stream of its own. Gradients are then accumulated on that stream, and for each parameter
+    the backward pass records events and lets the streams wait for one another.
+    """
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
 class WeightAveragingBase(WeightAveraging):

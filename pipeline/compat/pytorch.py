@@ -47,6 +47,16 @@ def start_compile_workers() -> None:
     AsyncCompile.warm_pool()
 
 
+def default_compiler_cache() -> str:
+    """Return the folder that PyTorch sets TORCHINDUCTOR_CACHE_DIR to when it is imported, unless it is set.
+
+    Public: none; after the import, the variable does not tell who set it. Seen in 2.11 to 2.13.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()
+
+
 def add_compile_callback(callback: Callable[[Any], None]) -> None:
     """Call `callback` whenever a compilation starts. Public: none. Seen in 2.11 to 2.13."""
     from torch._dynamo.callback import callback_handler

@@ -1,6 +1,7 @@
 """The recipe's `run:` and `monitoring:` sections."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class RunSettings:
     log_every_steps: int = 50
     """Optimizer steps between logged points of training metrics."""
     compile: bool | None = None
-    """Train with torch.compile; if null, on a GPU only. The first steps then take a few minutes."""
+    """Train with torch.compile; if null, on a GPU only. The first start then takes a few minutes."""
+    kernels: Literal["triton", "pytorch"] | None = None
+    """Kernels of attention and the loss on a GPU. If null, Triton's where they can run, else PyTorch's."""
     timeout_seconds: int = 600
     """How long a rank waits for another one before it ends with an error that names it."""
 

@@ -67,6 +67,22 @@ def check_accelerator(context: CheckContext) -> Iterator[CheckResult]:
         yield CheckResult(False, missing)
 
 
+def check_kernels(context: CheckContext) -> Iterator[CheckResult]:
+    """Check that the machine can run the kernels that the recipe asks for."""
+    from data_module.errors import InputError
+    from pipeline.training.kernels import choose_kernels
+    from pipeline.training.precision import best_precision
+
+    trainer = context.recipe.trainer
+    accelerator = trainer.get("accelerator", "auto")
+    options = {"devices": "auto", **trainer, "accelerator": accelerator}
+    options["precision"] = trainer.get("precision") or best_precision(accelerator)
+    try:
+        choose_kernels(context.recipe.run.kernels, options, context.recipe.network)
+    except InputError as error:
+        yield CheckResult(False, str(error))
+
+
 def check_corpus(context: CheckContext) -> Iterator[CheckResult]:
     """Check the prepared corpus, or, before it is prepared, the texts that it is made from."""
     settings = context.recipe.corpus
@@ -126,6 +142,7 @@ def check_hardware_keys(context: CheckContext) -> Iterator[CheckResult]:
 
 CHECKS: tuple[Callable[[CheckContext], Iterator[CheckResult]], ...] = (
     check_accelerator,
+    check_kernels,
     check_corpus,
     check_initial_state,
     check_run_folder,

@@ -12,6 +12,14 @@ def process_rank() -> int:
     return 0
 
 
+def local_rank() -> int:
+    """Return this process's rank on its node, before Lightning has set anything up."""
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
 def reports_exit_code(rank: int) -> bool:
     """Return whether this rank's exit code counts.
 

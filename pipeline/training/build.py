@@ -36,6 +36,7 @@ from pipeline.runtime.console import say
 from pipeline.training.compilation import should_compile, start_compiler
 from pipeline.training.early_stopping import ResumableEarlyStopping
 from pipeline.training.graceful_stop import GracefulStop
+from pipeline.training.kernels import choose_kernels
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.precision import precision_plugin
 from pipeline.training.start import Start
@@ -70,13 +71,16 @@ def special_ids(tokenizer: Tokenizer) -> SpecialIds:
     return SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
 
 
-def build_module(recipe: Recipe, tokenizer: Tokenizer, scale_loss: bool = False) -> TranslationModule:
+def build_module(
+    recipe: Recipe, tokenizer: Tokenizer, scale_loss: bool = False, kernels: str = "pytorch"
+) -> TranslationModule:
     """Return the LightningModule, its weights initialized by `run.seed`.
 
     Args:
         recipe: the recipe.
         tokenizer: the corpus's; it determines the vocabulary size and the special ids.
         scale_loss: scale the loss dynamically, for float16.
+        kernels: what `choose_kernels` returned.
     """
     torch.manual_seed(recipe.run.seed)
     return TranslationModule(
@@ -88,12 +92,22 @@ def build_module(recipe: Recipe, tokenizer: Tokenizer, scale_loss: bool = False)
         recipe.run.seed,
         compiled=should_compile(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
         scale_loss=scale_loss,
+        kernels=kernels,
     )
 
 
-def build_data(recipe: Recipe, tokenizer: Tokenizer, options: dict[str, Any]) -> TranslationDataModule:
-    """Return the LightningDataModule over the prepared corpus; `options` are those of `trainer_options`."""
-    in_blocks = needs_blocks(str(options["accelerator"]), str(options["precision"]), recipe.network)
+def build_data(
+    recipe: Recipe, tokenizer: Tokenizer, options: dict[str, Any], kernels: str = "pytorch"
+) -> TranslationDataModule:
+    """Return the LightningDataModule over the prepared corpus.
+
+    Args:
+        recipe: the recipe.
+        tokenizer: the corpus's.
+        options: what `trainer_options` returned.
+        kernels: what `choose_kernels` returned.
+    """
+    in_blocks = needs_blocks(str(options["accelerator"]), str(options["precision"]), recipe.network, kernels)
     return TranslationDataModule(
         recipe.corpus_folder(), recipe.batches, special_ids(tokenizer), recipe.run.seed, in_blocks
     )
@@ -175,12 +189,13 @@ def train(start: Start) -> None:
     """
     recipe = start.recipe
     options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
-    module = build_module(recipe, start.tokenizer, scale_loss=options["precision"] == "16-mixed")
+    kernels = choose_kernels(recipe.run.kernels, options, recipe.network)
+    module = build_module(recipe, start.tokenizer, options["precision"] == "16-mixed", kernels)
     if module.compiled_forward is not None and torch.cuda.is_available():
         start_compiler()
     if start.initial is not None:
         module.network.load_state_dict(start.initial.weights)
-    data = build_data(recipe, start.tokenizer, options)
+    data = build_data(recipe, start.tokenizer, options, kernels)
     _check_positions(recipe, data)
     callbacks = build_callbacks(start, data)
     log = RunLog(

@@ -1,13 +1,15 @@
-"""Whether training uses torch.compile, and the compiler's worker processes."""
+"""Whether training uses torch.compile, where compiled code is kept, and the compiler's worker processes."""
 
 import os
 import shutil
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from data_module.batching.stateful_loader import signals_blocked
+from pipeline.runtime.console import say
 
 
 def should_compile(requested: bool | None, accelerator: Any) -> bool:
@@ -26,19 +28,75 @@ def should_compile(requested: bool | None, accelerator: Any) -> bool:
     on_gpu = accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     if requested is False or (requested is None and not on_gpu):
         return False
+    missing = missing_compiler(on_gpu)
+    if missing is None:
+        return True
+    if requested:
+        raise InputError(f"run.compile: torch.compile {missing}; install what is missing, or set run.compile to false")
+    print(f"training without torch.compile, which is slower: it {missing}", file=sys.stderr)
+    return False
+
+
+def missing_compiler(on_gpu: bool) -> str | None:
+    """Return what compilation needs and does not find, as a predicate: "needs ..."; None if nothing is missing."""
     # On a GPU the compiler is needed for the code that launches kernels.
     variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Where Triton looks for it, too.
     if not os.environ.get(variable) and not any(map(shutil.which, names)):
-        missing = f"torch.compile needs one of {', '.join(names)}, or {variable} set to a compiler"
-    elif not header.exists():
-        missing = f"torch.compile needs Python's C headers, python3-dev or python3-devel, and {header} is missing"
-    else:
-        return True
-    if requested:
-        raise InputError(f"run.compile: {missing}; install what is missing, or set run.compile to false")
-    print(f"training without torch.compile, which is slower: {missing}", file=sys.stderr)
-    return False
+        return f"needs one of {', '.join(names)}, or {variable} set to a compiler"
+    if not header.exists():
+        return f"needs Python's C headers, python3-dev or python3-devel, and {header} is missing"
+    return None
+
+
+def keep_compiled_code() -> None:
+    """Set the folder of the compilers' caches to one that outlives the job, unless the user has set it.
+
+    It is `attention-pipeline/compiled` in XDG_CACHE_HOME, or else in ~/.cache. If other users could put code into it or
+    it cannot be written, a folder of this machine replaces it. Has to be called before anything is compiled.
+
+    Raises InputError if that folder is not safe either.
+    """
+    from data_module.errors import InputError
+    from pipeline.compat.pytorch import default_compiler_cache
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") not in ("", default_compiler_cache()):
+        return
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "attention-pipeline", "compiled")
+    try:
+        folder = _private_folder(kept)
+    except (OSError, RuntimeError) as error:
+        temporary = Path(tempfile.gettempdir(), f"attention-pipeline-{os.geteuid()}")
+        try:
+            folder = _private_folder(temporary)
+        except OSError as other:
+            raise InputError(
+                f"compiled code cannot be kept in {kept} ({_reason(error)}), nor in {temporary} ({_reason(other)}); "
+                "set TORCHINDUCTOR_CACHE_DIR to a folder that only you can write to"
+            ) from None
+        say(f"compiled code is kept in {temporary} instead of {kept}: {_reason(error)}")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
+def _private_folder(path: Path) -> Path:
+    """Create a folder, unless it exists, and return its path without links.
+
+    Raises OSError if it cannot be written, or if another user could put code into it, and RuntimeError without a home.
+    """
+    folder = path.expanduser().resolve()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError("it belongs to another user")
+    if found.st_mode & 0o022:
+        raise PermissionError("other users can write to it")
+    tempfile.TemporaryFile(dir=folder).close()
+    return folder
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def start_compiler() -> None:
@@ -48,5 +106,6 @@ def start_compiler() -> None:
     """
     from pipeline.compat.pytorch import start_compile_workers
 
+    keep_compiled_code()
     with signals_blocked():
         start_compile_workers()

@@ -1,5 +1,6 @@
-"""Runs the largest micro-batches before the first step, to find out whether they fit into memory."""
+"""Runs the largest micro-batches before the first step: to compile for a GPU, and to find out whether they fit."""
 
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
 from model.segment_attention import KEPT_WIDTH
 from model.translation_module import TranslationModule
+from pipeline.compat.lightning import call_as_step
 from pipeline.runtime.console import say
 from pipeline.runtime.memory import (
     MemoryLimit,
@@ -37,8 +39,12 @@ _GB = 1e9
 class MemoryProbe(Callback):
     """Run the largest micro-batches forward and backward before the first step; end the run if they do not fit.
 
-    Gradients and Adam's moments are allocated during the probe. Weights, moments, random states, the position in the
-    data and compiled graphs are unchanged afterwards. On a CPU the process keeps to the reported amount from then on.
+    Gradients and Adam's moments are allocated during the probe. Weights, moments, random states and the position in the
+    data are unchanged afterwards. On a CPU the process keeps to the reported amount from then on.
+
+    Where sentences lie end to end, all micro-batches have the shape of the probe's. There the probe runs compiled code,
+    so that all ranks compile at the same time, and nothing is compiled in a training step. Blocks differ between
+    micro-batches, so their probe compiles nothing.
     """
 
     def __init__(self, data: TranslationDataModule) -> None:
@@ -64,7 +70,7 @@ class MemoryProbe(Callback):
         optimizer = trainer.optimizers[0]
         moments = [] if optimizer.state else [torch.ones_like(p) for p in pl_module.parameters() for _ in range(2)]
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        with torch.random.fork_rng(devices), self._eager():
             peak, limit = self._on_gpu(trainer, pl_module) if devices else self._on_cpu(trainer, pl_module)
         del moments
         optimizer.zero_grad()
@@ -83,6 +89,10 @@ class MemoryProbe(Callback):
     def on_validation_batch_end(self, *_: Any) -> None:
         """Keep to the reported amount."""
         self._release()
+
+    def _eager(self) -> AbstractContextManager[Any]:
+        """Return a context without compilation, unless what it compiles is what training steps run."""
+        return torch.compiler.set_stance("force_eager") if self._data.in_blocks else nullcontext()
 
     def _release(self) -> None:
         if self._kept_at_most is None or private_memory() <= self._kept_at_most:
@@ -114,8 +124,12 @@ class MemoryProbe(Callback):
         ours = torch.cuda.memory_reserved(module.device)
         limit = MemoryLimit(free + ours, f"this GPU (of {total / _GB:.0f} GB)")
         fixed = torch.cuda.memory_allocated(module.device)
-        torch.cuda.reset_peak_memory_stats(module.device)
         try:
+            if module.compiled_forward is not None and not self._data.in_blocks:
+                say("compiling the network; this takes a few minutes, and less if it has been compiled before")
+                self._step(trainer, module, self._lengths[-1], 1)
+            # The compiler's measurements of kernels take memory that training does not need.
+            torch.cuda.reset_peak_memory_stats(module.device)
             for length in self._lengths:
                 self._step(trainer, module, length, 1)
         except torch.cuda.OutOfMemoryError:
@@ -140,9 +154,8 @@ class MemoryProbe(Callback):
 
         The micro-batch is a part of the largest one, of sentences of one length.
         """
-        [batch] = _same_sentences(self._data, self._shape, length, part).to(module.device).micro_batches
-        with trainer.precision_plugin.train_step_context():
-            module.losses(batch).smoothed.backward()
+        batch = _same_sentences(self._data, self._shape, length, part).to(module.device)
+        call_as_step(trainer, "rehearse", batch)
 
 
 def _same_sentences(data: TranslationDataModule, shape: RowShape, length: int, part: int) -> RankBatch:

@@ -53,17 +53,22 @@ def cluster_environment(job: JobStep | None) -> Any:
 
 def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
     """Return DDP, with gradients as views of its buckets, for more than one device; else Lightning's choice."""
+    from pipeline.compat.lightning import SingleStreamDDP
+
+    if len(device_indices(options)) * int(options.get("num_nodes", 1)) > 1:
+        timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
+        return SingleStreamDDP(gradient_as_bucket_view=True, timeout=timeout)
+    return "auto"
+
+
+def device_indices(options: dict[str, Any]) -> list[int]:
+    """Return the devices of this node that `devices` names; they may be more than the node has."""
     import torch
-    from lightning.pytorch.strategies import DDPStrategy
 
     devices = options.get("devices", "auto")
     if devices in ("auto", -1, "-1"):
         on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
         devices = torch.cuda.device_count() if on_gpu else 1
     if isinstance(devices, str):
-        devices = [part for part in devices.split(",") if part] if "," in devices else int(devices)
-    count = len(devices) if isinstance(devices, list) else devices
-    if count * int(options.get("num_nodes", 1)) > 1:
-        timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
-        return DDPStrategy(gradient_as_bucket_view=True, timeout=timeout)
-    return "auto"
+        devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
+    return devices if isinstance(devices, list) else list(range(devices))

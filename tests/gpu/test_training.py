@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from data_module.batching.batch import RankBatch
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
+from data_module.errors import InputError
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
@@ -24,9 +26,12 @@ from model.segment_attention import needs_blocks
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.ema import EMA
+from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.stopwatch import PeakMemory
+from pipeline.training.kernels import choose_kernels
+from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.precision import precision_plugin
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, packed, padded
 
@@ -139,6 +144,103 @@ def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: st
             torch.cuda.set_sync_debug_mode("default")
     assert watch.steps == 16
     assert watch.micro_batches >= 2 * 16
+
+
+@pytest.mark.gpu
+def test_tritons_kernels_are_chosen_where_they_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The kernels are run and compared; heads that are too large, and a missing compiler, are found before that."""
+    options = {"accelerator": "gpu", "precision": "bf16-mixed"}
+    assert choose_kernels("pytorch", options, NETWORK) == "pytorch"
+    large = NetworkSettings(num_layers=1, d_model=512, num_heads=2)
+    assert choose_kernels(None, options, large) == "pytorch"
+    assert capsys.readouterr().err.endswith("they do not take heads with d_k 256 and d_v 256\n")
+    with pytest.raises(InputError, match="do not take heads"):
+        choose_kernels("triton", options, large)
+    for precision in ("bf16-mixed", "16-mixed", "32-true"):
+        assert choose_kernels(None, {**options, "precision": precision}, NETWORK) == "triton"
+    assert capsys.readouterr().err == ""
+
+
+class _CountCompilations(Callback):
+    """Counts compilations before the first training step, and in all steps."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.before = -1
+        self._compilations = Compilations().__enter__()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.before = self._compilations.count
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._compilations.__exit__(None, None, None)
+        self.in_steps = self._compilations.count - self.before
+
+
+def train_alone(data: TranslationDataModule, made: TranslationModule, strategy: Any, *callbacks: Callback) -> None:
+    """Train on one GPU for eight steps; with DDP, in a group of one rank."""
+    trainer = Trainer(
+        accelerator="cuda",
+        devices=1,
+        strategy=strategy,
+        precision="bf16-mixed",
+        max_steps=8,
+        max_epochs=-1,
+        limit_val_batches=0,
+        logger=False,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+    )
+    try:
+        trainer.fit(made, datamodule=data)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def single_stream_ddp() -> SingleStreamDDP:
+    # gloo, since a process group of NCCL's cannot be made twice in a process on some machines.
+    return SingleStreamDDP(gradient_as_bucket_view=True, process_group_backend="gloo", bucket_cap_mb=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+@pytest.mark.filterwarnings("ignore:Total length of .* across ranks is zero")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's, of PyTorch 2.11
+def test_nothing_is_compiled_in_training_steps(
+    parallel: bool, corpus_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps of one or more micro-batches; under DDP with the graph split at its buckets. EMA reads the weights."""
+    torch.compiler.reset()
+    batches = BatchSettings(batch_tokens=400, max_tokens_per_device=160)
+    data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1, in_blocks=False)
+    count = _CountCompilations()
+    strategy = single_stream_ddp() if parallel else "auto"
+    train_alone(data, module("cuda", compiled=True), strategy, MemoryProbe(data), EMA(decay=0.9), count)
+    assert count.before > 0
+    assert count.in_steps == 0
+    assert capsys.readouterr().err.count("compiling the network") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+@pytest.mark.filterwarnings("ignore:Total length of .* across ranks is zero")
+def test_ddp_uses_the_stream_of_training(corpus_folder: Path) -> None:
+    """PyTorch warns where gradients are accumulated on another stream; a warning is an error here."""
+    torch.set_warn_always(True)
+    data = TranslationDataModule(corpus_folder, BatchSettings(batch_tokens=400), SPECIAL, seed=1, in_blocks=False)
+    try:
+        train_alone(data, module("cuda"), single_stream_ddp())
+    finally:
+        torch.set_warn_always(False)
 
 
 @pytest.mark.parametrize("device", DEVICES)

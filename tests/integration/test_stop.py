@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and trainer.max_time outside SLURM: the run saves after the step, ends, and resumes from there."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -112,7 +113,7 @@ def test_max_time(recipe_file: Path, tmp_path: Path) -> None:
     assert [step_of(path) - steps[1] for path in checkpoints(run)] == [1, 2]
 
 
-def test_signals_do_not_end_compiler_processes() -> None:
+def test_signals_do_not_end_compiler_processes(tmp_path: Path) -> None:
     """SLURM sends signals to all processes of a step; a run that compiles waits for these processes."""
     code = """
 import os, signal
@@ -136,5 +137,8 @@ for signum in (signal.SIGUSR1, signal.SIGTERM):
         os.kill(helper, signum)
     AsyncCompile.process_pool().submit(os.getpid).result(timeout=30)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False, timeout=200)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=False, timeout=200
+    )
     assert done.returncode == 0, done.stderr.decode()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 
 from data_module.errors import InputError
+from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.config.trainer_keys import RESERVED_KEYS, max_seconds, trainer_signature, validate_trainer_keys
 from pipeline.preflight.machine import check_machine
 from pipeline.runtime.slurm import JobStep
@@ -39,7 +39,7 @@ def test_ddp_with_more_than_one_process() -> None:
     assert strategy({"accelerator": "cpu", "devices": 1}) == "auto"
     for options in ({"devices": 2}, {"devices": 1, "num_nodes": 3}, {"devices": [0, 1], "strategy": "ddp"}):
         chosen = strategy({"accelerator": "cpu", **options})
-        assert isinstance(chosen, DDPStrategy)
+        assert isinstance(chosen, SingleStreamDDP)
         assert chosen._ddp_kwargs == {"gradient_as_bucket_view": True}
 
 

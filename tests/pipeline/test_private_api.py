@@ -4,6 +4,9 @@ If a test fails, the library has changed. The module named in the test explains 
 """
 
 import inspect
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 from torch._inductor.async_compile import AsyncCompile
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.compat import pytorch
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.compat.sacrebleu import chrf_score, chrf_statistics
+from tests.conftest import ROOT
 
 
 def test_lightning() -> None:
@@ -34,6 +39,9 @@ def test_lightning() -> None:
     assert trainer._signal_connector.register_signal_handlers() is None
     assert loop._broadcast_sigterm_tensor() is None
     assert {"restarting", "run"} <= set(dir(loop.val_loop))
+    assert "self._forward_redirection(self.model, self.lightning_module, " in inspect.getsource(Strategy.training_step)
+    created = "DistributedDataParallel(module=model, device_ids=device_ids, **self._ddp_kwargs)"
+    assert created in inspect.getsource(DDPStrategy._setup_model)
     averaging = WeightAveraging()
     assert averaging._average_model is None
     assert averaging._latest_update_step == 0
@@ -82,6 +90,11 @@ def test_pytorch_compiler() -> None:
     pytorch.remove_compile_callback(calls.append)
     assert pytorch.num_compiled_graphs() >= 0
     assert callable(AsyncCompile.warm_pool)
+    # In a process of its own: another test may have set the variable.
+    code = "import os, torch._dynamo, pipeline.compat.pytorch as p; "
+    code += "assert os.environ['TORCHINDUCTOR_CACHE_DIR'] == p.default_compiler_cache()"
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
 
 
 def test_sacrebleu() -> None:

@@ -1,0 +1,129 @@
+"""Where compiled code is kept, and that no other user can put code there."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from data_module.errors import InputError
+from pipeline.training.compilation import keep_compiled_code
+from tests.conftest import ROOT
+
+INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+
+@pytest.fixture(autouse=True)
+def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
+    """The user's folder of compiled code, and the one in the temporary folder; neither exists yet."""
+    for name in (INDUCTOR, TRITON):
+        monkeypatch.setenv(name, "")  # so that what is set is removed afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / "cache/attention-pipeline/compiled", tmp_path / f"attention-pipeline-{os.geteuid()}"
+
+
+def assert_kept_in(folder: Path) -> None:
+    assert (os.environ[INDUCTOR], os.environ[TRITON]) == (str(folder / "inductor"), str(folder / "triton"))
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_it_is_in_the_users_cache(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):  # a second start finds the folder
+        keep_compiled_code()
+        assert_kept_in(folders[0])
+        monkeypatch.delenv(INDUCTOR)
+        monkeypatch.delenv(TRITON)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(folders[0].parents[2]))
+    keep_compiled_code()
+    assert_kept_in(folders[0].parents[2] / ".cache/attention-pipeline/compiled")
+    assert capsys.readouterr().err == ""
+
+
+def test_the_users_own_setting_is_kept(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INDUCTOR, "/elsewhere")
+    keep_compiled_code()
+    assert os.environ[INDUCTOR] == "/elsewhere"
+    assert TRITON not in os.environ  # Inductor keeps Triton's code in its own folder
+    assert not folders[0].exists()
+    monkeypatch.delenv(INDUCTOR)
+    monkeypatch.setenv(TRITON, "/elsewhere")
+    keep_compiled_code()
+    assert (os.environ[INDUCTOR], os.environ[TRITON]) == (str(folders[0] / "inductor"), "/elsewhere")
+
+
+def test_a_home_that_cannot_be_written(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folders[0].parents[1].write_text("a file where a folder should be")
+    keep_compiled_code()
+    assert_kept_in(folders[1])
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == f"compiled code is kept in {folders[1]} instead of {folders[0]}: Not a directory"
+
+
+def test_no_home(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a container, a user may be in no list of users."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    unknown: dict[int, None] = {}
+    monkeypatch.setattr("pwd.getpwuid", unknown.__getitem__)
+    keep_compiled_code()
+    assert_kept_in(folders[1])
+    assert "Could not determine home directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_folder_that_others_may_write_is_not_used(
+    folders: tuple[Path, Path], mode: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders[0].mkdir(parents=True)
+    folders[0].chmod(mode)
+    keep_compiled_code()
+    assert_kept_in(folders[1])
+    assert f"instead of {folders[0]}: other users can write to it" in capsys.readouterr().err
+    del os.environ[INDUCTOR]
+    folders[1].chmod(mode)
+    with pytest.raises(InputError, match=rf"nor in {folders[1]} \(.*\); set {INDUCTOR} to a folder"):
+        keep_compiled_code()
+    assert INDUCTOR not in os.environ
+
+
+def test_a_folder_of_another_user_is_not_used(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folders[0].parent.mkdir(parents=True)
+    if os.geteuid() == 0:
+        folders[0].mkdir(mode=0o700)
+        os.chown(folders[0], 65534, 65534)
+    else:
+        folders[0].symlink_to("/usr")
+    keep_compiled_code()
+    assert_kept_in(folders[1])
+    assert "belongs to another user" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_another_start_finds_what_was_compiled(folders: tuple[Path, Path]) -> None:
+    code = """
+import torch
+from torch._dynamo.utils import counters
+from pipeline.training.compilation import keep_compiled_code
+keep_compiled_code()
+x = torch.ones(300, requires_grad=True)
+torch.compile(lambda x: (x * 2 + 1).sigmoid().sum())(x).backward()
+assert x.grad is not None
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+    found = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True)
+        found.append(tuple(map(int, done.stdout.split())))
+        assert any(folders[0].rglob("*.so"))
+    (misses, hits), (misses_again, hits_again) = found
+    assert misses > 0 == hits
+    assert misses_again == 0 < hits_again
