@@ -211,6 +211,10 @@ def _table(figures: dict[str, Any], strong: "list[Prediction]", weak: "list[Pred
             for one in both
         )
         lines.append(f"{both[0].gpus:<6}{''.join(columns_of_row)}")
+    if "term_seconds" in figures:
+        milliseconds = {**figures["term_seconds"], "launches": figures["host_seconds"]}
+        terms = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in milliseconds.items())
+        lines.append(f"{figures['gpu']}, ms: {terms}; MFU {figures['mfu_of_data_sheet_peak']:.0%} of the data sheet")
     for name, title in (("strong", shared), ("weak", own)):
         last = figures[f"{name}_pays_up_to"]
         beyond = f"on {2 * last}, efficiency is below one half" if last < GPUS[-1] else "more were not predicted"

@@ -37,7 +37,7 @@ class Gpu(NamedTuple):
     def cluster(self) -> Cluster:
         """Return servers of eight, with the bandwidth that an all-reduce attains."""
         between, inside = (
-            Link(LINK_SHARE.value * bandwidth, LATENCY.value)
+            Link(LINK_SHARE.value * bandwidth, LATENCY_MICROSECONDS.value / 1e6)
             for bandwidth in (self.network_bytes_per_second, self.link_bytes_per_second)
         )
         return Cluster(between, inside, GPUS_PER_SERVER)
@@ -59,15 +59,17 @@ GPUS_PER_SERVER = 8
 PRODUCT_SHARE = Assumption("share of the peak rate that a large matrix product attains", 0.7)
 TILE_SHARE = Assumption("share of the peak rate that the products of an attention kernel attain", 0.15)
 BANDWIDTH_SHARE = Assumption("share of memory bandwidth that a kernel attains", 0.8)
-HOST_SECONDS = Assumption("seconds in which the host launches an operation of the device", 9e-6)
+HOST_MICROSECONDS = Assumption("microseconds in which the host launches an operation of the device", 9.0)
 LINK_SHARE = Assumption("share of the links' bandwidth that an all-reduce attains", 0.75)
-LATENCY = Assumption("seconds from one GPU to the next", 5e-6)
-ASSUMPTIONS = (PRODUCT_SHARE, TILE_SHARE, BANDWIDTH_SHARE, HOST_SECONDS, LINK_SHARE, LATENCY)
+LATENCY_MICROSECONDS = Assumption("microseconds from one GPU to the next", 5.0)
+ASSUMPTIONS = (PRODUCT_SHARE, TILE_SHARE, BANDWIDTH_SHARE, HOST_MICROSECONDS, LINK_SHARE, LATENCY_MICROSECONDS)
 
 OPERATIONS = {"eager": 1496, "compiled": 1020}
 """Operations of the device in a step of six layers and one micro-batch."""
 ATTENTION_TILES = {"pytorch": 128, "triton": 32}
-"""Rows and columns of a tile of scores, by attention kernel. Sentences shorter than a tile cost a whole one."""
+"""Rows and columns of a tile of scores, by attention kernel. Sentences shorter than a tile cost a whole one.
+
+That of `pytorch` is flash attention's for heads of 64, that of `triton` the smallest that suits the mean length."""
 _LOGIT_PASSES = 3
 """Passes over the 16-bit logits, without those of the products: largest and sum, then the gradient from and to them."""
 _CHUNK_LOGITS = 1 << 26
@@ -132,7 +134,8 @@ class Roofline(NamedTuple):
 
     def host_seconds(self) -> float:
         """Return the time in which the host launches a micro-batch's operations."""
-        return OPERATIONS["compiled"] * self.size.network.num_layers / 6 * HOST_SECONDS.value
+        operations = OPERATIONS["compiled"] * self.size.network.num_layers / 6
+        return operations * HOST_MICROSECONDS.value / 1e6
 
     def step(self, micro_batches: int = 1) -> Step:
         """Return the step for `scaling_model`."""

@@ -139,7 +139,10 @@ def test_measured(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_predicted_needs_no_corpus(gpu: str, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["benchmark", "scaling", "--config", str(recipe_file), "--gpu", gpu, *LINKS, *PREDICTED]
     assert main([*command, "--corpus.folder", "nowhere", "--gpus-per-node", "8", "--node-bandwidth-gb-s", "300"]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr()
+    assert f"{GPUS[gpu].name}, ms: products 0.0, " in printed.err
+    assert "launches 6.1; MFU 0% of the data sheet" in printed.err
+    figures = json.loads(printed.out.splitlines()[-1])
     assert not figures["measured"]
     assert figures["gpu"] == GPUS[gpu].name
     # A tiny network of one layer: the host needs a sixth of 1,020 x 9 us for each of four micro-batches.
