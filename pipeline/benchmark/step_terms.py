@@ -107,7 +107,7 @@ class Size(NamedTuple):
     tokens: int
     """On each side, in all micro-batches."""
     sentence_tokens: float = 27.0
-    """Mean length of a sentence, as pieces of English and German in WMT14. All are taken to be as long."""
+    """Length of a sentence, its end symbol included; assumed to be the same for all sentences."""
 
     @property
     def head_sizes(self) -> tuple[int, int]:
