@@ -29,6 +29,7 @@ class Gpu(NamedTuple):
     """Dense bfloat16 matrix products."""
     bytes_per_second: float
     """Memory bandwidth."""
+    memory_bytes: float
     link_bytes_per_second: float
     """NVLink in one direction. Data sheets state the sum of both."""
     network_bytes_per_second: float
@@ -51,9 +52,9 @@ class Assumption(NamedTuple):
 
 
 GPUS = {
-    "a100": Gpu("A100 SXM 80 GB", 312e12, 2.039e12, 300e9, 200e9),
-    "h100": Gpu("H100 SXM", 989e12, 3.35e12, 450e9, 400e9),
-    "h200": Gpu("H200 SXM", 989e12, 4.8e12, 450e9, 400e9),
+    "a100": Gpu("A100 SXM 80 GB", 312e12, 2.039e12, 80e9, 300e9, 200e9),
+    "h100": Gpu("H100 SXM", 989e12, 3.35e12, 80e9, 450e9, 400e9),
+    "h200": Gpu("H200 SXM", 989e12, 4.8e12, 141e9, 450e9, 400e9),
 }
 GPUS_PER_SERVER = 8
 PRODUCT_SHARE = Assumption("share of the peak rate that a large matrix product attains", 0.7)
@@ -66,14 +67,20 @@ ASSUMPTIONS = (PRODUCT_SHARE, TILE_SHARE, BANDWIDTH_SHARE, HOST_MICROSECONDS, LI
 
 OPERATIONS = {"eager": 1496, "compiled": 1020}
 """Operations of the device in a step of six layers and one micro-batch."""
-ATTENTION_TILES = {"pytorch": 128, "triton": 32}
-"""Rows and columns of a tile of scores, by attention kernel. Sentences shorter than a tile cost a whole one.
+KERNELS = ("pytorch", "triton")
+"""For attention and the loss, as in `run.kernels`."""
+FLASH_TILE = 128
+"""Rows and columns of a tile of scores in flash attention. A sentence that is shorter costs a whole tile."""
+ROW_TILE, KEY_TILES = 64, (64, 32)
+"""Consecutive rows of a tile in Triton's kernels, of whatever sentences; and the keys that a tile's loop takes at a
+time, forward and backward. Heads of more than 64 have smaller tiles."""
+LOGIT_BYTES = {"pytorch": 18, "triton": 6}
+"""That a logit's passes read and write between the products.
 
-That of `pytorch` is flash attention's for heads of 64, that of `triton` the smallest that suits the mean length."""
-_LOGIT_PASSES = 3
-"""Passes over the 16-bit logits, without those of the products: largest and sum, then the gradient from and to them."""
-_CHUNK_LOGITS = 1 << 26
-"""Logits that the loss computes at a time."""
+Triton's kernel reads 16 bits twice and writes them once. PyTorch's operations read 16 bits twice and 32 bits twice, and
+write 32 bits and 16 bits once."""
+_CHUNK_SHARE, _CHUNK_BYTES = 1 / 64, {"pytorch": 8, "triton": 2}
+"""Share of a GPU's memory that a chunk of logits takes, and how much a logit needs."""
 _HALF, _FLOAT, _MASK = 2, 4, 1
 """Bytes of a number in 16 bits, of one in 32, and of an element of a dropout mask."""
 
@@ -155,12 +162,12 @@ class Roofline(NamedTuple):
         return self.size.flops / (gpus * step_seconds * self.gpu.flops_per_second)
 
 
-def roofline(size: Size, gpu: Gpu, kernels: str = "pytorch") -> Roofline:
-    """Return the terms of a step; `kernels` is a key of `ATTENTION_TILES`."""
+def roofline(size: Size, gpu: Gpu, kernels: str = "triton") -> Roofline:
+    """Return the terms of a step; `kernels` is one of `KERNELS`."""
     terms = {
         "products": products(size),
-        "attention": attention(size, ATTENTION_TILES[kernels], kernels == "pytorch"),
-        "loss": loss(size),
+        "attention": flash_attention(size) if kernels == "pytorch" else segment_attention(size),
+        "loss": loss(size, kernels, gpu.memory_bytes),
         "pointwise": pointwise(size),
         "optimizer": optimizer(size),
     }
@@ -176,7 +183,8 @@ def parameter_sizes(network: NetworkSettings, vocabulary_size: int) -> list[int]
 def products(size: Size) -> list[Work]:
     """Return the products of all linear layers: outputs, gradients of inputs and gradients of weights.
 
-    A product of [a, b] and [b, c] reads and writes ab + bc + ac numbers in 16 bits, and so do its two gradients.
+    A product of [a, b] and [b, c] reads and writes ab + bc + ac numbers in 16 bits, except that gradients of weights
+    are written in 32.
     """
     width, inner, (keys, values) = size.network.d_model, size.network.d_ff, size.head_sizes
     own = [(width, 2 * keys + values), (values, width), (width, inner), (inner, width)]
@@ -190,24 +198,24 @@ def products(size: Size) -> list[Work]:
 
 def _linear(rows: int, inputs: int, outputs: int, count: int) -> list[Work]:
     """Return the forward and the backward products of linear layers."""
-    flops = 2.0 * rows * inputs * outputs
-    num_bytes = _HALF * (rows * inputs + inputs * outputs + rows * outputs)
-    return [Work(flops, num_bytes, count), Work(flops, num_bytes, 2 * count, in_backward=True)]
+    flops, weights = 2.0 * rows * inputs * outputs, inputs * outputs
+    states = _HALF * rows * (inputs + outputs)
+    return [
+        Work(flops, states + _HALF * weights, count),
+        Work(flops, states + _HALF * weights, count, in_backward=True),
+        Work(flops, states + _FLOAT * weights, count, in_backward=True),
+    ]
 
 
-def attention(size: Size, tile: int, joins_gradients: bool) -> list[Work]:
-    """Return the attention kernels: two products of every tile in the forward pass, five in the backward pass.
+def flash_attention(size: Size) -> list[Work]:
+    """Return flash attention's kernels, whose tiles belong to one sentence each.
 
-    The forward pass reads queries, keys and values and writes the result. The backward pass reads these and the
-    result's gradient, and writes the gradients of the first three.
-
-    Args:
-        size: size of the step.
-        tile: rows and columns of a tile. In causal attention, tiles above the diagonal are left out.
-        joins_gradients: the gradients of a fused projection come in parts, which are copied to one place.
+    Of each tile there are two products in the forward pass and five in the backward pass; causal attention leaves out
+    tiles above the diagonal. The forward pass reads queries, keys and values and writes the result. The backward pass
+    reads these and the result's gradient, and writes the gradients of the first three. Where these belong to a fused
+    projection, they are then copied to one place.
     """
-    heads, d_k, d_v = size.network.num_heads, size.network.key_size, size.network.value_size
-    across = math.ceil(size.sentence_tokens / tile)
+    across = math.ceil(size.sentence_tokens / FLASH_TILE)
     sentences = size.tokens / size.sentence_tokens
     keys, values = size.head_sizes
     # Number of tiles of a sentence and the width of the fused projection: encoder, decoder, cross-attention.
@@ -219,28 +227,70 @@ def attention(size: Size, tile: int, joins_gradients: bool) -> list[Work]:
     works, layers = [], size.network.num_layers
     states = float(_HALF * size.tokens * (keys + values))
     for num_tiles, fused in kinds:
-        product = 2.0 * tile * tile * num_tiles * sentences * heads
-        works.append(Work(product * (d_k + d_v), 2 * states, layers, TILE_SHARE.value))
-        works.append(Work(product * (3 * d_k + 2 * d_v), 4 * states, layers, TILE_SHARE.value, in_backward=True))
-        if joins_gradients:
-            works.append(Work(0.0, 2.0 * _HALF * size.tokens * fused, layers, in_backward=True))
+        tile = 2.0 * FLASH_TILE**2 * num_tiles * sentences
+        works += [
+            Work(tile * (keys + values), 2 * states, layers, TILE_SHARE.value),
+            Work(tile * (3 * keys + 2 * values), 4 * states, layers, TILE_SHARE.value, in_backward=True),
+            Work(0.0, 2.0 * _HALF * size.tokens * fused, layers, in_backward=True),
+        ]
     return works
 
 
-def loss(size: Size) -> list[Work]:
+def segment_attention(size: Size) -> list[Work]:
+    """Return the kernels of `model/gpu/segment_kernels.py`, whose tiles are consecutive rows of any sentences.
+
+    A tile's loop runs over the keys of all its sentences. The forward kernel has two products in each iteration. One
+    backward kernel has tiles of queries and three products, the other has tiles of keys and four. Together they read
+    queries, keys, values and the result's gradient twice and the result once, and write three gradients.
+    """
+    keys, values = size.head_sizes
+    layers, states = size.network.num_layers, float(_HALF * size.tokens * (keys + values))
+    forward_keys, backward_keys = KEY_TILES
+    works = []
+    for is_causal, kinds in ((False, 2), (True, 1)):
+        forward = 2.0 * ROW_TILE * forward_keys * num_iterations(size, forward_keys, is_causal)
+        # Causal queries attend to the keys before them, and keys to the queries behind them: as many.
+        backward = 2.0 * ROW_TILE * backward_keys * num_iterations(size, backward_keys, is_causal)
+        works += [
+            Work(forward * (keys + values), 2 * states, kinds * layers, TILE_SHARE.value),
+            # Of queries: scores, gradients of the weights and of queries. It reads five states and writes one.
+            Work(backward * (2 * keys + values), 3 * states, kinds * layers, TILE_SHARE.value, in_backward=True),
+            # Of keys: scores, gradients of the weights, of keys and of values. It reads four and writes two.
+            Work(backward * (2 * keys + 2 * values), 3 * states, kinds * layers, TILE_SHARE.value, in_backward=True),
+        ]
+    return works
+
+
+def num_iterations(size: Size, keys: int, is_causal: bool) -> int:
+    """Return how often the loops over keys of all tiles of queries run, for one head.
+
+    Args:
+        size: size of the step.
+        keys: keys of an iteration.
+        is_causal: a loop ends at its tile's last row.
+    """
+    first = np.arange(0, size.tokens, ROW_TILE)
+    last = np.minimum(first + ROW_TILE, size.tokens) - 1
+    length = size.sentence_tokens
+    start = np.floor(np.floor(first / length) * length)
+    end = last + 1 if is_causal else np.minimum(np.ceil((np.floor(last / length) + 1) * length), size.tokens)
+    return int(np.ceil((end - start) / keys).sum())
+
+
+def loss(size: Size, kernels: str, memory_bytes: float) -> list[Work]:
     """Return the three products with the output projection and the passes over the logits.
 
-    All of it takes place before the backward pass. Each chunk of logits adds its weight gradient to the sum over
-    chunks: it writes 16 bits, reads them, and reads and writes 32 bits.
+    All of it takes place before the backward pass. Each chunk's product for the weight gradient reads and writes the
+    sum over chunks in 32 bits.
     """
     rows, width, pieces = size.tokens, size.network.d_model, size.vocabulary_size
     logits = float(rows * pieces)
-    num_bytes = _HALF * (logits + width * (rows + pieces))
-    chunks = math.ceil(logits / _CHUNK_LOGITS)
+    chunks = math.ceil(logits * _CHUNK_BYTES[kernels] / (_CHUNK_SHARE * memory_bytes))
+    states_and_logits = _HALF * (logits + width * rows)
     return [
-        Work(2.0 * logits * width, num_bytes, 3),
-        Work(0.0, _LOGIT_PASSES * _HALF * logits),
-        Work(0.0, chunks * 2 * (_HALF + _FLOAT) * width * pieces),
+        Work(2.0 * logits * width, states_and_logits + _HALF * width * pieces, 2),
+        Work(2.0 * logits * width / chunks, states_and_logits / chunks + 2 * _FLOAT * width * pieces, chunks),
+        Work(0.0, LOGIT_BYTES[kernels] * logits),
     ]
 
 
@@ -286,8 +336,8 @@ def pointwise(size: Size) -> list[Work]:
 def optimizer(size: Size) -> list[Work]:
     """Return what a step does to each weight.
 
-    The weight's gradient is read in 16 bits and written in 32; the norm reads it; Adam reads the weight, its gradient
-    and two moments, and writes weight and moments; the next step's 16-bit copy of the weight is made.
+    The norm reads its gradient. Adam reads the weight, its gradient and two moments, and writes weight and moments. The
+    weight's 16-bit copy is made anew. All but the copy is in 32 bits.
     """
     weights = sum(parameter_sizes(size.network, size.vocabulary_size))
-    return [Work(0.0, float(weights * ((_HALF + _FLOAT) + _FLOAT + 7 * _FLOAT + (_FLOAT + _HALF))), is_fixed=True)]
+    return [Work(0.0, float(weights * (_FLOAT + 7 * _FLOAT + (_FLOAT + _HALF))), is_fixed=True)]

@@ -9,9 +9,13 @@ from pipeline.benchmark.scaling_model import (
 )
 from pipeline.benchmark.step_terms import (
     ASSUMPTIONS,
-    ATTENTION_TILES,
+    FLASH_TILE,
     GPUS,
+    KERNELS,
+    KEY_TILES,
+    LOGIT_BYTES,
     OPERATIONS,
+    ROW_TILE,
     Gpu,
     Roofline,
     Size,
@@ -24,33 +28,29 @@ from tests.conftest import ROOT
 
 _RECIPES = {name: ROOT / "configs" / f"wmt14_en_de_{name}.yaml" for name in ("base", "big")}
 _SHARE = "amount counted, share assumed"
+_DATA_SHEET = (
+    "TFLOP/s in dense bfloat16 products, GB/s of memory, GB, GB/s of NVLink and of the server's network, one direction"
+)
 
 
 def assumptions() -> str:
     """Return a table of what the terms are computed with."""
     rows = ["| number | value | mark |", "| --- | --- | --- |"]
     for gpu in GPUS.values():
-        rate, memory, link, network = (f"{value:,.4g}" for value in _rates(gpu))
-        rows.append(
-            f"| {gpu.name}: TFLOP/s of dense bfloat16; GB/s of memory, NVLink and network in one direction "
-            f"| {rate}; {memory}, {link}, {network} | data sheet |"
-        )
+        rates = gpu.flops_per_second / 1e12, gpu.bytes_per_second / 1e9, gpu.memory_bytes / 1e9
+        links = gpu.link_bytes_per_second / 1e9, gpu.network_bytes_per_second / 1e9
+        values = ", ".join(f"{value:,.0f}" for value in (*rates, *links))
+        rows.append(f"| {gpu.name}: {_DATA_SHEET} | {values} | data sheet |")
     rows += [f"| {one.meaning} | {one.value:g} | assumed |" for one in ASSUMPTIONS]
-    rows += [
-        f"| rows and columns of a tile of scores, kernels `{kernels}` | {tile} | {mark} |"
-        for (kernels, tile), mark in zip(ATTENTION_TILES.items(), ("counted", "assumed"), strict=True)
-    ]
+    counted = {
+        "rows and keys of a tile, kernels `pytorch`": FLASH_TILE,
+        "rows of a tile, kernels `triton`": ROW_TILE,
+        "keys of an iteration, kernels `triton`: forward; backward": "; ".join(map(str, KEY_TILES)),
+    }
+    counted |= {f"bytes that passes over a logit move, kernels `{one}`": LOGIT_BYTES[one] for one in KERNELS}
+    rows += [f"| {meaning} | {number} | counted |" for meaning, number in counted.items()]
     rows += [f"| operations of the device, {mode} | {number:,} | counted |" for mode, number in OPERATIONS.items()]
     return "\n".join(rows)
-
-
-def _rates(gpu: Gpu) -> tuple[float, float, float, float]:
-    return (
-        gpu.flops_per_second / 1e12,
-        gpu.bytes_per_second / 1e9,
-        gpu.link_bytes_per_second / 1e9,
-        gpu.network_bytes_per_second / 1e9,
-    )
 
 
 def terms() -> str:
@@ -63,12 +63,12 @@ def _table(name: str) -> str:
     times = " | ".join(f"{one.gpu.name}, ms" for one in lines)
     rows = [f"| term | mark | amount | {times} |", "| --- " * (3 + len(lines)) + "|"]
     for term in lines[0].terms:
-        if term != "attention":
+        if term not in ("attention", "loss"):
             rows.append(_row(term, [one.terms[term] for one in lines]))
             continue
-        for kernels in ATTENTION_TILES:
+        for kernels in KERNELS:
             works = [roofline(one.size, one.gpu, kernels).terms[term] for one in lines]
-            rows.append(_row(f"attention, kernels `{kernels}`", works))
+            rows.append(_row(f"{term}, kernels `{kernels}`", works))
     launches = " | ".join(f"{1000 * one.host_seconds():.1f}" for one in lines)
     operations = f"{OPERATIONS['compiled']:,} operations"
     rows.append(f"| launches, beside the device | number counted, time assumed | {operations} | {launches} |")
@@ -76,7 +76,7 @@ def _table(name: str) -> str:
 
 
 def _row(term: str, works: list[list[Work]]) -> str:
-    """Return the row of a term, whose work is the same on every GPU."""
+    """Return the row of a term, with its amount on the first GPU; only the loss's chunks differ with the memory."""
     flops = sum(work.kernels * work.flops for work in works[0]) / 1e12
     gigabytes = sum(work.kernels * work.num_bytes for work in works[0]) / 1e9
     amount = f"{flops:.2f} TFLOP, {gigabytes:.1f} GB" if flops else f"{gigabytes:.1f} GB"
@@ -103,7 +103,7 @@ def predictions() -> str:
     titles = " | ".join(gpu.name for gpu in GPUS.values())
     rows = [f"| recipe, kernels | GPUs | tokens a side | {titles} |", "| --- " * (3 + len(GPUS)) + "|"]
     for name in _RECIPES:
-        for kernels in ATTENTION_TILES:
+        for kernels in KERNELS:
             for gpus, way in ((1, "own"), (8, "own"), (64, "own"), (8, "shared"), (64, "shared")):
                 tokens = _size(name).tokens
                 said = f"{tokens:,} a GPU" if way == "own" else f"{tokens:,} shared"
@@ -126,7 +126,7 @@ def _size(name: str) -> Size:
     return Size(recipe.network, recipe.corpus.vocabulary_size, recipe.batches.batch_tokens)
 
 
-def _roofline(name: str, gpu: Gpu, kernels: str = "pytorch") -> Roofline:
+def _roofline(name: str, gpu: Gpu, kernels: str = "triton") -> Roofline:
     return roofline(_size(name), gpu, kernels)
 
 

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 BASE = Size(NetworkSettings(), vocabulary_size=37_000, tokens=25_000)
 BIG = Size(NetworkSettings(d_model=1024, d_ff=4096, num_heads=16), vocabulary_size=37_000, tokens=25_000)
 ODD = Size(NetworkSettings(num_layers=3, d_model=24, d_ff=40, num_heads=2, d_k=6, d_v=10), 50, 60, sentence_tokens=20)
-ROUND = Gpu("round figures", 1e12, 1e12, 1e11, 1e10)
+ROUND = Gpu("round figures", 1e12, 1e12, 80e9, 1e11, 1e10)
 """Attains 0.7 TFLOP/s in products, 0.15 in attention, and 0.8 TB/s."""
 
 
@@ -50,17 +50,21 @@ def test_products_are_those_that_pytorch_counts(size: Size) -> None:
     assert flops([work for work in term if not work.in_backward]) == forward
     assert flops([work for work in term if work.in_backward]) == backward
     states = torch.zeros(size.tokens, size.network.d_model, requires_grad=True)
-    assert flops(step_terms.loss(size)) == sum(product_flops(lambda: F.linear(states, network.embedding.weight)))
+    assert flops(step_terms.loss(size, "triton", 80e9)) == sum(
+        product_flops(lambda: F.linear(states, network.embedding.weight))
+    )
 
 
 def test_the_products_of_base_by_hand() -> None:
     # A token on each side, in multiples of d_model^2 = 262,144 multiplications: an encoder layer has 4 in attention
     # and 8 in the feed-forward network, a decoder layer 4 more.
     assert flops(step_terms.products(BASE)) == 3 * 2 * 25_000 * 6 * (12 + 16) * 512**2
-    # The product with the most rows: 25,000 x 512 by 512 x 2,048, at 2 bytes.
-    inner = step_terms.products(BASE)[4]
-    assert inner.flops == 2 * 25_000 * 512 * 2048
-    assert inner.num_bytes == 2 * (25_000 * 512 + 512 * 2048 + 25_000 * 2048)
+    # The third layer: 25,000 x 512 by 512 x 2,048, at 2 bytes; the gradient of its weight at 4.
+    for number, weight in enumerate((2, 2, 4)):
+        inner = step_terms.products(BASE)[6 + number]
+        assert inner.flops == 2 * 25_000 * 512 * 2048
+        assert inner.num_bytes == 2 * 25_000 * (512 + 2048) + weight * 512 * 2048
+        assert inner.in_backward == (number > 0)
 
 
 def test_work_takes_the_longer_of_arithmetic_and_memory() -> None:
@@ -70,39 +74,82 @@ def test_work_takes_the_longer_of_arithmetic_and_memory() -> None:
     assert Work(0.3e12, 0.0, share=0.15).seconds(ROUND) == pytest.approx(2.0)
 
 
-def test_attention_by_hand() -> None:
+def test_flash_attention_by_hand() -> None:
     # 926 sentences of 27 tokens have one tile of 128 x 128 a head, in each of 18 attentions of 8 heads with
     # d_k = d_v = 64: 2 products of 2 x 128 x 128 x 64 forward and 5 backward.
-    tile = 2 * 128 * 128 * 64
-    wide = step_terms.attention(BASE, 128, joins_gradients=False)
-    assert flops(wide) == pytest.approx(7 * tile * 18 * 8 * 25_000 / 27)
-    # Forward: three states of 512 numbers read and one written; backward: five read and three written.
-    assert num_bytes(wide, in_backward=False) == 18 * 25_000 * 512 * 2 * 4
-    assert num_bytes(wide, in_backward=True) == 18 * 25_000 * 512 * 2 * 8
-    # Of fused queries, keys and values 12, and of fused keys and values 6, read and written.
-    joined = step_terms.attention(BASE, 128, joins_gradients=True)
-    assert num_bytes(joined) - num_bytes(wide) == 25_000 * 512 * 2 * 2 * (12 * 3 + 6 * 2)
-    assert flops(joined) == flops(wide)
+    term = step_terms.flash_attention(BASE)
+    assert flops(term) == pytest.approx(7 * 2 * 128 * 128 * 64 * 18 * 8 * 25_000 / 27)
+    # Forward: three states of 512 numbers read and one written.
+    assert num_bytes(term, in_backward=False) == 18 * 25_000 * 512 * 2 * 4
+    # Backward: five read and three written. 12 fused queries, keys and values and 6 keys and values, read and written.
+    assert num_bytes(term, in_backward=True) == 25_000 * 512 * 2 * (18 * 8 + 2 * (12 * 3 + 6 * 2))
 
 
-def test_tiles_of_long_sentences() -> None:
-    # 20 tokens in tiles of 8: 3 x 3 tiles, of which causal attention computes 6. 3 sentences, 2 heads, 3 layers.
-    tiles = (9 + 6 + 9) * 3 * 2 * 3
-    term = step_terms.attention(ODD, 8, joins_gradients=False)
+def test_flash_attention_over_long_sentences() -> None:
+    # 300 tokens in tiles of 128: 3 x 3 tiles, of which causal attention computes 6. 2 sentences, 2 heads, 3 layers.
+    size = ODD._replace(tokens=600, sentence_tokens=300)
+    tiles = (9 + 6 + 9) * 2 * 2 * 3
+    forward, backward = (
+        flops([work for work in step_terms.flash_attention(size) if work.in_backward is one]) for one in (False, True)
+    )
+    assert forward == tiles * 2 * 128 * 128 * (6 + 10)
+    assert backward == tiles * 2 * 128 * 128 * (3 * 6 + 2 * 10)
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(3_000, 27), (100, 64), (130, 200), (64, 1), (27 * 64, 27)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_iterations_are_those_of_the_kernels(tokens: int, length: int, is_causal: bool) -> None:
+    """The kernel's loops, written out: it begins at the first key of the tile's sentences and ends at the last."""
+    sentence_of = [token // length for token in range(tokens)]
+    for keys in (64, 32):
+        expected = 0
+        for first in range(0, tokens, 64):
+            rows = range(first, min(first + 64, tokens))
+            own = [key for key in range(tokens) if sentence_of[rows[0]] <= sentence_of[key] <= sentence_of[rows[-1]]]
+            end = min(own[-1], rows[-1]) if is_causal else own[-1]
+            expected += len(range(own[0], end + 1, keys))
+        size = BASE._replace(tokens=tokens, sentence_tokens=float(length))
+        assert step_terms.num_iterations(size, keys, is_causal) == expected
+
+
+def test_segment_attention_by_hand() -> None:
+    # 128 tokens in sentences of 64: two tiles, whose loops run once over 64 keys, or twice over 32. 3 layers with 3
+    # attentions, 2 heads of d_k 6 and d_v 10.
+    size = ODD._replace(tokens=128, sentence_tokens=64)
+    term = step_terms.segment_attention(size)
     forward, backward = (flops([work for work in term if work.in_backward is one]) for one in (False, True))
-    assert forward == tiles * 2 * 8 * 8 * (6 + 10)
-    assert backward == tiles * 2 * 8 * 8 * (3 * 6 + 2 * 10)
+    assert forward == 9 * 2 * 2 * 1 * 2 * 64 * 64 * (6 + 10)
+    assert backward == 9 * 2 * 2 * 2 * 2 * 64 * 32 * ((2 * 6 + 10) + (2 * 6 + 2 * 10))
+    assert num_bytes(term, in_backward=False) == 9 * 128 * 2 * 2 * 2 * (6 + 10)
+    assert num_bytes(term, in_backward=True) == 9 * 128 * 2 * 2 * 6 * (6 + 10)
+
+
+def test_tiles_are_those_of_the_kernels() -> None:
+    from model.gpu import segment_kernels
+
+    forward, queries, keys = (
+        segment_kernels.tiles(kernel, 64, 64, torch.bfloat16)
+        for kernel in (segment_kernels._forward, segment_kernels._backward_queries, segment_kernels._backward_keys)
+    )
+    assert (forward["QUERIES"], forward["KEYS"]) == (step_terms.ROW_TILE, step_terms.KEY_TILES[0])
+    assert (queries["QUERIES"], queries["KEYS"]) == (step_terms.ROW_TILE, step_terms.KEY_TILES[1])
+    assert (keys["KEYS"], keys["QUERIES"]) == (step_terms.ROW_TILE, step_terms.KEY_TILES[1])
 
 
 def test_the_loss_by_hand() -> None:
-    # 925 million logits in 14 chunks. Two passes read and one writes 16 bits.
+    # 925 million logits. A chunk may take 1.25 of 80 GB: 1.85 GB of 16-bit logits need two, 7.4 GB of PyTorch's six.
     logits = 25_000 * 37_000
-    products, passes, chunks = step_terms.loss(BASE)
-    assert products.kernels * products.flops == 3 * 2 * logits * 512
-    assert passes.num_bytes == 6 * logits
-    # A chunk writes and reads 16 bits and reads and writes 32 for each of 37,000 x 512 weights.
-    assert chunks.num_bytes == 14 * 12 * 37_000 * 512
-    assert not any(work.in_backward for work in (products, passes, chunks))
+    for kernels, chunks, per_logit in (("triton", 2, 6), ("pytorch", 6, 18)):
+        products, weight_gradients, passes = term = step_terms.loss(BASE, kernels, 80e9)
+        assert flops(term) == 3 * 2 * logits * 512
+        assert products.num_bytes == 2 * (logits + 25_000 * 512 + 37_000 * 512)
+        assert weight_gradients.kernels == chunks
+        # All chunks read logits and states once; each reads and writes 32 bits of 37,000 x 512 sums.
+        assert chunks * weight_gradients.num_bytes == 2 * (logits + 25_000 * 512) + chunks * 8 * 37_000 * 512
+        assert passes.num_bytes == per_logit * logits
+        assert not any(work.in_backward for work in term)
+    # On 141 GB one chunk is enough.
+    assert step_terms.loss(BASE, "triton", 141e9)[1].kernels == 1
 
 
 def test_pointwise_work_by_hand() -> None:
@@ -121,9 +168,9 @@ def test_pointwise_work_by_hand() -> None:
 def test_the_optimizer_by_hand() -> None:
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in Transformer(37_000, BASE.network).parameters())
-    # Bytes of a weight: gradient 2 + 4, norm 4, Adam reads four and writes three numbers, 16-bit copy 4 + 2.
+    # Bytes of a weight: norm 4, Adam reads four and writes three numbers, 16-bit copy 4 + 2.
     [work] = step_terms.optimizer(BASE)
-    assert work.num_bytes == weights * (6 + 4 + 28 + 6)
+    assert work.num_bytes == weights * (4 + 28 + 6)
     assert work.is_fixed
 
 
@@ -159,7 +206,7 @@ def test_predictions_lie_in_the_possible_range() -> None:
         seconds = {
             (name, kernels): roofline(size, gpu, kernels).step().own_seconds()
             for name, gpu in GPUS.items()
-            for kernels in step_terms.ATTENTION_TILES
+            for kernels in step_terms.KERNELS
         }
         for (name, kernels), step in seconds.items():
             assert size.flops / GPUS[name].flops_per_second < step < 0.5
