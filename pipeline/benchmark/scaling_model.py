@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """DDP's defaults: a bucket is closed once it holds this many bytes."""
-HOST_BACKWARD_SHARE = 0.4
-"""Share of a micro-batch's launches that are in the backward pass of the compiled network: 414 of 1,020."""
+HOST_BACKWARD_SHARE = 0.5
+"""Share of a micro-batch's launches that are in the backward pass; assumed."""
 
 
 class Step(NamedTuple):
