@@ -1,10 +1,12 @@
 """Predict step time and efficiency on 1, 2, 4 ... 512 GPUs, for one global batch and for one batch a GPU.
 
 One GPU's step is measured as `benchmark train` does, on the recipe's batch and on a sixteenth of it. The smaller batch
-gives the fixed part of a step, which does not depend on the batch size. With --step-seconds, --backward-share and
---fixed-seconds nothing is measured, and neither a GPU nor the corpus is needed. The model:
+gives the fixed part of a step, which does not depend on the batch size. With --gpu nothing is measured, and neither a
+GPU nor the corpus is needed: the step is computed from its terms (see `step_terms`), compiled and in bf16-mixed. Its
+fixed part is then the optimizer. The model:
 
-  own work       fixed + (step - fixed) / n on n GPUs that share a batch; the whole step if each has its own batch
+  own work       fixed + (step - fixed) / n on n GPUs that share a batch; the whole step if each has its own batch.
+                 With --gpu, at least the host's time to launch it
   all-reduce     2 (n-1)/n bytes / bandwidth + 2 (n-1) latency in a ring, 2 bytes / bandwidth + 2 log2(n) latency in
                  a tree; the shorter of the two
   overlap        DDP's buckets of 25 MiB become complete evenly through the backward pass of the last micro-batch and
@@ -54,35 +56,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus-per-node", type=int, help="GPUs of a node; needs --node-bandwidth-gb-s")
     parser.add_argument("--node-bandwidth-gb-s", type=float, help="bandwidth inside a node (default: as between nodes)")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps to measure (default: %(default)s)")
-    parser.add_argument("--step-seconds", type=float, help="duration of one GPU's step, instead of measuring it")
-    parser.add_argument("--backward-share", type=float, help="share of --step-seconds in backward passes")
     parser.add_argument(
-        "--fixed-seconds", type=float, help="part of --step-seconds that does not depend on the batch size"
+        "--gpu", choices=("a100", "h100", "h200"), help="predict the step on this GPU, instead of measuring it"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure the step unless it is given, predict, and print."""
+    """Measure or predict the step of one GPU, predict that of more, and print."""
     from pipeline.benchmark.report import rounded
     from pipeline.benchmark.scaling_model import ddp_buckets, pays_up_to, strong_scaling, weak_scaling
+    from pipeline.benchmark.step_terms import parameter_sizes
     from pipeline.config.recipe import load_recipe
     from pipeline.config.trainer_keys import trainer_signature
     from pipeline.runtime.console import quiet_lightning
 
     quiet_lightning()
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
-    cluster, step = _cluster(arguments), _given_step(arguments, recipe)
-    measured, vocabulary_size = step is None, recipe.corpus.vocabulary_size
-    if step is None:
+    cluster = _cluster(arguments)
+    if arguments.gpu is None:
         step, vocabulary_size = _measured_step(recipe, arguments.steps)
-    gradients = _gradient_bytes(recipe, vocabulary_size)
+        predicted: dict[str, Any] = {}
+    else:
+        vocabulary_size = recipe.corpus.vocabulary_size
+        step, predicted = _predicted_step(recipe, arguments.gpu)
+    gradients = [GRADIENT_BYTES * size for size in parameter_sizes(recipe.network, vocabulary_size)]
     buckets = ddp_buckets(gradients)
     strong = [strong_scaling(step, buckets, cluster, gpus) for gpus in GPUS]
     weak = [weak_scaling(step, buckets, cluster, gpus) for gpus in GPUS]
     figures = {
         "recipe": recipe.name,
-        "measured": measured,
-        "step_seconds": step.seconds,
+        "measured": arguments.gpu is None,
+        **predicted,
+        "step_seconds": step.own_seconds(),
         "backward_seconds": step.backward_seconds,
         "fixed_seconds": step.fixed_seconds,
         "micro_batches": step.micro_batches,
@@ -121,26 +126,25 @@ def _cluster(arguments: argparse.Namespace) -> "Cluster":
     return Cluster(between) if inside is None else Cluster(between, Link(inside * 1e9, latency), per_node)
 
 
-def _given_step(arguments: argparse.Namespace, recipe: "Recipe") -> "Step | None":
-    """Return the step that the command line gives, or None if it is to be measured."""
+def _predicted_step(recipe: "Recipe", gpu: str) -> "tuple[Step, dict[str, Any]]":
+    """Compute the step of one GPU from its terms; return it with the figures that only a prediction has."""
     from data_module.errors import InputError
-    from pipeline.benchmark.scaling_model import Step
+    from pipeline.benchmark.step_terms import GPUS, Size, roofline
 
-    given = {name: getattr(arguments, name) for name in ("step_seconds", "backward_share", "fixed_seconds")}
-    missing = [_option(name) for name, value in given.items() if value is None]
-    if len(missing) == len(given):
-        if arguments.steps < 1:
-            raise InputError(f"--steps {arguments.steps}: must be 1 or more")
-        return None
-    if missing:
-        raise InputError(f"{' and '.join(missing)}: missing; give all three, or none to measure the step")
-    seconds, backward_share, fixed = given.values()
-    if not 0 < seconds < math.inf:
-        raise InputError(f"--step-seconds {seconds}: must be more than 0")
-    for name, most in (("backward_share", 1.0), ("fixed_seconds", seconds)):
-        if not 0 <= given[name] <= most:
-            raise InputError(f"{_option(name)} {given[name]}: must lie between 0 and {most}")
-    return Step(seconds, backward_share * seconds, fixed, _micro_batches(recipe))
+    precision = str(recipe.trainer.get("precision", "bf16-mixed"))
+    if not precision.startswith(("bf16", "16")):
+        raise InputError(f"trainer.precision {precision}: --gpu predicts 16-bit precision only; leave out one of both")
+    size = Size(recipe.network, recipe.corpus.vocabulary_size, recipe.batches.batch_tokens)
+    predicted = roofline(size, GPUS[gpu])
+    step = predicted.step(_micro_batches(recipe))
+    seconds = step.own_seconds()
+    return step, {
+        "gpu": predicted.gpu.name,
+        "term_seconds": predicted.seconds(),
+        "host_seconds": step.micro_batches * step.host_seconds,
+        "target_tokens_per_second": size.tokens / seconds,
+        "mfu_of_data_sheet_peak": predicted.mfu(seconds),
+    }
 
 
 def _option(name: str) -> str:
@@ -160,6 +164,8 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
     from pipeline.training.build import build_data
     from pipeline.training.corpus import ensure_corpus
 
+    if steps < 1:
+        raise InputError(f"--steps {steps}: must be 1 or more")
     device = benchmark_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
@@ -168,7 +174,7 @@ def _measured_step(recipe: "Recipe", steps: int) -> "tuple[Step, int]":
     if 2 * few > batch_tokens:
         raise InputError(
             f"batches.batch_tokens {batch_tokens} leaves no room for a smaller batch beside the longest sentence, "
-            f"{longest} tokens; raise it, or give --step-seconds, --backward-share and --fixed-seconds"
+            f"{longest} tokens; raise it, or predict the step with --gpu"
         )
     smaller = replace(recipe.batches, batch_tokens=few, max_tokens_per_device=None)
     whole, part = (
@@ -192,17 +198,6 @@ def _micro_batches(recipe: "Recipe") -> int:
     return math.ceil(batches.batch_tokens / (batches.max_tokens_per_device or batches.batch_tokens))
 
 
-def _gradient_bytes(recipe: "Recipe", vocabulary_size: int) -> list[int]:
-    """Return the size of each parameter's gradient, in the network's order."""
-    import torch
-
-    from model.transformer import Transformer
-
-    with torch.device("meta"):
-        network = Transformer(vocabulary_size, recipe.network)
-    return [GRADIENT_BYTES * parameter.numel() for parameter in network.parameters()]
-
-
 def _table(figures: dict[str, Any], strong: "list[Prediction]", weak: "list[Prediction]") -> str:
     """Return a table of both predictions, in milliseconds a step, and where more GPUs stop paying."""
     tokens = figures["batch_tokens"]
@@ -216,6 +211,10 @@ def _table(figures: dict[str, Any], strong: "list[Prediction]", weak: "list[Pred
             for one in both
         )
         lines.append(f"{both[0].gpus:<6}{''.join(columns_of_row)}")
+    if "term_seconds" in figures:
+        milliseconds = {**figures["term_seconds"], "launches": figures["host_seconds"]}
+        terms = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in milliseconds.items())
+        lines.append(f"{figures['gpu']}, ms: {terms}; MFU {figures['mfu_of_data_sheet_peak']:.0%} of the data sheet")
     for name, title in (("strong", shared), ("weak", own)):
         last = figures[f"{name}_pays_up_to"]
         beyond = f"on {2 * last}, efficiency is below one half" if last < GPUS[-1] else "more were not predicted"

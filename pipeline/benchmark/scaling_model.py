@@ -1,9 +1,10 @@
 """A model of the training step on many GPUs, computed from one GPU's step and the links between GPUs.
 
-A GPU's own work takes `fixed + (step - fixed) / parts`, where `parts` is the number of GPUs that share the batch.
-Gradients become complete in DDP's buckets, evenly through the last micro-batch's backward pass; the gradient of the
-shared embedding is complete only at its end. Buckets are all-reduced one after another, each as soon as it is complete.
-The all-reduce time that remains after the backward pass is exposed: the step waits for it.
+A GPU's own work takes `fixed + (step - fixed) / parts`, where `parts` is the number of GPUs that share the batch, or
+the time in which its host launches that work, whichever is longer. Gradients become complete in DDP's buckets, evenly
+through the last micro-batch's backward pass; the gradient of the shared embedding is complete only at its end. Buckets
+are all-reduced one after another, each as soon as it is complete. The all-reduce time that remains after the backward
+pass is exposed: the step waits for it.
 """
 
 import math
@@ -13,17 +14,32 @@ from typing import NamedTuple
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """DDP's defaults: a bucket is closed once it holds this many bytes."""
+HOST_BACKWARD_SHARE = 0.5
+"""Share of a micro-batch's launches that are in the backward pass; assumed."""
 
 
 class Step(NamedTuple):
     """An optimizer step on one GPU."""
 
     seconds: float
+    """Duration on the device."""
     backward_seconds: float
     """Backward passes of all micro-batches."""
     fixed_seconds: float
     """Time that does not depend on the batch size: the optimizer, the loop, kernels too short to fill the GPU."""
     micro_batches: int
+    host_seconds: float = 0.0
+    """Time in which the host launches the work of a micro-batch. A step takes no less."""
+
+    def own_seconds(self, parts: int = 1) -> float:
+        """Return the time of one of several GPUs that share the batch, without all-reduces."""
+        device = self.fixed_seconds + (self.seconds - self.fixed_seconds) / parts
+        return max(device, math.ceil(self.micro_batches / parts) * self.host_seconds)
+
+    def last_backward_seconds(self, parts: int = 1) -> float:
+        """Return the time of its last micro-batch's backward pass."""
+        device = self.backward_seconds / max(parts, self.micro_batches)
+        return max(device, HOST_BACKWARD_SHARE * self.host_seconds)
 
 
 class Link(NamedTuple):
@@ -116,17 +132,16 @@ def strong_scaling(step: Step, buckets: Sequence[Bucket], cluster: Cluster, gpus
 
     Each GPU gets whole micro-batches while there are enough of them, and parts of one micro-batch otherwise.
     """
-    own = step.fixed_seconds + (step.seconds - step.fixed_seconds) / gpus
-    last_backward = step.backward_seconds / max(gpus, step.micro_batches)
-    exposed = exposed_seconds(buckets, last_backward, gpus, cluster.link(gpus))
-    return Prediction(gpus, own + exposed, exposed, step.seconds / (gpus * (own + exposed)))
+    own = step.own_seconds(gpus)
+    exposed = exposed_seconds(buckets, step.last_backward_seconds(gpus), gpus, cluster.link(gpus))
+    return Prediction(gpus, own + exposed, exposed, step.own_seconds() / (gpus * (own + exposed)))
 
 
 def weak_scaling(step: Step, buckets: Sequence[Bucket], cluster: Cluster, gpus: int) -> Prediction:
     """Predict the step of GPUs that each have a batch of the measured size."""
-    last_backward = step.backward_seconds / step.micro_batches
-    exposed = exposed_seconds(buckets, last_backward, gpus, cluster.link(gpus))
-    return Prediction(gpus, step.seconds + exposed, exposed, step.seconds / (step.seconds + exposed))
+    own = step.own_seconds()
+    exposed = exposed_seconds(buckets, step.last_backward_seconds(), gpus, cluster.link(gpus))
+    return Prediction(gpus, own + exposed, exposed, own / (own + exposed))
 
 
 def pays_up_to(predictions: Sequence[Prediction]) -> int:

@@ -18,6 +18,7 @@ from data_module.settings import TextSource
 from pipeline.config.recipe import Recipe
 from pipeline.config.trainer_keys import RESERVED_KEYS, trainer_signature
 from tests.conftest import ROOT
+from tests.docs import roofline
 from tests.test_structure import ROOMS
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
@@ -170,7 +171,16 @@ def _first_sentence(text: str) -> str:
     return re.split(r"(?<!et al)(?<!\.\.)\.(?= |$)", paragraph)[0].removesuffix(":")
 
 
-PARTS = {"recipe_keys": recipe_keys, "trainer_keys": trainer_keys, "configs": configs, "rooms": rooms, "tree": tree}
+PARTS = {
+    "recipe_keys": recipe_keys,
+    "trainer_keys": trainer_keys,
+    "configs": configs,
+    "rooms": rooms,
+    "tree": tree,
+    "roofline_assumptions": roofline.assumptions,
+    "roofline_terms": roofline.terms,
+    "roofline_predictions": roofline.predictions,
+}
 
 
 def main() -> int:

