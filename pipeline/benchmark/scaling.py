@@ -135,7 +135,7 @@ def _predicted_step(recipe: "Recipe", gpu: str) -> "tuple[Step, dict[str, Any]]"
     if not precision.startswith(("bf16", "16")):
         raise InputError(f"trainer.precision {precision}: --gpu predicts 16-bit precision only; leave out one of both")
     size = Size(recipe.network, recipe.corpus.vocabulary_size, recipe.batches.batch_tokens)
-    predicted = roofline(size, GPUS[gpu])
+    predicted = roofline(size, GPUS[gpu], recipe.run.kernels or "triton")
     step = predicted.step(_micro_batches(recipe))
     seconds = step.own_seconds()
     return step, {

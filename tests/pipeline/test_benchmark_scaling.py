@@ -158,6 +158,16 @@ def test_predicted_needs_no_corpus(gpu: str, recipe_file: Path, capsys: pytest.C
     assert figures["gradient_bytes"] == sum(4 * parameter.numel() for parameter in network.parameters())
 
 
+def test_kernels_are_those_of_the_recipe(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["benchmark", "scaling", "--config", str(recipe_file), "--gpu", "h100", *LINKS, *PREDICTED]
+    attention = {}
+    for kernels in ("null", "triton", "pytorch"):
+        assert main([*command, "--run.kernels", kernels]) == 0
+        figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+        attention[kernels] = figures["term_seconds"]["attention"]
+    assert attention["null"] == attention["triton"] < attention["pytorch"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
