@@ -11,21 +11,23 @@ _TOLERANCE = {torch.float32: 0.01, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Difference that is accepted, as a share of the largest value. TF32 products round to ten bits."""
 
 
-def failure(dtype: torch.dtype, num_heads: int, d_k: int, d_v: int) -> str | None:
-    """Return what is wrong with a kernel on the current CUDA device, in one line; None if nothing is.
+def failure(dtype: torch.dtype, num_heads: int, d_k: int, d_v: int, device: str = "cuda") -> str | None:
+    """Return what is wrong with a kernel on a device, in one line; None if nothing is.
 
     Args:
         dtype: type of queries, keys, values and logits.
         num_heads: heads of the network's attention.
         d_k: their d_k.
         d_v: their d_v.
+        device: the current CUDA device, or a CPU if Triton interprets its kernels.
     """
+    heads = num_heads, d_k, d_v
     try:
         checks = {
-            "self-attention": _attention(dtype, (num_heads, d_k, d_v), is_cross=False, is_causal=False),
-            "causal self-attention": _attention(dtype, (num_heads, d_k, d_v), is_cross=False, is_causal=True),
-            "cross-attention": _attention(dtype, (num_heads, d_k, d_v), is_cross=True, is_causal=False),
-            "the loss": _loss(dtype),
+            "self-attention": _attention(dtype, device, heads, is_cross=False, is_causal=False),
+            "causal self-attention": _attention(dtype, device, heads, is_cross=False, is_causal=True),
+            "cross-attention": _attention(dtype, device, heads, is_cross=True, is_causal=False),
+            "the loss": _loss(dtype, device),
         }
     except Exception as error:  # Triton raises errors of many kinds, its compiler's among them.
         return f"Triton's kernels do not run here: {(str(error) or type(error).__name__).splitlines()[0]}"
@@ -33,7 +35,9 @@ def failure(dtype: torch.dtype, num_heads: int, d_k: int, d_v: int) -> str | Non
     return f"Triton's kernels give wrong results here, for {', '.join(wrong)}" if wrong else None
 
 
-def _attention(dtype: torch.dtype, heads: tuple[int, int, int], *, is_cross: bool, is_causal: bool) -> float:
+def _attention(
+    dtype: torch.dtype, device: str, heads: tuple[int, int, int], *, is_cross: bool, is_causal: bool
+) -> float:
     """Return the largest error of results and gradients, as a share of the largest value."""
     from model.gpu.segment_kernels import segment_attention
 
@@ -43,10 +47,10 @@ def _attention(dtype: torch.dtype, heads: tuple[int, int, int], *, is_cross: boo
     keys_size, values_size = num_heads * d_k, num_heads * d_v
     sizes = [keys_size, keys_size + values_size] if is_cross else [2 * keys_size + values_size]
     rows = [sum(query_lengths), sum(key_lengths)]
-    inputs = [_random(count, size, dtype=dtype) for count, size in zip(rows, sizes, strict=False)]
-    gradient = _random(rows[0], values_size, dtype=dtype)
-    segments = [*(_ids(lengths) for lengths in (query_lengths, key_lengths))]
-    segments += [_offsets(lengths) for lengths in (query_lengths, key_lengths)]
+    inputs = [_random(count, size, dtype=dtype, device=device) for count, size in zip(rows, sizes, strict=False)]
+    gradient = _random(rows[0], values_size, dtype=dtype, device=device)
+    segments = [_ids(lengths).to(device) for lengths in (query_lengths, key_lengths)]
+    segments += [_offsets(lengths).to(device) for lengths in (query_lengths, key_lengths)]
     for x in inputs:
         x.requires_grad_()
     result = segment_attention(inputs, segments, None, num_heads, d_k, is_causal)[0]
@@ -70,10 +74,11 @@ def _attention(dtype: torch.dtype, heads: tuple[int, int, int], *, is_cross: boo
     return max(_error(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def _loss(dtype: torch.dtype) -> float:
+def _loss(dtype: torch.dtype, device: str) -> float:
     from model.gpu.loss_kernel import over_classes
 
-    logits, targets, epsilon = 3.0 * _random(40, 9000, dtype=dtype), torch.arange(40, device="cuda").unsqueeze(1), 0.1
+    logits = 3.0 * _random(40, 9000, dtype=dtype, device=device)
+    targets, epsilon = torch.arange(40, device=device).unsqueeze(1), 0.1
     probabilities = logits.double().softmax(-1)
     gradient = probabilities.scatter_add(1, targets, torch.full_like(targets, epsilon - 1.0, dtype=torch.float64))
     expected = [
@@ -86,19 +91,19 @@ def _loss(dtype: torch.dtype) -> float:
     return max(_error(one, other) for one, other in zip(found, expected, strict=True) if one is not None)
 
 
-def _random(*size: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(sum(size))
-    return torch.randn(size, generator=generator, device="cuda").to(dtype)
+def _random(*size: int, dtype: torch.dtype, device: str) -> Tensor:
+    generator = torch.Generator(device).manual_seed(sum(size))
+    return torch.randn(size, generator=generator, device=device).to(dtype)
 
 
 def _ids(lengths: list[int]) -> Tensor:
-    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths)).cuda()
+    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
 
 
 def _offsets(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference as a share of the largest value; it is NaN if either has a NaN."""
-    return float((found.double() - expected).abs().max() / expected.abs().max())
+    return float((found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max())

@@ -18,6 +18,7 @@ from tests.gpu.harvest.job import Job
 from tests.gpu.harvest.measurement import kernels_of
 from tests.gpu.harvest.results import Results
 from tests.gpu.harvest.runner import LIMITS, run_stage, write_report
+from tests.gpu.harvest.training import CASES, Case
 
 
 def found(output: Path, stage: str) -> list[dict]:
@@ -37,16 +38,16 @@ def test_every_stage_writes_its_results(tmp_path: Path) -> None:
     assert [one["name"] for one in rates[:2]] == ["copy", "square, forward"]
     assert all(one["milliseconds"] > 0 for one in rates)
     attention = found(output, "attention")
-    assert len(attention) == 5 * 2 * 2
+    assert len(attention) == 3 * (3 + 1) + 1 + 4 * 2 * 2
     for one in attention:
         assert one["forward_and_backward_milliseconds"] > 0 if "refused" not in one else one["refused"]
-    assert {one["name"] for one in attention if "refused" not in one} == {"flash", "plain products"}
-    assert all(one["peak_memory_bytes"] > 0 for one in found(output, "loss"))
+    assert {one["name"] for one in attention if "refused" not in one} == {"blocks", "flash", "plain products"}
+    loss = found(output, "loss")
+    assert [one["kernels"] for one in loss] == ["triton", "pytorch"] * 2
+    assert all(one["peak_memory_bytes"] > 0 for one in loss)
     assert all(one["tokens_per_second"] > 0 for one in found(output, "decoding"))
     steps = [one for one in found(output, "base") if one["name"] == "step"]
-    assert [(one["compiled"], one["micro_batches"]) for one in steps] == [
-        (c, m) for c in (False, True) for m in LAYOUTS
-    ]
+    assert [Case(*(one[key] for key in Case._fields)) for one in steps] == CASES["base"]
     for one in steps:
         assert one["step_milliseconds"] > 0
         assert one["host_milliseconds"] > 0
@@ -62,7 +63,7 @@ def test_every_stage_writes_its_results(tmp_path: Path) -> None:
     assert report["stages"]["base"]["refused"] == 0
     assert report["torch"] == torch.__version__
     assert report["stages"]["base"]["outcome"] == "done"
-    assert report["stages"]["base"]["results"][-1]["micro_batches"] == "one of 25,000, in blocks"
+    assert report["stages"]["base"]["results"][-1]["kernels"] == "pytorch"
 
 
 def test_the_tests_outcomes_are_written_one_by_one(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_kernels_are_added_up_by_name_and_step() -> None:
     figures = kernels_of([*events, Event("on the host", 10**9, DeviceType.CPU)], steps=2)
     assert figures == {
         "kernel_milliseconds": 5.0,
-        "kernels": 1.5,
+        "device_operations": 1.5,
         "top_kernels": [
             {"kernel": "large", "count": 1.0, "milliseconds": 4.5, "share": 0.9},
             {"kernel": "small", "count": 0.5, "milliseconds": 0.5, "share": 0.1},

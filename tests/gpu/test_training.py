@@ -45,9 +45,10 @@ LAYOUTS = [
     ("cpu", "in blocks"),
     pytest.param("cuda", "padded", marks=pytest.mark.gpu),
     pytest.param("cuda", "in blocks", marks=pytest.mark.gpu),
+    pytest.param("cuda", "triton", marks=pytest.mark.gpu),
 ]
-"""Sentences lie end to end in 16 bits on a GPU only."""
-END_TO_END = pytest.param("cuda", "end to end", marks=pytest.mark.gpu)
+"""Sentences lie end to end on a GPU only: for Triton's kernels, and in 16 bits for flash attention."""
+FLASH = pytest.param("cuda", "flash", marks=pytest.mark.gpu)
 KERNELS = [pytest.param("cuda", kernels, marks=pytest.mark.gpu) for kernels in ("pytorch", "triton")]
 
 
@@ -72,11 +73,12 @@ def corpus_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def module(device: str, compiled: bool = False, scale_loss: bool = False) -> Any:
+def module(device: str, kernels: str = "pytorch", **options: bool) -> Any:
     """Return a module as `fit` prepares it."""
     torch.manual_seed(3)
     training = TrainingSettings(gradient_clip_norm=1.0)
-    made = TranslationModule(VOCABULARY, SPECIAL, NETWORK, training, DecodingSettings(), 1, compiled, scale_loss)
+    settings = NETWORK, training, DecodingSettings()
+    made = TranslationModule(VOCABULARY, SPECIAL, *settings, seed=1, kernels=kernels, **options)
     made.on_fit_start()
     return made.to(device).train()
 
@@ -99,7 +101,7 @@ class _NoWaiting(Callback):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "kernels"), [("cpu", "pytorch"), *KERNELS])
 @pytest.mark.parametrize(
     ("compiled", "precision"),
     [
@@ -113,11 +115,14 @@ class _NoWaiting(Callback):
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: str, corpus_folder: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # a warning of the compiler about itself
+def test_no_step_waits_for_the_device(
+    device: str, kernels: str, compiled: bool, precision: str, corpus_folder: Path
+) -> None:
     """Covers loader, copy, micro-batches in blocks and end to end, loss, clipping, Adam, EMA, Lightning and monitor."""
     batches = BatchSettings(batch_tokens=400, max_tokens_per_device=160)
-    in_blocks = needs_blocks(device, precision, NETWORK)
-    assert in_blocks == (device == "cpu" or precision == "32-true")
+    in_blocks = needs_blocks(device, precision, NETWORK, kernels)
+    assert in_blocks == (device == "cpu" or (precision == "32-true" and kernels == "pytorch"))
     data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1, in_blocks=in_blocks)
     watch = _NoWaiting()
     float16 = precision_plugin({"precision": precision, "accelerator": device})
@@ -137,13 +142,15 @@ def test_no_step_waits_for_the_device(device: str, compiled: bool, precision: st
         callbacks=[TrainingMonitor(every_steps=100), EMA(decay=0.9), watch],
     )
     try:
-        made = module("cpu", compiled, scale_loss=float16 is not None)
+        made = module("cpu", kernels, compiled=compiled, scale_loss=float16 is not None)
         trainer.fit(made, datamodule=data)
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert watch.steps == 16
     assert watch.micro_batches >= 2 * 16
+    # Weights are cast once a step, not by autocast.
+    assert (made._cast_weights is not None) == (device == "cuda" and precision != "32-true")
 
 
 @pytest.mark.gpu
@@ -252,26 +259,30 @@ def test_training_batches_are_in_memory_that_a_gpu_copies_by_itself(device: str,
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-@pytest.mark.parametrize(("device", "layout"), [*LAYOUTS[1::2], END_TO_END])
+@pytest.mark.parametrize(("device", "layout"), [LAYOUTS[1], *LAYOUTS[3:], FLASH])
 def test_kernels_of_packed_rows(device: str, layout: str) -> None:
     """The encoder and both attentions of the decoder take the kernel of the layout, forward and backward."""
-    made = module(device)
+    made = module(device, "triton" if layout == "triton" else "pytorch")
     [batch] = packed([LENGTHS[1]], in_blocks=layout == "in blocks").to(device).micro_batches
     with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.autocast(device, torch.bfloat16):
         made.losses(batch).smoothed.backward()
     calls = Counter(event.name for event in profiler.events())
     flash = ["aten::_flash_attention_forward", "aten::_flash_attention_backward"]
     blocks = ["attention_pipeline::block_attention", "attention_pipeline::block_attention_backward"]
-    assert [calls[name] for name in flash] == [3 * (layout == "end to end")] * 2
+    triton = ["attention_pipeline::segment_attention", "attention_pipeline::segment_attention_backward"]
+    assert [calls[name] for name in flash] == [3 * (layout == "flash")] * 2
     assert [calls[name] for name in blocks] == [3 * (layout == "in blocks")] * 2
+    assert [calls[name] for name in triton] == [3 * (layout == "triton")] * 2
     assert calls["aten::scaled_dot_product_attention"] == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_all_batches_of_a_gpu_share_one_graph() -> None:
-    """Whatever their sentences are, and however many."""
-    made = module("cuda", compiled=True)
+@pytest.mark.parametrize("kernels", ["pytorch", "triton"])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_all_batches_of_a_gpu_share_one_graph(kernels: str) -> None:
+    """Whatever their sentences are, and however many; eager results."""
+    made, eager = module("cuda", kernels, compiled=True), module("cuda", kernels)
     draws = np.random.default_rng(1)
     micro_batches = [
         [(source, target) for source, target in draws.integers(2, 40, (count, 2)).tolist()] for count in range(1, 21)
@@ -279,7 +290,11 @@ def test_all_batches_of_a_gpu_share_one_graph() -> None:
     with Compilations() as compilations:
         for batch in packed(micro_batches, in_blocks=False).to("cuda").micro_batches:
             with torch.autocast("cuda", torch.bfloat16):
-                made.states(batch).sum().backward()
+                for one in (made, eager):
+                    one.cast_weights()
+                found, expected = made.states(batch), eager.states(batch)
+            found.sum().backward()
+            assert (found - expected).norm() < 0.01 * expected.norm()
     assert compilations.num_graphs == 1
 
 
@@ -313,6 +328,7 @@ def loss_and_gradient(
         batches = packed(LENGTHS, in_blocks=layout == "in blocks").to(device).micro_batches
     for batch in batches:
         with torch.autocast(device, low, enabled=low is not None):
+            made.cast_weights()
             sums = made.losses(batch)
         sums.smoothed.backward()
         total += sums.smoothed.detach()
@@ -320,11 +336,12 @@ def loss_and_gradient(
     return total.cpu(), torch.cat(gradients).cpu()
 
 
-@pytest.mark.parametrize(("device", "layout"), [*LAYOUTS, END_TO_END])
+@pytest.mark.parametrize(("device", "layout"), [*LAYOUTS, FLASH])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_stay_near_float32(device: str, layout: str, dtype: torch.dtype) -> None:
     exact, exact_gradient = loss_and_gradient(module("cpu"), "cpu", "padded")
-    low, low_gradient = loss_and_gradient(module(device), device, layout, dtype)
+    made = module(device, "triton" if layout == "triton" else "pytorch")
+    low, low_gradient = loss_and_gradient(made, device, layout, dtype)
     torch.testing.assert_close(low, exact, rtol=0.005, atol=0)
     assert (low_gradient - exact_gradient).norm() < 0.03 * exact_gradient.norm()
 
@@ -332,7 +349,8 @@ def test_16_bits_stay_near_float32(device: str, layout: str, dtype: torch.dtype)
 @pytest.mark.parametrize(("device", "layout"), LAYOUTS)
 def test_float32_is_the_cpus(device: str, layout: str) -> None:
     exact, exact_gradient = loss_and_gradient(module("cpu").double(), "cpu", "padded")
-    found, gradient = loss_and_gradient(module(device), device, layout)
+    made = module(device, "triton" if layout == "triton" else "pytorch")
+    found, gradient = loss_and_gradient(made, device, layout)
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=0, check_dtype=False)
     assert (gradient - exact_gradient).norm() < 1e-4 * exact_gradient.norm()
 

@@ -5,6 +5,8 @@ TRITON_INTERPRET=1 must be set before Triton is imported, and holds for the whol
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from triton.runtime.jit import JITFunction
 from data_module.batching.batch import PackedBatch, PaddedBatch
 from model.gpu import segment_kernels
 from model.gpu.segment_kernels import segment_attention, segment_attention_backward
+from model.gpu.self_check import failure
 from model.loss import label_smoothed_loss
 from model.settings import NetworkSettings
 from model.transformer import Transformer
@@ -158,6 +161,24 @@ def test_the_loss_kernel(vocabulary_size: int, dtype: torch.dtype) -> None:
 
 def test_logits_that_are_not_finite() -> None:
     check_logits_that_are_not_finite("cpu")
+
+
+def test_the_check_before_training_accepts_the_kernels_and_names_those_that_are_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = partial(failure, torch.float32, 1, 8, 12, device="cpu")
+    assert check() is None
+    plain = segment_kernels.segment_attention
+
+    def wrong(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Is wrong where it is causal."""
+        result, log_sums = plain(*given)
+        return result * (1.2 if given[-1] else 1.0), log_sums
+
+    monkeypatch.setattr(segment_kernels, "segment_attention", wrong)
+    assert check() == "Triton's kernels give wrong results here, for causal self-attention"
+    monkeypatch.setattr(segment_kernels, "segment_attention", lambda *given: plain(*given)[0] * float("nan"))
+    assert "for self-attention, causal self-attention, cross-attention" in (check() or "")
 
 
 def test_unused_rows_are_there() -> None:

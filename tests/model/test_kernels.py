@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from model.gpu.segment_kernels import LARGEST_HEAD, can_run
+from model.gpu.self_check import failure
 from tests.conftest import ROOT
 from tests.model.kernel_builds import (
     GPUS,
@@ -47,6 +48,14 @@ def test_which_heads_the_kernels_take() -> None:
     assert LARGEST_HEAD == 128
     assert all(can_run(*sizes) for sizes in [(64, 64), (1, 128), (128, 1), (5, 7)])
     assert not any(can_run(*sizes) for sizes in [(129, 64), (64, 129), (256, 256)])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernels run")
+def test_the_check_before_training_says_that_kernels_do_not_run() -> None:
+    said = failure(torch.bfloat16, 8, 64, 64)
+    assert said is not None
+    assert said.startswith("Triton's kernels do not run here: ")
+    assert "\n" not in said
 
 
 @pytest.fixture

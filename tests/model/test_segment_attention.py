@@ -235,11 +235,11 @@ def test_segments_of_the_three_attentions() -> None:
 
 
 def test_segments_for_the_kernels_by_hand() -> None:
-    """Sentences of 3 and 5 tokens and their translations of 4 and 2; segments without rows, then dead rows."""
-    shape = row_shape([[(3, 4), (5, 2)]], in_blocks=False)._replace(source=11, target=9, segments=4)
+    """Sentences of 3 and 5 tokens, their translations of 4 and 2, a segment of 3 dead tokens, and two of none."""
+    shape = row_shape([[(3, 4), (5, 2)]], in_blocks=False)._replace(source_tokens=11, target_tokens=9, segments=5)
     [batch] = packed([[(3, 4), (5, 2)]], in_blocks=False, shape=shape).micro_batches
-    source = [0, 0, 0, 1, 1, 1, 1, 1, 4, 4, 4], [0, 3, 8, 8, 8]
-    target = [0, 0, 0, 0, 1, 1, 4, 4, 4], [0, 4, 6, 6, 6]
+    source = [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 3, 8, 11, 11, 11]
+    target = [0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 4, 6, 9, 9, 9]
     for one, query, key in zip(
         packed_segments(batch, torch.float32, "triton"), (source, target, target), (source, target, source), strict=True
     ):

@@ -35,10 +35,17 @@ LAYOUTS = {
 class Shares:
     """An endless loader of a few different steps, whose pairs have the same lengths."""
 
-    def __init__(self, name: str, pieces: int, tokens: int = STEP_TOKENS, on_gpu: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        pieces: int,
+        tokens: int = STEP_TOKENS,
+        on_gpu: bool = True,
+        mean_length: int = MEAN_LENGTH,
+    ) -> None:
         """Make the steps. Without a GPU all are in blocks, since nothing else runs on a CPU."""
         layout = LAYOUTS[name]
-        self._lengths = _lengths(tokens)
+        self._lengths = _lengths(tokens, mean_length)
         longest = int(max(side.max() for side in self._lengths))
         # A row has 5 % more than an even share, and the next multiple of 128.
         limit = None if layout.micro_batches == 1 else max(1.1 * tokens / layout.micro_batches + 160, longest + 160)
@@ -69,12 +76,12 @@ class Shares:
         return collate(corpus, rows, SPECIAL, self.shape, num_target_tokens=int(target.sum()))
 
 
-def _lengths(tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def _lengths(tokens: int, mean_length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return lengths of pairs with at most `tokens` a side, spread like those of sentences."""
     draws = np.random.default_rng(1)
-    most = 2 * tokens // MEAN_LENGTH + 2
-    longest = min(LONGEST, tokens // 3)
-    source = np.clip(draws.gamma(2.5, MEAN_LENGTH / 2.5, most).astype(np.int64), 2, longest)
+    most = 2 * tokens // mean_length + 2
+    longest = min(LONGEST * mean_length // MEAN_LENGTH, tokens // 3)
+    source = np.clip(draws.gamma(2.5, mean_length / 2.5, most).astype(np.int64), 2, longest)
     target = np.clip(source + draws.integers(-3, 4, most), 2, longest)
     count = int((np.maximum(source.cumsum(), target.cumsum()) <= tokens).sum())
     return source[:count], target[:count]

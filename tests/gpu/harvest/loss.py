@@ -1,4 +1,4 @@
-"""Stage `loss`: the fused loss of the base model, for several numbers of logits per chunk."""
+"""Stage `loss`: the fused loss of the base model, by both kernels and with chunks of several shares of memory."""
 
 from typing import Any
 
@@ -10,37 +10,40 @@ from model.loss import label_smoothed_loss
 from pipeline.profiling.stopwatch import PeakMemory
 from tests.gpu.harvest.job import Job, per_second
 
-CHUNKS = [2**power for power in range(26, 31)]
+SHARES = [1 / 64, 1 / 512, 1 / 256, 1 / 128, 1 / 32, 1 / 16]
+"""The first one is that of training."""
+KERNELS = ("triton", "pytorch")
 
 
 def run(job: Job) -> None:
     """Run the stage."""
     rows, d_model, pieces = (50, 16, 300) if job.tiny else (25_000, 512, 37_000)
-    chunks = [2**12, 2**14] if job.tiny else CHUNKS
     weight = torch.randn(pieces, d_model, device=job.device, requires_grad=True)
-    states = torch.randn(rows, d_model, device=job.device, requires_grad=True)
+    # As the network returns them.
+    states = torch.randn(rows, d_model, device=job.device).bfloat16().requires_grad_()
     targets = torch.randint(1, pieces, (rows,), device=job.device)
-    for compiled in (False, True):
-        for chunk in chunks:
+    for share in SHARES[:2] if job.tiny else SHARES:
+        for kernels in KERNELS:
             job.attempt(
                 "loss",
-                lambda c=compiled, n=chunk: _measured(job, states, weight, targets, c, n),
-                chunk_logits=chunk,
-                compiled=compiled,
+                lambda k=kernels, n=share: _measured(job, states, weight, targets, k, n),
+                memory_share=share,
+                kernels=kernels,
             )
 
 
 def _measured(
-    job: Job, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, compiled: bool, chunk: int
+    job: Job, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, kernels: str, share: float
 ) -> dict[str, Any]:
     def step() -> None:
         with torch.autocast(job.device.type, torch.bfloat16):
-            smoothed = label_smoothed_loss(states, weight, targets, 0.1, 0, compiled).smoothed
-        smoothed.backward()
+            sums = label_smoothed_loss(states, weight, targets, 0.1, 0, 1 / len(targets), kernels)
+        sums.smoothed.backward()
         states.grad = weight.grad = None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model.loss._CHUNK_LOGITS, job.device.type, chunk)
+        patch.setattr(model.loss, "_CHUNK_SHARE", share)
+        chunk = model.loss._chunk_rows(len(targets), len(weight), job.device, torch.bfloat16, kernels)
         step()  # compiles
         memory = PeakMemory(job.device)
         step()
@@ -48,6 +51,7 @@ def _measured(
         milliseconds = job.milliseconds(step, repeats=10, warm_up=1, head_start=30.0)
     flops = 6 * states.numel() * weight.size(0)
     return {
+        "chunk_rows": chunk,
         "milliseconds": milliseconds,
         "peak_memory_bytes": peak,
         "flops_per_second": per_second(flops, milliseconds),

@@ -132,4 +132,4 @@ def kernels_of(events: Iterable[Any], steps: int) -> dict[str, Any]:
         }
         for name, spent in milliseconds.most_common(TOP_KERNELS)
     ]
-    return {"kernel_milliseconds": total, "kernels": counts.total() / steps, "top_kernels": table}
+    return {"kernel_milliseconds": total, "device_operations": counts.total() / steps, "top_kernels": table}

@@ -1,7 +1,7 @@
 """Stages `base` and `big`: the training step of `fit`, eager and compiled, timed and profiled."""
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
@@ -12,7 +12,7 @@ from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.flops import training_flops
 from pipeline.profiling.machine import MatrixProduct
 from pipeline.runtime.console import quiet_lightning
-from tests.gpu.harvest.batches import LAYOUTS, SPECIAL, Shares
+from tests.gpu.harvest.batches import SPECIAL, Shares
 from tests.gpu.harvest.job import Job, per_second
 from tests.gpu.harvest.measurement import Measurement
 
@@ -23,21 +23,43 @@ NETWORKS = {
 TINY = NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2)
 
 
+class Case(NamedTuple):
+    """A way to train."""
+
+    kernels: str = "triton"
+    compiled: bool = False
+    micro_batches: str = "one of 25,000"
+
+
+CASES = {
+    "base": [
+        Case(),
+        Case("pytorch"),
+        Case(micro_batches="eight of 3,125"),
+        Case("pytorch", micro_batches="one of 25,000, in blocks"),
+        Case(compiled=True),
+        Case("pytorch", compiled=True),
+    ],
+    "big": [Case(), Case("pytorch"), Case(compiled=True)],
+}
+"""Eager mode comes first, since compiling takes minutes and may exceed the time limit."""
+
+
 def run(job: Job) -> None:
-    """Run the stage. Eager mode comes first, since compiling takes minutes and may exceed the time limit."""
+    """Run the stage."""
     quiet_lightning()
     network, pieces, tokens = (TINY, 100, 60) if job.tiny else (NETWORKS[job.stage], 37_000, 25_000)
     job.record("network", **asdict(network), pieces=pieces)
     best = _product_rate(job)
-    for compiled in (False, True):
+    for case in CASES[job.stage]:
         torch.manual_seed(1)
+        settings = (TrainingSettings(), DecodingSettings())
         module = TranslationModule(
-            pieces, SPECIAL, network, TrainingSettings(), DecodingSettings(), seed=1, compiled=compiled
+            pieces, SPECIAL, network, *settings, seed=1, compiled=case.compiled, kernels=case.kernels
         )
-        for name in LAYOUTS:
-            shares = Shares(name, pieces, tokens, on_gpu=job.device.type == "cuda")
-            about = {"micro_batches": name, "compiled": compiled}
-            job.attempt("step", lambda m=module, s=shares, a=about: _train(job, m, s, a, best), **about)
+        shares = Shares(case.micro_batches, pieces, tokens, on_gpu=job.device.type == "cuda")
+        about = case._asdict()
+        job.attempt("step", lambda m=module, s=shares, a=about: _train(job, m, s, a, best), **about)
 
 
 def _train(

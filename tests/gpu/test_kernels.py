@@ -1,0 +1,108 @@
+"""The Triton kernels on a GPU, with the comparisons that `tests/model/interpreted_kernels.py` makes on the CPU."""
+
+import pytest
+import torch
+
+from model.gpu.loss_kernel import over_classes
+from model.gpu.self_check import failure
+from tests.model.kernel_cases import (
+    CROSS,
+    EDGES,
+    KINDS,
+    RAGGED,
+    UNUSED,
+    Heads,
+    Sentences,
+    check_attention,
+    check_dropout,
+    check_logits_that_are_not_finite,
+    check_loss,
+    inputs,
+    run,
+)
+
+pytestmark = pytest.mark.gpu
+PAPER = Heads(8, 64, 64)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_of_the_papers_heads(kind: str, dtype: torch.dtype) -> None:
+    check_attention(PAPER, CROSS if kind == "cross" else RAGGED, kind, dtype, "cuda")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_beside_the_sizes_of_tiles(kind: str) -> None:
+    check_attention(PAPER, EDGES, kind, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("heads", "kind", "dtype"),
+    [
+        (Heads(3, 5, 7), "causal", torch.float32),
+        (Heads(2, 128, 128), "self", torch.bfloat16),
+        *[
+            pytest.param(heads, kind, dtype, marks=pytest.mark.slow)
+            for heads in (Heads(2, 24, 40), Heads(16, 32, 32), Heads(1, 128, 64), Heads(3, 7, 5))
+            for kind in KINDS
+            for dtype in DTYPES
+        ],
+    ],
+    ids=str,
+)
+def test_attention_of_other_heads(heads: Heads, kind: str, dtype: torch.dtype) -> None:
+    check_attention(heads, CROSS if kind == "cross" else RAGGED, kind, dtype, "cuda")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "causal" else pytest.mark.slow) for kind in KINDS]
+)
+def test_dropout(kind: str) -> None:
+    check_dropout(kind, "cuda")
+
+
+def test_two_runs_have_the_same_bits() -> None:
+    """At the size of a training step."""
+    sentences = Sentences([27] * 920, [30] * 830)
+    for kind in ("causal", "cross"):
+        one = sentences if kind != "cross" else Sentences(sentences.queries[:830], sentences.keys)
+        tensors = [x.detach().nan_to_num().requires_grad_() for x in inputs(PAPER, one, kind, torch.bfloat16, "cuda")]
+        results = []
+        for _ in range(2):
+            result, log_sums = run(tensors, PAPER, one, kind)
+            results.append([result, log_sums, *torch.autograd.grad(result, tensors, torch.ones_like(result))])
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        assert results[0][0][:-UNUSED].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary_size", [2, 9000, 37_000])
+def test_the_loss_kernel(vocabulary_size: int, dtype: torch.dtype) -> None:
+    check_loss(500, vocabulary_size, dtype, "cuda")
+
+
+def test_logits_that_are_not_finite() -> None:
+    check_logits_that_are_not_finite("cuda")
+
+
+def test_more_logits_than_32_bits_count() -> None:
+    rows, vocabulary_size = 60_000, 37_000
+    assert rows * vocabulary_size > 2**31
+    logits = torch.zeros(rows, vocabulary_size, dtype=torch.bfloat16, device="cuda")
+    last = torch.randn(vocabulary_size, device="cuda").bfloat16()
+    logits[-1] = last
+    targets = torch.full((rows, 1), 5, device="cuda")
+    largest, target, most_probable, gradient = over_classes(logits, targets, torch.float32, 0.1, True)
+    probabilities = last.double().softmax(0)
+    assert float(largest[-1]) == float(last.max())
+    assert float(target[-1]) == float(last[5])
+    assert float(most_probable[-1]) == pytest.approx(float(probabilities.max()), rel=1e-4)
+    assert gradient is not None
+    probabilities[5] -= 0.9
+    assert (gradient[-1] - probabilities).norm() < 0.01 * probabilities.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_check_before_training_accepts_the_kernels(dtype: torch.dtype) -> None:
+    assert failure(dtype, 8, 64, 64) is None
