@@ -6,7 +6,7 @@ batch. The gradient therefore does not depend on the number of ranks and micro-b
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,17 @@ from model.transformer import Transformer
 _SEED_RANGE = 1 << 63
 
 
+class StepOptions(NamedTuple):
+    """How a training step is computed."""
+
+    compiled: bool = False
+    """Use torch.compile. Validation does not use it."""
+    scale_loss: bool = False
+    """Scale the loss, for float16."""
+    kernels: str = "pytorch"
+    """For attention and the loss on a GPU: "triton" or "pytorch"; see `run.kernels`."""
+
+
 class TranslationModule(LightningModule):
     """The Transformer with its loss, optimizer, learning-rate schedule, and validation by loss and decoding."""
 
@@ -41,9 +52,7 @@ class TranslationModule(LightningModule):
         training: TrainingSettings,
         decoding: DecodingSettings,
         seed: int,
-        compiled: bool = False,
-        scale_loss: bool = False,
-        kernels: str = "pytorch",
+        options: StepOptions = StepOptions(),  # noqa: B008
     ) -> None:
         """Initialize the network.
 
@@ -54,9 +63,7 @@ class TranslationModule(LightningModule):
             training: the recipe's `training:`.
             decoding: the recipe's `decoding:`.
             seed: seed of dropout.
-            compiled: use torch.compile in training. Validation does not use it.
-            scale_loss: scale the loss, for float16.
-            kernels: "triton" or "pytorch", for attention and the loss on a GPU.
+            options: how a training step is computed.
 
         Raises:
             ValueError: the settings name a part that is not registered.
@@ -66,9 +73,9 @@ class TranslationModule(LightningModule):
         self.special, self.training_settings, self.decoding, self.seed = special, training, decoding, seed
         self.network_settings = network
         self.network = Transformer(vocabulary_size, network)
-        self.compiled_forward = CompiledForward(self.network) if compiled else None
-        self.loss_scale = LossScaler() if scale_loss else None
-        self.kernels = kernels
+        self.compiled_forward = CompiledForward(self.network) if options.compiled else None
+        self.loss_scale = LossScaler() if options.scale_loss else None
+        self.kernels = options.kernels
         self._cast_weights: CastWeights | None = None
         self.validation_sums: dict[str, Tensor] = {}
         self._skipped, self._skipped_in_a_row = torch.zeros(()), torch.zeros(())

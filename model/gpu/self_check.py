@@ -56,7 +56,8 @@ def _attention(
     result = segment_attention(inputs, segments, None, num_heads, d_k, is_causal)[0]
     found = [result, *torch.autograd.grad(result, inputs, gradient)]
 
-    exact = [x.detach().double().requires_grad_() for x in inputs]
+    # On the CPU, so that it does not depend on anything of the GPU.
+    exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
     columns = torch.cat(exact, 1) if not is_cross else None
     query, key, value = (
         columns.split([keys_size, keys_size, values_size], 1)
@@ -65,30 +66,26 @@ def _attention(
     )
     query, key, value = (x.unflatten(1, (num_heads, -1)).transpose(0, 1) for x in (query, key, value))
     scores = query @ key.transpose(1, 2) / math.sqrt(d_k)
-    hidden = segments[0][:, None] != segments[1][None, :]
+    hidden = segments[0].cpu()[:, None] != segments[1].cpu()[None, :]
     if is_causal:
         hidden = hidden | ~torch.ones_like(hidden).tril()
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     expected_result = (weights @ value).transpose(0, 1).flatten(1)
-    expected = [expected_result, *torch.autograd.grad(expected_result, exact, gradient.double())]
-    return max(_error(one, other) for one, other in zip(found, expected, strict=True))
+    expected = [expected_result, *torch.autograd.grad(expected_result, exact, gradient.cpu().double())]
+    return _largest_error(found, expected)
 
 
 def _loss(dtype: torch.dtype, device: str) -> float:
     from model.gpu.loss_kernel import over_classes
 
     logits = 3.0 * _random(40, 9000, dtype=dtype, device=device)
-    targets, epsilon = torch.arange(40, device=device).unsqueeze(1), 0.1
-    probabilities = logits.double().softmax(-1)
+    targets, epsilon = torch.arange(40).unsqueeze(1), 0.1
+    found = over_classes(logits.clone(), targets.to(device), torch.float32, epsilon, True)
+    exact = logits.cpu().double()
+    probabilities = exact.softmax(-1)
     gradient = probabilities.scatter_add(1, targets, torch.full_like(targets, epsilon - 1.0, dtype=torch.float64))
-    expected = [
-        logits.double().amax(1, True),
-        logits.double().gather(1, targets),
-        probabilities.amax(1, True),
-        gradient,
-    ]
-    found = over_classes(logits.clone(), targets, torch.float32, epsilon, True)
-    return max(_error(one, other) for one, other in zip(found, expected, strict=True) if one is not None)
+    expected = [exact.amax(1, True), exact.gather(1, targets), probabilities.amax(1, True), gradient]
+    return _largest_error([one for one in found if one is not None], expected)
 
 
 def _random(*size: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -104,6 +101,10 @@ def _offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a share of the largest value; it is NaN if either has a NaN."""
-    return float((found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max())
+def _largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest difference as a share of the largest value of its tensor; NaN if there is any NaN."""
+    errors = [
+        (one.detach().cpu().double() - other.detach()).abs().max() / other.detach().abs().max()
+        for one, other in zip(found, expected, strict=True)
+    ]
+    return float(torch.stack(errors).max())

@@ -16,7 +16,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.segment_attention import needs_blocks
-from model.translation_module import TranslationModule
+from model.translation_module import StepOptions, TranslationModule
 from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
 from pipeline.checkpointing.ema import EMA
 from pipeline.checkpointing.run_folder import STOPPED_EARLY
@@ -83,6 +83,7 @@ def build_module(
         kernels: what `choose_kernels` returned.
     """
     torch.manual_seed(recipe.run.seed)
+    compiled = should_compile(recipe.run.compile, recipe.trainer.get("accelerator", "auto"))
     return TranslationModule(
         tokenizer.vocabulary_size,
         special_ids(tokenizer),
@@ -90,9 +91,7 @@ def build_module(
         recipe.training,
         recipe.decoding,
         recipe.run.seed,
-        compiled=should_compile(recipe.run.compile, recipe.trainer.get("accelerator", "auto")),
-        scale_loss=scale_loss,
-        kernels=kernels,
+        StepOptions(compiled, scale_loss, kernels),
     )
 
 

@@ -24,7 +24,7 @@ from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
 from model.segment_attention import needs_blocks
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.translation_module import TranslationModule
+from model.translation_module import StepOptions, TranslationModule
 from pipeline.checkpointing.ema import EMA
 from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.monitoring.training_monitor import TrainingMonitor
@@ -78,7 +78,7 @@ def module(device: str, kernels: str = "pytorch", **options: bool) -> Any:
     torch.manual_seed(3)
     training = TrainingSettings(gradient_clip_norm=1.0)
     settings = NETWORK, training, DecodingSettings()
-    made = TranslationModule(VOCABULARY, SPECIAL, *settings, seed=1, kernels=kernels, **options)
+    made = TranslationModule(VOCABULARY, SPECIAL, *settings, 1, StepOptions(kernels=kernels, **options))
     made.on_fit_start()
     return made.to(device).train()
 

@@ -23,7 +23,7 @@ from model.loss import label_smoothed_loss
 from model.segment_attention import Segments
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
-from model.translation_module import TranslationModule
+from model.translation_module import StepOptions, TranslationModule
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, arguments, packed, padded, row_shape
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -152,7 +152,7 @@ def module(compiled: bool, dropout: float = 0.0) -> TranslationModule:
     torch.manual_seed(3)
     settings = replace(SETTINGS, dropout=dropout)
     return TranslationModule(
-        VOCABULARY, SPECIAL, settings, TrainingSettings(), DecodingSettings(), seed=1, compiled=compiled
+        VOCABULARY, SPECIAL, settings, TrainingSettings(), DecodingSettings(), 1, StepOptions(compiled)
     )
 
 

@@ -24,7 +24,7 @@ from model.lr_schedule import SCHEDULES
 from model.optimizer import OPTIMIZERS
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
-from model.translation_module import TranslationModule
+from model.translation_module import StepOptions, TranslationModule
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, packed, padded
 
 pytestmark = [
@@ -69,9 +69,14 @@ def make_module(
 ) -> TranslationModule:
     torch.manual_seed(3)
     network = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=dropout)
-    options = {"scale_loss": True} if scale_loss else {}
     return TranslationModule(
-        VOCABULARY, SPECIAL, network, training, DecodingSettings(max_extra_tokens=3), seed, **options
+        VOCABULARY,
+        SPECIAL,
+        network,
+        training,
+        DecodingSettings(max_extra_tokens=3),
+        seed,
+        StepOptions(scale_loss=scale_loss),
     )
 
 

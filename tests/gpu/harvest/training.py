@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.translation_module import TranslationModule
+from model.translation_module import StepOptions, TranslationModule
 from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.flops import training_flops
 from pipeline.profiling.machine import MatrixProduct
@@ -55,7 +55,7 @@ def run(job: Job) -> None:
         torch.manual_seed(1)
         settings = (TrainingSettings(), DecodingSettings())
         module = TranslationModule(
-            pieces, SPECIAL, network, *settings, seed=1, compiled=case.compiled, kernels=case.kernels
+            pieces, SPECIAL, network, *settings, 1, StepOptions(compiled=case.compiled, kernels=case.kernels)
         )
         shares = Shares(case.micro_batches, pieces, tokens, on_gpu=job.device.type == "cuda")
         about = case._asdict()
