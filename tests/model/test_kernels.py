@@ -80,11 +80,11 @@ def spills(options: list[Options], capability: int) -> dict[tuple[str, Options],
 @pytest.mark.usefixtures("_cache_of_its_own")
 @pytest.mark.parametrize("capability", GPUS)
 def test_no_kernel_spills_registers(capability: int) -> None:
-    """Except one in float32 with products in full precision and dropout, by 16 bytes."""
+    """Except one of the largest heads in float32 with products in full precision, by at most 16 bytes."""
     assert spills(sixteen_bits(), capability) == {}
-    known = Options(128, torch.float32, True, True, "ieee")
-    found = spills(float32(), capability)
-    assert all(key == ("backward, queries", known) and size <= 16 for key, size in found.items())
+    for (name, options), size in spills(float32(), capability).items():
+        assert (name, options.size, options.precision) == ("backward, queries", 128, "ieee")
+        assert size <= 16
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for has_gradient in (False, True):
             assert loss_usage(dtype, has_gradient, capability).spilled == 0
