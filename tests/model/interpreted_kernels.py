@@ -177,7 +177,7 @@ def test_the_check_before_training_accepts_the_kernels_and_names_those_that_are_
 
     monkeypatch.setattr(segment_kernels, "segment_attention", wrong)
     assert check() == "Triton's kernels give wrong results here, for causal self-attention"
-    monkeypatch.setattr(segment_kernels, "segment_attention", lambda *given: plain(*given)[0] * float("nan"))
+    monkeypatch.setattr(segment_kernels, "segment_attention", lambda *given: [plain(*given)[0] * float("nan")])
     assert "for self-attention, causal self-attention, cross-attention" in (check() or "")
 
 

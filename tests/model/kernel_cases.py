@@ -128,9 +128,9 @@ def check_attention(
     result, _ = run(tensors, heads, sentences, kind, state)
     upstream = torch.randn(result.shape, device=device).to(dtype)
     gradients = torch.autograd.grad(result, tensors, upstream)
-    exact = [x.detach().double().nan_to_num().requires_grad_() for x in tensors]
+    exact = [x.detach().cpu().double().nan_to_num().requires_grad_() for x in tensors]
     expected = by_sentence(exact, heads, sentences, kind, kept)
-    expected_gradients = torch.autograd.grad(expected, exact, upstream.double())
+    expected_gradients = torch.autograd.grad(expected, exact, upstream.cpu().double())
     assert result.dtype == dtype
     for found, wanted in zip((result, *gradients), (expected, *expected_gradients), strict=True):
         assert found.shape == wanted.shape
@@ -140,7 +140,9 @@ def check_attention(
 
 def assert_near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     """Compare with a tolerance that is a share of the largest value."""
-    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance * float(wanted.detach().abs().max()))
+    torch.testing.assert_close(
+        found.cpu().double(), wanted.cpu(), rtol=0, atol=tolerance * float(wanted.detach().abs().max())
+    )
 
 
 def check_dropout(kind: str, device: str) -> None:
@@ -180,7 +182,9 @@ def _num_weights(heads: Heads, sentences: Sentences, kind: str) -> int:
 
 def _factors(plain: Tensor, dropped: Tensor, heads: Heads, sentences: Sentences, kind: str) -> Tensor:
     """Return the factors on the weights [H, R, M]: results are weights, since values are rows of an identity."""
-    ratios = (dropped.detach().double() / plain.detach().double()).nan_to_num().unflatten(1, (heads.count, -1))
+    ratios = (
+        (dropped.detach().cpu().double() / plain.detach().cpu().double()).nan_to_num().unflatten(1, (heads.count, -1))
+    )
     factors = ratios.new_zeros(heads.count, plain.size(0), max(map(sum, sentences)) + UNUSED)
     for own, other in each(sentences, kind):
         factors[:, own, other] = ratios[own, :, : other.stop - other.start].transpose(0, 1)
@@ -197,16 +201,16 @@ def check_loss(rows: int, vocabulary_size: int, dtype: torch.dtype, device: str)
     logits[1] = torch.arange(vocabulary_size) % 7 * 1000.0  # logits that would overflow without their maximum
     if rows > 2:
         targets[1], targets[2] = 0, vocabulary_size - 1
-    exact = logits.double()
+    exact = logits.cpu().double()
     probabilities = exact.softmax(1)
-    gradient = probabilities - (1 - epsilon) * F.one_hot(targets[:, 0], vocabulary_size)
-    expected = exact.amax(1, True), exact.gather(1, targets), probabilities.amax(1, True), gradient
+    gradient = probabilities - (1 - epsilon) * F.one_hot(targets.cpu()[:, 0], vocabulary_size)
+    expected = exact.amax(1, True), exact.gather(1, targets.cpu()), probabilities.amax(1, True), gradient
     for with_gradient in (False, True):
         given = logits.clone()
         found = over_classes(given, targets, torch.float32, epsilon, with_gradient)
         for one, wanted in zip(found[:3], expected, strict=False):
             assert one.dtype == torch.float32
-            torch.testing.assert_close(one.double(), wanted, rtol=1e-5, atol=0)
+            torch.testing.assert_close(one.cpu().double(), wanted, rtol=1e-5, atol=0)
         assert found[3] is None or found[3].dtype == dtype
         last = found[3] if with_gradient else given
         assert last is not None
@@ -220,7 +224,7 @@ def check_logits_that_are_not_finite(device: str) -> None:
             logits = torch.randn(2, 9001, device=device)
             logits[1, column] = value
             targets = torch.tensor([[3], [5]], device=device)
-            expected = logits.softmax(1)
+            expected = logits.cpu().softmax(1)
             largest, _, most_probable, gradient = over_classes(logits, targets, torch.float32, 0.1, True)
             loss = largest - most_probable.log()
             assert loss[0].isfinite()
