@@ -17,7 +17,7 @@ from typing import Any
 from tests.gpu.harvest.results import Results
 
 ROOT = Path(__file__).resolve().parents[3]
-LIMITS = {"rates": 25, "gpu_tests": 80, "attention": 75, "loss": 35, "base": 175, "big": 110, "decoding": 35}
+LIMITS = {"rates": 25, "gpu_tests": 80, "attention": 75, "loss": 35, "base": 165, "big": 120, "decoding": 35}
 """Time limit of each stage in seconds, in the order in which they run."""
 TAIL_LINES = 25
 
