@@ -6,6 +6,8 @@ FIRST_STEP and LAST_STEP are environment variables.
 import os
 import sys
 
+from torch import Tensor
+
 from data_module.batching.batch import PackedBatch, PaddedBatch
 from model.loss import LossSums
 from model.translation_module import TranslationModule
@@ -14,12 +16,13 @@ from pipeline.__main__ import main
 original_losses = TranslationModule.losses
 
 
-def losses(module: TranslationModule, batch: PackedBatch | PaddedBatch) -> LossSums:
-    sums = original_losses(module, batch)
+def losses(
+    module: TranslationModule, batch: PackedBatch | PaddedBatch, scale: Tensor | float | None = None
+) -> LossSums:
     is_affected = int(os.environ["FIRST_STEP"]) <= module.global_step + 1 <= int(os.environ["LAST_STEP"])
     if module.training and is_affected and module.global_rank == module.trainer.world_size - 1:
-        return sums._replace(smoothed=sums.smoothed * float("nan"))
-    return sums
+        scale = float("nan")
+    return original_losses(module, batch, scale)
 
 
 if __name__ == "__main__":
