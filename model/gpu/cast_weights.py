@@ -19,7 +19,7 @@ class CastWeights:
     def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
         """Make the copies, on the network's device. They are attributes of the modules, but no part of their state."""
         linears = [module for module in network.modules() if isinstance(module, nn.Linear)]
-        self._weights = [parameter.detach() for module in linears for parameter in module.parameters()]
+        self._weights = [parameter for module in linears for parameter in module.parameters()]
         self._copies = [torch.empty_like(weight, dtype=dtype) for weight in self._weights]
         copies = iter(self._copies)
         for module in linears:
@@ -27,7 +27,8 @@ class CastWeights:
 
     def refresh(self) -> None:
         """Copy the current weights."""
-        copy_all(self._copies, self._weights)
+        with torch.no_grad():
+            copy_all(self._copies, self._weights)
 
 
 def cast_linear(module: nn.Linear, x: Tensor) -> Tensor:
