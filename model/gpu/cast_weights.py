@@ -19,7 +19,7 @@ class CastWeights:
     def __init__(self, network: nn.Module, dtype: torch.dtype) -> None:
         """Make the copies, on the network's device. They are attributes of the modules, but no part of their state."""
         linears = [module for module in network.modules() if isinstance(module, nn.Linear)]
-        self._weights = [parameter for module in linears for parameter in module.parameters()]
+        self._weights: list[Tensor] = [parameter for module in linears for parameter in module.parameters()]
         self._copies = [torch.empty_like(weight, dtype=dtype) for weight in self._weights]
         copies = iter(self._copies)
         for module in linears:
