@@ -50,7 +50,6 @@ def _of_network(comparison: "SideBySide", name: str, flops: float, product_rate:
         "peak_memory_bytes": comparison.peak_memory[name],
         "parameters": comparison.num_parameters[name],
         "mfu": mfu,
-        "share_of_ceiling": mfu,
     }
 
 

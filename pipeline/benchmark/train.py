@@ -21,7 +21,6 @@ both without padding. Figures:
   mfu                       model FLOPs utilization: flops_per_target_token x target_tokens_per_second /
                             ceiling_flops_per_second. The peak is measured on this machine, not taken from a data
                             sheet.
-  share_of_ceiling          deprecated name of mfu, to be removed in the next version
   warm_up_steps             steps before the first timed step; a compiled network warms up until 50 consecutive steps
                             compiled nothing
   compiled_graphs           number of graphs that the network was compiled to

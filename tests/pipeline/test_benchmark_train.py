@@ -56,7 +56,6 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         low, high = one["target_tokens_per_second_quartiles"]
         assert low <= one["target_tokens_per_second"] <= high
         assert 0 < one["mfu"] < 1
-        assert one["share_of_ceiling"] == one["mfu"]  # the deprecated name
         assert one["parameters"] == figures["parameters"]
     assert figures["data_wait_seconds"] > 0
     assert 0 < figures["padding_share"] < 1
