@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.gpu import segment_kernels
 from model.gpu.segment_kernels import LARGEST_HEAD, can_run
 from model.gpu.self_check import failure
 from tests.conftest import ROOT
@@ -102,9 +103,7 @@ def test_the_documentation_has_these_figures() -> None:
 @pytest.mark.usefixtures("_cache_of_its_own")
 def test_a_kernel_that_spills_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that are too large for the registers."""
-    monkeypatch.setattr(
-        "model.gpu.segment_kernels.tiles",
-        lambda *_: {"QUERIES": 128, "KEYS": 128, "num_warps": 4, "num_stages": 1},
-    )
+    large = {"QUERIES": 128, "KEYS": 128, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(segment_kernels, "tiles", lambda *_: dict(large))
     options = Options(128, torch.bfloat16, False)
     assert attention_usage.__wrapped__("backward, keys", options, 90).spilled > 0
