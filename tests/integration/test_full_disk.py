@@ -148,8 +148,8 @@ def test_disk_full_while_logging(disk: SmallDisk, recipe_file: Path, devices: in
     steps = [line["step"] for line in read_metrics(run)]
     assert steps == sorted(steps)
     assert max(later - earlier for earlier, later in pairwise(steps)) > 5  # training continued without logging
-    # The disk may have filled up between the two logs of a step.
-    assert {step for step, _ in scalars(run, "train/loss")} <= {*steps, reached + 1}
+    # On a full disk there may still be room in the last block of one log, for some more steps.
+    assert {step for step, _ in scalars(run, "train/loss")} <= {*steps, *range(reached + 1, reached + 20)}
     assert step_of(checkpoints(run)[-1]) == steps[-1]
 
 
