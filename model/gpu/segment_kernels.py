@@ -285,7 +285,7 @@ def segment_attention_backward(
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     tensors, segments, dropout, *ctx.options = inputs
-    ctx.num_inputs, ctx.has_dropout = len(tensors), dropout is not None
+    ctx.has_dropout = dropout is not None
     ctx.save_for_backward(*output, *tensors, *segments, *([] if dropout is None else [dropout]))
 
 

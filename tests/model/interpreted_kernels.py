@@ -3,7 +3,6 @@
 TRITON_INTERPRET=1 must be set before Triton is imported, and holds for the whole process.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,17 +39,10 @@ from tests.model.kernel_cases import (
 from tests.model.sentence_batches import PAD, VOCABULARY, arguments, packed, padded
 
 # NumPy, which Triton's interpreter computes with, warns of -inf - -inf and the like.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def _memory_is_nan_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("uninitialized_memory_is_nan"),
+]
 
 
 def test_kernels_are_interpreted() -> None:

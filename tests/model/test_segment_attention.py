@@ -1,7 +1,6 @@
 """Attention in blocks against PyTorch's attention of one sentence at a time, in float64, in uninitialized memory."""
 
 import random
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -25,6 +24,8 @@ from model.segment_attention import (
 from model.settings import NetworkSettings
 from tests.model.sentence_batches import packed, row_shape
 
+pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
+
 HEADS, D_K, D_V = 3, 5, 7
 UNUSED = 4
 """Rows after the last block."""
@@ -36,16 +37,6 @@ LAYOUTS = {
     "single": [(1, 64)],
 }
 assert 128 <= KEPT_WIDTH < 512
-
-
-@pytest.fixture(autouse=True)
-def _memory_is_nan_until_it_is_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 class Rows(NamedTuple):
