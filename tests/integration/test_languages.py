@@ -82,6 +82,19 @@ def test_validation_evaluate_and_export_agree(recipe: Path, tmp_path: Path) -> N
     assert "|tok:ja-mecab-" in card["scores"]["bleu_signature"]
 
 
+def test_pictures_number_the_pieces_that_the_font_cannot_write(recipe: Path) -> None:
+    events = accumulator(recipe.parent / "run")
+    for pair in (1, 2):
+        page = (
+            events.Tensors(f"validation_attention/pieces_{pair}/text_summary")[-1].tensor_proto.string_val[0].decode()
+        )
+        note, _, rows = page.partition("\n\n")
+        assert note.startswith("target pieces are numbered: the font has no signs for U+")
+        header, _, first, *_ = rows.splitlines()
+        assert header == "| number | source | target |"
+        assert first.startswith("| 1 | ▁")
+
+
 def test_the_papers_count_is_refused_in_one_line(recipe: Path) -> None:
     done = pipeline("evaluate", recipe.parent / "run", *text_options(recipe), "--paper")
     assert done.returncode == 2
