@@ -56,11 +56,22 @@ def test_missing_characters_are_those_without_a_glyph() -> None:
     begin = next(start + offset for platform, encoding, offset in records if (platform, encoding) == (3, 1))
     count = struct.unpack_from(">H", data, begin + 6)[0] // 2
     ends = struct.unpack_from(f">{count}H", data, begin + 14)
-    starts = struct.unpack_from(f">{count}H", data, begin + 16 + 2 * count)
-    mapped = {code for first, last in zip(starts, ends, strict=True) for code in range(first, last + 1)}
+    starts, deltas, offsets = (
+        struct.unpack_from(f">{count}H", data, begin + 16 + part * 2 * count) for part in (1, 2, 3)
+    )
+
+    def is_mapped(code: int) -> bool:
+        segment = next(i for i, last in enumerate(ends) if code <= last)
+        if code < starts[segment]:
+            return False
+        if not offsets[segment]:
+            return (code + deltas[segment]) % 0x10000 != 0
+        place = begin + 16 + 6 * count + 2 * segment
+        return struct.unpack_from(">H", data, place + offsets[segment] + 2 * (code - starts[segment]))[0] != 0
+
     checked = [*range(0x21, 0x600, 7), *range(0x900, 0x1000, 5), 0x2581, 0x3042, 0x4E00, 0x6F22, 0xAC00]
     characters = [chr(code) for code in checked if chr(code).isprintable()]
-    assert missing_characters(characters) == [one for one in characters if ord(one) not in mapped]
+    assert missing_characters(characters) == [one for one in characters if not is_mapped(ord(one))]
 
 
 def test_a_side_that_the_font_cannot_write_is_numbered() -> None:
