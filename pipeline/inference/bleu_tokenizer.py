@@ -75,7 +75,9 @@ def resume_tokenizer(began: str, requested: str | None, language: str) -> Choice
     today = requested or _of_language(language)
     if today == began:
         return Choice(began, None)
-    return Choice(began, f"validation keeps BLEU on {began} tokens, with which the run began; a new run has {today}")
+    return Choice(
+        began, f"validation keeps BLEU on {began} tokens, with which the run began; a new run would use {today}"
+    )
 
 
 def require_tokenizer(tokenizer: str, reason: str) -> None:

@@ -74,7 +74,7 @@ def test_a_resumed_run_keeps_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> N
         assert tokenizer == began
         assert note is not None
         assert f"keeps BLEU on {began} tokens" in note
-        assert note.endswith(f"a new run has {today}")
+        assert note.endswith(f"a new run would use {today}")
     monkeypatch.setitem(sys.modules, "MeCab", None)
     with pytest.raises(InputError, match=r"the run began with BLEU on ja-mecab tokens: .* are not installed"):
         resume_tokenizer("ja-mecab", "char", "ja")
