@@ -7,6 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.batching.batch import PaddedBatch
+from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.monitoring.run_log import RunLog
@@ -75,6 +76,20 @@ class ValidationSamples(Callback):
         self._kept: dict[int, Translation] = {}
         self._worst: list[Translation] = []
         self.best_bleu = -1.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that all ranks count the same tokens.
+
+        Raises:
+            InputError: tokenizers differ, because nodes have different packages.
+        """
+        if not dist.is_initialized():
+            return
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, self._bleu_tokenizer)
+        if len(set(names)) > 1:  # All ranks raise, so that all end in the same way.
+            found = ", ".join(f"{name} on rank {names.index(name)}" for name in sorted(set(names), key=names.index))
+            raise InputError(f"BLEU's tokenizers differ: {found}; install the same packages on all nodes")
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the metrics and forget the translations of the last validation."""

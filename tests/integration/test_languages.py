@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from tests.conftest import pipeline, tiny_recipe
+from tests.conftest import ROOT, pipeline, tiny_recipe
 from tests.integration.runs import accumulator, checkpoints
 
 pytestmark = pytest.mark.slow
@@ -133,6 +133,17 @@ def test_a_run_of_an_earlier_version_keeps_13a(recipe: Path, tmp_path: Path) -> 
     assert "|tok:13a|" in validation_page(run)
     state = torch.load(checkpoints(run)[-1], weights_only=True)["callbacks"]["ValidationText"]
     assert state["bleu_tokenizer"] == "13a"
+
+
+def test_ranks_with_other_packages_are_refused(recipe: Path, tmp_path: Path) -> None:
+    """Rank 1 lacks MeCab."""
+    hidden = "import os, sys\nif os.environ.get('LOCAL_RANK') == '1':\n    sys.modules['MeCab'] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    options = ["--run.folder", tmp_path / "run", "--trainer.devices", 2, "--run.timeout_seconds", 20]
+    done = pipeline("fit", "--config", recipe, *options, environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert done.returncode == 2, done.stderr.decode()
+    assert b"BLEU's tokenizers differ: ja-mecab on rank 0, char on rank 1; install the same packages" in done.stderr
+    assert not checkpoints(tmp_path / "run")
 
 
 def test_an_unknown_tokenizer_is_refused_with_the_names(recipe: Path) -> None:
