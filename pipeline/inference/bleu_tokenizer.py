@@ -96,7 +96,7 @@ def spacing_warning(references: Iterable[str], tokenizer: str) -> str | None:
     return None
 
 
-def is_east_asian(lines: list[str]) -> bool:
+def is_unspaced_or_hangul(lines: list[str]) -> bool:
     """Return whether most letters are Hangul or of a script without spaces between words."""
     return _is_mostly(_WITHOUT_SPACES, lines) or _is_mostly(_HANGUL, lines)
 

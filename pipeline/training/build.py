@@ -135,7 +135,7 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
     bleu, note = choose_bleu_tokenizer(recipe, start.resume.bleu_tokenizer if start.resume else None)
     if note:
         say(note)
-    if warning := spacing_warning(references, bleu):
+    elif warning := spacing_warning(references, bleu):
         say(f"the validation text's references {warning}")
     samples = ValidationSamples(sources, references, tokenizer, bleu_tokenizer=bleu)
     flops = flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)

