@@ -60,7 +60,7 @@ class CorpusSettings:
     source_language: str = "source"
     """The name of the source language in a data set; likewise `target_language`."""
     target_language: str = "target"
-    """Name of the target language in a data set. `evaluate --paper` tokenizes by it, and exports name it."""
+    """Name of the target language in a data set. BLEU and `evaluate --paper` tokenize by it, and exports name it."""
     vocabulary_size: int = 37_000
     """Number of pieces of the joint vocabulary of both languages, special pieces included."""
     tokenizer_sentences: int = 10_000_000

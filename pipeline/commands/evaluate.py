@@ -8,9 +8,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.inference.text_io import add_search_arguments, paired_texts
+
+if TYPE_CHECKING:
+    from pipeline.inference.translator import Translator
 
 TOKENIZED_LINES = 100
 """Number of translations that must look tokenized for a warning; sacreBLEU's."""
@@ -44,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_sacremoses()
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
     translators = [load_translator(path, arguments.beam, arguments.length_penalty) for path in checkpoints]
+    tokenizer = scoring_tokenizer(translators[0], arguments, references)
     hypotheses, *others = [
         [translation.text for translation in translator.translate(sources, progress=True)] for translator in translators
     ]
@@ -51,17 +55,36 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.output.write_text("".join(line + "\n" for line in hypotheses), encoding="utf-8")
     if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES:
         print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
-    figures = score(hypotheses, references)
+    figures = score(hypotheses, references, tokenizer)
     if arguments.paper:
         figures |= paper_score(hypotheses, references, translators[0].target_language)
     print_scores(figures, len(sources))
     if others:
-        figures["versus"] = {"checkpoint": translators[1].name, **compare(hypotheses, others[0], references)}
+        figures["versus"] = {"checkpoint": translators[1].name, **compare(hypotheses, others[0], references, tokenizer)}
         print_comparison(figures["versus"])
     settings = translators[0].settings
     figures |= {"beam_size": settings.beam_size, "length_penalty": settings.length_penalty}
     print(json.dumps({**figures, "sentences": len(sources), "checkpoint": translators[0].name}))
     return 0
+
+
+def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, references: list[str]) -> str:
+    """Return BLEU's tokenizer by the checkpoint's recipe, and print what the user should know about it.
+
+    Raises:
+        InputError: the recipe's tokenizer is not installed, or `--paper` was not made for the language.
+    """
+    from pipeline.inference.bleu_tokenizer import choose_tokenizer, spacing_warning
+    from pipeline.inference.metrics import require_moses_language
+
+    if arguments.paper:
+        require_moses_language(translator.target_language, references)
+    tokenizer, note = choose_tokenizer(translator.bleu_tokenizer, translator.target_language)
+    if note:
+        print(note, file=sys.stderr)
+    if warning := spacing_warning(references, tokenizer):
+        print(f"{arguments.reference}: its lines {warning}", file=sys.stderr)
+    return tokenizer
 
 
 def require_writable(output: Path | None) -> None:

@@ -20,6 +20,8 @@ class RunSettings:
     """Number of newest checkpoints kept; the best one by validation BLEU is kept in addition."""
     patience: int | None = None
     """Stop after this many validations without a better BLEU; never if null."""
+    bleu_tokenizer: Literal["13a", "intl", "char", "zh", "ja-mecab", "ko-mecab"] | None = None
+    """sacreBLEU's tokenizer; by `corpus.target_language` if null. A resumed run keeps the one it began with."""
     log_every_steps: int = 50
     """Optimizer steps between logged points of training metrics."""
     compile: bool | None = None

@@ -19,7 +19,8 @@ from model.decoding import BeamSearch
 from model.settings import DecodingSettings
 from model.transformer import Transformer
 from pipeline.export.runners import Answer, Ids, SearchRunner
-from pipeline.inference.metrics import METRICS, corpus_score
+from pipeline.inference.bleu_tokenizer import DEFAULT
+from pipeline.inference.metrics import Bleu, corpus_score
 from pipeline.inference.translator import padded
 
 TIE = 1e-5
@@ -48,6 +49,7 @@ class Text(NamedTuple):
     name: str
     sources: list[str]
     references: list[str] | None
+    bleu_tokenizer: str = DEFAULT
 
 
 class Parity:
@@ -62,6 +64,7 @@ class Parity:
         kept = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         self.sources = [encoded[index] for index in kept]
         self.references = [text.references[index] for index in kept] if text.references else None
+        self.bleu_tokenizer = text.bleu_tokenizer
         self._search()
 
     def _search(self) -> None:
@@ -98,7 +101,7 @@ class Parity:
     def _bleu(self, answers: list[Answer]) -> Figures:
         if self.references is None:
             return {}
-        metric = METRICS["bleu"]
+        metric = Bleu(tokenize=self.bleu_tokenizer)
         texts = self.tokenizer.decode([answer.tokens for answer in answers])
         return {"bleu": round(corpus_score(metric, texts, self.references), 4), "bleu_signature": metric.signature()}
 

@@ -14,10 +14,16 @@ from numpy.typing import NDArray
 
 from data_module.errors import InputError, install
 from pipeline.compat.sacrebleu import chrf_score, chrf_statistics
+from pipeline.inference.bleu_tokenizer import DEFAULT, is_unspaced_or_hangul, language_code
 
 RESAMPLES, SEED = 1000, 12345
 """Number of bootstrap resamples and seed of their generator: sacreBLEU's defaults, which give its intervals."""
 SIGNIFICANT = 0.05
+MOSES_LANGUAGES = (
+    *("ca", "cs", "de", "el", "en", "es", "et", "fi", "fr", "ga", "hu", "is", "it"),
+    *("lt", "lv", "nl", "pl", "pt", "ro", "ru", "sk", "sl", "sv"),
+)
+"""Languages for which Moses has rules and whose words have spaces between them: those of `paper_score`."""
 _COMPOUND = re.compile(r"(\S)-(\S)")
 _TOKENIZED = re.compile(r"\s[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
 _PUNCTUATED = re.compile(r"[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
@@ -114,8 +120,13 @@ METRICS = MetricRegistry(bleu=Bleu(), chrf=ChrF())
 """Metrics that `evaluate` and validation compute.
 
 The name is the key in the JSON of `evaluate`; the TensorBoard tag is `validation/<name>`. Every process that computes
-validation scores must register the same metrics.
+validation scores must register the same metrics. Its BLEU is that of the tokenizer 13a; see `metrics_on`.
 """
+
+
+def metrics_on(tokenizer: str) -> dict[str, Metric]:
+    """Return the registered metrics, with BLEU on tokens of sacreBLEU's `tokenizer`."""
+    return {**METRICS, "bleu": Bleu(tokenize=tokenizer)}
 
 
 def corpus_score(metric: Metric, hypotheses: list[str], references: list[str]) -> float:
@@ -123,18 +134,19 @@ def corpus_score(metric: Metric, hypotheses: list[str], references: list[str]) -
     return _total_score(metric, _statistics(metric, hypotheses, references))
 
 
-def score(hypotheses: list[str], references: list[str]) -> dict[str, Any]:
+def score(hypotheses: list[str], references: list[str], tokenizer: str = DEFAULT) -> dict[str, Any]:
     """Return the registered metrics' scores, `bleu_lowercase` and `exact_match`.
 
     Each metric has its score, its 95 % bootstrap interval as `<name>_interval` and its signature as `<name>_signature`.
     `exact_match` is the percentage of lines that equal their reference apart from white space. It suits tasks with one
-    right answer.
+    right answer. `tokenizer` is BLEU's.
     """
     scores: dict[str, Any] = {}
-    for name, metric in METRICS.items():
+    for name, metric in metrics_on(tokenizer).items():
         scores |= _with_interval(name, metric, hypotheses, references)
         if name == "bleu":
-            scores |= _with_interval("bleu_lowercase", Bleu(lowercase=True), hypotheses, references)
+            lowercase = Bleu(lowercase=True, tokenize=tokenizer)
+            scores |= _with_interval("bleu_lowercase", lowercase, hypotheses, references)
     matches = sum(ours.split() == theirs.split() for ours, theirs in zip(hypotheses, references, strict=True))
     return scores | {"exact_match": 100.0 * matches / len(references)}
 
@@ -149,12 +161,13 @@ def paper_score(hypotheses: list[str], references: list[str], language: str) -> 
     Args:
         hypotheses: detokenized translations.
         references: detokenized references.
-        language: language code of both texts, which selects Moses' rules; unknown languages use English's.
+        language: language code of both texts, which selects Moses' rules; see `require_moses_language`.
 
     Raises:
         InputError: sacremoses is not installed.
     """
     sacremoses = require_sacremoses()
+    language = language_code(language)
     tokenizer = sacremoses.MosesTokenizer(language)
     punctuation = sacremoses.MosesPunctNormalizer(language)
 
@@ -184,16 +197,29 @@ def require_sacremoses() -> Any:
     return sacremoses
 
 
-def compare(hypotheses: list[str], others: list[str], references: list[str]) -> dict[str, Any]:
+def require_moses_language(language: str, references: list[str]) -> None:
+    """Raise InputError if `paper_score` was not made for the language.
+
+    A corpus that does not name its languages has "target", for which Moses' rules are English's.
+    """
+    if language_code(language) in MOSES_LANGUAGES or (language == "target" and not is_unspaced_or_hangul(references)):
+        return
+    what = "the references' script" if language == "target" else f"corpus.target_language {language}"
+    raise InputError(f"--paper: Moses' tokens are not made for {what}, only for {' '.join(MOSES_LANGUAGES)}; omit it")
+
+
+def compare(
+    hypotheses: list[str], others: list[str], references: list[str], tokenizer: str = DEFAULT
+) -> dict[str, Any]:
     """Compare two systems' translations of the same text by paired bootstrap resampling (Koehn, 2004).
 
     Returns, for each registered metric: the score of `others` as `<name>`; `<name>_difference`, positive where
     `hypotheses` score higher; `<name>_p_value`; and `<name>_difference_is_real`, whether the p-value is less than
-    `SIGNIFICANT`.
+    `SIGNIFICANT`. `tokenizer` is BLEU's.
     """
     draws = _draws(len(references))
     figures: dict[str, Any] = {}
-    for name, metric in METRICS.items():
+    for name, metric in metrics_on(tokenizer).items():
         this, other = (_statistics(metric, lines, references) for lines in (hypotheses, others))
         this_score, other_score = _total_score(metric, this), _total_score(metric, other)
         difference = this_score - other_score

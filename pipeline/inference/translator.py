@@ -103,6 +103,8 @@ class Translator:
         self.search = search.eval()
         self.device = next(search.parameters()).device
         self.name, self.target_language = name, target_language
+        self.bleu_tokenizer: str | None = None
+        """The recipe's `run.bleu_tokenizer`, set by `load_translator`."""
         self.tokenizer, self.settings, self.batch_tokens = tokenizer, settings, batch_tokens
         limits = [limit for limit in (self.search.max_positions, max_source_tokens) if limit]
         self.max_source_tokens: int | None = min(limits, default=None)
@@ -190,7 +192,7 @@ def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: flo
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and can_pack(model.network):
         pack_linears(model.network)
-    return Translator(
+    translator = Translator(
         model.network,
         model.tokenizer,
         settings,
@@ -199,6 +201,9 @@ def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: flo
         name=str(path),
         target_language=model.recipe["corpus"]["target_language"],
     )
+    # Recipes of earlier versions lack the key.
+    translator.bleu_tokenizer = model.recipe["run"].get("bleu_tokenizer")
+    return translator
 
 
 def search_settings(recipe: DecodingSettings, beam_size: int | None, length_penalty: float | None) -> DecodingSettings:

@@ -1,5 +1,6 @@
 """Heat maps of matrices, drawn with Pillow."""
 
+from collections.abc import Iterable
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,8 @@ _MAX_LABEL_CHARACTERS = 14
 _WHITE, _BLUE, _RED, _GREY = (255, 255, 255), (8, 48, 120), (160, 20, 20), (193, 203, 221)
 _TEXT_COLOR = _BLUE
 """The hue of the values, so that a small palette holds both."""
+_NO_CHARACTER = "\uffff"
+"""Not a character: drawn as the box that stands for all characters that the font lacks."""
 
 
 class Panel(NamedTuple):
@@ -26,6 +29,11 @@ class Panel(NamedTuple):
     rows: list[str]
     """A label for each row; `columns` has one for each column."""
     columns: list[str]
+
+
+def missing_characters(labels: Iterable[str]) -> list[str]:
+    """Return the characters of the labels that the font has no sign for, in order."""
+    return sorted(character for character in set("".join(labels)) if _glyph(character) == _glyph(_NO_CHARACTER))
 
 
 def draw_panels(title: str, panels: list[Panel], panels_per_line: int) -> Image.Image:
@@ -115,10 +123,17 @@ def _text_width(text: str, size: int = LABEL_SIZE) -> int:
 
 
 @cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
+def _glyph(character: str) -> tuple[tuple[int, int], bytes]:
+    """Return size and pixels of a character alone; Raqm's layout would put a circle under a combining one."""
+    mask = _font(LABEL_SIZE, ImageFont.Layout.BASIC).getmask(character)
+    return mask.size, bytes(mask)
+
+
+@cache
+def _font(size: int, layout: ImageFont.Layout | None = None) -> ImageFont.FreeTypeFont:
     """Return DejaVu Sans 2.37, unmodified: it has Latin, Greek, Cyrillic, Arabic, Hebrew, Armenian and Georgian.
 
-    Pillow's built-in font has ASCII letters only. DejaVu has no Chinese, Japanese, Korean, Thai or Indic scripts; such
-    characters are drawn as boxes.
+    Pillow's built-in font has ASCII letters only. DejaVu has no Chinese, Japanese, Korean, Thai or Indic scripts: it
+    draws such characters as boxes; see `missing_characters`.
     """
-    return ImageFont.truetype(str(Path(__file__).parent / "font" / "DejaVuSans.ttf"), size)
+    return ImageFont.truetype(str(Path(__file__).parent / "font" / "DejaVuSans.ttf"), size, layout_engine=layout)

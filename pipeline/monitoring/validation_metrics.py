@@ -7,6 +7,7 @@ import torchmetrics
 from torch import Tensor
 
 from pipeline.inference import metrics
+from pipeline.inference.bleu_tokenizer import DEFAULT
 
 LENGTHS = (10, 20, 30, 40, 60)
 """Upper bounds of the source-length buckets, in pieces; longer sources belong to one more bucket."""
@@ -16,14 +17,19 @@ _TITLES = {"bleu": "BLEU", "chrf": "chrF"}
 
 
 class ValidationMetrics(torchmetrics.Metric):
-    """Scores of the translations of all ranks, equal to the scores of one process with all of them."""
+    """Scores of the translations of all ranks, equal to the scores of one process with all of them.
+
+    Args:
+        bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
+        kwargs: options of torchmetrics.
+    """
 
     full_state_update = False
     repeated: Tensor
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, bleu_tokenizer: str = DEFAULT, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._metrics = dict(metrics.METRICS)
+        self._metrics = metrics.metrics_on(bleu_tokenizer)
         self.sentence_scores: list[float] = []
         """chrF of each translation of the last update."""
         for name, metric in self._metrics.items():

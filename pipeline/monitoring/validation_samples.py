@@ -7,14 +7,23 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.batching.batch import PaddedBatch
+from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
+from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.tables import table
 from pipeline.monitoring.validation_metrics import ValidationMetrics
 
 NUM_WORST, NUM_LONGEST = 6, 4
+_STATE_KEY = "ValidationText"
+"""Key of the state in checkpoints: the class name in version 0.1.0."""
 _COLUMN_PADDING = 40 * "\u00a0"
 """Keeps TensorBoard from making the first column too narrow for its numbers."""
+
+
+def bleu_tokenizer_of(checkpoint: dict[str, Any]) -> str:
+    """Return the tokenizer of the BLEU that a checkpoint's run validates with; earlier versions had 13a only."""
+    return checkpoint.get("callbacks", {}).get(_STATE_KEY, {}).get("bleu_tokenizer", DEFAULT)
 
 
 class Translation(NamedTuple):
@@ -40,12 +49,13 @@ class ValidationSamples(Callback):
         references: their references, as raw text.
         tokenizer: turns translations into text.
         samples: number of evenly spread samples.
+        bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
     """
 
     @property
     def state_key(self) -> str:
-        """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "ValidationText"
+        """Key of the state in checkpoints."""
+        return _STATE_KEY
 
     def __init__(
         self,
@@ -53,6 +63,7 @@ class ValidationSamples(Callback):
         references: list[str],
         tokenizer: Tokenizer,
         samples: int = 12,
+        bleu_tokenizer: str = DEFAULT,
     ) -> None:
         self._sources, self._references, self._tokenizer = sources, references, tokenizer
         self._lengths = [len(ids) for ids in tokenizer.encode(sources)]
@@ -60,14 +71,29 @@ class ValidationSamples(Callback):
         self.samples = [index * len(sources) // count for index in range(count)]
         self._longest = heapq.nlargest(NUM_LONGEST, range(len(sources)), key=lambda pair: (self._lengths[pair], -pair))
         self._shown = {*self.samples, *self._longest}
-        self._metrics = ValidationMetrics()
+        self._bleu_tokenizer = bleu_tokenizer
+        self._metrics = ValidationMetrics(bleu_tokenizer)
         self._kept: dict[int, Translation] = {}
         self._worst: list[Translation] = []
         self.best_bleu = -1.0
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that all ranks count the same tokens.
+
+        Raises:
+            InputError: tokenizers differ, because nodes have different packages.
+        """
+        if not dist.is_initialized():
+            return
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, self._bleu_tokenizer)
+        if len(set(names)) > 1:  # All ranks raise, so that all end in the same way.
+            found = ", ".join(f"{name} on rank {names.index(name)}" for name in sorted(set(names), key=names.index))
+            raise InputError(f"BLEU's tokenizers differ: {found}; install the same packages on all nodes")
+
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the metrics and forget the translations of the last validation."""
-        self._metrics = ValidationMetrics().to(pl_module.device)
+        self._metrics = ValidationMetrics(self._bleu_tokenizer).to(pl_module.device)
         self._kept, self._worst = {}, []
 
     def on_validation_batch_end(
@@ -124,11 +150,11 @@ class ValidationSamples(Callback):
         return self._kept[pair]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: the best BLEU so far."""
-        return {"best_bleu": self.best_bleu}
+        """Return the state to save: the best BLEU so far, and its tokenizer."""
+        return {"best_bleu": self.best_bleu, "bleu_tokenizer": self._bleu_tokenizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the callback's state."""
+        """Restore the best BLEU; `bleu_tokenizer_of` reads the tokenizer before the callback is made."""
         self.best_bleu = state_dict["best_bleu"]
 
     def _gather(self) -> None:

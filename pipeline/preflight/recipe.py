@@ -114,6 +114,27 @@ def check_initial_state(context: CheckContext) -> Iterator[CheckResult]:
             yield CheckResult(True, f"starts from the weights of {weights.path}")
 
 
+def check_bleu_tokenizer(context: CheckContext) -> Iterator[CheckResult]:
+    """Check that the tokenizer of validation BLEU is installed."""
+    from data_module.errors import InputError
+    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint
+    from pipeline.inference.bleu_tokenizer import require_tokenizer
+    from pipeline.monitoring.validation_samples import bleu_tokenizer_of
+    from pipeline.training.start import choose_bleu_tokenizer, should_reset
+
+    run, requested = context.recipe.run_folder(), context.recipe.run.bleu_tokenizer
+    newest = None if should_reset(context.reset, run, context.job) else latest_valid(run)[0]
+    try:
+        if requested is not None:
+            require_tokenizer(requested, f"run.bleu_tokenizer {requested}")
+        began = bleu_tokenizer_of(read_checkpoint(newest)) if newest else None
+        tokenizer, note = choose_bleu_tokenizer(context.recipe, began)
+    except InputError as error:
+        yield CheckResult(False, str(error))
+    else:
+        yield CheckResult(True, note or f"validation BLEU on {tokenizer} tokens")
+
+
 def check_run_folder(context: CheckContext) -> Iterator[CheckResult]:
     """Check that the run folder can be written and that its disk has room for the checkpoints."""
     recipe = context.recipe
@@ -145,6 +166,7 @@ CHECKS: tuple[Callable[[CheckContext], Iterator[CheckResult]], ...] = (
     check_kernels,
     check_corpus,
     check_initial_state,
+    check_bleu_tokenizer,
     check_run_folder,
     check_hardware_keys,
 )

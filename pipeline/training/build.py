@@ -23,6 +23,7 @@ from pipeline.checkpointing.run_folder import STOPPED_EARLY
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import Recipe
 from pipeline.config.trainer_keys import max_seconds
+from pipeline.inference.bleu_tokenizer import spacing_warning
 from pipeline.monitoring.attention_plots import AttentionPlots
 from pipeline.monitoring.mfu import flops_per_target_token
 from pipeline.monitoring.run_log import RunLog
@@ -39,7 +40,7 @@ from pipeline.training.graceful_stop import GracefulStop
 from pipeline.training.kernels import choose_kernels
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.precision import precision_plugin
-from pipeline.training.start import Start
+from pipeline.training.start import Start, choose_bleu_tokenizer
 from pipeline.training.trainer import cluster_environment, trainer_options
 
 
@@ -131,7 +132,12 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
     sources, references = data.validation_text()
     if tokenizer.lowercase:  # The model writes lower case: its text compares with lower-cased references only.
         references = [reference.lower() for reference in references]
-    samples = ValidationSamples(sources, references, tokenizer)
+    bleu, note = choose_bleu_tokenizer(recipe, start.resume.bleu_tokenizer if start.resume else None)
+    if note:
+        say(note)
+    elif warning := spacing_warning(references, bleu):
+        say(f"the validation text's references {warning}")
+    samples = ValidationSamples(sources, references, tokenizer, bleu_tokenizer=bleu)
     flops = flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
     monitor = TrainingMonitor(recipe.run.log_every_steps, flops)
     callbacks: list[Callback] = [

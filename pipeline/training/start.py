@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.checkpointing.run_folder import RunFolder
     from pipeline.config.recipe import Recipe
+    from pipeline.inference.bleu_tokenizer import Choice
     from pipeline.training.init_from import InitialWeights
 
 LOCK_PATIENCE_SECONDS = 120
@@ -33,6 +34,8 @@ class ResumePoint:
     """Optimizer steps taken."""
     validation_pending: bool
     """Whether the run was stopped during the validation after this step, which then has to be run again."""
+    bleu_tokenizer: str
+    """The tokenizer of validation BLEU that the run began with."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,17 @@ def open_start(
         yield Start(recipe, job, folder, reset, resume, initial if resume is None else None, tokenizer, manifest)
 
 
+def choose_bleu_tokenizer(recipe: "Recipe", began: str | None) -> "Choice":
+    """Return the tokenizer of validation BLEU: the one that the run began with, or, if None, that of a new run.
+
+    Raises InputError when packages of the tokenizer are not installed.
+    """
+    from pipeline.inference.bleu_tokenizer import choose_tokenizer, resume_tokenizer
+
+    requested, language = recipe.run.bleu_tokenizer, recipe.corpus.target_language
+    return choose_tokenizer(requested, language) if began is None else resume_tokenizer(began, requested, language)
+
+
 def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -> ResumePoint | None:
     """Return the newest valid checkpoint of the recipe's run, None if there is none.
 
@@ -95,6 +109,7 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
     """
     from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, step_of, tokenizer_of
     from pipeline.checkpointing.run_folder import differences, different_run_message
+    from pipeline.monitoring.validation_samples import bleu_tokenizer_of
     from pipeline.training.graceful_stop import validation_is_pending
 
     path = recipe.run_folder()
@@ -116,4 +131,4 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
             )
         for change in allowed:
             print(f"changed since the last start: {change}", file=sys.stderr)
-    return ResumePoint(checkpoint, step_of(checkpoint), validation_is_pending(contents))
+    return ResumePoint(checkpoint, step_of(checkpoint), validation_is_pending(contents), bleu_tokenizer_of(contents))

