@@ -28,6 +28,7 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
     from pipeline.checkpointing.checkpoint import latest_valid
     from pipeline.config.recipe import load_recipe
     from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
+    from pipeline.training.checks import CHECKS, CheckContext, cpu_devices_warning
     from pipeline.training.corpus import ensure_corpus
     from pipeline.training.init_from import load_initial_weights
 
@@ -37,6 +38,12 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
     validate_trainer_keys(recipe.trainer)
     for key in recipe.ignored_keys():
         say(f"{key} has no effect any more; remove it")
+    if process_rank() == 0:
+        context = CheckContext(recipe, job, reset, init_from)
+        for check in CHECKS:
+            check(context)
+        if warning := cpu_devices_warning(context):
+            say(warning)
     reset = should_reset(reset, recipe.run_folder(), job)
     initial = None
     if init_from is not None:

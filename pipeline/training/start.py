@@ -94,7 +94,7 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
     With `checked`, report what has changed since the last start and raise InputError where that is not allowed.
     """
     from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, step_of, tokenizer_of
-    from pipeline.checkpointing.run_folder import differences, different_run_message
+    from pipeline.checkpointing.run_folder import check_same_run
     from pipeline.training.graceful_stop import validation_is_pending
 
     path = recipe.run_folder()
@@ -106,13 +106,11 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
         return None
     contents = read_checkpoint(checkpoint)
     if checked:
-        forbidden, allowed = differences(path, recipe)
-        if forbidden:
-            raise InputError(different_run_message(path, forbidden))
+        allowed = check_same_run(path, recipe)
         if tokenizer_of(contents) != tokenizer.model:
             raise InputError(
                 f"{recipe.corpus.folder}: has another vocabulary than the run in {path}; name another corpus.folder "
-                f"and make it with `prepare --init-from {path}`, or use --fresh to start over, or another run.folder"
+                f"and make it with `prepare --init-from {path}`, or give another run.folder"
             )
         for change in allowed:
             print(f"changed since the last start: {change}", file=sys.stderr)

@@ -8,7 +8,7 @@ import pytest
 
 from data_module.corpus import store as corpus
 from data_module.corpus.manifest import differences, write_manifest
-from data_module.corpus.preparation import differs_from, prepare
+from data_module.corpus.preparation import existing_corpus, prepare
 from data_module.corpus.store import (
     MAX_TOKENS,
     TokenStore,
@@ -158,12 +158,18 @@ def test_damaged_array_is_named(tmp_path: Path) -> None:
 
 def test_settings_of_a_corpus_can_be_compared(settings: CorpusSettings) -> None:
     manifest = prepare(settings, progress=False)
-    assert differs_from(manifest, replace(settings, folder="elsewhere")) == []
+    assert existing_corpus(replace(settings, folder="elsewhere"), compare_texts=False) is None
+    assert existing_corpus(settings, compare_texts=False) == manifest
     changed = replace(settings, max_tokens=100, lowercase=True)
-    assert differs_from(manifest, changed) == [
-        "corpus.lowercase was false, now true",
-        "corpus.max_tokens was 256, now 100",
-    ]
+    differences = "corpus.lowercase was false, now true; corpus.max_tokens was 256, now 100;"
+    with pytest.raises(InputError, match=f"was made from other inputs or settings: {differences} name another"):
+        existing_corpus(changed, compare_texts=False)
+    # Text is read only if asked for.
+    source = Path(str(settings.train[0].source))
+    source.write_text(source.read_text() + "\n")
+    assert existing_corpus(settings, compare_texts=False) == manifest
+    with pytest.raises(InputError, match=f"{source} has changed"):
+        existing_corpus(settings, compare_texts=True)
 
 
 def test_a_link_to_a_corpus_is_kept(settings: CorpusSettings, tmp_path: Path) -> None:

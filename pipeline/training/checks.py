@@ -1,0 +1,98 @@
+"""Quick checks of what `fit` is asked to do, before it prepares a corpus. `doctor` runs the same ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_module.errors import InputError
+
+if TYPE_CHECKING:
+    from pipeline.config.recipe import Recipe
+    from pipeline.runtime.slurm import JobStep
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """What `fit` is run with."""
+
+    recipe: "Recipe"
+    job: "JobStep | None"
+    """The SLURM job step of this process; None outside a job."""
+    reset: bool
+    """Whether the run in the run folder would be removed (`--fresh`)."""
+    init_from: Path | None
+    """Checkpoint or run folder whose weights a new run would start from."""
+
+
+def check_accelerator(context: CheckContext) -> str | None:
+    """Check that the machine has the accelerator that the recipe asks for."""
+    from pipeline.training.precision import missing_gpu
+
+    if missing := missing_gpu(context.recipe.trainer.get("accelerator", "auto")):
+        raise InputError(missing)
+    return None
+
+
+def check_kernels(context: CheckContext) -> str | None:
+    """Check that the machine can run the kernels that the recipe asks for."""
+    from pipeline.training.kernels import choose_kernels
+    from pipeline.training.precision import best_precision
+
+    trainer = context.recipe.trainer
+    accelerator = trainer.get("accelerator", "auto")
+    options = {"devices": "auto", **trainer, "accelerator": accelerator}
+    options["precision"] = trainer.get("precision") or best_precision(accelerator)
+    choose_kernels(context.recipe.run.kernels, options, context.recipe.network)
+    return None
+
+
+def check_run_folder(context: CheckContext) -> str:
+    """Check that the run folder is one, or can be created."""
+    from pipeline.checkpointing.run_folder import check_writable
+
+    run = context.recipe.run_folder()
+    check_writable(run)
+    return f"run folder {run}"
+
+
+def check_initial_state(context: CheckContext) -> str | None:
+    """Check the run that would be resumed, or else the weights that a new run would start from."""
+    from pipeline.checkpointing.checkpoint import latest_valid
+    from pipeline.checkpointing.run_folder import check_same_run
+    from pipeline.training.init_from import load_initial_weights
+    from pipeline.training.start import should_reset
+
+    run = context.recipe.run_folder()
+    if not should_reset(context.reset, run, context.job) and latest_valid(run)[0] is not None:
+        check_same_run(run, context.recipe)
+    elif context.init_from:
+        return f"starts from the weights of {load_initial_weights(context.init_from, context.recipe).path}"
+    return None
+
+
+CHECKS: tuple[Callable[[CheckContext], str | None], ...] = (
+    check_accelerator,
+    check_kernels,
+    check_run_folder,
+    check_initial_state,
+)
+"""Each raises InputError with what is wrong and what to do, or returns what it found, if that is worth a line."""
+
+
+def cpu_devices_warning(context: CheckContext) -> str | None:
+    """Return a warning if several devices were asked for and would be CPU processes, because there is no GPU."""
+    import torch
+
+    from pipeline.training.trainer import device_indices
+
+    options = {"accelerator": "auto", **context.recipe.trainer}
+    if context.job is not None or options["accelerator"] != "auto" or torch.cuda.is_available():
+        return None
+    count = len(device_indices(options))
+    if count < 2:
+        return None
+    return (
+        f"trainer.devices {options['devices']}: torch finds no GPU, so {count} processes share the CPU; one process"
+        " uses all its cores: remove the key, or check nvidia-smi if there should be GPUs"
+    )
