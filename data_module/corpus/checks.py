@@ -1,10 +1,10 @@
-"""Checks of a recipe's `corpus:` section before anything expensive is done. `prepare` and `doctor` run the same ones."""
+"""Checks of a recipe's `corpus:` section before anything expensive is done, for `prepare`, `fit` and `doctor`."""
 
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_module.atomic_folder import existing_parent, write_error
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
 from data_module.readers.pairs import invalid_utf8, open_reader
@@ -56,17 +56,10 @@ def check_settings(settings: CorpusSettings) -> None:
 def check_folder(settings: CorpusSettings) -> None:
     """Raise InputError if the corpus folder is neither there nor can be created."""
     folder = Path(settings.folder)
-    parent = next(path for path in [folder, *folder.absolute().parents] if path.exists())
-    if parent == folder and folder.is_dir():
-        parent = folder.resolve().parent  # A new corpus is written beside the old one.
-    try:
-        # os.access would not do: it allows root everything.
-        with tempfile.TemporaryFile(dir=parent):
-            return
-    except OSError as error:
-        raise InputError(
-            f"{folder}: cannot be written: {error.strerror} ({parent}); name another corpus.folder"
-        ) from error
+    # A corpus is written beside its folder, and then renamed.
+    parent = existing_parent(folder.resolve().parent)
+    if error := write_error(parent):
+        raise InputError(f"{folder}: cannot be written: {error} ({parent}); name another corpus.folder")
 
 
 def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
@@ -95,8 +88,8 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
     for name, with_tab in zip(reader.names, tabs, strict=True):
         if with_tab:
             found.warnings.append(
-                f"{name}: {len(with_tab):,} of {found.num_pairs:,} lines contain a tab, the first is line {with_tab[0]};"
-                " a tab is read as a space; a file of two columns is named as {tsv: FILE}"
+                f"{name}: {len(with_tab):,} of {found.num_pairs:,} lines contain a tab, line {with_tab[0]} first; a tab"
+                " is read as a space: remove it, or name a file of two columns as {tsv: FILE}"
             )
     return found
 
@@ -128,10 +121,19 @@ def source_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> lis
                     " exchange the sides of one of them"
                 )
                 break
-    return warnings + _size_warnings(settings, train)
+    return warnings
 
 
-def _size_warnings(settings: CorpusSettings, train: list[SourceCheck]) -> list[str]:
+def size_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[str]:
+    """Return a line each for few pairs and for a vocabulary that the training text cannot feed.
+
+    Both are of no concern where a run starts from the weights and the tokenizer of another one.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        checked: what `check_source` returned for each of `settings.texts()`.
+    """
+    train = checked[: len(settings.train)]
     warnings = []
     pairs = sum(source.num_pairs for source in train)
     if pairs < FEW_PAIRS:
@@ -141,11 +143,12 @@ def _size_warnings(settings: CorpusSettings, train: list[SourceCheck]) -> list[s
         )
     repeated = zip(train, settings.train, strict=True)
     tokens = sum(source.num_bytes * text.repeat for source, text in repeated) // _BYTES_PER_TOKEN
-    if tokens < MIN_PIECE_TOKENS * settings.vocabulary_size:
+    suggestion = _rounded(tokens // (2 * MIN_PIECE_TOKENS))
+    if tokens < MIN_PIECE_TOKENS * settings.vocabulary_size and suggestion < settings.vocabulary_size:
         warnings.append(
-            f"corpus.vocabulary_size {settings.vocabulary_size}: the training text has about"
-            f" {max(1, round(tokens / settings.vocabulary_size))} tokens for each piece, too few to learn rare pieces;"
-            f" set about {_rounded(tokens // (2 * MIN_PIECE_TOKENS))}"
+            f"corpus.vocabulary_size {settings.vocabulary_size}: each piece occurs only about"
+            f" {max(1, round(tokens / settings.vocabulary_size))} times, so that many are learned badly;"
+            f" set about {suggestion}"
         )
     return warnings
 

@@ -11,6 +11,9 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.model"
 
+TEXT_KEYS = ("corpus.train", "corpus.validation", "corpus.test")
+"""Keys of a recipe that hold a list of text sources."""
+
 _MAX_LINES = 3
 _REBUILD = "run `python -m pipeline prepare` with --force to rebuild it"
 
@@ -98,7 +101,12 @@ def differences(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     Only the keys of `wanted` are compared, so it may contain settings alone.
     """
     names = {"settings": "corpus"}  # as in the recipe
-    return [found for key in wanted for found in _compare(names.get(key, key), manifest.get(key), wanted[key])]
+    found: list[str] = []
+    for key in wanted:
+        # Other files follow from other text sources.
+        if key != "source_files" or not any(one.startswith(TEXT_KEYS) for one in found):
+            found += _compare(names.get(key, key), manifest.get(key), wanted[key])
+    return found
 
 
 def changed_texts(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
@@ -128,6 +136,6 @@ def _compare(name: str, had: Any, wanted: Any) -> list[str]:
         return changed + [f"{file} is new" for file in new] + [f"{file} is gone" for file in gone]
     if had == wanted:
         return []
-    if isinstance(had, list) and isinstance(wanted, list):
-        return [f"{name}: {changed_texts(had, wanted)}"]
+    if name in TEXT_KEYS and (had or wanted):
+        return [f"{name}: {changed_texts(had or [], wanted or [])}"]
     return [f"{name} was {json.dumps(had, ensure_ascii=False)}, now {json.dumps(wanted, ensure_ascii=False)}"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from data_module.atomic_folder import replace_folder
 from data_module.corpus.builder import learn_tokenizer, write_corpus
-from data_module.corpus.checks import check_folder, check_settings, check_source, source_warnings
+from data_module.corpus.checks import check_folder, check_settings, check_source, size_warnings, source_warnings
 from data_module.corpus.manifest import differences, is_corpus, read_manifest
 from data_module.errors import InputError
 from data_module.readers.pairs import all_available, fingerprint, open_reader
@@ -64,7 +64,8 @@ def prepare(
             if manifest is None or force:
                 # Check every source before doing any expensive work.
                 checked = [check_source(text, settings) for text in settings.texts()]
-                for warning in source_warnings(settings, checked):
+                sizes = [] if tokenizer else size_warnings(settings, checked)
+                for warning in source_warnings(settings, checked) + sizes:
                     log.warning(warning)
                 train_pairs = [source.num_pairs for source in checked[: len(settings.train)]]
                 with _replacing(target) as temporary, without_garbage_collection():

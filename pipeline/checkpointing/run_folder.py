@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,8 @@ from typing import IO, Any
 
 import yaml
 
-from data_module.corpus.manifest import changed_texts
+from data_module.atomic_folder import existing_parent, write_error
+from data_module.corpus.manifest import TEXT_KEYS, changed_texts
 from data_module.errors import InputError
 from pipeline.config.recipe import IGNORED_KEYS, Recipe, load_recipe
 from pipeline.runtime.atomic_file import atomic_file, is_temporary_file, remove_temporary_files
@@ -54,13 +54,8 @@ def check_writable(path: Path) -> None:
     """Raise InputError if the path is neither a run folder that can be written nor a place where one can be created."""
     if path.exists() and not path.is_dir():
         raise InputError(f"{path}: is a file; give another run.folder")
-    parent = next(place for place in [path, *path.absolute().parents] if place.exists())
-    try:
-        # os.access would not do: it allows root everything.
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror}); give another run.folder") from error
+    if error := write_error(existing_parent(path)):
+        raise InputError(f"{path}: cannot be written ({error}); give another run.folder")
     if path.is_dir() and any(map(_is_foreign, path.iterdir())) and not is_run(path):
         raise InputError(f"{path}: is not empty and not a run folder; give another run.folder")
 
@@ -248,7 +243,7 @@ def _replace(path: Path, contents: bytes) -> None:
 
 
 def _change(key: str, before: Any, now: Any) -> str:
-    if key in ("corpus.train", "corpus.validation", "corpus.test"):
+    if key in TEXT_KEYS:
         return f"{key}: {changed_texts(before or [], now or [])}"
     return f"{key} {_shown(before)} -> {_shown(now)}"
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_module.atomic_folder import existing_parent
 from data_module.errors import InputError
 from pipeline.preflight.check_result import CheckResult
 from pipeline.training import checks
@@ -48,7 +49,7 @@ def check_recipe(context: CheckContext) -> Iterator[CheckResult]:
         yield from result_of(partial(check, context))
     if warning := checks.cpu_devices_warning(context):
         yield CheckResult(True, warning, is_warning=True)
-    yield from check_corpus(context.recipe.corpus)
+    yield from check_corpus(context.recipe.corpus, context.init_from is None)
     yield check_disk_space(context.recipe)
     yield from check_hardware_keys(context)
 
@@ -64,9 +65,14 @@ def result_of(check: Callable[[], str | None]) -> Iterator[CheckResult]:
             yield CheckResult(True, message)
 
 
-def check_corpus(settings: "CorpusSettings") -> Iterator[CheckResult]:
-    """Check the prepared corpus, or, before it is prepared, its settings, folder and texts as `prepare` does."""
-    from data_module.corpus.checks import check_folder, check_settings, source_warnings
+def check_corpus(settings: "CorpusSettings", learns: bool) -> Iterator[CheckResult]:
+    """Check the prepared corpus, or, before it is prepared, its settings, folder and texts as `prepare` does.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        learns: whether the run begins without the tokenizer and weights of another one.
+    """
+    from data_module.corpus.checks import check_folder, check_settings, size_warnings, source_warnings
     from data_module.corpus.preparation import existing_corpus
 
     try:
@@ -85,7 +91,8 @@ def check_corpus(settings: "CorpusSettings") -> Iterator[CheckResult]:
         yield from check_text(text, settings, checked)
     complete = [source for source in checked if source is not None]
     if len(complete) == len(settings.texts()):
-        yield from (CheckResult(True, warning, is_warning=True) for warning in source_warnings(settings, complete))
+        warnings = source_warnings(settings, complete) + (size_warnings(settings, complete) if learns else [])
+        yield from (CheckResult(True, warning, is_warning=True) for warning in warnings)
 
 
 def check_text(
@@ -110,9 +117,7 @@ def check_text(
 
 def check_disk_space(recipe: "Recipe") -> CheckResult:
     """Check that the run folder's disk has room for the checkpoints."""
-    run = recipe.run_folder()
-    parent = next(path for path in [run, *run.absolute().parents] if path.exists())
-    free = shutil.disk_usage(parent).free
+    free = shutil.disk_usage(existing_parent(recipe.run_folder())).free
     needed = checkpoint_bytes(recipe) * (recipe.run.keep_last + 2)
     enough = free > needed
     hint = "" if enough else "; lower run.keep_last or set another run.folder"

@@ -58,16 +58,22 @@ def check_run_folder(context: CheckContext) -> str:
 
 def check_initial_state(context: CheckContext) -> str | None:
     """Check the run that would be resumed, or else the weights that a new run would start from."""
-    from pipeline.checkpointing.checkpoint import latest_valid
+    from data_module.corpus.manifest import is_corpus, read_manifest
+    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, tokenizer_of
     from pipeline.checkpointing.run_folder import check_same_run
     from pipeline.training.init_from import load_initial_weights
-    from pipeline.training.start import should_reset
+    from pipeline.training.start import check_same_vocabulary, should_reset
 
-    run = context.recipe.run_folder()
-    if not should_reset(context.reset, run, context.job) and latest_valid(run)[0] is not None:
-        check_same_run(run, context.recipe)
+    recipe = context.recipe
+    run, corpus = recipe.run_folder(), recipe.corpus_folder()
+    checkpoint = None if should_reset(context.reset, run, context.job) else latest_valid(run)[0]
+    if checkpoint is not None:
+        check_same_run(run, recipe)
+        if is_corpus(corpus):
+            sha256 = read_manifest(corpus)["tokenizer"]["sha256"]
+            check_same_vocabulary(recipe, sha256, tokenizer_of(read_checkpoint(checkpoint)))
     elif context.init_from:
-        return f"starts from the weights of {load_initial_weights(context.init_from, context.recipe).path}"
+        return f"starts from the weights of {load_initial_weights(context.init_from, recipe).path}"
     return None
 
 

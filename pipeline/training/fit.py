@@ -25,7 +25,8 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
-    from pipeline.checkpointing.checkpoint import latest_valid
+    from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, tokenizer_of
     from pipeline.config.recipe import load_recipe
     from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
     from pipeline.training.checks import CHECKS, CheckContext, cpu_devices_warning
@@ -45,13 +46,17 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
         if warning := cpu_devices_warning(context):
             say(warning)
     reset = should_reset(reset, recipe.run_folder(), job)
-    initial = None
-    if init_from is not None:
-        if reset or latest_valid(recipe.run_folder())[0] is None:
-            initial = load_initial_weights(init_from, recipe)
-        elif process_rank() == 0:
-            print(f"{recipe.run_folder()}: resuming this run; --init-from is ignored", file=sys.stderr)
-    manifest = ensure_corpus(recipe.corpus, initial.tokenizer if initial else None)
+    initial = tokenizer = None
+    checkpoint = None if reset else latest_valid(recipe.run_folder())[0]
+    if checkpoint is not None:
+        # A corpus that is prepared anew for the run needs the run's vocabulary.
+        tokenizer = Tokenizer(tokenizer_of(read_checkpoint(checkpoint)))
+        if init_from is not None:
+            say(f"{recipe.run_folder()}: resuming this run; --init-from is ignored")
+    elif init_from is not None:
+        initial = load_initial_weights(init_from, recipe)
+        tokenizer = initial.tokenizer
+    manifest = ensure_corpus(recipe.corpus, tokenizer)
     with open_start(recipe, job, reset, initial, manifest) as start:
         return resume_or_start(start)
 

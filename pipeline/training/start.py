@@ -3,6 +3,7 @@
 Everything that training needs to know is read once, into `Start`, and handed on.
 """
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -88,6 +89,21 @@ def open_start(
         yield Start(recipe, job, folder, reset, resume, initial if resume is None else None, tokenizer, manifest)
 
 
+def check_same_vocabulary(recipe: "Recipe", corpus_sha256: str, run_tokenizer: bytes) -> None:
+    """Raise InputError if the corpus has another tokenizer than the run that would be resumed.
+
+    Args:
+        recipe: the recipe.
+        corpus_sha256: SHA-256 of the corpus's tokenizer.
+        run_tokenizer: the tokenizer in the run's checkpoint.
+    """
+    if hashlib.sha256(run_tokenizer).hexdigest() != corpus_sha256:
+        raise InputError(
+            f"{recipe.corpus.folder}: has another vocabulary than the run in {recipe.run_folder()}; name another "
+            "corpus.folder, which fit then prepares with the run's vocabulary, or give another run.folder"
+        )
+
+
 def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -> ResumePoint | None:
     """Return the newest valid checkpoint of the recipe's run, None if there is none.
 
@@ -107,11 +123,7 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
     contents = read_checkpoint(checkpoint)
     if checked:
         allowed = check_same_run(path, recipe)
-        if tokenizer_of(contents) != tokenizer.model:
-            raise InputError(
-                f"{recipe.corpus.folder}: has another vocabulary than the run in {path}; name another corpus.folder "
-                f"and make it with `prepare --init-from {path}`, or give another run.folder"
-            )
+        check_same_vocabulary(recipe, tokenizer.sha256, tokenizer_of(contents))
         for change in allowed:
             print(f"changed since the last start: {change}", file=sys.stderr)
     return ResumePoint(checkpoint, step_of(checkpoint), validation_is_pending(contents))

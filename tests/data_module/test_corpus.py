@@ -227,11 +227,23 @@ def test_differences_name_new_and_missing_files() -> None:
 
 
 def test_differences_name_new_and_missing_settings() -> None:
-    had, wanted = {"settings": {"train": ["ä", 2], "test": [3]}}, {"settings": {"train": ["ö"], "seed": 4}}
+    had, wanted = {"settings": {"names": ["ä", 2], "test": [{"tsv": "3"}]}}, {"settings": {"names": ["ö"], "seed": 4}}
     assert differences(had, wanted) == [
-        'corpus.train was ["ä", 2], now ["ö"]',
+        'corpus.names was ["ä", 2], now ["ö"]',
         "corpus.seed was null, now 4",
-        "corpus.test was [3], now null",
+        "corpus.test: no longer 3",
     ]
     assert differences({}, {"settings": {"seed": 4}}) == ['corpus was null, now {"seed": 4}']
-    assert differences({"settings": {"train": {"a": 1}}}, {"settings": {}}) == ['corpus.train was {"a": 1}, now null']
+    assert differences({"settings": {"keys": {"a": 1}}}, {"settings": {}}) == ['corpus.keys was {"a": 1}, now null']
+
+
+def test_differences_name_a_few_text_sources() -> None:
+    """Without the keys that a source does not have, and without the files, which follow from the sources."""
+    files = [{"source": f"{i}.en", "target": f"{i}.de", "tsv": None, "repeat": 1} for i in range(9)]
+    pairs = {"source": None, "target": None, "tsv": "pairs.tsv", "repeat": 3}
+    had, wanted = ({"settings": {"train": texts}} for texts in (files, [files[0], pairs]))
+    had["source_files"] = wanted["source_files"] = []
+    expected = "corpus.train: no longer 1.en 1.de, 2.en 2.de, 3.en 3.de, …, now pairs.tsv (repeat 3)"
+    assert differences(had, wanted) == [expected]
+    wanted = {"settings": {"train": files[::-1]}, "source_files": [{"file": "0.en", "bytes": 1, "sha256": "0"}]}
+    assert differences(had, wanted) == ["corpus.train: other order or repetition"]
