@@ -88,8 +88,8 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
     for name, with_tab in zip(reader.names, tabs, strict=True):
         if with_tab:
             found.warnings.append(
-                f"{name}: {len(with_tab):,} of {found.num_pairs:,} lines contain a tab, line {with_tab[0]} first; a tab"
-                " is read as a space: remove it, or name a file of two columns as {tsv: FILE}"
+                f"{name}: a tab in {len(with_tab):,} of {found.num_pairs:,} lines, line {with_tab[0]} first; it is read"
+                " as a space: remove it, or name a file of two columns as {tsv: FILE}"
             )
     return found
 

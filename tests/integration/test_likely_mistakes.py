@@ -1,0 +1,112 @@
+"""Mistakes that new users make: `doctor` and `fit` find the same ones, and each is one line with the way out."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import pipeline, tiny_recipe
+
+
+@pytest.fixture
+def place(tiny_corpus: Path, tmp_path: Path) -> Path:
+    """A folder with the tiny texts and a recipe for them, `mine.yaml`, before anything is prepared."""
+    for file in tiny_corpus.parent.glob("*.*"):
+        shutil.copy(file, tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    recipe["run"]["folder"] = str(tmp_path / "run")
+    recipe["trainer"]["max_steps"] = 4
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path
+
+
+def refusal(place: Path, *options: object) -> str:
+    """Return the line with which `fit` refuses, after checking that `doctor` finds the same."""
+    done = pipeline("fit", "--config", place / "mine.yaml", *options)
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.decode().splitlines()
+    report = pipeline("doctor", "--config", place / "mine.yaml", *options)
+    assert report.returncode == 1
+    line = line.removeprefix("error: ")
+    wrong = [one for one in report.stdout.decode().splitlines() if one.startswith("WRONG ")]
+    assert wrong[0] == f"WRONG {line}"
+    return line
+
+
+def test_doctor_and_fit_find_the_same(place: Path) -> None:
+    target = place / "train.target"
+    whole = target.read_bytes()
+    target.write_bytes(whole.split(b"\n", 1)[1])
+    assert "299 lines, but" in refusal(place)
+    target.write_bytes(b"H\xe4user\n" + whole.split(b"\n", 1)[1])
+    assert f"{target}:1: invalid UTF-8; " in refusal(place)
+    target.write_bytes(whole)
+    assert "cannot be written: Not a directory" in refusal(place, "--corpus.folder", target / "corpus")
+    assert "cannot be written (Not a directory)" in refusal(place, "--run.folder", target / "run")
+    (place / "photos").mkdir()
+    (place / "photos" / "cat.jpg").touch()
+    assert "is not a corpus" in refusal(place, "--corpus.folder", place / "photos")
+    assert "is not empty and not a run folder" in refusal(place, "--run.folder", place / "photos")
+    assert "must be from 1 to" in refusal(place, "--corpus.max_tokens", 0)
+    # Nothing was prepared, and no folder is left behind.
+    assert not (place / "corpus").exists()
+    assert not (place / "run").exists()
+
+    assert pipeline("prepare", "--config", place / "mine.yaml").returncode == 0
+    target.write_bytes(whole[:-2] + b"\n")
+    assert f"{target} has changed" in refusal(place)
+    assert "corpus.lowercase was false, now true" in refusal(place, "--corpus.lowercase", "true")
+
+
+def test_another_vocabulary_is_refused_before_anything_is_prepared(place: Path) -> None:
+    """The advice does not lead into a second refusal."""
+    assert pipeline("fit", "--config", place / "mine.yaml").returncode == 0
+    line = refusal(place, "--corpus.vocabulary_size", 50)
+    assert line == (
+        f"{place / 'run'}: contains a run of another recipe: corpus.vocabulary_size 60 -> 50; change it back to resume"
+        " that run, or give another run.folder and another corpus.folder, or remove that run with --fresh"
+    )
+    other = ["--corpus.vocabulary_size", 50, "--corpus.folder", place / "other"]
+    assert "give another run.folder, or remove" in refusal(place, *other)
+    assert not (place / "other").exists()
+    done = pipeline("fit", "--config", place / "mine.yaml", *other, "--run.folder", place / "second")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_start_that_fails_leaves_no_folder(place: Path) -> None:
+    done = pipeline("fit", "--config", place / "mine.yaml", "--batches.batch_tokens", 5)
+    assert done.returncode == 2
+    assert b"less than the longest sentence" in done.stderr
+    assert (place / "corpus").exists()
+    assert not (place / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["prepare", "fit", "doctor"])
+def test_the_recipe_without_its_option(place: Path, command: str) -> None:
+    done = pipeline(command, place / "mine.yaml", "--trainer.max_steps", 2)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_recipe_that_is_missing_is_asked_for() -> None:
+    done = pipeline("fit", "--fresh")
+    assert done.returncode == 2
+    assert b"error: the following arguments are required: --config" in done.stderr
+
+
+def test_few_pairs_are_named_by_doctor_and_fit(place: Path) -> None:
+    warning = b"corpus.train: 300 pairs are few: "
+    assert b"note  " + warning in pipeline("doctor", place / "mine.yaml").stdout
+    assert warning in pipeline("fit", place / "mine.yaml").stderr
+    assert warning not in pipeline("fit", place / "mine.yaml").stderr
+
+
+def test_cpu_processes_chosen_as_devices(place: Path) -> None:
+    """A recipe that names the CPU wants them; on a machine without a GPU, the others probably do not."""
+    import torch
+
+    options = ["--trainer.devices", 3, "--trainer.accelerator", "auto"]
+    report = pipeline("doctor", place / "mine.yaml", *options).stdout.decode()
+    warning = "note  trainer.devices 3: torch finds no GPU, so 3 processes share the CPU; "
+    assert (warning in report) == (not torch.cuda.is_available())
+    assert warning not in pipeline("doctor", place / "mine.yaml", "--trainer.devices", 3).stdout.decode()
