@@ -49,7 +49,9 @@ def check_recipe(context: CheckContext) -> Iterator[CheckResult]:
         yield from result_of(partial(check, context))
     if warning := checks.cpu_devices_warning(context):
         yield CheckResult(True, warning, is_warning=True)
-    yield from check_corpus(context.recipe.corpus, context.init_from is None)
+    # The other ranks of a job would wait too long for text to be read, and `fit` reads it next.
+    is_quick = context.job is not None and context.job.num_tasks > 1
+    yield from check_corpus(context.recipe.corpus, is_quick, context.init_from is None)
     yield check_disk_space(context.recipe)
     yield from check_hardware_keys(context)
 
@@ -65,11 +67,12 @@ def result_of(check: Callable[[], str | None]) -> Iterator[CheckResult]:
             yield CheckResult(True, message)
 
 
-def check_corpus(settings: "CorpusSettings", learns: bool) -> Iterator[CheckResult]:
+def check_corpus(settings: "CorpusSettings", is_quick: bool, learns: bool) -> Iterator[CheckResult]:
     """Check the prepared corpus, or, before it is prepared, its settings, folder and texts as `prepare` does.
 
     Args:
         settings: the recipe's `corpus:` section.
+        is_quick: do not read any text.
         learns: whether the run begins without the tokenizer and weights of another one.
     """
     from data_module.corpus.checks import check_folder, check_settings, size_warnings, source_warnings
@@ -77,7 +80,7 @@ def check_corpus(settings: "CorpusSettings", learns: bool) -> Iterator[CheckResu
 
     try:
         check_settings(settings)
-        is_prepared = existing_corpus(settings, compare_texts=True) is not None
+        is_prepared = existing_corpus(settings, compare_texts=not is_quick) is not None
         if not is_prepared:
             check_folder(settings)
     except InputError as error:
@@ -88,7 +91,7 @@ def check_corpus(settings: "CorpusSettings", learns: bool) -> Iterator[CheckResu
         return
     checked: list[SourceCheck | None] = []
     for text in settings.texts():
-        yield from check_text(text, settings, checked)
+        yield from check_text(text, settings, checked, is_quick)
     complete = [source for source in checked if source is not None]
     if len(complete) == len(settings.texts()):
         warnings = source_warnings(settings, complete) + (size_warnings(settings, complete) if learns else [])
@@ -96,9 +99,12 @@ def check_corpus(settings: "CorpusSettings", learns: bool) -> Iterator[CheckResu
 
 
 def check_text(
-    text: "TextSource", settings: "CorpusSettings", checked: "list[SourceCheck | None]"
+    text: "TextSource", settings: "CorpusSettings", checked: "list[SourceCheck | None]", is_quick: bool = False
 ) -> Iterator[CheckResult]:
-    """Check one text source, and append what was found to `checked`. Text that needs a network is not read."""
+    """Check one text source, and append what was found to `checked`, None if the text was not read.
+
+    Text is not read if `is_quick`, and if reading it needs a network.
+    """
     from data_module.corpus.checks import check_source
     from data_module.readers.pairs import open_reader
 
@@ -106,7 +112,7 @@ def check_text(
     try:
         reader = open_reader(text, settings)
         results = [CheckResult(ok, message) for ok, message in reader.check()]
-        if all(result.ok for result in results) and reader.is_available():
+        if not is_quick and all(result.ok for result in results) and reader.is_available():
             found = check_source(text, settings)
             results = [CheckResult(True, f"text {found.name}: {found.num_pairs:,} pairs")]
     except InputError as error:

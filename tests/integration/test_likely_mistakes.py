@@ -1,11 +1,16 @@
 """Mistakes that new users make: `doctor` and `fit` find the same ones, and each is one line with the way out."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from pipeline.config.recipe import load_recipe
+from pipeline.preflight.recipe import check_recipe
+from pipeline.runtime.slurm import JobStep
+from pipeline.training.checks import CheckContext
 from tests.conftest import pipeline, tiny_recipe
 
 
@@ -92,6 +97,19 @@ def test_a_recipe_that_is_missing_is_asked_for() -> None:
     done = pipeline("fit", "--fresh")
     assert done.returncode == 2
     assert b"error: the following arguments are required: --config" in done.stderr
+
+
+def test_ranks_do_not_wait_for_text_to_be_read(place: Path) -> None:
+    """In a job of several tasks, rank 0 alone checks the recipe while the others wait."""
+    recipe = load_recipe([place / "mine.yaml"])
+    (place / "train.target").write_bytes(b"\xff\n")
+    step = JobStep("7", rank=0, local_rank=0, num_tasks=2, num_nodes=2, tasks_per_node=1, restarts=0)
+    found = {
+        tasks: [one.message for one in check_recipe(CheckContext(recipe, replace(step, num_tasks=tasks), False, None))]
+        for tasks in (1, 2)
+    }
+    assert any("1 lines, but" in message for message in found[1])
+    assert f"text {place / 'train.target'}" in found[2]
 
 
 def test_few_pairs_are_named_by_doctor_and_fit(place: Path) -> None:

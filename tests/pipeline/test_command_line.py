@@ -42,6 +42,5 @@ def test_every_command_that_takes_a_recipe() -> None:
         assert parse(command, rest)[1].config == [ONE]
 
 
-def test_a_command_without_recipes_takes_yaml_files_as_they_are(tmp_path: Path) -> None:
+def test_a_command_without_recipes_takes_yaml_files_as_they_are() -> None:
     assert parse("translate", ["run", "--input", "one.yaml"])[1].input == ONE
-    assert parse("average", ["one.yaml"])[1].run == ONE

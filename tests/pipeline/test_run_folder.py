@@ -92,9 +92,10 @@ def open_files(path: Path) -> list[int]:
     return [int(entry.name) for entry in descriptors if entry.exists() and entry.readlink() == path.absolute()]
 
 
-def test_a_worker_that_outlives_its_trainer_does_not_hold_the_lock(tmp_path: Path) -> None:
+def test_a_worker_that_outlives_its_trainer_does_not_hold_the_lock(recipe: Recipe, tmp_path: Path) -> None:
     """A data loader's worker inherits the open lock file."""
     folder = RunFolder(tmp_path / "run")
+    folder.write_config(recipe, b"")  # so that the folder is kept
     [lock] = open_files(tmp_path / "run" / ".lock")
     worker = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[lock])
     try:
@@ -173,7 +174,7 @@ def test_a_folder_in_use_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "runs" / "run"
-    RunFolder(run).close()
+    run.mkdir(parents=True)
     command = [sys.executable, "-S", "-c", HOLD_LOCK, str(run / ".lock")]
     waiting_message = f"{run}: another fit is writing to it; waiting "
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
