@@ -12,7 +12,9 @@ from pipeline.runtime.launch import process_rank
 
 def quiet_lightning() -> None:
     """Hide Lightning's start-up messages, and warnings that do not apply to this program."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+    # Lightning sets the level of its two packages itself when it is imported.
+    modules = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed")
+    for name in ("lightning.pytorch", "lightning.fabric", *modules):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*This DataLoader will create .* worker processes.*")

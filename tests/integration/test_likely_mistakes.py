@@ -1,5 +1,6 @@
 """Mistakes that new users make: `doctor` and `fit` find the same ones, and each is one line with the way out."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,15 @@ def test_few_pairs_are_named_by_doctor_and_fit(place: Path) -> None:
     assert b"note  " + warning in pipeline("doctor", place / "mine.yaml").stdout
     assert warning in pipeline("fit", place / "mine.yaml").stderr
     assert warning not in pipeline("fit", place / "mine.yaml").stderr
+
+
+def test_libraries_say_nothing_on_several_ranks(place: Path) -> None:
+    """More loader processes than any machine has cores, on two ranks."""
+    options = ["--trainer.devices", 2, "--batches.workers", 2 * (os.cpu_count() or 1) + 1, "--trainer.max_steps", 2]
+    done = pipeline("fit", place / "mine.yaml", *options)
+    assert done.returncode == 0, done.stderr
+    assert b"DataLoader" not in done.stderr
+    assert b"Initializing" not in done.stderr
 
 
 def test_cpu_processes_chosen_as_devices(place: Path) -> None:
