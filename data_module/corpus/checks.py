@@ -143,7 +143,9 @@ def size_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[
         )
     repeated = zip(train, settings.train, strict=True)
     tokens = sum(source.num_bytes * text.repeat for source, text in repeated) // _BYTES_PER_TOKEN
-    suggestion = _rounded(tokens // (2 * MIN_PIECE_TOKENS))
+    # A vocabulary needs a piece for each character, and some for words.
+    characters = len(set("".join(side for source in train for side in source.samples)))
+    suggestion = max(_rounded(tokens // (2 * MIN_PIECE_TOKENS)), 2 * characters)
     if tokens < MIN_PIECE_TOKENS * settings.vocabulary_size and suggestion < settings.vocabulary_size:
         warnings.append(
             f"corpus.vocabulary_size {settings.vocabulary_size}: each piece occurs only about"

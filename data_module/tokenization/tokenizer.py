@@ -163,7 +163,6 @@ def train_on_words(
                 ) from error
             raise InputError(
                 f"corpus.vocabulary_size: {vocabulary_size} pieces are more than the training text allows;"
-                f" set about {max(smallest, largest // 4)}, so that each piece occurs often;"
                 f" the largest that works is {largest}"
             ) from error
     return _without_rule_path(model) if lowercase else model

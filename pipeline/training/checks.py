@@ -39,6 +39,8 @@ def check_kernels(context: CheckContext) -> str | None:
     from pipeline.training.kernels import choose_kernels
     from pipeline.training.precision import best_precision
 
+    if context.recipe.run.kernels is None:
+        return None  # Nothing can be wrong; the choice is made, and said, when training starts.
     trainer = context.recipe.trainer
     accelerator = trainer.get("accelerator", "auto")
     options = {"devices": "auto", **trainer, "accelerator": accelerator}

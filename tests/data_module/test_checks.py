@@ -105,6 +105,16 @@ def test_few_pairs_and_a_vocabulary_that_they_cannot_feed(tmp_path: Path) -> Non
     assert sizes(tmp_path, 5000, 2501, repeat=2) == []
 
 
+def test_the_suggested_vocabulary_has_room_for_all_characters(tmp_path: Path) -> None:
+    characters = "".join(map(chr, range(ord("一"), ord("一") + 300)))
+    text = text_of(tmp_path, "train", [characters] * 9, ["abc"] * 9)
+    settings = replace(settings_of(tmp_path, [text], text), vocabulary_size=4000)
+    [_, pieces] = size_warnings(settings, [check_source(text, settings)] * 2)
+    suggestion = int(pieces.rsplit(" ", 1)[1])
+    assert suggestion == 2 * (300 + 3 + 1)  # with the line end
+    prepare(replace(settings, vocabulary_size=suggestion // 2 + 10), progress=False)
+
+
 def test_a_run_that_takes_a_tokenizer_over_may_have_little_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,5 +1,6 @@
 """Mistakes that new users make: `doctor` and `fit` find the same ones, and each is one line with the way out."""
 
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -86,6 +87,21 @@ def test_a_start_that_fails_leaves_no_folder(place: Path) -> None:
     assert b"less than the longest sentence" in done.stderr
     assert (place / "corpus").exists()
     assert not (place / "run").exists()
+
+
+def test_what_prepare_prints(place: Path) -> None:
+    """The numbers in one short line; the rest is in the folder."""
+    done = pipeline("prepare", place / "mine.yaml")
+    manifest = json.loads((place / "corpus" / "manifest.json").read_text())
+    [line] = done.stdout.decode().splitlines()
+    assert len(line) < 300 + len(str(place))
+    numbers = json.loads(line)
+    assert numbers["folder"] == str(place / "corpus")
+    assert numbers["vocabulary_size"] == 60
+    lines = (place / "train.source").read_text().splitlines()
+    assert numbers["train"]["pairs_read"] == numbers["train"]["pairs_kept"] == len(lines)
+    for split in ("train", "validation"):
+        assert numbers[split].items() <= manifest[split].items()
 
 
 @pytest.mark.parametrize("command", ["prepare", "fit", "doctor"])
