@@ -70,26 +70,28 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
     """
     reader = open_reader(text, settings)
     found = SourceCheck(", ".join(dict.fromkeys(reader.names)), reader.count_pairs(), 0, ("", ""), [])
-    tabs: list[list[int]] = [[], []]
+    with_tab, first_with_tab = [0, 0], [0, 0]
     first_line = 1
     for sides in reader.chunks():
         samples = []
-        for name, lines, with_tab in zip(reader.names, sides, tabs, strict=True):
+        for side, (name, lines) in enumerate(zip(reader.names, sides, strict=True)):
             data = b"".join(lines)
             found.num_bytes += len(data)
             samples.append(b"".join(lines[:_SAMPLE_LINES]).decode(errors="replace"))
             if b"\t" in data:
-                with_tab += [first_line + i for i, line in enumerate(lines) if b"\t" in line]
+                indices = [i for i, line in enumerate(lines) if b"\t" in line]
+                first_with_tab[side] = first_with_tab[side] or first_line + indices[0]
+                with_tab[side] += len(indices)
             if not settings.drop_invalid_utf8 and (line := _undecodable(data)) is not None:
                 raise invalid_utf8(name, first_line + line)
         if first_line == 1:
             found.samples = (samples[0], samples[1])
         first_line += len(sides[0])
-    for name, with_tab in zip(reader.names, tabs, strict=True):
-        if with_tab:
+    for name, count, first in zip(reader.names, with_tab, first_with_tab, strict=True):
+        if count:
             found.warnings.append(
-                f"{name}: a tab in {len(with_tab):,} of {found.num_pairs:,} lines, line {with_tab[0]} first; it is read"
-                " as a space: remove it, or name a file of two columns as {tsv: FILE}"
+                f"{name}: a tab in {count:,} of {found.num_pairs:,} lines, line {first} first; it is read as a space:"
+                " remove it, or name a file of two columns as {tsv: FILE}"
             )
     return found
 

@@ -143,7 +143,7 @@ def _up_to_date(folder: Path, wanted: dict[str, Any], *, ignore_differences: boo
     if found := differences(manifest, wanted):
         raise InputError(
             f"{folder}: was made from other inputs or settings: {'; '.join(found)};"
-            " name another corpus.folder, or rebuild this one with `prepare --force`"
+            " name another corpus.folder, or rebuild this one for a new run with `prepare --force`"
         )
     return manifest
 

@@ -190,13 +190,12 @@ def check_same_run(path: Path, recipe: Recipe) -> list[str]:
         return allowed
     # Its corpus would be refused next.
     same_corpus = not any(change.startswith("corpus.folder ") for change in allowed)
-    folders = "another run.folder"
-    if same_corpus and any(change.startswith("corpus.") for change in forbidden):
-        folders += " and another corpus.folder"
+    needs_corpus = same_corpus and any(change.startswith("corpus.") for change in forbidden)
+    also = " and another corpus.folder" if needs_corpus else ""
     more = f"; and {len(forbidden) - _MAX_NAMED} more" if len(forbidden) > _MAX_NAMED else ""
     raise InputError(
         f"{path}: contains a run of another recipe: {'; '.join(forbidden[:_MAX_NAMED])}{more}; change it back to resume"
-        f" that run, or give {folders}, or remove that run with --fresh"
+        f" that run, or give another run.folder{also}, or --fresh{also} to remove that run"
     )
 
 

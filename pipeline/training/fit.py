@@ -25,6 +25,7 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
+    from data_module.corpus.manifest import is_corpus
     from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, tokenizer_of
     from pipeline.config.recipe import load_recipe
@@ -49,8 +50,9 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
     initial = tokenizer = None
     checkpoint = None if reset else latest_valid(recipe.run_folder())[0]
     if checkpoint is not None:
-        # A corpus that is prepared anew for the run needs the run's vocabulary.
-        tokenizer = Tokenizer(tokenizer_of(read_checkpoint(checkpoint)))
+        if not is_corpus(recipe.corpus_folder()):
+            # A corpus that is prepared anew for the run needs the run's vocabulary.
+            tokenizer = Tokenizer(tokenizer_of(read_checkpoint(checkpoint)))
         if init_from is not None:
             say(f"{recipe.run_folder()}: resuming this run; --init-from is ignored")
     elif init_from is not None:

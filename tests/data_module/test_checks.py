@@ -112,7 +112,6 @@ def test_the_suggested_vocabulary_has_room_for_all_characters(tmp_path: Path) ->
     [_, pieces] = size_warnings(settings, [check_source(text, settings)] * 2)
     suggestion = int(pieces.rsplit(" ", 1)[1])
     assert suggestion == 2 * (300 + 3 + 1)  # with the line end
-    prepare(replace(settings, vocabulary_size=suggestion // 2 + 10), progress=False)
 
 
 def test_a_run_that_takes_a_tokenizer_over_may_have_little_text(

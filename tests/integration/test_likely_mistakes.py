@@ -72,10 +72,11 @@ def test_another_vocabulary_is_refused_before_anything_is_prepared(place: Path) 
     line = refusal(place, "--corpus.vocabulary_size", 50)
     assert line == (
         f"{place / 'run'}: contains a run of another recipe: corpus.vocabulary_size 60 -> 50; change it back to resume"
-        " that run, or give another run.folder and another corpus.folder, or remove that run with --fresh"
+        " that run, or give another run.folder and another corpus.folder, or --fresh and another corpus.folder"
+        " to remove that run"
     )
     other = ["--corpus.vocabulary_size", 50, "--corpus.folder", place / "other"]
-    assert "give another run.folder, or remove" in refusal(place, *other)
+    assert refusal(place, *other).endswith("or give another run.folder, or --fresh to remove that run")
     assert not (place / "other").exists()
     done = pipeline("fit", "--config", place / "mine.yaml", *other, "--run.folder", place / "second")
     assert done.returncode == 0, done.stderr
