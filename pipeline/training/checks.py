@@ -80,25 +80,25 @@ def check_initial_state(context: CheckContext) -> str | None:
 
 
 CHECKS: tuple[Callable[[CheckContext], str | None], ...] = (
-    check_accelerator,
-    check_kernels,
     check_run_folder,
     check_initial_state,
+    check_accelerator,
+    check_kernels,
 )
 """Each raises InputError with what is wrong and what to do, or returns what it found, if that is worth a line."""
 
 
 def cpu_devices_warning(context: CheckContext) -> str | None:
     """Return a warning if several devices were asked for and would be CPU processes, because there is no GPU."""
+    options = {"accelerator": "auto", "devices": "auto", **context.recipe.trainer}
+    if context.job is not None or options["accelerator"] != "auto" or options["devices"] in ("auto", -1, "-1", 1, "1"):
+        return None
     import torch
 
     from pipeline.training.trainer import device_indices
 
-    options = {"accelerator": "auto", **context.recipe.trainer}
-    if context.job is not None or options["accelerator"] != "auto" or torch.cuda.is_available():
-        return None
     count = len(device_indices(options))
-    if count < 2:
+    if torch.cuda.is_available() or count < 2:
         return None
     return (
         f"trainer.devices {options['devices']}: torch finds no GPU, so {count} processes share the CPU; one process"
