@@ -1,9 +1,9 @@
 """Translate sentences: one output line for each input line, in order; an empty line stays empty.
 
 Reads --input or standard input. Standard error names the checkpoint that was chosen from a run folder, and at the end
-the number of lines that were not UTF-8 or were cut, with the first three of them. With --n-best, up to N translations are printed for a line, best first, each after
-the line's number and a tab. With --scores, each translation follows its score (log-probability divided by the length
-penalty) and a tab.
+the number of lines that were not UTF-8 or were cut, with the first three of them. With --n-best, up to N translations
+are printed for a line, best first, each after the line's number and a tab. With --scores, each translation follows its
+score (log-probability divided by the length penalty) and a tab.
 """
 
 import argparse
