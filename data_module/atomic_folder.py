@@ -1,6 +1,7 @@
-"""Replace a folder as a whole."""
+"""Replace a folder as a whole, and find out whether one can be created."""
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -30,3 +31,18 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the path, or the nearest parent that exists."""
+    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+
+
+def write_error(folder: Path) -> str | None:
+    """Return why no file can be created in a folder, or None."""
+    try:
+        # os.access would not do: it allows root everything.
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror

@@ -44,7 +44,28 @@ COMMANDS = {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake as one line, without the usage text above it."""
+    """Reports a mistake as one line, without the usage text above it.
+
+    A recipe's file may be given without `--config` before it.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as `ArgumentParser` does, after putting `--config` before recipes that lack it."""
+        if args is not None and "--config" in self._option_string_actions:
+            args = self._with_config_options(args)
+        return super().parse_known_args(args, namespace)
+
+    def _with_config_options(self, words: list[str]) -> list[str]:
+        """Return the words with `--config` before each YAML file that is not the value of an option."""
+        result: list[str] = []
+        for word in words:
+            previous = result[-1] if result else ""
+            action = self._option_string_actions.get(previous)
+            takes_value = action.nargs != 0 if action else previous.startswith("--") and "=" not in previous
+            if word.endswith((".yaml", ".yml")) and not word.startswith("-") and not takes_value:
+                result.append("--config")
+            result.append(word)
+        return result
 
     def error(self, message: str) -> NoReturn:
         """Raise InputError with the message."""

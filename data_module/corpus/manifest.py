@@ -11,6 +11,9 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.model"
 
+TEXT_KEYS = ("corpus.train", "corpus.validation", "corpus.test")
+"""Keys of a recipe that hold a list of text sources."""
+
 _MAX_LINES = 3
 _REBUILD = "run `python -m pipeline prepare` with --force to rebuild it"
 
@@ -62,6 +65,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def numbers(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return the vocabulary size and, for each split, the numbers of pairs and tokens."""
+    keys = ("pairs_read", "pairs_kept", "source_tokens", "target_tokens")
+    splits = {split: {key: manifest[split][key] for key in keys} for split in ("train", "validation")}
+    return {"vocabulary_size": manifest["tokenizer"]["vocabulary_size"], **splits}
+
+
 def summary(manifest: dict[str, Any]) -> str:
     """Return the numbers of pairs as text, one line per split, with a few of the dropped lines."""
     lines = []
@@ -91,7 +101,28 @@ def differences(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     Only the keys of `wanted` are compared, so it may contain settings alone.
     """
     names = {"settings": "corpus"}  # as in the recipe
-    return [found for key in wanted for found in _compare(names.get(key, key), manifest.get(key), wanted[key])]
+    found: list[str] = []
+    for key in wanted:
+        # Other files follow from other text sources.
+        if key != "source_files" or not any(one.startswith(TEXT_KEYS) for one in found):
+            found += _compare(names.get(key, key), manifest.get(key), wanted[key])
+    return found
+
+
+def changed_texts(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
+    """Return the text sources that only one of two lists has, a few of them by name."""
+    old, new = ([_text_name(text) for text in texts] for texts in (before, now))
+    gone, added = [name for name in old if name not in new], [name for name in new if name not in old]
+    if not gone and not added:
+        return "other order or repetition"
+    parts = [(gone, "no longer"), (added, "now")]
+    return ", ".join(f"{word} {_few(names, len(names))}" for names, word in parts if names)
+
+
+def _text_name(text: dict[str, Any]) -> str:
+    keys = ("source", "target", "tsv", "dataset", "subset", "split", "path")
+    name = " ".join(str(text[key]) for key in keys if text.get(key))
+    return name if text.get("repeat", 1) == 1 else f"{name} (repeat {text['repeat']})"
 
 
 def _compare(name: str, had: Any, wanted: Any) -> list[str]:
@@ -103,9 +134,8 @@ def _compare(name: str, had: Any, wanted: Any) -> list[str]:
         changed = [f"{file} has changed" for file in now if before.get(file, now[file]) != now[file]]
         new, gone = ([file for file in one if file not in other] for one, other in ((now, before), (before, now)))
         return changed + [f"{file} is new" for file in new] + [f"{file} is gone" for file in gone]
-    if isinstance(had, list) and isinstance(wanted, list) and len(had) == len(wanted):
-        pairs = enumerate(zip(had, wanted, strict=True))
-        return [found for i, (old, new) in pairs for found in _compare(f"{name}[{i}]", old, new)]
     if had == wanted:
         return []
+    if name in TEXT_KEYS and (had or wanted):
+        return [f"{name}: {changed_texts(had or [], wanted or [])}"]
     return [f"{name} was {json.dumps(had, ensure_ascii=False)}, now {json.dumps(wanted, ensure_ascii=False)}"]

@@ -16,10 +16,10 @@ from typing import Any
 
 from data_module.atomic_folder import replace_folder
 from data_module.corpus.builder import learn_tokenizer, write_corpus
+from data_module.corpus.checks import check_folder, check_settings, check_source, size_warnings, source_warnings
 from data_module.corpus.manifest import differences, is_corpus, read_manifest
-from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
-from data_module.readers.pairs import fingerprint, open_reader
+from data_module.readers.pairs import all_available, fingerprint, open_reader
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 
@@ -46,11 +46,13 @@ def prepare(
         InputError: the settings or a source are invalid, the folder holds a corpus of other inputs or settings, is
             truncated, or is no corpus, or the disk is full. No partial corpus is left behind.
     """
-    _check_settings(settings)
+    check_settings(settings)
     folder = Path(settings.folder)
     wanted = _wanted(settings)
     if not force and (manifest := _up_to_date(folder, wanted)) is not None:
+        log.info("%s is up to date", folder)
         return manifest
+    check_folder(settings)
     with _write_errors(folder):
         # If the folder is a link, replace the folder that it points to and keep the link.
         target = folder.resolve() if folder.is_symlink() else folder
@@ -61,8 +63,11 @@ def prepare(
             manifest = _up_to_date(folder, wanted, ignore_differences=force)
             if manifest is None or force:
                 # Check every source before doing any expensive work.
-                counts = [open_reader(text, settings).count_pairs() for text in settings.texts()]
-                train_pairs = counts[: len(settings.train)]
+                checked = [check_source(text, settings) for text in settings.texts()]
+                sizes = [] if tokenizer else size_warnings(settings, checked)
+                for warning in source_warnings(settings, checked) + sizes:
+                    log.warning(warning)
+                train_pairs = [source.num_pairs for source in checked[: len(settings.train)]]
                 with _replacing(target) as temporary, without_garbage_collection():
                     inputs = wanted | {"hub_revisions": _hub_revisions(settings)}
                     own = tokenizer or learn_tokenizer(settings, train_pairs, progress)
@@ -82,9 +87,18 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def differs_from(manifest: dict[str, Any], settings: CorpusSettings) -> list[str]:
-    """Return the differences between a corpus and the settings, one phrase each, without reading source files."""
-    return differences(manifest, {"settings": _settings_dict(settings)})
+def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> dict[str, Any] | None:
+    """Return the manifest of the corpus that is in the folder, after comparing it; None if the folder holds nothing.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        compare_texts: read all texts, if they are available here, to see that they are those of the corpus.
+
+    Raises:
+        InputError: the folder is no corpus, or the corpus is truncated or was made from other inputs or settings.
+    """
+    reads = compare_texts and is_corpus(Path(settings.folder)) and all_available(settings)
+    return _up_to_date(Path(settings.folder), _wanted(settings) if reads else {"settings": _settings_dict(settings)})
 
 
 def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
@@ -113,21 +127,6 @@ def _hub_revisions(settings: CorpusSettings) -> dict[str, str]:
     return revisions
 
 
-def _check_settings(settings: CorpusSettings) -> None:
-    ratio = settings.max_length_ratio
-    for key, ok, rule in (
-        ("train", bool(settings.train), "name at least one text source"),
-        ("validation", bool(settings.validation), "name at least one text source"),
-        ("vocabulary_size", settings.vocabulary_size > 0, "must be positive"),
-        ("tokenizer_sentences", settings.tokenizer_sentences >= 2, "must be 2 or more"),
-        ("character_coverage", 0.98 <= settings.character_coverage <= 1, "must be from 0.98 to 1"),
-        ("max_tokens", 1 <= settings.max_tokens <= MAX_TOKENS, f"must be from 1 to {MAX_TOKENS}"),
-        ("max_length_ratio", ratio is None or ratio >= 1, "must be 1 or more, or null"),
-    ):
-        if not ok:
-            raise InputError(f"corpus.{key}: {rule}; it is {getattr(settings, key)}")
-
-
 def _up_to_date(folder: Path, wanted: dict[str, Any], *, ignore_differences: bool = False) -> dict[str, Any] | None:
     """Return the manifest of the existing corpus; None if there is none, or if `ignore_differences`.
 
@@ -144,9 +143,8 @@ def _up_to_date(folder: Path, wanted: dict[str, Any], *, ignore_differences: boo
     if found := differences(manifest, wanted):
         raise InputError(
             f"{folder}: was made from other inputs or settings: {'; '.join(found)};"
-            " name another corpus.folder, or rebuild this one with `prepare --force`"
+            " name another corpus.folder, or rebuild this one for a new run with `prepare --force`"
         )
-    log.info("%s is up to date", folder)
     return manifest
 
 

@@ -88,15 +88,19 @@ def read_pairs(text: TextSource, settings: CorpusSettings) -> Iterator[PairChunk
                     r' lines that end in "\n"; correct its `chunks` (see `as_lines`)'
                 )
             if undecodable and not settings.drop_invalid_utf8:
-                raise InputError(
-                    f"{name}:{first_line + undecodable[0]}: invalid UTF-8; correct the line, or set"
-                    " `corpus.drop_invalid_utf8: true` to drop such pairs; if the whole file is Latin-1, convert it"
-                    " (iconv -f LATIN1 -t UTF-8)"
-                )
+                raise invalid_utf8(name, first_line + undecodable[0])
             decoded.append(sentences)
             invalid.update(undecodable)
         yield PairChunk(reader.names[0], first_line, decoded[0], decoded[1], sorted(invalid))
         first_line += len(decoded[0])
+
+
+def invalid_utf8(name: str, line: int) -> InputError:
+    """Return the error for a line that is not UTF-8."""
+    return InputError(
+        f"{name}:{line}: invalid UTF-8; correct the line, or set `corpus.drop_invalid_utf8: true` to drop such pairs;"
+        " if the whole file is Latin-1, convert it (iconv -f LATIN1 -t UTF-8)"
+    )
 
 
 def _decode(lines: list[bytes]) -> tuple[list[str], list[int]]:

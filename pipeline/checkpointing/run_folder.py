@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shutil
 import sys
 import time
@@ -12,6 +13,8 @@ from typing import IO, Any
 
 import yaml
 
+from data_module.atomic_folder import existing_parent, write_error
+from data_module.corpus.manifest import TEXT_KEYS, changed_texts
 from data_module.errors import InputError
 from pipeline.config.recipe import IGNORED_KEYS, Recipe, load_recipe
 from pipeline.runtime.atomic_file import atomic_file, is_temporary_file, remove_temporary_files
@@ -34,6 +37,7 @@ MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.f
 MAX_STARTS = 3
 """How often a job may start from the same checkpoint: once, and twice more after failures."""
 
+_MAX_NAMED = 3
 _OWN_FILES = ("config.yaml", "tokenizer.model", "versions.json")
 
 
@@ -46,6 +50,16 @@ def is_run(path: Path) -> bool:
     return isinstance(config, dict) and {"corpus", "batches", "network", "training", "run"} <= config.keys()
 
 
+def check_writable(path: Path) -> None:
+    """Raise InputError if the path is neither a run folder that can be written nor a place where one can be created."""
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{path}: is a file; give another run.folder")
+    if error := write_error(existing_parent(path)):
+        raise InputError(f"{path}: cannot be written ({error}); give another run.folder")
+    if path.is_dir() and any(map(_is_foreign, path.iterdir())) and not is_run(path):
+        raise InputError(f"{path}: is not empty and not a run folder; give another run.folder")
+
+
 class RunFolder:
     """A run folder that this process has locked; the operating system releases the lock of a killed process."""
 
@@ -55,15 +69,8 @@ class RunFolder:
         Raises InputError when the folder is not a run folder, or when another process is writing to it.
         """
         self.path = path
-        if path.exists() and not path.is_dir():
-            raise InputError(f"{path}: is a file; give another run.folder")
-        if path.is_dir() and any(map(_is_foreign, path.iterdir())) and not is_run(path):
-            raise InputError(f"{path}: is not empty and not a run folder; give another run.folder")
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock: IO[str] = (path / ".lock").open("a")
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written ({error.strerror}); give another run.folder") from error
+        check_writable(path)
+        self._lock: IO[str] = self._open_lock()
         deadline = time.monotonic() + patience_seconds
         reported = False
         try:
@@ -88,16 +95,37 @@ class RunFolder:
         for name in _OWN_FILES:
             remove_temporary_files(path, name)
 
+    def _open_lock(self) -> IO[str]:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return self._lock_path.open("a")
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written ({error.strerror}); give another run.folder") from error
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path / ".lock"
+
     def _take(self) -> bool:
         try:
             # A POSIX lock ends with this process; one of flock would be inherited by loader workers.
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
-        return True
+        # Its previous owner may have removed the file: a lock on a removed file excludes nobody.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self._lock_path.stat(), os.fstat(self._lock.fileno())):
+                return True
+        self._lock.close()
+        self._lock = self._open_lock()
+        return self._take()
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, and remove a folder that holds nothing else."""
+        with suppress(OSError):
+            if [entry.name for entry in self.path.iterdir()] == [self._lock_path.name]:
+                self._lock_path.unlink()
+                self.path.rmdir()
         self._lock.close()
 
     def remove_run(self, job: JobStep | None) -> None:
@@ -141,7 +169,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     for key in sorted((before.keys() | now.keys()) - set(IGNORED_KEYS)):
         if before.get(key) != now.get(key):
             may_change = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
-            (allowed if may_change else forbidden).append(f"{key} {_shown(before.get(key))} -> {_shown(now.get(key))}")
+            (allowed if may_change else forbidden).append(_change(key, before.get(key), now.get(key)))
     # Other versions may resume the run, but may batch, initialize or round differently.
     file = path / "versions.json"
     before = json.loads(file.read_text()) if file.exists() else {}
@@ -152,10 +180,23 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     return forbidden, allowed
 
 
-def different_run_message(path: Path, forbidden: list[str]) -> str:
-    """Return the message for differences that forbid resuming the run in the folder."""
-    way_out = "use --fresh to start over, or another run.folder"
-    return f"{path}: contains a run of another recipe: {'; '.join(forbidden)}; {way_out}"
+def check_same_run(path: Path, recipe: Recipe) -> list[str]:
+    """Return the differences between the run's recipe and versions and these, all of which may change on resume.
+
+    Raises InputError for other differences.
+    """
+    forbidden, allowed = differences(path, recipe)
+    if not forbidden:
+        return allowed
+    # Its corpus would be refused next.
+    same_corpus = not any(change.startswith("corpus.folder ") for change in allowed)
+    needs_corpus = same_corpus and any(change.startswith("corpus.") for change in forbidden)
+    also = " and another corpus.folder" if needs_corpus else ""
+    more = f"; and {len(forbidden) - _MAX_NAMED} more" if len(forbidden) > _MAX_NAMED else ""
+    raise InputError(
+        f"{path}: contains a run of another recipe: {'; '.join(forbidden[:_MAX_NAMED])}{more}; change it back to resume"
+        f" that run, or give another run.folder{also}, or --fresh{also} to remove that run"
+    )
 
 
 def reset_marker(path: Path, job: JobStep) -> Path:
@@ -198,6 +239,12 @@ def _is_foreign(entry: Path) -> bool:
 def _replace(path: Path, contents: bytes) -> None:
     with atomic_file(path) as file:
         file.write(contents)
+
+
+def _change(key: str, before: Any, now: Any) -> str:
+    if key in TEXT_KEYS:
+        return f"{key}: {changed_texts(before or [], now or [])}"
+    return f"{key} {_shown(before)} -> {_shown(now)}"
 
 
 def _shown(value: Any) -> Any:

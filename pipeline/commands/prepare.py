@@ -1,7 +1,8 @@
 """Clean and tokenize raw parallel text, and write it to the corpus folder.
 
 If the folder holds this corpus already, nothing is changed; if it holds another one, the differences are reported. The
-last line of the output is the manifest as JSON; how many pairs were dropped, and why, goes to standard error.
+last line of the output is JSON: the folder and its numbers of pairs and tokens. How many pairs were dropped, and why,
+goes to standard error. `manifest.json` in the folder holds all of it.
 """
 
 import argparse
@@ -22,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare the recipe's corpus and print its manifest."""
-    from data_module.corpus.manifest import summary
+    """Prepare the recipe's corpus and print its numbers."""
+    from data_module.corpus.manifest import numbers, summary
     from data_module.corpus.preparation import prepare
     from pipeline.config.recipe import load_recipe
     from pipeline.training.init_from import load_initial_weights
@@ -32,5 +33,5 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = load_initial_weights(arguments.init_from, recipe).tokenizer if arguments.init_from else None
     manifest = prepare(recipe.corpus, tokenizer, force=arguments.force)
     print(f"{summary(manifest)}\nthe corpus is in {recipe.corpus.folder}", file=sys.stderr, flush=True)
-    print(json.dumps(manifest))
+    print(json.dumps({"folder": recipe.corpus.folder, **numbers(manifest)}))
     return 0

@@ -1,16 +1,16 @@
 """Translate sentences: one output line for each input line, in order; an empty line stays empty.
 
-Reads --input or standard input. Standard error names the checkpoint that was chosen from a run folder, and the lines
-that could not be read or were cut. With --n-best, up to N translations are printed for a line, best first, each after
-the line's number and a tab. With --scores, each translation follows its score (log-probability divided by the length
-penalty) and a tab.
+Reads --input or standard input. Standard error names the checkpoint that was chosen from a run folder, and at the end
+the number of lines that were not UTF-8 or were cut, with the first three of them. With --n-best, up to N translations
+are printed for a line, best first, each after the line's number and a tab. With --scores, each translation follows its
+score (log-probability divided by the length penalty) and a tab.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from pipeline.inference.text_io import CHUNK, add_search_arguments, open_text, sentences, warn
+from pipeline.inference.text_io import CHUNK, LineWarning, add_search_arguments, open_text, sentences
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,12 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--n-best {n_best}: is more than the beam, {translator.settings.beam_size}; raise --beam")
     # Someone who types sentences needs each translation at once.
     chunk = 1 if stream.isatty() else CHUNK
+    truncated = LineWarning(f"longer than the {translator.max_source_tokens} tokens that the network reads; cut")
     for number, translation in enumerate(translator.translate_lines(sentences(stream), chunk, n_best), 1):
         if translation.truncated:
-            tokens = f"{translation.num_source_tokens} tokens are more than the {translator.max_source_tokens}"
-            warn(number, f"its {tokens} that the network reads; the rest was cut")
+            truncated.add(number)
         for hypothesis in translation.hypotheses:
             line_number = [] if arguments.n_best is None else [str(number)]
             score = [f"{hypothesis.score:.4f}"] if arguments.scores else []
             print(*line_number, *score, hypothesis.text, sep="\t", flush=chunk == 1)
+    truncated.print()
     return 0

@@ -13,5 +13,5 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, required: bool = True)
         metavar="FILE",
         required=required,
         default=None if required else [],
-        help="recipe file; repeat the option for overlays, the last one wins",
+        help="recipe file; repeat the option for overlays, the last one wins; `--config` itself may be left out",
     )

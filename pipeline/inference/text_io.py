@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pipeline.runtime.console import print_above_bars
+
 CHUNK = 512
 """Number of lines translated together: enough to batch by length, few enough to keep memory flat."""
 
+_MAX_NAMED_LINES = 3
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -29,11 +32,36 @@ def progress_bar(total: int | None = None, *, show: bool = True) -> Any:
     return tqdm(total=total, desc="translating", unit=" sentences", delay=2, mininterval=interval, disable=not show)
 
 
-def warn(number: int, message: str, name: str = "") -> None:
-    """Print a warning about line `number` of the file `name`, or of the input if there is no name."""
-    from tqdm import tqdm
+class LineWarning:
+    """Counts lines with the same defect, and prints one line about all of them."""
 
-    tqdm.write(f"{name}{':' if name else 'line '}{number}: {message}", file=sys.stderr)
+    def __init__(self, message: str, name: str = "") -> None:
+        """Create a warning.
+
+        Args:
+            message: what was done about the lines.
+            name: the file; none for standard input.
+        """
+        self._message = message
+        self._name = name
+        self._first: list[int] = []
+        self._count = 0
+
+    def add(self, number: int) -> None:
+        """Count line `number`."""
+        self._count += 1
+        if len(self._first) < _MAX_NAMED_LINES:
+            self._first.append(number)
+
+    def print(self) -> None:
+        """Print the number of lines and the first of them on standard error, if there are any."""
+        if not self._count:
+            return
+        lines = "line " if self._count == 1 else f"{self._count:,} lines, "
+        if self._count > _MAX_NAMED_LINES:
+            lines += "the first are "
+        prefix = f"{self._name}: " if self._name else ""
+        print_above_bars(f"{prefix}{lines}{', '.join(map(str, self._first))}: {self._message}")
 
 
 def open_text(path: Path) -> BinaryIO:
@@ -52,11 +80,12 @@ def open_text(path: Path) -> BinaryIO:
 
 
 def sentences(stream: BinaryIO, name: str = "") -> Iterator[str]:
-    """Yield lines as text. Only a line feed ends a line. Invalid UTF-8 is replaced, with a warning.
+    """Yield lines as text. Only a line feed ends a line. Invalid UTF-8 is replaced, with one warning at the end.
 
     Raises:
         InputError: a compressed file is damaged.
     """
+    invalid = LineWarning("not valid UTF-8; invalid bytes were replaced", name)
     for number, line in enumerate(_byte_lines(stream, name), 1):
         line = line.removesuffix(b"\n").removesuffix(b"\r")
         if number == 1:
@@ -64,8 +93,9 @@ def sentences(stream: BinaryIO, name: str = "") -> Iterator[str]:
         try:
             yield line.decode()
         except UnicodeDecodeError:
-            warn(number, "is not valid UTF-8; invalid bytes were replaced", name)
+            invalid.add(number)
             yield line.decode(errors="replace")
+    invalid.print()
 
 
 def _byte_lines(stream: BinaryIO, name: str) -> Iterator[bytes]:

@@ -11,6 +11,8 @@ class CheckResult(NamedTuple):
     """What was checked if `ok`; otherwise what is wrong and what to do."""
     where: str = ""
     """Node and rank, if the result holds for that rank only."""
+    is_warning: bool = False
+    """Whether the message names a likely mistake, which does not fail the check."""
 
 
 def print_results(results: list[CheckResult]) -> int:
@@ -18,10 +20,11 @@ def print_results(results: list[CheckResult]) -> int:
 
     Results that several ranks have in common are printed once, with all their nodes and ranks.
     """
-    places: dict[tuple[bool, str], list[str]] = {}
+    places: dict[tuple[str, str], list[str]] = {}
     for result in results:
-        places.setdefault((result.ok, result.message), []).append(result.where)
-    for (ok, message), where in places.items():
+        label = "WRONG" if not result.ok else "note " if result.is_warning else "ok   "
+        places.setdefault((label, result.message), []).append(result.where)
+    for (label, message), where in places.items():
         ranks = "; ".join(dict.fromkeys(filter(None, where)))
-        print(f"{'ok   ' if ok else 'WRONG'} {message}" + (f" [{ranks}]" if ranks else ""), flush=True)
+        print(f"{label} {message}" + (f" [{ranks}]" if ranks else ""), flush=True)
     return 0 if all(result.ok for result in results) else 1

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from data_module.atomic_folder import existing_parent
 from pipeline.config.recipe import Recipe
 from pipeline.preflight.check_result import CheckResult
-from pipeline.preflight.recipe import existing_parent
 from pipeline.runtime.slurm import JobStep, node_name, report_mistake_to_script
 
 WAIT = timedelta(seconds=20)

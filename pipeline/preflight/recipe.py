@@ -1,31 +1,22 @@
 """Checks of a recipe on this machine: its keys, texts, corpus, initial weights, run folder and disk space."""
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_module.atomic_folder import existing_parent
+from data_module.errors import InputError
 from pipeline.preflight.check_result import CheckResult
+from pipeline.training import checks
+from pipeline.training.checks import CheckContext
 
 if TYPE_CHECKING:
+    from data_module.corpus.checks import SourceCheck
     from data_module.settings import CorpusSettings, TextSource
     from pipeline.config.recipe import Recipe
     from pipeline.runtime.slurm import JobStep
-
-
-@dataclass(frozen=True)
-class CheckContext:
-    """What `fit` would be run with."""
-
-    recipe: "Recipe"
-    job: "JobStep | None"
-    """The SLURM job step of this process; None outside a job."""
-    reset: bool
-    """Whether the run in the run folder would be removed (`--fresh`)."""
-    init_from: Path | None
-    """Checkpoint or run folder whose weights a new run would start from."""
 
 
 def load_context(
@@ -36,7 +27,6 @@ def load_context(
     Returns:
         The context for `check_recipe`, None without a valid recipe, and the result of loading it.
     """
-    from data_module.errors import InputError
     from pipeline.config.recipe import load_recipe
     from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
 
@@ -54,101 +44,90 @@ def load_context(
 
 
 def check_recipe(context: CheckContext) -> Iterator[CheckResult]:
-    """Run all checks of a recipe."""
-    for check in CHECKS:
-        yield from check(context)
+    """Run the checks that `fit` runs before it trains, and those that only `doctor` has."""
+    for check in checks.CHECKS:
+        yield from result_of(partial(check, context))
+    if warning := checks.cpu_devices_warning(context):
+        yield CheckResult(True, warning, is_warning=True)
+    # The other ranks of a job would wait too long for text to be read, and `fit` reads it next.
+    is_quick = context.job is not None and context.job.num_tasks > 1
+    yield from check_corpus(context.recipe.corpus, is_quick, context.init_from is None)
+    yield check_disk_space(context.recipe)
+    yield from check_hardware_keys(context)
 
 
-def check_accelerator(context: CheckContext) -> Iterator[CheckResult]:
-    """Check that the machine has the accelerator that the recipe asks for."""
-    from pipeline.training.precision import missing_gpu
-
-    if missing := missing_gpu(context.recipe.trainer.get("accelerator", "auto")):
-        yield CheckResult(False, missing)
-
-
-def check_kernels(context: CheckContext) -> Iterator[CheckResult]:
-    """Check that the machine can run the kernels that the recipe asks for."""
-    from data_module.errors import InputError
-    from pipeline.training.kernels import choose_kernels
-    from pipeline.training.precision import best_precision
-
-    trainer = context.recipe.trainer
-    accelerator = trainer.get("accelerator", "auto")
-    options = {"devices": "auto", **trainer, "accelerator": accelerator}
-    options["precision"] = trainer.get("precision") or best_precision(accelerator)
+def result_of(check: Callable[[], str | None]) -> Iterator[CheckResult]:
+    """Run one check; yield what it returned, if it did, or the InputError that it raised."""
     try:
-        choose_kernels(context.recipe.run.kernels, options, context.recipe.network)
-    except InputError as error:
-        yield CheckResult(False, str(error))
-
-
-def check_corpus(context: CheckContext) -> Iterator[CheckResult]:
-    """Check the prepared corpus, or, before it is prepared, the texts that it is made from."""
-    settings = context.recipe.corpus
-    if (Path(settings.folder) / "manifest.json").exists():
-        yield _check_prepared(settings)
-    else:
-        for text in settings.texts():
-            yield from check_text(text, settings)
-
-
-def check_initial_state(context: CheckContext) -> Iterator[CheckResult]:
-    """Check the run that would be resumed, or else the weights that a new run would start from."""
-    from data_module.errors import InputError
-    from pipeline.checkpointing.checkpoint import latest_valid
-    from pipeline.checkpointing.run_folder import differences, different_run_message
-    from pipeline.training.init_from import load_initial_weights
-    from pipeline.training.start import should_reset
-
-    run = context.recipe.run_folder()
-    if not should_reset(context.reset, run, context.job) and latest_valid(run)[0] is not None:
-        if forbidden := differences(run, context.recipe)[0]:
-            yield CheckResult(False, different_run_message(run, forbidden))
-    elif context.init_from:
-        try:
-            weights = load_initial_weights(context.init_from, context.recipe)
-        except InputError as error:
-            yield CheckResult(False, str(error))
-        else:
-            yield CheckResult(True, f"starts from the weights of {weights.path}")
-
-
-def check_bleu_tokenizer(context: CheckContext) -> Iterator[CheckResult]:
-    """Check that the tokenizer of validation BLEU is installed."""
-    from data_module.errors import InputError
-    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint
-    from pipeline.inference.bleu_tokenizer import require_tokenizer
-    from pipeline.monitoring.validation_samples import bleu_tokenizer_of
-    from pipeline.training.start import choose_bleu_tokenizer, should_reset
-
-    run, requested = context.recipe.run_folder(), context.recipe.run.bleu_tokenizer
-    newest = None if should_reset(context.reset, run, context.job) else latest_valid(run)[0]
-    try:
-        if requested is not None:
-            require_tokenizer(requested, f"run.bleu_tokenizer {requested}")
-        began = bleu_tokenizer_of(read_checkpoint(newest)) if newest else None
-        tokenizer, note = choose_bleu_tokenizer(context.recipe, began)
+        message = check()
     except InputError as error:
         yield CheckResult(False, str(error))
     else:
-        yield CheckResult(True, note or f"validation BLEU on {tokenizer} tokens")
+        if message:
+            yield CheckResult(True, message)
 
 
-def check_run_folder(context: CheckContext) -> Iterator[CheckResult]:
-    """Check that the run folder can be written and that its disk has room for the checkpoints."""
-    recipe = context.recipe
-    run = recipe.run_folder()
-    parent = existing_parent(run)
-    if problem := _write_error(parent):
-        yield CheckResult(False, f"run folder {run}: {parent} is not writable ({problem}); set another run.folder")
-    else:
-        yield CheckResult(True, f"run folder {run}")
-    free = shutil.disk_usage(parent).free
+def check_corpus(settings: "CorpusSettings", is_quick: bool, learns: bool) -> Iterator[CheckResult]:
+    """Check the prepared corpus, or, before it is prepared, its settings, folder and texts as `prepare` does.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        is_quick: do not read any text.
+        learns: whether the run begins without the tokenizer and weights of another one.
+    """
+    from data_module.corpus.checks import check_folder, check_settings, size_warnings, source_warnings
+    from data_module.corpus.preparation import existing_corpus
+
+    try:
+        check_settings(settings)
+        is_prepared = existing_corpus(settings, compare_texts=not is_quick) is not None
+        if not is_prepared:
+            check_folder(settings)
+    except InputError as error:
+        yield CheckResult(False, str(error))
+        return
+    if is_prepared:
+        yield CheckResult(True, f"corpus {settings.folder} is prepared")
+        return
+    checked: list[SourceCheck | None] = []
+    for text in settings.texts():
+        yield from check_text(text, settings, checked, is_quick)
+    complete = [source for source in checked if source is not None]
+    if len(complete) == len(settings.texts()):
+        warnings = source_warnings(settings, complete) + (size_warnings(settings, complete) if learns else [])
+        yield from (CheckResult(True, warning, is_warning=True) for warning in warnings)
+
+
+def check_text(
+    text: "TextSource", settings: "CorpusSettings", checked: "list[SourceCheck | None]", is_quick: bool = False
+) -> Iterator[CheckResult]:
+    """Check one text source, and append what was found to `checked`, None if the text was not read.
+
+    Text is not read if `is_quick`, and if reading it needs a network.
+    """
+    from data_module.corpus.checks import check_source
+    from data_module.readers.pairs import open_reader
+
+    found = None
+    try:
+        reader = open_reader(text, settings)
+        results = [CheckResult(ok, message) for ok, message in reader.check()]
+        if not is_quick and all(result.ok for result in results) and reader.is_available():
+            found = check_source(text, settings)
+            results = [CheckResult(True, f"text {found.name}: {found.num_pairs:,} pairs")]
+    except InputError as error:
+        results = [CheckResult(False, str(error))]
+    checked.append(found)
+    yield from results
+
+
+def check_disk_space(recipe: "Recipe") -> CheckResult:
+    """Check that the run folder's disk has room for the checkpoints."""
+    free = shutil.disk_usage(existing_parent(recipe.run_folder())).free
     needed = checkpoint_bytes(recipe) * (recipe.run.keep_last + 2)
     enough = free > needed
     hint = "" if enough else "; lower run.keep_last or set another run.folder"
-    yield CheckResult(enough, f"{free / 2**30:.1f} GiB free, checkpoints need {needed / 2**30:.1f} GiB{hint}")
+    return CheckResult(enough, f"{free / 2**30:.1f} GiB free, checkpoints need {needed / 2**30:.1f} GiB{hint}")
 
 
 def check_hardware_keys(context: CheckContext) -> Iterator[CheckResult]:
@@ -161,22 +140,6 @@ def check_hardware_keys(context: CheckContext) -> Iterator[CheckResult]:
             yield CheckResult(True, f"trainer.{key} {value} is ignored: the job sets it to {count}")
 
 
-CHECKS: tuple[Callable[[CheckContext], Iterator[CheckResult]], ...] = (
-    check_accelerator,
-    check_kernels,
-    check_corpus,
-    check_initial_state,
-    check_bleu_tokenizer,
-    check_run_folder,
-    check_hardware_keys,
-)
-
-
-def existing_parent(path: Path) -> Path:
-    """Return the path, or the nearest parent that exists."""
-    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
-
-
 def checkpoint_bytes(recipe: "Recipe") -> int:
     """Return the size of a checkpoint: weights, Adam's two moments and, with EMA, the average, all in float32."""
     import torch
@@ -187,39 +150,3 @@ def checkpoint_bytes(recipe: "Recipe") -> int:
         parameters = Transformer(recipe.corpus.vocabulary_size, recipe.network).parameters()
     copies = 3 if recipe.training.ema_decay is None else 4
     return 4 * copies * sum(parameter.numel() for parameter in parameters)
-
-
-def _check_prepared(settings: "CorpusSettings") -> CheckResult:
-    from data_module.corpus.manifest import read_manifest
-    from data_module.corpus.preparation import differs_from
-    from data_module.errors import InputError
-
-    try:
-        different = differs_from(read_manifest(Path(settings.folder)), settings)
-    except InputError as error:
-        return CheckResult(False, str(error))
-    message = f"corpus {settings.folder} is prepared"
-    if different:
-        message += f" with other settings: {'; '.join(different)}; set another corpus.folder, or run `prepare --force`"
-    return CheckResult(not different, message)
-
-
-def check_text(text: "TextSource", settings: "CorpusSettings") -> Iterator[CheckResult]:
-    """Run the quick checks of a text source: that its files or data set exist. The text is not read."""
-    from data_module.errors import InputError
-    from data_module.readers.pairs import open_reader
-
-    try:
-        for ok, message in open_reader(text, settings).check():
-            yield CheckResult(ok, message)
-    except InputError as error:
-        yield CheckResult(False, str(error))
-
-
-def _write_error(folder: Path) -> str | None:
-    """Return why no file can be created there, or None; os.access would not do, since it allows root everything."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return None
-    except OSError as error:
-        return error.strerror

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.preflight.check_result import CheckResult, print_results
 from pipeline.preflight.machine import check_machine
-from pipeline.preflight.recipe import CheckContext, check_recipe, load_context
+from pipeline.preflight.recipe import check_recipe, load_context
+from pipeline.training.checks import CheckContext
 
 if TYPE_CHECKING:
     from pipeline.preflight.distributed import RankGroup

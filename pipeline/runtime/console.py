@@ -12,9 +12,12 @@ from pipeline.runtime.launch import process_rank
 
 def quiet_lightning() -> None:
     """Hide Lightning's start-up messages, and warnings that do not apply to this program."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+    # Lightning sets the level of its two packages itself when it is imported.
+    modules = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed")
+    for name in ("lightning.pytorch", "lightning.fabric", *modules):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*This DataLoader will create .* worker processes.*")
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
     warnings.filterwarnings("ignore", ".*overridden `transfer_batch_to_device`.*")  # It is overridden on purpose.
     warnings.filterwarnings("ignore", ".*`srun` command is available.*")
@@ -28,4 +31,12 @@ def say(message: str) -> None:
         return
     # Standard error may be a file on a full disk; training must not end because of that.
     with suppress(OSError):
+        print_above_bars(message)
+
+
+def print_above_bars(message: str) -> None:
+    """Print one line on standard error, in a terminal above the progress bars."""
+    if sys.stderr.isatty():
         tqdm.write(message, file=sys.stderr)
+    else:  # tqdm would print every bar anew, also one that has not begun.
+        print(message, file=sys.stderr, flush=True)

@@ -1,10 +1,10 @@
 """Makes sure that a recipe's corpus is prepared before anything reads it."""
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.runtime import signals
+from pipeline.runtime.console import say
 from pipeline.runtime.launch import process_rank
 
 if TYPE_CHECKING:
@@ -27,23 +27,16 @@ def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = No
 
     Raises InputError as `prepare` does.
     """
-    from data_module.corpus.manifest import is_corpus, read_manifest, summary
-    from data_module.corpus.preparation import differs_from, prepare
-    from data_module.errors import InputError
-    from data_module.readers.pairs import all_available
+    from data_module.corpus.manifest import summary
+    from data_module.corpus.preparation import existing_corpus, prepare
 
-    folder = Path(settings.folder)
-    if not is_corpus(folder):
-        with signals.default_signals():
-            manifest = prepare(settings, tokenizer)
-        if process_rank() == 0:
-            print(summary(manifest), file=sys.stderr)
+    # One rank reads all texts to compare their hashes.
+    manifest = existing_corpus(settings, compare_texts=process_rank() == 0)
+    if manifest is not None:
+        say(f"{settings.folder} is up to date")
         return manifest
-    if process_rank() == 0 and all_available(settings):
-        return prepare(settings)  # Reads all texts to compare their hashes, so one rank does it.
-    manifest = read_manifest(folder)
-    if differences := differs_from(manifest, settings):
-        raise InputError(
-            f"{folder}: was made with other settings: {'; '.join(differences)}; name another corpus.folder"
-        )
+    with signals.default_signals():
+        manifest = prepare(settings, tokenizer)
+    if process_rank() == 0:
+        print(summary(manifest), file=sys.stderr)
     return manifest

@@ -25,10 +25,12 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
-    from pipeline.checkpointing.checkpoint import latest_valid
+    from data_module.corpus.manifest import is_corpus
+    from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, tokenizer_of
     from pipeline.config.recipe import load_recipe
     from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
-    from pipeline.inference.bleu_tokenizer import require_tokenizer
+    from pipeline.training.checks import CHECKS, CheckContext, cpu_devices_warning
     from pipeline.training.corpus import ensure_corpus
     from pipeline.training.init_from import load_initial_weights
 
@@ -38,16 +40,25 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
     validate_trainer_keys(recipe.trainer)
     for key in recipe.ignored_keys():
         say(f"{key} has no effect any more; remove it")
-    if recipe.run.bleu_tokenizer is not None:
-        require_tokenizer(recipe.run.bleu_tokenizer, f"run.bleu_tokenizer {recipe.run.bleu_tokenizer}")
+    if process_rank() == 0:
+        context = CheckContext(recipe, job, reset, init_from)
+        for check in CHECKS:
+            check(context)
+        if warning := cpu_devices_warning(context):
+            say(warning)
     reset = should_reset(reset, recipe.run_folder(), job)
-    initial = None
-    if init_from is not None:
-        if reset or latest_valid(recipe.run_folder())[0] is None:
-            initial = load_initial_weights(init_from, recipe)
-        elif process_rank() == 0:
-            print(f"{recipe.run_folder()}: resuming this run; --init-from is ignored", file=sys.stderr)
-    manifest = ensure_corpus(recipe.corpus, initial.tokenizer if initial else None)
+    initial = tokenizer = None
+    checkpoint = None if reset else latest_valid(recipe.run_folder())[0]
+    if checkpoint is not None:
+        if not is_corpus(recipe.corpus_folder()):
+            # A corpus that is prepared anew for the run needs the run's vocabulary.
+            tokenizer = Tokenizer(tokenizer_of(read_checkpoint(checkpoint)))
+        if init_from is not None:
+            say(f"{recipe.run_folder()}: resuming this run; --init-from is ignored")
+    elif init_from is not None:
+        initial = load_initial_weights(init_from, recipe)
+        tokenizer = initial.tokenizer
+    manifest = ensure_corpus(recipe.corpus, tokenizer)
     with open_start(recipe, job, reset, initial, manifest) as start:
         return resume_or_start(start)
 

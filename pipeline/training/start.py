@@ -3,6 +3,7 @@
 Everything that training needs to know is read once, into `Start`, and handed on.
 """
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -102,13 +103,28 @@ def choose_bleu_tokenizer(recipe: "Recipe", began: str | None) -> "Choice":
     return choose_tokenizer(requested, language) if began is None else resume_tokenizer(began, requested, language)
 
 
+def check_same_vocabulary(recipe: "Recipe", corpus_sha256: str, run_tokenizer: bytes) -> None:
+    """Raise InputError if the corpus has another tokenizer than the run that would be resumed.
+
+    Args:
+        recipe: the recipe.
+        corpus_sha256: SHA-256 of the corpus's tokenizer.
+        run_tokenizer: the tokenizer in the run's checkpoint.
+    """
+    if hashlib.sha256(run_tokenizer).hexdigest() != corpus_sha256:
+        raise InputError(
+            f"{recipe.corpus.folder}: has another vocabulary than the run in {recipe.run_folder()}; name another "
+            "corpus.folder, which fit then prepares with the run's vocabulary, or give another run.folder"
+        )
+
+
 def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -> ResumePoint | None:
     """Return the newest valid checkpoint of the recipe's run, None if there is none.
 
     With `checked`, report what has changed since the last start and raise InputError where that is not allowed.
     """
     from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, step_of, tokenizer_of
-    from pipeline.checkpointing.run_folder import differences, different_run_message
+    from pipeline.checkpointing.run_folder import check_same_run
     from pipeline.monitoring.validation_samples import bleu_tokenizer_of
     from pipeline.training.graceful_stop import validation_is_pending
 
@@ -121,14 +137,8 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
         return None
     contents = read_checkpoint(checkpoint)
     if checked:
-        forbidden, allowed = differences(path, recipe)
-        if forbidden:
-            raise InputError(different_run_message(path, forbidden))
-        if tokenizer_of(contents) != tokenizer.model:
-            raise InputError(
-                f"{recipe.corpus.folder}: has another vocabulary than the run in {path}; name another corpus.folder "
-                f"and make it with `prepare --init-from {path}`, or use --fresh to start over, or another run.folder"
-            )
+        allowed = check_same_run(path, recipe)
+        check_same_vocabulary(recipe, tokenizer.sha256, tokenizer_of(contents))
         for change in allowed:
             print(f"changed since the last start: {change}", file=sys.stderr)
     return ResumePoint(checkpoint, step_of(checkpoint), validation_is_pending(contents), bleu_tokenizer_of(contents))

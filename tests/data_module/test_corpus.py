@@ -8,7 +8,7 @@ import pytest
 
 from data_module.corpus import store as corpus
 from data_module.corpus.manifest import differences, write_manifest
-from data_module.corpus.preparation import differs_from, prepare
+from data_module.corpus.preparation import existing_corpus, prepare
 from data_module.corpus.store import (
     MAX_TOKENS,
     TokenStore,
@@ -158,12 +158,18 @@ def test_damaged_array_is_named(tmp_path: Path) -> None:
 
 def test_settings_of_a_corpus_can_be_compared(settings: CorpusSettings) -> None:
     manifest = prepare(settings, progress=False)
-    assert differs_from(manifest, replace(settings, folder="elsewhere")) == []
+    assert existing_corpus(replace(settings, folder="elsewhere"), compare_texts=False) is None
+    assert existing_corpus(settings, compare_texts=False) == manifest
     changed = replace(settings, max_tokens=100, lowercase=True)
-    assert differs_from(manifest, changed) == [
-        "corpus.lowercase was false, now true",
-        "corpus.max_tokens was 256, now 100",
-    ]
+    differences = "corpus.lowercase was false, now true; corpus.max_tokens was 256, now 100;"
+    with pytest.raises(InputError, match=f"was made from other inputs or settings: {differences} name another"):
+        existing_corpus(changed, compare_texts=False)
+    # Text is read only if asked for.
+    source = Path(str(settings.train[0].source))
+    source.write_text(source.read_text() + "\n")
+    assert existing_corpus(settings, compare_texts=False) == manifest
+    with pytest.raises(InputError, match=f"{source} has changed"):
+        existing_corpus(settings, compare_texts=True)
 
 
 def test_a_link_to_a_corpus_is_kept(settings: CorpusSettings, tmp_path: Path) -> None:
@@ -221,11 +227,23 @@ def test_differences_name_new_and_missing_files() -> None:
 
 
 def test_differences_name_new_and_missing_settings() -> None:
-    had, wanted = {"settings": {"train": ["ä", 2], "test": [3]}}, {"settings": {"train": ["ö"], "seed": 4}}
+    had, wanted = {"settings": {"names": ["ä", 2], "test": [{"tsv": "3"}]}}, {"settings": {"names": ["ö"], "seed": 4}}
     assert differences(had, wanted) == [
-        'corpus.train was ["ä", 2], now ["ö"]',
+        'corpus.names was ["ä", 2], now ["ö"]',
         "corpus.seed was null, now 4",
-        "corpus.test was [3], now null",
+        "corpus.test: no longer 3",
     ]
     assert differences({}, {"settings": {"seed": 4}}) == ['corpus was null, now {"seed": 4}']
-    assert differences({"settings": {"train": {"a": 1}}}, {"settings": {}}) == ['corpus.train was {"a": 1}, now null']
+    assert differences({"settings": {"keys": {"a": 1}}}, {"settings": {}}) == ['corpus.keys was {"a": 1}, now null']
+
+
+def test_differences_name_a_few_text_sources() -> None:
+    """Without the keys that a source does not have, and without the files, which follow from the sources."""
+    files = [{"source": f"{i}.en", "target": f"{i}.de", "tsv": None, "repeat": 1} for i in range(9)]
+    pairs = {"source": None, "target": None, "tsv": "pairs.tsv", "repeat": 3}
+    had, wanted = ({"settings": {"train": texts}} for texts in (files, [files[0], pairs]))
+    had["source_files"] = wanted["source_files"] = []
+    expected = "corpus.train: no longer 1.en 1.de, 2.en 2.de, 3.en 3.de, …, now pairs.tsv (repeat 3)"
+    assert differences(had, wanted) == [expected]
+    wanted = {"settings": {"train": files[::-1]}, "source_files": [{"file": "0.en", "bytes": 1, "sha256": "0"}]}
+    assert differences(had, wanted) == ["corpus.train: other order or repetition"]

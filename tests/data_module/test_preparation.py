@@ -151,7 +151,7 @@ def test_a_change_is_named_and_force_rebuilds(settings: CorpusSettings, tmp_path
         "vocabulary_size was 60, now 50",
         "max_tokens was 256, now 200",
         f"; {tmp_path}/train.en has changed; ",
-        "`prepare --force`",
+        "rebuild this one for a new run with `prepare --force`",
     ):
         assert part in message
     assert contents(settings.folder) == before

@@ -64,7 +64,7 @@ def test_an_unknown_reader_is_refused(settings: CorpusSettings, name: str, messa
     with pytest.raises(InputError) as caught:
         open_reader(text, settings)
     assert str(caught.value) == message
-    [result] = check_text(text, settings)
+    [result] = check_text(text, settings, [])
     assert result[:2] == (False, message)
 
 
@@ -84,10 +84,11 @@ def test_a_recipe_names_a_reader(tmp_path: Path) -> None:
 def test_doctor_and_availability(settings: CorpusSettings, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     assert all_available(settings)
-    assert [result[:2] for result in check_text(settings.train[0], settings)] == [(True, f"text {path}")]
+    results = check_text(settings.train[0], settings, [])
+    assert [result[:2] for result in results] == [(True, f"text {path}: 2 pairs")]
     path.unlink()
     assert not all_available(settings)
-    [result] = check_text(settings.train[0], settings)
+    [result] = check_text(settings.train[0], settings, [])
     assert result[:2] == (False, f"text {path} is missing; put it there or correct its path in corpus:")
 
 

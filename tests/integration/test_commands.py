@@ -178,13 +178,15 @@ def test_doctor_reports_problems(recipe_file: Path) -> None:
     assert b"WRONG text none.en is missing" in broken.stdout
     other = pipeline("doctor", "--config", recipe_file, "--corpus.vocabulary_size", 50)
     assert other.returncode == 1
-    assert b"is prepared with other settings: corpus.vocabulary_size was 60, now 50; set another" in other.stdout
+    assert (
+        b"was made from other inputs or settings: corpus.vocabulary_size was 60, now 50; name another" in other.stdout
+    )
 
 
 def test_doctor_reports_what_fit_refuses(trained_run: Path, recipe_file: Path) -> None:
     wider = pipeline("doctor", "--config", recipe_file, "--run.folder", trained_run, "--network.d_ff", 64)
     assert wider.returncode == 1
-    assert re.search(rb"contains a run of another recipe: .*network\.d_ff 32 -> 64.*; use --fresh", wider.stdout)
+    assert re.search(rb"contains a run of another recipe: .*network\.d_ff 32 -> 64.*; change it back", wider.stdout)
     fresh = pipeline("doctor", "--config", recipe_file, "--run.folder", trained_run, "--network.d_ff", 64, "--fresh")
     assert fresh.returncode == 0, fresh.stdout
     endless = pipeline("doctor", "--config", recipe_file, "--trainer.max_steps", -1)

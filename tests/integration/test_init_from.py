@@ -46,12 +46,19 @@ def test_starts_from_the_weights_and_the_tokenizer_of_another_run(recipe_file: P
     assert "resuming this run; --init-from is ignored" in stderr
     assert "starting from" not in stderr
 
-    # Prepared again without --init-from, the corpus has a vocabulary that does not match the run's weights.
+    # If the corpus has been removed, fit prepares it again with the run's vocabulary.
     shutil.rmtree(tmp_path / "other")
     options = ["--trainer.max_steps", 3, "--training.learning_rate_factor", 0]
-    refused = fit(recipe_file, *start[:-2], *options, should_fail=True)
-    assert f"has another vocabulary than the run in {child}; name another corpus.folder" in refused
-    assert len(list((child / "checkpoints").glob("step=*"))) == 2
+    assert "resuming from" in fit(recipe_file, *start[:-2], *options)
+    assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (parent / "tokenizer.model").read_bytes()
+
+    # A corpus that was prepared without --init-from has a vocabulary that does not match the run's weights.
+    assert pipeline("prepare", "--config", recipe_file, *corpus, "--force").returncode == 0
+    refusal = f"{tmp_path / 'other'}: has another vocabulary than the run in {child}; name another corpus.folder"
+    assert refusal in fit(recipe_file, *start[:-2], *options, should_fail=True)
+    report = pipeline("doctor", "--config", recipe_file, *start[:-2], *options)
+    assert f"WRONG {refusal}" in report.stdout.decode()
+    assert len(list((child / "checkpoints").glob("step=*"))) == 3
 
 
 def test_incompatible_checkpoints_are_refused(recipe_file: Path, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from data_module.errors import InputError
-from pipeline.checkpointing.run_folder import RunFolder, count_start, differences, is_run, reset_marker
+from data_module.settings import TextSource
+from pipeline.checkpointing.run_folder import RunFolder, check_same_run, count_start, differences, is_run, reset_marker
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime import signals
 from pipeline.runtime import versions as versions_module
@@ -91,9 +92,10 @@ def open_files(path: Path) -> list[int]:
     return [int(entry.name) for entry in descriptors if entry.exists() and entry.readlink() == path.absolute()]
 
 
-def test_a_worker_that_outlives_its_trainer_does_not_hold_the_lock(tmp_path: Path) -> None:
+def test_a_worker_that_outlives_its_trainer_does_not_hold_the_lock(recipe: Recipe, tmp_path: Path) -> None:
     """A data loader's worker inherits the open lock file."""
     folder = RunFolder(tmp_path / "run")
+    folder.write_config(recipe, b"")  # so that the folder is kept
     [lock] = open_files(tmp_path / "run" / ".lock")
     worker = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[lock])
     try:
@@ -103,6 +105,46 @@ def test_a_worker_that_outlives_its_trainer_does_not_hold_the_lock(tmp_path: Pat
         RunFolder(folder.path).close()
     finally:
         worker.communicate()
+
+
+def test_a_folder_that_holds_only_the_lock_is_removed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    RunFolder(run).close()
+    assert list(tmp_path.iterdir()) == []
+    folder = RunFolder(run)
+    (run / "notes").touch()
+    folder.close()
+    assert {path.name for path in run.iterdir()} == {".lock", "notes"}
+
+
+def test_a_lock_on_a_removed_file_is_taken_again(tmp_path: Path) -> None:
+    """A process that waits has opened the lock file which its predecessor then removes."""
+    run = tmp_path / "run"
+    folder = RunFolder(run)
+    stale = (run / ".lock").open("a")
+    folder.close()
+    folder = RunFolder.__new__(RunFolder)
+    folder.path, folder._lock = run, stale
+    assert folder._take()
+    assert not another_process_can_lock(run)
+    folder.close()
+
+
+def test_a_refusal_names_a_few_differences(recipe: Recipe) -> None:
+    folder = RunFolder(recipe.run_folder())
+    folder.write_config(recipe, b"")
+    texts = [TextSource(f"{i}.en", f"{i}.de") for i in range(2)]
+    corpus = replace(recipe.corpus, train=texts, folder="other", lowercase=True, seed=2)
+    other = replace(recipe, corpus=corpus, network=replace(recipe.network, d_ff=7))
+    with pytest.raises(InputError) as raised:
+        check_same_run(folder.path, other)
+    [text] = recipe.corpus.train
+    assert str(raised.value) == (
+        f"{folder.path}: contains a run of another recipe: corpus.lowercase False -> True; corpus.seed 1 -> 2; "
+        f"corpus.train: no longer {text.source} {text.target}, now 0.en 0.de, 1.en 1.de; and 1 more; change it back to"
+        " resume that run, or give another run.folder, or --fresh to remove that run"
+    )
+    folder.close()
 
 
 class Clock:
@@ -132,7 +174,7 @@ def test_a_folder_in_use_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "runs" / "run"
-    RunFolder(run).close()
+    run.mkdir(parents=True)
     command = [sys.executable, "-S", "-c", HOLD_LOCK, str(run / ".lock")]
     waiting_message = f"{run}: another fit is writing to it; waiting "
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.inference.text_io import CHUNK, sentences
+from pipeline.inference.text_io import CHUNK, progress_bar, read_sentences, sentences
 from pipeline.inference.translator import Translator
 from tests.conftest import pipeline
 
@@ -43,13 +43,29 @@ def test_a_line_for_every_line(answer: Any) -> None:
 
 
 def test_warnings_have_line_numbers(answer: Any) -> None:
-    warnings = [line for line in answer.stderr.decode().splitlines() if line.startswith("line ")]
+    """One line for each kind of defect, however many lines have it."""
     numbers = {name: 2 + place for place, name in enumerate(BAD_LINES)}
-    expected = {f"line {numbers[name]}: is not valid UTF-8" for name in ("invalid UTF-8", "lone surrogate")}
-    expected |= {f"line {numbers[name]}: its" for name in ("long", "one long word")}
-    assert len(warnings) == len(expected)
-    assert {line for line in warnings if any(line.startswith(start) for start in expected)} == set(warnings)
-    assert any("are more than the 1024" in line for line in warnings)
+    invalid, longer = ([numbers[name] for name in names] for names in (
+        ("invalid UTF-8", "lone surrogate"), ("long", "one long word"),
+    ))  # fmt: skip
+    assert answer.stderr.decode().splitlines()[1:] == [
+        f"2 lines, {invalid[0]}, {invalid[1]}: not valid UTF-8; invalid bytes were replaced",
+        f"2 lines, {longer[0]}, {longer[1]}: longer than the 1024 tokens that the network reads; cut",
+    ]
+
+
+def test_many_unreadable_lines_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a pipe, a progress bar that has not begun is not printed above the warning."""
+    file = tmp_path / "text"
+    file.write_bytes(b"fine\n" + b"\xff\n" * 1200)
+    with progress_bar() as bar:
+        assert read_sentences(file) == ["fine"] + ["\N{REPLACEMENT CHARACTER}"] * 1200
+        assert bar.n == 0
+    expected = f"{file}: 1,200 lines, the first are 2, 3, 4: not valid UTF-8; invalid bytes were replaced\n"
+    assert capsys.readouterr().err == expected
+    file.write_bytes(b"fine\n\xff\n")
+    read_sentences(file)
+    assert capsys.readouterr().err == f"{file}: line 2: not valid UTF-8; invalid bytes were replaced\n"
 
 
 def test_n_best_with_scores(trained_run: Path) -> None:

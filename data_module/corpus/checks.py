@@ -1,0 +1,185 @@
+"""Checks of a recipe's `corpus:` section before anything expensive is done, for `prepare`, `fit` and `doctor`."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_module.atomic_folder import existing_parent, write_error
+from data_module.corpus.store import MAX_TOKENS
+from data_module.errors import InputError
+from data_module.readers.pairs import invalid_utf8, open_reader
+from data_module.settings import CorpusSettings, TextSource
+
+FEW_PAIRS = 5_000
+"""Training pairs below which a network hardly learns more than its training text."""
+MIN_PIECE_TOKENS = 20
+"""Tokens of training text for each piece of the vocabulary, below which many pieces are too rare to be learned."""
+_BYTES_PER_TOKEN = 5
+"""Bytes of UTF-8 text that become one token, a rough mean over languages."""
+_SAMPLE_LINES = 1_000
+_MIN_SAMPLE_LINES = 20
+_SWAP_MARGIN = 0.1
+"""How much more alike crossed sides must be than straight ones to be called swapped; cosines, from 0 to 1."""
+
+
+@dataclass
+class SourceCheck:
+    """What one pass over a text source found that is worth comparing or saying."""
+
+    name: str
+    """The source's files or data set."""
+    num_pairs: int
+    """Without repetitions."""
+    num_bytes: int
+    """Of both sides."""
+    samples: tuple[str, str]
+    """The first lines of both sides."""
+    warnings: list[str]
+
+
+def check_settings(settings: CorpusSettings) -> None:
+    """Raise InputError for a setting that is out of range."""
+    ratio = settings.max_length_ratio
+    for key, ok, rule in (
+        ("train", bool(settings.train), "name at least one text source"),
+        ("validation", bool(settings.validation), "name at least one text source"),
+        ("vocabulary_size", settings.vocabulary_size > 0, "must be positive"),
+        ("tokenizer_sentences", settings.tokenizer_sentences >= 2, "must be 2 or more"),
+        ("character_coverage", 0.98 <= settings.character_coverage <= 1, "must be from 0.98 to 1"),
+        ("max_tokens", 1 <= settings.max_tokens <= MAX_TOKENS, f"must be from 1 to {MAX_TOKENS}"),
+        ("max_length_ratio", ratio is None or ratio >= 1, "must be 1 or more, or null"),
+    ):
+        if not ok:
+            raise InputError(f"corpus.{key}: {rule}; it is {getattr(settings, key)}")
+
+
+def check_folder(settings: CorpusSettings) -> None:
+    """Raise InputError if the corpus folder is neither there nor can be created."""
+    folder = Path(settings.folder)
+    # A corpus is written beside its folder, and then renamed.
+    parent = existing_parent(folder.resolve().parent)
+    if error := write_error(parent):
+        raise InputError(f"{folder}: cannot be written: {error} ({parent}); name another corpus.folder")
+
+
+def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
+    """Read a source once without tokenizing it: its line counts, columns and encoding.
+
+    Raises:
+        InputError: see `Reader.count_pairs` and `read_pairs`.
+    """
+    reader = open_reader(text, settings)
+    found = SourceCheck(", ".join(dict.fromkeys(reader.names)), reader.count_pairs(), 0, ("", ""), [])
+    with_tab, first_with_tab = [0, 0], [0, 0]
+    first_line = 1
+    for sides in reader.chunks():
+        samples = []
+        for side, (name, lines) in enumerate(zip(reader.names, sides, strict=True)):
+            data = b"".join(lines)
+            found.num_bytes += len(data)
+            samples.append(b"".join(lines[:_SAMPLE_LINES]).decode(errors="replace"))
+            if b"\t" in data:
+                indices = [i for i, line in enumerate(lines) if b"\t" in line]
+                first_with_tab[side] = first_with_tab[side] or first_line + indices[0]
+                with_tab[side] += len(indices)
+            if not settings.drop_invalid_utf8 and (line := _undecodable(data)) is not None:
+                raise invalid_utf8(name, first_line + line)
+        if first_line == 1:
+            found.samples = (samples[0], samples[1])
+        first_line += len(sides[0])
+    for name, count, first in zip(reader.names, with_tab, first_with_tab, strict=True):
+        if count:
+            found.warnings.append(
+                f"{name}: a tab in {count:,} of {found.num_pairs:,} lines, line {first} first; it is read as a space:"
+                " remove it, or name a file of two columns as {tsv: FILE}"
+            )
+    return found
+
+
+def _undecodable(data: bytes) -> int | None:
+    """Return the index of the first line with invalid UTF-8, None if there is none."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return data.count(b"\n", 0, error.start)
+    return None
+
+
+def source_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[str]:
+    """Return one line for each likely mistake that does not prevent preparation.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        checked: what `check_source` returned for each of `settings.texts()`.
+    """
+    warnings = [warning for source in checked for warning in source.warnings]
+    train = checked[: len(settings.train)]
+    held_out = checked[len(settings.train) :]
+    for source in train:
+        for other in held_out:
+            if _are_swapped(source.samples, other.samples):
+                warnings.append(
+                    f"{source.name}: its source resembles the target of {other.name}, and its target the source;"
+                    " exchange the sides of one of them"
+                )
+                break
+    return warnings
+
+
+def size_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[str]:
+    """Return a line each for few pairs and for a vocabulary that the training text cannot feed.
+
+    Both are of no concern where a run starts from the weights and the tokenizer of another one.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        checked: what `check_source` returned for each of `settings.texts()`.
+    """
+    train = checked[: len(settings.train)]
+    warnings = []
+    pairs = sum(source.num_pairs for source in train)
+    if pairs < FEW_PAIRS:
+        warnings.append(
+            f"corpus.train: {pairs:,} pairs are few: a network learns them by heart and translates other text badly;"
+            f" add text, {FEW_PAIRS:,} pairs or more, or start from a trained run with --init-from"
+        )
+    repeated = zip(train, settings.train, strict=True)
+    tokens = sum(source.num_bytes * text.repeat for source, text in repeated) // _BYTES_PER_TOKEN
+    # A vocabulary needs a piece for each character, and some for words.
+    characters = len(set("".join(side for source in train for side in source.samples)))
+    suggestion = max(_rounded(tokens // (2 * MIN_PIECE_TOKENS)), 2 * characters)
+    if tokens < MIN_PIECE_TOKENS * settings.vocabulary_size and suggestion < settings.vocabulary_size:
+        warnings.append(
+            f"corpus.vocabulary_size {settings.vocabulary_size}: each piece occurs only about"
+            f" {max(1, round(tokens / settings.vocabulary_size))} times, so that many are learned badly;"
+            f" set about {suggestion}"
+        )
+    return warnings
+
+
+def _rounded(number: int) -> int:
+    """Round down to two digits."""
+    unit = 10 ** max(0, len(str(number)) - 2)
+    return max(100, number // unit * unit)
+
+
+def _are_swapped(ours: tuple[str, str], theirs: tuple[str, str]) -> bool:
+    """Return whether each side of one text resembles the other side of the other text, and not its own."""
+    if min(side.count("\n") for side in (*ours, *theirs)) < _MIN_SAMPLE_LINES:
+        return False
+    source, target = (_trigrams(side) for side in ours)
+    other_source, other_target = (_trigrams(side) for side in theirs)
+    straight = _cosine(source, other_source), _cosine(target, other_target)
+    crossed = _cosine(source, other_target), _cosine(target, other_source)
+    return crossed[0] > straight[0] + _SWAP_MARGIN and crossed[1] > straight[1] + _SWAP_MARGIN
+
+
+def _trigrams(text: str) -> Counter[str]:
+    """Count the text's sequences of three characters, which tell languages apart in any script."""
+    return Counter(map("".join, zip(text, text[1:], text[2:], strict=False)))
+
+
+def _cosine(one: Counter[str], other: Counter[str]) -> float:
+    product = sum(count * other[gram] for gram, count in one.items() if gram in other)
+    norms = [sum(count * count for count in grams.values()) ** 0.5 for grams in (one, other)]
+    return product / (norms[0] * norms[1]) if all(norms) else 0.0

@@ -1,0 +1,123 @@
+"""Quick checks of what `fit` is asked to do, before it prepares a corpus. `doctor` runs the same ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data_module.errors import InputError
+
+if TYPE_CHECKING:
+    from pipeline.config.recipe import Recipe
+    from pipeline.runtime.slurm import JobStep
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """What `fit` is run with."""
+
+    recipe: "Recipe"
+    job: "JobStep | None"
+    """The SLURM job step of this process; None outside a job."""
+    reset: bool
+    """Whether the run in the run folder would be removed (`--fresh`)."""
+    init_from: Path | None
+    """Checkpoint or run folder whose weights a new run would start from."""
+
+
+def check_accelerator(context: CheckContext) -> str | None:
+    """Check that the machine has the accelerator that the recipe asks for."""
+    from pipeline.training.precision import missing_gpu
+
+    if missing := missing_gpu(context.recipe.trainer.get("accelerator", "auto")):
+        raise InputError(missing)
+    return None
+
+
+def check_kernels(context: CheckContext) -> str | None:
+    """Check that the machine can run the kernels that the recipe asks for."""
+    from pipeline.training.kernels import choose_kernels
+    from pipeline.training.precision import best_precision
+
+    if context.recipe.run.kernels is None:
+        return None  # Nothing can be wrong; the choice is made, and said, when training starts.
+    trainer = context.recipe.trainer
+    accelerator = trainer.get("accelerator", "auto")
+    options = {"devices": "auto", **trainer, "accelerator": accelerator}
+    options["precision"] = trainer.get("precision") or best_precision(accelerator)
+    choose_kernels(context.recipe.run.kernels, options, context.recipe.network)
+    return None
+
+
+def check_run_folder(context: CheckContext) -> str:
+    """Check that the run folder is one, or can be created."""
+    from pipeline.checkpointing.run_folder import check_writable
+
+    run = context.recipe.run_folder()
+    check_writable(run)
+    return f"run folder {run}"
+
+
+def check_initial_state(context: CheckContext) -> str | None:
+    """Check the run that would be resumed, or else the weights that a new run would start from."""
+    from data_module.corpus.manifest import is_corpus, read_manifest
+    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, tokenizer_of
+    from pipeline.checkpointing.run_folder import check_same_run
+    from pipeline.training.init_from import load_initial_weights
+    from pipeline.training.start import check_same_vocabulary, should_reset
+
+    recipe = context.recipe
+    run, corpus = recipe.run_folder(), recipe.corpus_folder()
+    checkpoint = None if should_reset(context.reset, run, context.job) else latest_valid(run)[0]
+    if checkpoint is not None:
+        check_same_run(run, recipe)
+        if is_corpus(corpus):
+            sha256 = read_manifest(corpus)["tokenizer"]["sha256"]
+            check_same_vocabulary(recipe, sha256, tokenizer_of(read_checkpoint(checkpoint)))
+    elif context.init_from:
+        return f"starts from the weights of {load_initial_weights(context.init_from, recipe).path}"
+    return None
+
+
+def check_bleu_tokenizer(context: CheckContext) -> str:
+    """Check that the tokenizer of validation BLEU is installed."""
+    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint
+    from pipeline.inference.bleu_tokenizer import require_tokenizer
+    from pipeline.monitoring.validation_samples import bleu_tokenizer_of
+    from pipeline.training.start import choose_bleu_tokenizer, should_reset
+
+    run, requested = context.recipe.run_folder(), context.recipe.run.bleu_tokenizer
+    newest = None if should_reset(context.reset, run, context.job) else latest_valid(run)[0]
+    if requested is not None:
+        require_tokenizer(requested, f"run.bleu_tokenizer {requested}")
+    began = bleu_tokenizer_of(read_checkpoint(newest)) if newest else None
+    tokenizer, note = choose_bleu_tokenizer(context.recipe, began)
+    return note or f"validation BLEU on {tokenizer} tokens"
+
+
+CHECKS: tuple[Callable[[CheckContext], str | None], ...] = (
+    check_run_folder,
+    check_initial_state,
+    check_accelerator,
+    check_kernels,
+    check_bleu_tokenizer,
+)
+"""Each raises InputError with what is wrong and what to do, or returns what it found, if that is worth a line."""
+
+
+def cpu_devices_warning(context: CheckContext) -> str | None:
+    """Return a warning if several devices were asked for and would be CPU processes, because there is no GPU."""
+    options = {"accelerator": "auto", "devices": "auto", **context.recipe.trainer}
+    if context.job is not None or options["accelerator"] != "auto" or options["devices"] in ("auto", -1, "-1", 1, "1"):
+        return None
+    import torch
+
+    from pipeline.training.trainer import device_indices
+
+    count = len(device_indices(options))
+    if torch.cuda.is_available() or count < 2:
+        return None
+    return (
+        f"trainer.devices {options['devices']}: torch finds no GPU, so {count} processes share the CPU; one process"
+        " uses all its cores: remove the key, or check nvidia-smi if there should be GPUs"
+    )

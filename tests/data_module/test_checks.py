@@ -1,0 +1,155 @@
+"""Checks of text and settings before a corpus is prepared."""
+
+import logging
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from data_module.corpus.checks import check_folder, check_source, size_warnings, source_warnings
+from data_module.corpus.preparation import prepare
+from data_module.demo.corpus import distinct_sentences
+from data_module.demo.sentences import Author, Lexicon
+from data_module.errors import InputError
+from data_module.settings import CorpusSettings, TextSource
+
+GREEK = ["ένα μικρό σπίτι στέκεται κοντά στο δάσος", "οι παλιές γάτες κοιμούνται κάτω από το τραπέζι"]
+
+
+def text_of(folder: Path, name: str, source: list[str], target: list[str]) -> TextSource:
+    for side, lines in (("source", source), ("target", target)):
+        (folder / f"{name}.{side}").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return TextSource(str(folder / f"{name}.source"), str(folder / f"{name}.target"))
+
+
+def settings_of(folder: Path, train: list[TextSource], held_out: TextSource) -> CorpusSettings:
+    return CorpusSettings(str(folder / "corpus"), train, [held_out], vocabulary_size=60)
+
+
+def warnings_of(settings: CorpusSettings) -> list[str]:
+    return source_warnings(settings, [check_source(text, settings) for text in settings.texts()])
+
+
+@pytest.fixture(scope="module")
+def sides() -> tuple[list[str], list[str]]:
+    """400 English sentences and their German translations."""
+    sentences = list(islice(distinct_sentences(Author(Lexicon(), Random(3))), 400))
+    return [one.english for one in sentences], [one.german for one in sentences]
+
+
+def test_swapped_sides_are_named(sides: tuple[list[str], list[str]], tmp_path: Path) -> None:
+    """Of two training texts, the one whose sides are exchanged."""
+    english, german = sides
+    held_out = text_of(tmp_path, "held_out", english[300:], german[300:])
+    right = text_of(tmp_path, "right", english[:150], german[:150])
+    swapped = text_of(tmp_path, "swapped", german[150:300], english[150:300])
+    assert warnings_of(settings_of(tmp_path, [right], held_out)) == []
+    [warning] = warnings_of(settings_of(tmp_path, [right, swapped], held_out))
+    names = f"{swapped.source}, {swapped.target}: its source resembles the target of {held_out.source}, "
+    assert warning.startswith(names)
+    assert warning.endswith("; exchange the sides of one of them")
+
+
+def test_sides_of_one_language_are_not_called_swapped(sides: tuple[list[str], list[str]], tmp_path: Path) -> None:
+    """As where the task is not translation, or where one side is in no other text."""
+    english, german = sides
+    backwards = [" ".join(reversed(line.split())) for line in english]
+    held_out = text_of(tmp_path, "held_out", english[300:], backwards[300:])
+    for target in (backwards, german, GREEK * 200):
+        text = text_of(tmp_path, "train", english[:300], target[:300])
+        assert warnings_of(settings_of(tmp_path, [text], held_out)) == []
+        text = text_of(tmp_path, "train", target[:300], english[:300])
+        assert warnings_of(settings_of(tmp_path, [text], held_out)) == []
+    # A few lines do not show a language.
+    held_out = text_of(tmp_path, "held_out", english[:19], german[:19])
+    text = text_of(tmp_path, "train", german, english)
+    assert warnings_of(settings_of(tmp_path, [text], held_out)) == []
+    held_out = text_of(tmp_path, "held_out", english[:20], german[:20])
+    assert len(warnings_of(settings_of(tmp_path, [text], held_out))) == 1
+
+
+def test_tabs_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = text_of(tmp_path, "train", ["a b", "a\tb", "\tb\ta"], ["c d", "c d", "c d"])
+    settings = replace(settings_of(tmp_path, [text], text), vocabulary_size=9)
+    expected = f"{text.source}: a tab in 2 of 3 lines, line 2 first; it is read as a space"
+    assert [warning[: len(expected)] for warning in warnings_of(settings)] == [expected] * 2
+    with caplog.at_level(logging.WARNING, "data_module"):
+        prepare(settings, progress=False)
+    assert expected in caplog.text
+    # In a file of two columns, the tab has a meaning.
+    (tmp_path / "pairs.tsv").write_text("a b\tc d\n" * 3)
+    pairs = TextSource(tsv=str(tmp_path / "pairs.tsv"))
+    assert warnings_of(settings_of(tmp_path, [pairs], pairs)) == []
+
+
+def sizes(folder: Path, num_pairs: int, vocabulary_size: int, repeat: int = 1) -> list[str]:
+    """Warnings about a text of 50 bytes a pair."""
+    text = replace(text_of(folder, "train", ["a" * 24] * num_pairs, ["b" * 24] * num_pairs), repeat=repeat)
+    settings = replace(settings_of(folder, [text], text), vocabulary_size=vocabulary_size)
+    return size_warnings(settings, [check_source(one, settings) for one in settings.texts()])
+
+
+def test_few_pairs_and_a_vocabulary_that_they_cannot_feed(tmp_path: Path) -> None:
+    few, pieces = sizes(tmp_path, 50, 8000)
+    assert few.startswith("corpus.train: 50 pairs are few: ")
+    assert pieces.startswith("corpus.vocabulary_size 8000: each piece occurs only about 1 times")
+    assert pieces.endswith("; set about 100")
+    # 5,000 pairs are 250,000 bytes and about 50,000 tokens: 20 for each of 2,500 pieces, 40 for each of 1,250.
+    assert len(sizes(tmp_path, 4999, 100)) == 1
+    assert sizes(tmp_path, 5000, 2500) == []
+    [pieces] = sizes(tmp_path, 5000, 2501)
+    assert pieces.startswith("corpus.vocabulary_size 2501: each piece occurs only about 20 times")
+    assert pieces.endswith("; set about 1200")
+    assert sizes(tmp_path, 5000, 2501, repeat=2) == []
+
+
+def test_the_suggested_vocabulary_has_room_for_all_characters(tmp_path: Path) -> None:
+    characters = "".join(map(chr, range(ord("一"), ord("一") + 300)))
+    text = text_of(tmp_path, "train", [characters] * 9, ["abc"] * 9)
+    settings = replace(settings_of(tmp_path, [text], text), vocabulary_size=4000)
+    [_, pieces] = size_warnings(settings, [check_source(text, settings)] * 2)
+    suggestion = int(pieces.rsplit(" ", 1)[1])
+    assert suggestion == 2 * (300 + 3 + 1)  # with the line end
+
+
+def test_a_run_that_takes_a_tokenizer_over_may_have_little_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = text_of(tmp_path, "train", ["a b c"], ["d e f"])
+    settings = replace(settings_of(tmp_path, [text], text), vocabulary_size=15)
+    prepare(settings, progress=False)
+    assert "corpus.train: 1 pairs are few" in caplog.text
+    caplog.clear()
+    from data_module.tokenization.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(tmp_path / "corpus" / "tokenizer.model")
+    prepare(settings, tokenizer, force=True, progress=False)
+    assert "pairs are few" not in caplog.text
+
+
+def test_invalid_utf8_is_found_without_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_module.readers.reader.CHUNK_BYTES", 20)  # a few lines
+    text = text_of(tmp_path, "train", ["a house"] * 9, ["ein Haus"] * 9)
+    lines = [b"ein Haus\n"] * 6 + ["Häuser\n".encode("latin-1")] + [b"ein Haus\n"] * 2
+    Path(str(text.target)).write_bytes(b"".join(lines))
+    settings = settings_of(tmp_path, [text], text)
+    with pytest.raises(InputError, match=r"train\.target:7: invalid UTF-8; .*iconv -f LATIN1") as caught:
+        check_source(text, settings)
+    with pytest.raises(InputError) as prepared:
+        prepare(settings, progress=False)
+    assert str(prepared.value) == str(caught.value)
+    assert check_source(text, replace(settings, drop_invalid_utf8=True)).num_pairs == 9
+
+
+def test_a_corpus_folder_that_cannot_be_created(tmp_path: Path) -> None:
+    text = text_of(tmp_path, "train", ["a"], ["b"])
+    settings = settings_of(tmp_path, [text], text)
+    for good in ("corpus", "new/folder/corpus", "."):
+        check_folder(replace(settings, folder=str(tmp_path / good)))
+    # Nothing can be created below a file or in /proc, even by root.
+    for bad, reason in ((f"{text.source}/corpus", "Not a directory"), ("/proc/corpus", "")):
+        with pytest.raises(InputError, match=f"^{bad}: cannot be written: .*{reason}.*; name another corpus.folder$"):
+            check_folder(replace(settings, folder=bad))
+    assert not (tmp_path / "new").exists()

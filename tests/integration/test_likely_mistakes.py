@@ -1,0 +1,167 @@
+"""Mistakes that new users make: `doctor` and `fit` find the same ones, and each is one line with the way out."""
+
+import json
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.utils.data import DataLoader
+
+from pipeline.config.recipe import load_recipe
+from pipeline.preflight.recipe import check_recipe
+from pipeline.runtime.console import quiet_lightning
+from pipeline.runtime.slurm import JobStep
+from pipeline.training.checks import CheckContext
+from tests.conftest import pipeline, tiny_recipe
+
+
+@pytest.fixture
+def place(tiny_corpus: Path, tmp_path: Path) -> Path:
+    """A folder with the tiny texts and a recipe for them, `mine.yaml`, before anything is prepared."""
+    for file in tiny_corpus.parent.glob("*.*"):
+        shutil.copy(file, tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    recipe["run"]["folder"] = str(tmp_path / "run")
+    recipe["trainer"]["max_steps"] = 4
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path
+
+
+def refusal(place: Path, *options: object) -> str:
+    """Return the line with which `fit` refuses, after checking that `doctor` finds the same."""
+    done = pipeline("fit", "--config", place / "mine.yaml", *options)
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.decode().splitlines()
+    report = pipeline("doctor", "--config", place / "mine.yaml", *options)
+    assert report.returncode == 1
+    line = line.removeprefix("error: ")
+    wrong = [one for one in report.stdout.decode().splitlines() if one.startswith("WRONG ")]
+    assert wrong[0] == f"WRONG {line}"
+    return line
+
+
+def test_doctor_and_fit_find_the_same(place: Path) -> None:
+    target = place / "train.target"
+    whole = target.read_bytes()
+    target.write_bytes(whole.split(b"\n", 1)[1])
+    assert "299 lines, but" in refusal(place)
+    target.write_bytes(b"H\xe4user\n" + whole.split(b"\n", 1)[1])
+    assert f"{target}:1: invalid UTF-8; " in refusal(place)
+    target.write_bytes(whole)
+    assert "cannot be written: Not a directory" in refusal(place, "--corpus.folder", target / "corpus")
+    assert "cannot be written (Not a directory)" in refusal(place, "--run.folder", target / "run")
+    (place / "photos").mkdir()
+    (place / "photos" / "cat.jpg").touch()
+    assert "is not a corpus" in refusal(place, "--corpus.folder", place / "photos")
+    assert "is not empty and not a run folder" in refusal(place, "--run.folder", place / "photos")
+    assert "must be from 1 to" in refusal(place, "--corpus.max_tokens", 0)
+    # Nothing was prepared, and no folder is left behind.
+    assert not (place / "corpus").exists()
+    assert not (place / "run").exists()
+
+    assert pipeline("prepare", "--config", place / "mine.yaml").returncode == 0
+    target.write_bytes(whole[:-2] + b"\n")
+    assert f"{target} has changed" in refusal(place)
+    assert "corpus.lowercase was false, now true" in refusal(place, "--corpus.lowercase", "true")
+
+
+def test_another_vocabulary_is_refused_before_anything_is_prepared(place: Path) -> None:
+    """The advice does not lead into a second refusal."""
+    assert pipeline("fit", "--config", place / "mine.yaml").returncode == 0
+    line = refusal(place, "--corpus.vocabulary_size", 50)
+    assert line == (
+        f"{place / 'run'}: contains a run of another recipe: corpus.vocabulary_size 60 -> 50; change it back to resume"
+        " that run, or give another run.folder and another corpus.folder, or --fresh and another corpus.folder"
+        " to remove that run"
+    )
+    other = ["--corpus.vocabulary_size", 50, "--corpus.folder", place / "other"]
+    assert refusal(place, *other).endswith("or give another run.folder, or --fresh to remove that run")
+    assert not (place / "other").exists()
+    done = pipeline("fit", "--config", place / "mine.yaml", *other, "--run.folder", place / "second")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_start_that_fails_leaves_no_folder(place: Path) -> None:
+    done = pipeline("fit", "--config", place / "mine.yaml", "--batches.batch_tokens", 5)
+    assert done.returncode == 2
+    assert b"less than the longest sentence" in done.stderr
+    assert (place / "corpus").exists()
+    assert not (place / "run").exists()
+
+
+def test_what_prepare_prints(place: Path) -> None:
+    """The numbers in one short line; the rest is in the folder."""
+    done = pipeline("prepare", place / "mine.yaml")
+    manifest = json.loads((place / "corpus" / "manifest.json").read_text())
+    [line] = done.stdout.decode().splitlines()
+    assert len(line) < 300 + len(str(place))
+    numbers = json.loads(line)
+    assert numbers["folder"] == str(place / "corpus")
+    assert numbers["vocabulary_size"] == 60
+    lines = (place / "train.source").read_text().splitlines()
+    assert numbers["train"]["pairs_read"] == numbers["train"]["pairs_kept"] == len(lines)
+    for split in ("train", "validation"):
+        assert numbers[split].items() <= manifest[split].items()
+
+
+@pytest.mark.parametrize("command", ["prepare", "fit", "doctor"])
+def test_the_recipe_without_its_option(place: Path, command: str) -> None:
+    done = pipeline(command, place / "mine.yaml", "--trainer.max_steps", 2)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_recipe_that_is_missing_is_asked_for() -> None:
+    done = pipeline("fit", "--fresh")
+    assert done.returncode == 2
+    assert b"error: the following arguments are required: --config" in done.stderr
+
+
+def test_ranks_do_not_wait_for_text_to_be_read(place: Path) -> None:
+    """In a job of several tasks, rank 0 alone checks the recipe while the others wait."""
+    recipe = load_recipe([place / "mine.yaml"])
+    (place / "train.target").write_bytes(b"\xff\n")
+    step = JobStep("7", rank=0, local_rank=0, num_tasks=2, num_nodes=2, tasks_per_node=1, restarts=0)
+    found = {
+        tasks: [one.message for one in check_recipe(CheckContext(recipe, replace(step, num_tasks=tasks), False, None))]
+        for tasks in (1, 2)
+    }
+    assert any("1 lines, but" in message for message in found[1])
+    assert f"text {place / 'train.target'}" in found[2]
+
+
+def test_few_pairs_are_named_by_doctor_and_fit(place: Path) -> None:
+    warning = b"corpus.train: 300 pairs are few: "
+    assert b"note  " + warning in pipeline("doctor", place / "mine.yaml").stdout
+    assert warning in pipeline("fit", place / "mine.yaml").stderr
+    assert warning not in pipeline("fit", place / "mine.yaml").stderr
+
+
+def test_lightning_says_nothing_about_ranks(place: Path) -> None:
+    done = pipeline("fit", place / "mine.yaml", "--trainer.devices", 2, "--trainer.max_steps", 2)
+    assert done.returncode == 0, done.stderr
+    assert b"Initializing" not in done.stderr
+
+
+def test_torch_says_nothing_about_many_loader_processes() -> None:
+    """No process is started before the loader is iterated over."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DataLoader([1], num_workers=10_000)  # type: ignore[arg-type]
+        assert "worker processes in total" in str(caught.pop().message)
+        quiet_lightning()
+        DataLoader([1], num_workers=10_000)  # type: ignore[arg-type]
+        assert caught == []
+
+
+def test_cpu_processes_chosen_as_devices(place: Path) -> None:
+    """A recipe that names the CPU wants them; on a machine without a GPU, the others probably do not."""
+    import torch
+
+    options = ["--trainer.devices", 3, "--trainer.accelerator", "auto"]
+    report = pipeline("doctor", place / "mine.yaml", *options).stdout.decode()
+    warning = "note  trainer.devices 3: torch finds no GPU, so 3 processes share the CPU; "
+    assert (warning in report) == (not torch.cuda.is_available())
+    assert warning not in pipeline("doctor", place / "mine.yaml", "--trainer.devices", 3).stdout.decode()

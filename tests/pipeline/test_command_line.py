@@ -1,0 +1,46 @@
+"""Recipes on the command line, with and without `--config`."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.__main__ import parse
+
+ONE, TWO, THREE = map(Path, ("one.yaml", "two.yml", "three.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "recipes", "overrides"),
+    [
+        ("one.yaml", [ONE], ""),
+        ("one.yaml two.yml three.yaml", [ONE, TWO, THREE], ""),
+        ("one.yaml --config two.yml three.yaml", [ONE, TWO, THREE], ""),
+        ("--config one.yaml two.yml --fresh three.yaml", [ONE, TWO, THREE], ""),
+        ("--fresh one.yaml --run.patience 3 two.yml", [ONE, TWO], "--run.patience 3"),
+        ("--run.patience=3 one.yaml", [ONE], "--run.patience=3"),
+        ("--config=one.yaml two.yml", [ONE, TWO], ""),
+        # The values of options are no recipes.
+        ("one.yaml --corpus.train.path two.yml", [ONE], "--corpus.train.path two.yml"),
+        ("one.yaml --init-from two.yml", [ONE], ""),
+        ("one.yaml two.txt", [ONE], "two.txt"),
+    ],
+)
+def test_config_may_be_left_out(words: str, recipes: list[Path], overrides: str) -> None:
+    _, arguments = parse("fit", words.split())
+    assert arguments.config == recipes
+    assert arguments.overrides == overrides.split()
+
+
+def test_every_command_that_takes_a_recipe() -> None:
+    for words in (
+        "prepare one.yaml",
+        "doctor one.yaml",
+        "benchmark train one.yaml --steps 3",
+        "benchmark data one.yaml",
+    ):
+        command, *rest = words.split()
+        assert parse(command, rest)[1].config == [ONE]
+
+
+def test_a_command_without_recipes_takes_yaml_files_as_they_are() -> None:
+    assert parse("translate", ["run", "--input", "one.yaml"])[1].input == ONE
