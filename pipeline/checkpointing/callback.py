@@ -8,7 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.checkpointing.checkpoint import metadata, step_checkpoints, step_of, step_path, write_atomic
+from pipeline.checkpointing.checkpoint import metadata, write_atomic
+from pipeline.checkpointing.checkpoint_files import step_checkpoints, step_of, step_path
 from pipeline.config.recipe import Recipe
 from pipeline.profiling.step_clock import StepClock
 

@@ -96,7 +96,7 @@ def check_corpus(context: CheckContext) -> Iterator[CheckResult]:
 def check_initial_state(context: CheckContext) -> Iterator[CheckResult]:
     """Check the run that would be resumed, or else the weights that a new run would start from."""
     from data_module.errors import InputError
-    from pipeline.checkpointing.checkpoint import latest_valid
+    from pipeline.checkpointing.checkpoint_files import latest_valid
     from pipeline.checkpointing.run_folder import differences, different_run_message
     from pipeline.training.init_from import load_initial_weights
     from pipeline.training.start import should_reset

@@ -25,7 +25,7 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
-    from pipeline.checkpointing.checkpoint import latest_valid
+    from pipeline.checkpointing.checkpoint_files import latest_valid
     from pipeline.config.recipe import load_recipe
     from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
     from pipeline.training.corpus import ensure_corpus

@@ -93,9 +93,8 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
 
     With `checked`, report what has changed since the last start and raise InputError where that is not allowed.
     """
-    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, step_of, tokenizer_of
+    from pipeline.checkpointing.checkpoint_files import latest_valid, step_of
     from pipeline.checkpointing.run_folder import differences, different_run_message
-    from pipeline.training.graceful_stop import validation_is_pending
 
     path = recipe.run_folder()
     checkpoint, damaged = latest_valid(path)
@@ -104,11 +103,16 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
             print(f"{other}: is incomplete; skipped", file=sys.stderr)
     if checkpoint is None:
         return None
-    contents = read_checkpoint(checkpoint)
     if checked:
         forbidden, allowed = differences(path, recipe)
         if forbidden:
             raise InputError(different_run_message(path, forbidden))
+    # Imported here because torch and Lightning take seconds, and another recipe's run is refused before that.
+    from pipeline.checkpointing.checkpoint import read_checkpoint, tokenizer_of
+    from pipeline.training.graceful_stop import validation_is_pending
+
+    contents = read_checkpoint(checkpoint)
+    if checked:
         if tokenizer_of(contents) != tokenizer.model:
             raise InputError(
                 f"{recipe.corpus.folder}: has another vocabulary than the run in {path}; name another corpus.folder "

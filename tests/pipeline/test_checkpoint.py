@@ -18,15 +18,13 @@ from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import (
     average,
-    latest_valid,
     load_model,
     metadata,
     read_checkpoint,
     resolve_checkpoint,
-    step_checkpoints,
-    step_path,
     write_atomic,
 )
+from pipeline.checkpointing.checkpoint_files import latest_valid, step_checkpoints, step_path
 from pipeline.config.recipe import load_recipe
 from tests.conftest import tiny_recipe
 
