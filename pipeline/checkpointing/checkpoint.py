@@ -6,6 +6,7 @@ plain values and tensors, so that it loads with `weights_only`.
 
 import io
 import shutil
+import sys
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,7 +91,7 @@ def resolve_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path stands for.
 
     For a run folder that is its average if it is not older than the newest checkpoint, else the best one by validation
-    BLEU, else the newest.
+    BLEU, else the newest. An average that is older is reported on standard error.
 
     Raises InputError when there is none.
     """
@@ -101,14 +102,28 @@ def resolve_checkpoint(path: Path) -> Path:
     averages = sorted(path.glob(AVERAGES), key=lambda p: p.stat().st_mtime)
     best = path / "checkpoints" / "best.ckpt"
     newest, _ = latest_valid(path)
-    if averages and newest is not None:
-        # A run that was resumed after averaging has better weights than its average.
-        step = step_of(newest)
-        averages = [average for average in averages if read_checkpoint(average).get("global_step", 0) >= step]
+    # A run that was resumed after averaging has better weights than its average.
+    outdated: tuple[Path, dict[str, Any]] | None = None
+    while averages and newest is not None:
+        contents = read_checkpoint(averages[-1])
+        if contents.get("global_step", 0) >= step_of(newest):
+            break
+        outdated = outdated or (averages[-1], contents)
+        averages.pop()
     for candidate in (averages[-1] if averages else None, best if best.is_file() else None, newest):
         if candidate is not None:
+            if outdated and not averages and newest is not None:
+                print(_outdated_message(path, *outdated, newest, candidate), file=sys.stderr)
             return candidate
     raise InputError(f"{path}: holds no checkpoint; give a .ckpt file or a run folder that fit has written")
+
+
+def _outdated_message(run: Path, average: Path, contents: dict[str, Any], newest: Path, candidate: Path) -> str:
+    last = len(contents.get("averaged", [])) or 5
+    return (
+        f"{average.name} is of step {contents.get('global_step', 0)} and the run is at step {step_of(newest)}, so "
+        f"{candidate.name} is used; to average again, run: python -m pipeline average {run} --last {last}"
+    )
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

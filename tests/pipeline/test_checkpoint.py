@@ -151,6 +151,28 @@ def test_average_is_summed_in_float64(finished_run: Path, tmp_path: Path) -> Non
     assert average(paths)["state_dict"]["network.x"].item() == pytest.approx(1 / 3)
 
 
+def test_an_outdated_average_is_reported(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    assert main(["average", str(run), "--last", "2"]) == 0
+    assert main(["average", str(run), "--last", "3"]) == 0
+    capsys.readouterr()
+    assert resolve_checkpoint(run).name == "average-last-3.ckpt"
+    assert capsys.readouterr().err == ""
+    shutil.copy(run / "checkpoints" / "best.ckpt", run / "checkpoints" / "step=00000250.ckpt")
+    assert resolve_checkpoint(run).name == "best.ckpt"
+    assert capsys.readouterr().err == (
+        "average-last-3.ckpt is of step 240 and the run is at step 250, so best.ckpt is used; "
+        f"to average again, run: python -m pipeline average {run} --last 3\n"
+    )
+    # Nothing is reported if one average of several is up to date.
+    write_atomic(average(step_checkpoints(run)) | {"global_step": 250}, run / "average-last-4.ckpt")
+    os.utime(run / "average-last-4.ckpt", (1, 1))
+    assert resolve_checkpoint(run).name == "average-last-4.ckpt"
+    assert capsys.readouterr().err == ""
+
+
 def test_resolution_of_a_run_folder(finished_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     assert resolve_checkpoint(run).name == "best.ckpt"
