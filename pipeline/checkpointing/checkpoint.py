@@ -20,8 +20,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
-from pipeline.checkpointing.checkpoint_files import is_valid, latest_valid, step_of
-from pipeline.checkpointing.run_folder import AVERAGES
+from pipeline.checkpointing.checkpoint_files import AVERAGES, is_valid, latest_valid, step_of
 from pipeline.runtime.atomic_file import atomic_file, disk_full_error
 
 FORMAT_VERSION = 1

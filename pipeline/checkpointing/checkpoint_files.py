@@ -1,9 +1,11 @@
-"""Names of a run's checkpoint files, and which of them are complete. Torch is not imported: it takes a second."""
+"""Names of a run's checkpoint files, and which of them are complete. Imports nothing that takes time."""
 
 import re
 import zipfile
 from pathlib import Path
 
+AVERAGES = "average*.ckpt"
+"""Averaged checkpoints in a run folder, by a pattern."""
 _STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
 
 
@@ -21,6 +23,11 @@ def step_checkpoints(run: Path) -> list[Path]:
     """Return the run's checkpoints by step, the newest last, complete or not."""
     paths = (run / "checkpoints").glob("step=*.ckpt")
     return sorted(path for path in paths if _STEP_NAME.fullmatch(path.name))
+
+
+def checkpoint_bytes(num_parameters: int, with_average: bool) -> int:
+    """Return the size of a checkpoint: weights, Adam's two moments and, with EMA, the average, all in float32."""
+    return 4 * (4 if with_average else 3) * num_parameters
 
 
 def is_valid(path: Path) -> bool:

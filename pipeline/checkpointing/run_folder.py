@@ -13,6 +13,7 @@ from typing import IO, Any
 import yaml
 
 from data_module.errors import InputError
+from pipeline.checkpointing.checkpoint_files import AVERAGES
 from pipeline.config.recipe import IGNORED_KEYS, Recipe, load_recipe
 from pipeline.runtime.atomic_file import atomic_file, is_temporary_file, remove_temporary_files
 from pipeline.runtime.signals import Stopped, raise_if_stopped
@@ -21,8 +22,6 @@ from pipeline.runtime.versions import versions
 
 EVENTS, METRICS, STARTS, SUMMARY = "tensorboard", "metrics.jsonl", "starts.jsonl", "summary.json"
 """TensorBoard's folder; the logged scalars, the starts of the run, and its final scores as JSON."""
-AVERAGES = "average*.ckpt"
-"""Averaged checkpoints of the run, by a pattern."""
 STOPPED_EARLY = "stopped-early.json"
 """Written when early stopping ends a run: the step and the patience."""
 

@@ -116,6 +116,8 @@ def check_initial_state(context: CheckContext) -> Iterator[CheckResult]:
 
 def check_run_folder(context: CheckContext) -> Iterator[CheckResult]:
     """Check that the run folder can be written and that its disk has room for the checkpoints."""
+    from pipeline.checkpointing.checkpoint_files import checkpoint_bytes
+
     recipe = context.recipe
     run = recipe.run_folder()
     parent = existing_parent(run)
@@ -124,7 +126,8 @@ def check_run_folder(context: CheckContext) -> Iterator[CheckResult]:
     else:
         yield CheckResult(True, f"run folder {run}")
     free = shutil.disk_usage(parent).free
-    needed = checkpoint_bytes(recipe) * (recipe.run.keep_last + 2)
+    size = checkpoint_bytes(_num_parameters(recipe), recipe.training.ema_decay is not None)
+    needed = size * (recipe.run.keep_last + 2)
     enough = free > needed
     hint = "" if enough else "; lower run.keep_last or set another run.folder"
     yield CheckResult(enough, f"{free / 2**30:.1f} GiB free, checkpoints need {needed / 2**30:.1f} GiB{hint}")
@@ -155,16 +158,14 @@ def existing_parent(path: Path) -> Path:
     return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
 
 
-def checkpoint_bytes(recipe: "Recipe") -> int:
-    """Return the size of a checkpoint: weights, Adam's two moments and, with EMA, the average, all in float32."""
+def _num_parameters(recipe: "Recipe") -> int:
     import torch
 
     from model.transformer import Transformer
 
     with torch.device("meta"):
         parameters = Transformer(recipe.corpus.vocabulary_size, recipe.network).parameters()
-    copies = 3 if recipe.training.ema_decay is None else 4
-    return 4 * copies * sum(parameter.numel() for parameter in parameters)
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _check_prepared(settings: "CorpusSettings") -> CheckResult:
