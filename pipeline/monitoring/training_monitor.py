@@ -177,7 +177,7 @@ class TrainingMonitor(Callback):
                 f"step {trainer.global_step}: validation BLEU {bleu:.2f}, chrF {chrf:.2f}, loss {loss:.4f}, "
                 f"perplexity {perplexity:.3f}"
             )
-            self._progress.show({"BLEU": f"{bleu:.2f}"})
+            self._progress.show({"BLEU": f"{bleu:.2f}"}, self.clock.median_step_seconds())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the progress bar."""
