@@ -291,7 +291,7 @@ def _account(pair_filter: PairFilter, writers: list[TokenStoreWriter], split: st
     }
 
 
-class _StageBar(tqdm):  # type: ignore[type-arg]
+class _StageBar(tqdm):
     """A bar that appears after two seconds. In a log file it is one line then, and another one every half minute."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
@@ -308,6 +308,7 @@ def _bar(description: str, total: int | None, progress: bool) -> _StageBar:
         unit=" pairs",
         bar_format=None if total else "{desc}: {elapsed}",
         delay=2,
+        miniters=1,
         mininterval=0.1 if sys.stderr.isatty() else 2.0,
         file=sys.stderr,
         disable=not progress,
