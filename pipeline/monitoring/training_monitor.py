@@ -60,8 +60,9 @@ class TrainingMonitor(Callback):
         if self._flops_per_token:
             self._matmul_rate = matmul_rate(pl_module.device, str(trainer.precision))
         if trainer.is_global_zero:
-            every = trainer.val_check_interval if trainer.enable_validation else None
-            self._progress = Progress(trainer.global_step, trainer.max_steps, every)  # type: ignore[arg-type]
+            every = trainer.val_check_interval
+            validates = trainer.enable_validation and isinstance(every, int)
+            self._progress = Progress(trainer.global_step, trainer.max_steps, int(every) if validates else None)
             self._progress.validation_seconds = self._validation_seconds
             self._announce_at = time.monotonic() + ANNOUNCE_AFTER_SECONDS
         loader = trainer.train_dataloader

@@ -1,7 +1,7 @@
 """Division of a run's time into training steps and other phases."""
 
 import statistics
-from collections import Counter, deque
+from collections import deque
 
 import torch
 
@@ -28,7 +28,7 @@ class StepClock:
     def __init__(self) -> None:
         self._watch: Stopwatch | None = None
         self._phase = ""
-        self._since_lap: Counter[str] = Counter()
+        self._since_lap = dict.fromkeys(STEP, 0.0)
         self.counted_seconds = 0.0
         """Seconds in steps up to the last reading; a resumed run restores them from its checkpoint."""
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -51,7 +51,7 @@ class StepClock:
         if self._watch is not None:
             for name, seconds in self._watch.read_phases():
                 if name in STEP:
-                    self._since_lap[name] += seconds  # type: ignore[assignment]
+                    self._since_lap[name] += seconds
                     self.counted_seconds += seconds
                     self._count_step(name, seconds)
                 self._last_phase = name
@@ -73,5 +73,5 @@ class StepClock:
     def lap(self) -> dict[str, float]:
         """Return the seconds in each phase of a step since the last call."""
         self.read()
-        lap, self._since_lap = self._since_lap, Counter()
-        return {name: lap.get(name, 0.0) for name in STEP}
+        lap, self._since_lap = self._since_lap, dict.fromkeys(STEP, 0.0)
+        return lap

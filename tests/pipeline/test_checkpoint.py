@@ -24,7 +24,7 @@ from pipeline.checkpointing.checkpoint import (
     resolve_checkpoint,
     write_atomic,
 )
-from pipeline.checkpointing.checkpoint_files import latest_valid, step_checkpoints, step_path
+from pipeline.checkpointing.checkpoint_files import checkpoint_bytes, latest_valid, step_checkpoints, step_path
 from pipeline.config.recipe import load_recipe
 from tests.conftest import tiny_recipe
 
@@ -71,6 +71,17 @@ def test_newer_settings_have_their_defaults(finished_run: Path, tmp_path: Path) 
     write_atomic(contents, tmp_path / "extended.ckpt")
     with pytest.raises(InputError, match=r"extended\.ckpt: network\.norm 'rms' is not registered; "):
         load_model(tmp_path / "extended.ckpt")
+
+
+def test_the_size_of_a_checkpoint_is_that_of_weights_and_moments(finished_run: Path) -> None:
+    path = step_checkpoints(finished_run)[-1]
+    contents = read_checkpoint(path)
+    states = contents["optimizer_states"][0]["state"].values()
+    tensors = [*contents["state_dict"].values(), *(one for state in states for one in state.values() if one.dim())]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    num_parameters = sum(one.numel() for one in load_model(path).network.parameters())
+    assert checkpoint_bytes(num_parameters, with_average=False) == size
+    assert checkpoint_bytes(num_parameters, with_average=True) == size + 4 * num_parameters
 
 
 def test_average_is_the_mean(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
