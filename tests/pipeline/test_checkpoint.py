@@ -73,8 +73,8 @@ def test_newer_settings_have_their_defaults(finished_run: Path, tmp_path: Path) 
         load_model(tmp_path / "extended.ckpt")
 
 
-def test_the_size_of_a_checkpoint_is_that_of_weights_and_moments(finished_run: Path) -> None:
-    path = step_checkpoints(finished_run)[-1]
+def test_the_size_of_a_checkpoint_is_that_of_weights_and_moments(trained_run: Path) -> None:
+    path = step_checkpoints(trained_run)[-1]
     contents = read_checkpoint(path)
     states = contents["optimizer_states"][0]["state"].values()
     tensors = [*contents["state_dict"].values(), *(one for state in states for one in state.values() if one.dim())]
