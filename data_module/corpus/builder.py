@@ -291,15 +291,25 @@ def _account(pair_filter: PairFilter, writers: list[TokenStoreWriter], split: st
     }
 
 
-def _bar(description: str, total: int | None, progress: bool) -> "tqdm[Any]":
-    return tqdm(
+class _StageBar(tqdm):
+    """A bar that appears after two seconds. In a log file it is one line then, and another one every half minute."""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """Show the bar; in a log file, wait for half a minute before the next time."""
+        if not sys.stderr.isatty():
+            self.mininterval = 30.0
+        super().display(msg, pos)
+
+
+def _bar(description: str, total: int | None, progress: bool) -> _StageBar:
+    return _StageBar(
         desc=description,
         total=total,
         unit=" pairs",
         bar_format=None if total else "{desc}: {elapsed}",
         delay=2,
-        # In a log file, print a line every half minute.
-        mininterval=0.1 if sys.stderr.isatty() else 30.0,
+        miniters=1,
+        mininterval=0.1 if sys.stderr.isatty() else 2.0,
         file=sys.stderr,
         disable=not progress,
     )

@@ -8,9 +8,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.checkpointing.checkpoint import metadata, step_checkpoints, step_of, step_path, write_atomic
+from pipeline.checkpointing.checkpoint import metadata, write_atomic
+from pipeline.checkpointing.checkpoint_files import checkpoint_bytes, step_checkpoints, step_of, step_path
 from pipeline.config.recipe import Recipe
 from pipeline.profiling.step_clock import StepClock
+from pipeline.runtime.console import say
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -28,6 +30,7 @@ class CheckpointCallback(Callback):
         self._run = run
         self._settings = recipe.run
         self._clock = clock
+        self._with_average = recipe.training.ema_decay is not None
         self._metadata = metadata(recipe.as_dict(), recipe.network, tokenizer)
         self._last_saved = time.monotonic()
         self.saved_step = 0
@@ -104,8 +107,11 @@ class CheckpointCallback(Callback):
         return {"best_bleu": self.best_bleu, "in_passing": self._temporary_step}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the step of the checkpoint that the run resumes from."""
+        """Note the step of the checkpoint that the run resumes from, and say how much disk the run needs."""
         self.saved_step = trainer.global_step
+        size = checkpoint_bytes(sum(one.numel() for one in pl_module.parameters()), self._with_average) / 1e6
+        files = self._settings.keep_last + 1
+        say(f"checkpoints: {files} files of {size:,.1f} MB, {files * size:,.0f} MB in {self._run / 'checkpoints'}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the callback's state."""

@@ -5,26 +5,25 @@ plain values and tensors, so that it loads with `weights_only`.
 """
 
 import io
-import re
 import shutil
+import sys
 import warnings
-import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
-from pipeline.checkpointing.run_folder import AVERAGES
+from pipeline.checkpointing.checkpoint_files import AVERAGES, is_valid, latest_valid, step_of
 from pipeline.runtime.atomic_file import atomic_file, disk_full_error
 
 FORMAT_VERSION = 1
-_STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
 _PREFIX = "network."
 
 
@@ -39,22 +38,6 @@ class TrainedModel:
     recipe: dict[str, Any]
     path: Path
     step: int
-
-
-def step_path(run: Path, step: int) -> Path:
-    """Return the path of the checkpoint after an optimizer step."""
-    return run / "checkpoints" / f"step={step:08d}.ckpt"
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the optimizer step of a checkpoint, from its file name."""
-    return int(checkpoint.stem.removeprefix("step="))
-
-
-def step_checkpoints(run: Path) -> list[Path]:
-    """Return the run's checkpoints by step, the newest last, complete or not."""
-    paths = (run / "checkpoints").glob("step=*.ckpt")
-    return sorted(path for path in paths if _STEP_NAME.fullmatch(path.name))
 
 
 def metadata(recipe: dict[str, Any], network: NetworkSettings, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -103,26 +86,11 @@ class _Counter(io.BytesIO):
         return len(data)
 
 
-def is_valid(path: Path) -> bool:
-    """Return whether the file is a complete archive; its directory is at the end, so little is read."""
-    return zipfile.is_zipfile(path)
-
-
-def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
-    """Return the newest complete checkpoint of a run, and the newer ones that are incomplete."""
-    skipped: list[Path] = []
-    for path in reversed(step_checkpoints(run)):
-        if is_valid(path):
-            return path, skipped
-        skipped.append(path)
-    return None, skipped
-
-
 def resolve_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path stands for.
 
     For a run folder that is its average if it is not older than the newest checkpoint, else the best one by validation
-    BLEU, else the newest.
+    BLEU, else the newest. An average that is older is reported on standard error.
 
     Raises InputError when there is none.
     """
@@ -133,14 +101,28 @@ def resolve_checkpoint(path: Path) -> Path:
     averages = sorted(path.glob(AVERAGES), key=lambda p: p.stat().st_mtime)
     best = path / "checkpoints" / "best.ckpt"
     newest, _ = latest_valid(path)
-    if averages and newest is not None:
-        # A run that was resumed after averaging has better weights than its average.
-        step = step_of(newest)
-        averages = [average for average in averages if read_checkpoint(average).get("global_step", 0) >= step]
+    # A run that was resumed after averaging has better weights than its average.
+    outdated: tuple[Path, dict[str, Any]] | None = None
+    while averages and newest is not None:
+        contents = read_checkpoint(averages[-1])
+        if contents.get("global_step", 0) >= step_of(newest):
+            break
+        outdated = outdated or (averages[-1], contents)
+        averages.pop()
     for candidate in (averages[-1] if averages else None, best if best.is_file() else None, newest):
         if candidate is not None:
+            if outdated and not averages and newest is not None:
+                print(_outdated_message(path, *outdated, newest, candidate), file=sys.stderr)
             return candidate
     raise InputError(f"{path}: holds no checkpoint; give a .ckpt file or a run folder that fit has written")
+
+
+def _outdated_message(run: Path, average: Path, contents: dict[str, Any], newest: Path, candidate: Path) -> str:
+    last = len(contents.get("averaged", [])) or 5
+    return (
+        f"{average.name} is of step {contents.get('global_step', 0)} and the run is at step {step_of(newest)}, so "
+        f"{candidate.name} is used; to average again, run: python -m pipeline average {run} --last {last}"
+    )
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -183,12 +165,10 @@ def load_model(path: Path) -> TrainedModel:
     part = contents["translation"]
     tokenizer = Tokenizer(part["tokenizer"].numpy().tobytes())
     try:
-        with torch.device("meta"):
+        with _NoInitialValues():
             network = Transformer(tokenizer.vocabulary_size, NetworkSettings(**part["network"]))
     except ValueError as error:  # a norm or an activation that is not registered
         raise InputError(f"{path}: {error}") from None
-    network = network.to_empty(device="cpu")
-    network.positions = Transformer(2, NetworkSettings(**{**part["network"], "num_layers": 1})).positions
     try:
         network.load_state_dict(network_weights(contents))
     except RuntimeError as error:
@@ -200,6 +180,19 @@ def load_model(path: Path) -> TrainedModel:
     decoding = DecodingSettings(**part["recipe"]["decoding"])
     step = int(contents.get("global_step", 0))
     return TrainedModel(network.eval(), tokenizer, decoding, part["recipe"], path, step)
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leaves new weights uninitialized, because those of a checkpoint replace them.
+
+    The meta device would do the same, but the first operation on it imports torch.compile, which takes a second.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init" or func in (Tensor.normal_, Tensor.uniform_):
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def network_weights(contents: dict[str, Any]) -> dict[str, Tensor]:

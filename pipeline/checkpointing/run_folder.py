@@ -16,6 +16,7 @@ import yaml
 from data_module.atomic_folder import existing_parent, write_error
 from data_module.corpus.manifest import TEXT_KEYS, changed_texts
 from data_module.errors import InputError
+from pipeline.checkpointing.checkpoint_files import AVERAGES
 from pipeline.config.recipe import IGNORED_KEYS, Recipe, load_recipe
 from pipeline.runtime.atomic_file import atomic_file, is_temporary_file, remove_temporary_files
 from pipeline.runtime.signals import Stopped, raise_if_stopped
@@ -24,8 +25,6 @@ from pipeline.runtime.versions import versions
 
 EVENTS, METRICS, STARTS, SUMMARY = "tensorboard", "metrics.jsonl", "starts.jsonl", "summary.json"
 """TensorBoard's folder; the logged scalars, the starts of the run, and its final scores as JSON."""
-AVERAGES = "average*.ckpt"
-"""Averaged checkpoints of the run, by a pattern."""
 STOPPED_EARLY = "stopped-early.json"
 """Written when early stopping ends a run: the step and the patience."""
 

@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the averaged checkpoint and print its path."""
     from data_module.errors import InputError
-    from pipeline.checkpointing.checkpoint import average, is_valid, step_checkpoints, write_atomic
+    from pipeline.checkpointing.checkpoint import average, write_atomic
+    from pipeline.checkpointing.checkpoint_files import is_valid, step_checkpoints
 
     if arguments.run.is_file():
         raise InputError(f"{arguments.run}: is a file; give the run folder")

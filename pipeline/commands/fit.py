@@ -1,6 +1,7 @@
 """Corpus folder -> run folder. Run again, it resumes; the corpus is prepared first if it is not there.
 
-Settings of the recipe may be given as --section.key value, Lightning's as --trainer.key value.
+Settings of the recipe may be given as --section.key value, Lightning's as --trainer.key value. docs/recipes.md lists
+all settings with type, default and meaning, and has a table of sizes, memory and hours.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """Keys of Lightning's Trainer: which of them a recipe may set, and which values are accepted."""
 
-import inspect
-import typing
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal
 
 
 def validate_trainer_keys(options: dict[str, Any]) -> None:
@@ -73,10 +72,43 @@ RESERVED_KEYS = {
 """Keys of Lightning's Trainer that this program sets, with what to use instead."""
 
 
+_SIGNATURE: dict[str, Any] = {
+    "accelerator": str,
+    "strategy": str,
+    "devices": list[int] | str | int,
+    "num_nodes": int,
+    "precision": Literal[64, 32, 16]
+    | Literal[
+        "transformer-engine",
+        "transformer-engine-float16",
+        "16-true",
+        "16-mixed",
+        "bf16-true",
+        "bf16-mixed",
+        "32-true",
+        "64-true",
+    ]
+    | Literal["64", "32", "16", "bf16"]
+    | None,
+    "max_steps": int,
+    "min_steps": int | None,
+    "max_time": str | timedelta | dict[str, int] | None,
+    "limit_test_batches": int | float | None,
+    "limit_predict_batches": int | float | None,
+    "val_check_interval": int | float | str | timedelta | dict[str, int] | None,
+    "deterministic": bool | Literal["warn"] | None,
+    "benchmark": bool | None,
+    "inference_mode": bool,
+    "profiler": str | None,
+    "detect_anomaly": bool,
+    "sync_batchnorm": bool,
+}
+"""The other keys of Lightning's Trainer, without the classes that a recipe cannot contain.
+
+They are written out because importing Lightning takes seconds, and a mistake is to be reported before that.
+"""
+
+
 def trainer_signature() -> dict[str, Any]:
     """Return the keys that a recipe's `trainer:` may have, with their type annotations."""
-    from lightning.pytorch import Trainer
-
-    names = inspect.signature(Trainer.__init__).parameters
-    hints = typing.get_type_hints(Trainer.__init__)
-    return {name: hints[name] for name in names if name != "self" and name not in RESERVED_KEYS}
+    return dict(_SIGNATURE)

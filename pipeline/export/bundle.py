@@ -18,7 +18,7 @@ FILES = {"torchscript": "model.ts", "pt2": "model.pt2", "ctranslate2": "ctransla
 INT8 = {"model.ts": "model.int8.ts", "ctranslate2": "ctranslate2-int8"}
 """The int8 version of a file or folder."""
 
-PARITY_SENTENCES = 200
+PARITY_SENTENCES = 100
 """Sentences of the validation text to compare formats on."""
 
 

@@ -54,24 +54,27 @@ def _ctranslate2_int8(bundle: Bundle) -> None:
 def _compare_torchscript(bundle: Bundle, parity: Parity) -> Figures:
     path = bundle.folder / torchscript.NAME
     seconds, search = timed(lambda: torchscript.load_torchscript(path, packed=False))
-    figures = {"float32": {"load_seconds": seconds, **_compare_search(bundle, search, parity)}}
+    figures = {"float32": {"load_seconds": seconds, **_compare_search(bundle, search, parity, "model.ts")}}
     if can_pack(bundle.model.network):
         # Packed with packed, which computes the same operations in the same order.
         network = copy.deepcopy(bundle.model.network)
         pack_linears(network)
-        eager = parity.with_network(network)
+        eager = parity.with_network(network, "checkpoint, packed weights")
         seconds, search = timed(lambda: torchscript.load_torchscript(path))
-        figures["float32, packed"] = {"load_seconds": seconds, **_compare_search(bundle, search, eager)}
+        compared = _compare_search(bundle, search, eager, "model.ts, packed weights")
+        figures["float32, packed"] = {"load_seconds": seconds, **compared}
         figures["checkpoint, packed"] = eager.figures
     seconds, search = timed(lambda: torchscript.load_torchscript(path, packed=False).to(torch.bfloat16))
-    figures["bfloat16"] = {"load_seconds": seconds, **_report(parity, _runner(bundle, search).beam)}
+    some = parity.sample()
+    reported = _report(some, _runner(bundle, search, "model.ts in bfloat16").beam)
+    figures["bfloat16"] = {"load_seconds": seconds, "sentences": len(some.sources), **reported}
     return figures
 
 
 def _compare_torchscript_int8(bundle: Bundle, parity: Parity) -> Figures:
     path = bundle.folder / torchscript.INT8_NAME
     seconds, search = timed(lambda: torchscript.load_torchscript(path))
-    return {"int8": {"load_seconds": seconds, **_report(parity, _runner(bundle, search).beam)}}
+    return {"int8": {"load_seconds": seconds, **_report(parity, _runner(bundle, search, path.name).beam)}}
 
 
 def _compare_pt2(bundle: Bundle, parity: Parity) -> Figures:
@@ -108,8 +111,8 @@ def _compare_ctranslate2_int8(bundle: Bundle, parity: Parity) -> Figures:
     return {"int8": {"load_seconds": seconds, **_report(parity, runner.beam)}}
 
 
-def _runner(bundle: Bundle, search: Any) -> SearchRunner:
-    return SearchRunner(search, bundle.model.tokenizer, bundle.model.decoding)
+def _runner(bundle: Bundle, search: Any, name: str) -> SearchRunner:
+    return SearchRunner(search, bundle.model.tokenizer, bundle.model.decoding, name)
 
 
 def _ctranslate2_runner(bundle: Bundle, name: str, compute_type: str) -> CTranslate2Runner:
@@ -123,9 +126,9 @@ def _ctranslate2_runner(bundle: Bundle, name: str, compute_type: str) -> CTransl
     )
 
 
-def _compare_search(bundle: Bundle, search: Any, parity: Parity) -> Figures:
+def _compare_search(bundle: Bundle, search: Any, parity: Parity, name: str) -> Figures:
     """Compare a search that must give the checkpoint's translations."""
-    runner = _runner(bundle, search)
+    runner = _runner(bundle, search, name)
     beam, figures = parity.measure(runner.beam)
     figures = {**parity.against(beam), **parity.greedy_against(runner.greedy(parity.sources)), **figures}
     return _with_bounds(parity, figures)

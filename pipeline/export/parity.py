@@ -36,8 +36,10 @@ BOUNDS = {
     "bleu_difference": BLEU,
     "bleu_difference_from_sentences_on": ENOUGH_SENTENCES,
 }
-SINGLE_SENTENCES = 20
+SINGLE_SENTENCES = 5
 """Number of sentences to measure latencies on."""
+REPORTED_SHARE = 4
+"""One sentence in this many is enough for a precision that is only reported, and that no file is in."""
 
 Result = TypeVar("Result")
 Figures = dict[str, Any]
@@ -60,6 +62,7 @@ class Parity:
     ) -> None:
         """Search the text with the checkpoint. Sources are cut to `longest` tokens; empty sources are left out."""
         self.network, self.tokenizer, self.settings = network, tokenizer, settings
+        self.name = "checkpoint"
         encoded = [[*ids.tolist()[: longest - 1], tokenizer.eos_id] for ids in tokenizer.encode(text.sources)]
         kept = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         self.sources = [encoded[index] for index in kept]
@@ -70,16 +73,25 @@ class Parity:
     def _search(self) -> None:
         tokenizer = self.tokenizer
         search = BeamSearch(self.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
-        runner = SearchRunner(search, tokenizer, self.settings)
+        runner = SearchRunner(search, tokenizer, self.settings, self.name)
         self.beam, self.figures = self.measure(runner.beam)
         self.greedy = runner.greedy(self.sources)
         self.bleu = self.figures.get("bleu")
 
-    def with_network(self, network: Transformer) -> "Parity":
-        """Return a copy that compares with another form of the network."""
+    def with_network(self, network: Transformer, name: str) -> "Parity":
+        """Return a copy that compares with another form of the network, `name` in the progress bar."""
         other = copy.copy(self)
-        other.network = network
+        other.network, other.name = network, name
         other._search()
+        return other
+
+    def sample(self) -> "Parity":
+        """Return a copy with one sentence in `REPORTED_SHARE`."""
+        other = copy.copy(self)
+        kept = slice(None, None, REPORTED_SHARE)
+        other.sources, other.beam, other.greedy = self.sources[kept], self.beam[kept], self.greedy[kept]
+        other.references = self.references[kept] if self.references else None
+        other.bleu = other._bleu([answers[0] for answers in other.beam]).get("bleu")
         return other
 
     def measure(self, beam: Callable[[list[Ids]], list[list[Answer]]]) -> tuple[list[list[Answer]], Figures]:
@@ -159,9 +171,12 @@ class Parity:
         `forced` maps source [B, S], mask [B, S] and target [B, T] to a format's logits [B, T, vocabulary].
         """
         differences: list[float] = []
-        for start in range(0, len(self.sources), 20):
-            source, mask = padded(self.sources[start : start + 20], self.tokenizer.pad_id)
-            answers = [[self.tokenizer.bos_id, *one.tokens[:-1]] for one in self.greedy[start : start + 20]]
+        # Answers of like length together: fewer steps.
+        order = sorted(range(len(self.sources)), key=lambda index: len(self.greedy[index].tokens))
+        for start in range(0, len(order), 20):
+            batch = order[start : start + 20]
+            source, mask = padded([self.sources[index] for index in batch], self.tokenizer.pad_id)
+            answers = [[self.tokenizer.bos_id, *self.greedy[index].tokens[:-1]] for index in batch]
             target, is_token = padded(answers, self.tokenizer.pad_id)
             expected = self.network.logits(self.network(source, target, mask))
             difference = (forced(source, mask, target) - expected).abs().amax(-1)

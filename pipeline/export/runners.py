@@ -10,6 +10,7 @@ from torch import Tensor
 
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings
+from pipeline.inference.text_io import progress_bar
 from pipeline.inference.translator import batches_by_length, padded
 
 BATCH_TOKENS = 4096
@@ -28,14 +29,15 @@ class Answer(NamedTuple):
 class SearchRunner:
     """A `BeamSearch`, the checkpoint's or one loaded from TorchScript."""
 
-    def __init__(self, search: Any, tokenizer: Tokenizer, settings: DecodingSettings) -> None:
-        self.search, self.tokenizer, self.settings = search, tokenizer, settings
+    def __init__(self, search: Any, tokenizer: Tokenizer, settings: DecodingSettings, name: str) -> None:
+        """`name` says in the progress bar which search this is."""
+        self.search, self.tokenizer, self.settings, self.name = search, tokenizer, settings, name
 
     def beam(self, sources: list[Ids]) -> list[list[Answer]]:
         """Return all hypotheses of the final beam, best first."""
         settings = self.settings
         options = (settings.beam_size, settings.length_penalty, settings.max_extra_tokens, settings.beam_size)
-        return self._all(sources, lambda source, mask: self.search.beam(source, mask, *options)[:3])
+        return self._all(sources, lambda source, mask: self.search.beam(source, mask, *options)[:3], "beam search")
 
     def greedy(self, sources: list[Ids]) -> list[Answer]:
         """Return the greedy answer of each sentence."""
@@ -43,17 +45,21 @@ class SearchRunner:
         def search(source: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
             return tuple(one.unsqueeze(1) for one in self.search.greedy(source, mask, self.settings.max_extra_tokens))
 
-        return [answers[0] for answers in self._all(sources, search)]
+        return [answers[0] for answers in self._all(sources, search, "greedy search")]
 
-    def _all(self, sources: list[Ids], search: Callable[..., tuple[Tensor, ...]]) -> list[list[Answer]]:
+    def _all(self, sources: list[Ids], search: Callable[..., tuple[Tensor, ...]], kind: str) -> list[list[Answer]]:
         found: list[list[Answer]] = [[] for _ in sources]
-        for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
-            source, mask = padded([sources[index] for index in batch], self.tokenizer.pad_id)
-            answers = [one.tolist() for one in search(source, None if bool(mask.all()) else mask)]
-            for index, *rows in zip(batch, *answers, strict=True):
-                found[index] = [
-                    Answer(tuple(tokens[:length]), score) for tokens, length, score in zip(*rows, strict=True) if length
-                ]
+        with progress_bar(len(sources), description=f"{self.name}, {kind}") as bar:
+            for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
+                source, mask = padded([sources[index] for index in batch], self.tokenizer.pad_id)
+                answers = [one.tolist() for one in search(source, None if bool(mask.all()) else mask)]
+                for index, *rows in zip(batch, *answers, strict=True):
+                    found[index] = [
+                        Answer(tuple(tokens[:length]), score)
+                        for tokens, length, score in zip(*rows, strict=True)
+                        if length
+                    ]
+                bar.update(len(batch))
         return found
 
 
@@ -70,28 +76,34 @@ class ExportedProgramRunner:
     def greedy(self, sources: list[Ids]) -> list[Answer]:
         """Return the greedy answer of each sentence. Padding and the begin symbol are never chosen."""
         found: list[Answer] = [Answer((), 0.0) for _ in sources]
-        tokenizer = self.tokenizer
-        for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
-            source, mask = padded([sources[index] for index in batch], tokenizer.pad_id)
-            limits = mask.sum(1) + self.settings.max_extra_tokens
-            limits = limits.clamp(max=self.max_positions) if self.max_positions else limits
-            cross_keys, cross_values = self.encode(source, mask)
-            keys, values = cross_keys[:, :, :, :0], cross_values[:, :, :, :0]
-            last = torch.full([len(batch)], tokenizer.bos_id)
-            ended = torch.zeros(len(batch), dtype=torch.bool)
-            totals = torch.zeros(len(batch))
-            tokens: list[Tensor] = []
-            while not bool(ended.all()):
-                logits, keys, values = self.step(last, keys, values, cross_keys, cross_values, mask)
-                chances = logits.log_softmax(-1)
-                chances[:, [tokenizer.pad_id, tokenizer.bos_id]] = float("-inf")
-                last = chances.argmax(-1).masked_fill(limits <= len(tokens) + 1, tokenizer.eos_id)
-                totals += chances.gather(1, last.unsqueeze(1)).squeeze(1).masked_fill(ended, 0.0)
-                tokens.append(last)
-                ended |= last == tokenizer.eos_id
-            for index, row, total in zip(batch, torch.stack(tokens, 1).tolist(), totals.tolist(), strict=True):
-                found[index] = Answer(tuple(row[: row.index(tokenizer.eos_id) + 1]), total)
+        with progress_bar(len(sources), description="model.pt2, greedy search") as bar:
+            for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
+                for index, answer in zip(batch, self._search([sources[index] for index in batch]), strict=True):
+                    found[index] = answer
+                bar.update(len(batch))
         return found
+
+    def _search(self, sources: list[Ids]) -> list[Answer]:
+        tokenizer = self.tokenizer
+        source, mask = padded(sources, tokenizer.pad_id)
+        limits = mask.sum(1) + self.settings.max_extra_tokens
+        limits = limits.clamp(max=self.max_positions) if self.max_positions else limits
+        cross_keys, cross_values = self.encode(source, mask)
+        keys, values = cross_keys[:, :, :, :0], cross_values[:, :, :, :0]
+        last = torch.full([len(sources)], tokenizer.bos_id)
+        ended = torch.zeros(len(sources), dtype=torch.bool)
+        totals = torch.zeros(len(sources))
+        tokens: list[Tensor] = []
+        while not bool(ended.all()):
+            logits, keys, values = self.step(last, keys, values, cross_keys, cross_values, mask)
+            chances = logits.log_softmax(-1)
+            chances[:, [tokenizer.pad_id, tokenizer.bos_id]] = float("-inf")
+            last = chances.argmax(-1).masked_fill(limits <= len(tokens) + 1, tokenizer.eos_id)
+            totals += chances.gather(1, last.unsqueeze(1)).squeeze(1).masked_fill(ended, 0.0)
+            tokens.append(last)
+            ended |= last == tokenizer.eos_id
+        rows = zip(torch.stack(tokens, 1).tolist(), totals.tolist(), strict=True)
+        return [Answer(tuple(row[: row.index(tokenizer.eos_id) + 1]), total) for row, total in rows]
 
     @torch.no_grad()
     def logits(self, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:

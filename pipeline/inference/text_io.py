@@ -23,13 +23,13 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length-penalty", type=float, help="exponent alpha of the penalty (default: the recipe's)")
 
 
-def progress_bar(total: int | None = None, *, show: bool = True) -> Any:
+def progress_bar(total: int | None = None, *, show: bool = True, description: str = "translating") -> Any:
     """Return a tqdm bar on standard error that counts translated sentences and appears after two seconds."""
     from tqdm import tqdm
 
     # A log file gets a line every half minute instead of an animated bar.
     interval = 0.1 if sys.stderr.isatty() else 30.0
-    return tqdm(total=total, desc="translating", unit=" sentences", delay=2, mininterval=interval, disable=not show)
+    return tqdm(total=total, desc=description, unit=" sentences", delay=2, mininterval=interval, disable=not show)
 
 
 class LineWarning:

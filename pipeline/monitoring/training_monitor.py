@@ -20,6 +20,8 @@ from pipeline.monitoring.progress import Progress
 from pipeline.profiling.step_clock import StepClock
 from pipeline.runtime.console import say
 
+ANNOUNCE_AFTER_SECONDS = 10.0
+"""How long after its start a run says how long it will take."""
 MAX_SKIPPED_IN_A_ROW = 20
 """Training ends with an error after this many consecutive steps without a finite gradient."""
 
@@ -47,6 +49,9 @@ class TrainingMonitor(Callback):
         self.clock = StepClock()
         self._matmul_rate = 0.0
         self._progress: Progress | None = None
+        self._announce_at = math.inf
+        self._validation_started = 0.0
+        self._validation_seconds: float | None = None
         self._sums: Tensor | None = None
         self._steps = self._target_tokens = self._padded_tokens = self._tokens = 0
 
@@ -55,7 +60,11 @@ class TrainingMonitor(Callback):
         if self._flops_per_token:
             self._matmul_rate = matmul_rate(pl_module.device, str(trainer.precision))
         if trainer.is_global_zero:
-            self._progress = Progress(trainer.global_step, trainer.max_steps)
+            every = trainer.val_check_interval
+            validates = trainer.enable_validation and isinstance(every, int)
+            self._progress = Progress(trainer.global_step, trainer.max_steps, int(every) if validates else None)
+            self._progress.validation_seconds = self._validation_seconds
+            self._announce_at = time.monotonic() + ANNOUNCE_AFTER_SECONDS
         loader = trainer.train_dataloader
         if loader is not None:
             loader.on_wait = self.clock.begin
@@ -81,9 +90,19 @@ class TrainingMonitor(Callback):
         self._tokens += batch.num_tokens
         if self._progress is not None:
             self._progress.advance()
+            if time.monotonic() >= self._announce_at:
+                self._announce(self._progress)
         if trainer.global_step % self._every_steps == 0:
             self._log(trainer, outputs, batch)
             self._reset()
+
+    def _announce(self, progress: Progress) -> None:
+        """Say how long the run will take, once enough steps have been taken to tell."""
+        self.clock.read()
+        seconds_per_step = self.clock.median_step_seconds()
+        if seconds_per_step is not None:
+            progress.announce(seconds_per_step)
+            self._announce_at = math.inf
 
     def _log(self, trainer: Trainer, outputs: dict[str, Any], batch: RankBatch) -> None:
         assert self._sums is not None
@@ -117,7 +136,7 @@ class TrainingMonitor(Callback):
         if trainer.logger is not None:
             trainer.logger.log_metrics(scalars, step=trainer.global_step)
         if self._progress is not None:
-            self._progress.show(shown)
+            self._progress.show(shown, self.clock.median_step_seconds())
 
     def _throughput(self, trainer: Trainer) -> dict[str, float]:
         """Return this rank's time per step and the throughput of all ranks, without validation and checkpoints."""
@@ -142,10 +161,14 @@ class TrainingMonitor(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the time from here on as validation."""
         self.clock.begin("validation")
+        self._validation_started = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the scores, and count time as training again."""
         self.clock.begin("between")
+        self._validation_seconds = time.monotonic() - self._validation_started
+        if self._progress is not None:
+            self._progress.validation_seconds = self._validation_seconds
         metrics = trainer.callback_metrics
         if "validation/bleu" in metrics and not trainer.sanity_checking and self._progress is not None:
             bleu, chrf, loss, perplexity = (
@@ -155,7 +178,7 @@ class TrainingMonitor(Callback):
                 f"step {trainer.global_step}: validation BLEU {bleu:.2f}, chrF {chrf:.2f}, loss {loss:.4f}, "
                 f"perplexity {perplexity:.3f}"
             )
-            self._progress.show({"BLEU": f"{bleu:.2f}"})
+            self._progress.show({"BLEU": f"{bleu:.2f}"}, self.clock.median_step_seconds())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the progress bar."""
@@ -183,13 +206,14 @@ class TrainingMonitor(Callback):
         return self.clock.counted_seconds / max(time.time() - self.submitted, 1e-9)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: the seconds of the steps up to this checkpoint."""
+        """Return the state to save: the seconds of the steps up to this checkpoint and of the last validation."""
         self.clock.read()
-        return {"counted_seconds": self.clock.counted_seconds}
+        return {"counted_seconds": self.clock.counted_seconds, "validation_seconds": self._validation_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the callback's state."""
         self.clock.counted_seconds = state_dict["counted_seconds"]
+        self._validation_seconds = state_dict.get("validation_seconds")  # Not in checkpoints of earlier versions.
 
     def _reset(self) -> None:
         self._sums = None

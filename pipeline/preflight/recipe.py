@@ -123,8 +123,11 @@ def check_text(
 
 def check_disk_space(recipe: "Recipe") -> CheckResult:
     """Check that the run folder's disk has room for the checkpoints."""
+    from pipeline.checkpointing.checkpoint_files import checkpoint_bytes
+
     free = shutil.disk_usage(existing_parent(recipe.run_folder())).free
-    needed = checkpoint_bytes(recipe) * (recipe.run.keep_last + 2)
+    size = checkpoint_bytes(_num_parameters(recipe), recipe.training.ema_decay is not None)
+    needed = size * (recipe.run.keep_last + 2)
     enough = free > needed
     hint = "" if enough else "; lower run.keep_last or set another run.folder"
     return CheckResult(enough, f"{free / 2**30:.1f} GiB free, checkpoints need {needed / 2**30:.1f} GiB{hint}")
@@ -140,13 +143,11 @@ def check_hardware_keys(context: CheckContext) -> Iterator[CheckResult]:
             yield CheckResult(True, f"trainer.{key} {value} is ignored: the job sets it to {count}")
 
 
-def checkpoint_bytes(recipe: "Recipe") -> int:
-    """Return the size of a checkpoint: weights, Adam's two moments and, with EMA, the average, all in float32."""
+def _num_parameters(recipe: "Recipe") -> int:
     import torch
 
     from model.transformer import Transformer
 
     with torch.device("meta"):
         parameters = Transformer(recipe.corpus.vocabulary_size, recipe.network).parameters()
-    copies = 3 if recipe.training.ema_decay is None else 4
-    return 4 * copies * sum(parameter.numel() for parameter in parameters)
+    return sum(parameter.numel() for parameter in parameters)

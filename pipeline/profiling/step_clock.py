@@ -1,6 +1,7 @@
 """Division of a run's time into training steps and other phases."""
 
-from collections import Counter
+import statistics
+from collections import deque
 
 import torch
 
@@ -8,6 +9,13 @@ from pipeline.profiling.stopwatch import Stopwatch
 
 STEP = ("data_wait", "compute", "between")
 """Phases of a step: waiting for the loader, the step itself, and the loop around them."""
+
+RECENT_SECONDS = 300.0
+"""The median step is that of the last steps that took this long together."""
+RECENT_STEPS = 1000
+"""At most this many steps."""
+ENOUGH_STEPS = 3
+"""With fewer steps there is no median: the first one after a start takes longer than those that follow."""
 
 
 class StepClock:
@@ -20,9 +28,12 @@ class StepClock:
     def __init__(self) -> None:
         self._watch: Stopwatch | None = None
         self._phase = ""
-        self._since_lap: Counter[str] = Counter()
+        self._since_lap = dict.fromkeys(STEP, 0.0)
         self.counted_seconds = 0.0
         """Seconds in steps up to the last reading; a resumed run restores them from its checkpoint."""
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._unfinished = 0.0
+        self._last_phase = ""
 
     def start(self, device: torch.device) -> None:
         """Begin to measure."""
@@ -38,13 +49,29 @@ class StepClock:
     def read(self) -> None:
         """Update the sums; wait for the device."""
         if self._watch is not None:
-            seconds = self._watch.read()
-            self._since_lap.update(seconds)
-            self.counted_seconds += sum(seconds.get(name, 0.0) for name in STEP)
+            for name, seconds in self._watch.read_phases():
+                if name in STEP:
+                    self._since_lap[name] += seconds
+                    self.counted_seconds += seconds
+                    self._count_step(name, seconds)
+                self._last_phase = name
             self.begin(self._phase)
+
+    def _count_step(self, phase: str, seconds: float) -> None:
+        """Add a phase to the unfinished step. A step ends where its computation does; a reading may cut that in two."""
+        if phase == "between" and self._last_phase == "compute":
+            self._recent.append(self._unfinished)
+            self._unfinished = 0.0
+            while sum(self._recent) > RECENT_SECONDS and len(self._recent) > ENOUGH_STEPS:
+                self._recent.popleft()
+        self._unfinished += seconds
+
+    def median_step_seconds(self) -> float | None:
+        """Return the median of the recent steps up to the last reading; None if they are too few."""
+        return statistics.median(self._recent) if len(self._recent) >= ENOUGH_STEPS else None
 
     def lap(self) -> dict[str, float]:
         """Return the seconds in each phase of a step since the last call."""
         self.read()
-        lap, self._since_lap = self._since_lap, Counter()
-        return {name: lap.get(name, 0.0) for name in STEP}
+        lap, self._since_lap = self._since_lap, dict.fromkeys(STEP, 0.0)
+        return lap

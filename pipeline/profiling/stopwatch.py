@@ -33,14 +33,21 @@ class Stopwatch:
 
     def read(self) -> dict[str, float]:
         """Return the total seconds of each phase and reset the stopwatch."""
+        seconds: dict[str, float] = defaultdict(float)
+        for name, one in self.read_phases():
+            seconds[name] += one
+        return seconds
+
+    def read_phases(self) -> list[tuple[str, float]]:
+        """Return name and seconds of all phases in order, and reset the stopwatch."""
         self.begin("")
         if self._on_gpu:
             torch.cuda.synchronize()
         marks, self._marks = self._marks, []
-        seconds: dict[str, float] = defaultdict(float)
-        for (name, start), (_, end) in pairwise(marks):
-            seconds[name] += start.elapsed_time(end) / 1000.0 if self._on_gpu else end - start
-        return seconds
+        return [
+            (name, start.elapsed_time(end) / 1000.0 if self._on_gpu else end - start)
+            for (name, start), (_, end) in pairwise(marks)
+        ]
 
 
 class PeakMemory:

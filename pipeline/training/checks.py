@@ -61,7 +61,7 @@ def check_run_folder(context: CheckContext) -> str:
 def check_initial_state(context: CheckContext) -> str | None:
     """Check the run that would be resumed, or else the weights that a new run would start from."""
     from data_module.corpus.manifest import is_corpus, read_manifest
-    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, tokenizer_of
+    from pipeline.checkpointing.checkpoint_files import latest_valid
     from pipeline.checkpointing.run_folder import check_same_run
     from pipeline.training.init_from import load_initial_weights
     from pipeline.training.start import check_same_vocabulary, should_reset
@@ -72,6 +72,8 @@ def check_initial_state(context: CheckContext) -> str | None:
     if checkpoint is not None:
         check_same_run(run, recipe)
         if is_corpus(corpus):
+            from pipeline.checkpointing.checkpoint import read_checkpoint, tokenizer_of  # imports torch
+
             sha256 = read_manifest(corpus)["tokenizer"]["sha256"]
             check_same_vocabulary(recipe, sha256, tokenizer_of(read_checkpoint(checkpoint)))
     elif context.init_from:
@@ -81,16 +83,20 @@ def check_initial_state(context: CheckContext) -> str | None:
 
 def check_bleu_tokenizer(context: CheckContext) -> str:
     """Check that the tokenizer of validation BLEU is installed."""
-    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint
+    from pipeline.checkpointing.checkpoint_files import latest_valid
     from pipeline.inference.bleu_tokenizer import require_tokenizer
-    from pipeline.monitoring.validation_samples import bleu_tokenizer_of
     from pipeline.training.start import choose_bleu_tokenizer, should_reset
 
     run, requested = context.recipe.run_folder(), context.recipe.run.bleu_tokenizer
     newest = None if should_reset(context.reset, run, context.job) else latest_valid(run)[0]
     if requested is not None:
         require_tokenizer(requested, f"run.bleu_tokenizer {requested}")
-    began = bleu_tokenizer_of(read_checkpoint(newest)) if newest else None
+    began = None
+    if newest is not None:
+        from pipeline.checkpointing.checkpoint import read_checkpoint  # imports torch
+        from pipeline.monitoring.validation_samples import bleu_tokenizer_of  # imports Lightning
+
+        began = bleu_tokenizer_of(read_checkpoint(newest))
     tokenizer, note = choose_bleu_tokenizer(context.recipe, began)
     return note or f"validation BLEU on {tokenizer} tokens"
 

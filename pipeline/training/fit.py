@@ -26,8 +26,7 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
     from data_module.corpus.manifest import is_corpus
-    from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, tokenizer_of
+    from pipeline.checkpointing.checkpoint_files import latest_valid
     from pipeline.config.recipe import load_recipe
     from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
     from pipeline.training.checks import CHECKS, CheckContext, cpu_devices_warning
@@ -52,6 +51,9 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
     if checkpoint is not None:
         if not is_corpus(recipe.corpus_folder()):
             # A corpus that is prepared anew for the run needs the run's vocabulary.
+            from data_module.tokenization.tokenizer import Tokenizer
+            from pipeline.checkpointing.checkpoint import read_checkpoint, tokenizer_of  # imports torch
+
             tokenizer = Tokenizer(tokenizer_of(read_checkpoint(checkpoint)))
         if init_from is not None:
             say(f"{recipe.run_folder()}: resuming this run; --init-from is ignored")

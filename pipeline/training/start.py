@@ -123,10 +123,8 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
 
     With `checked`, report what has changed since the last start and raise InputError where that is not allowed.
     """
-    from pipeline.checkpointing.checkpoint import latest_valid, read_checkpoint, step_of, tokenizer_of
+    from pipeline.checkpointing.checkpoint_files import latest_valid, step_of
     from pipeline.checkpointing.run_folder import check_same_run
-    from pipeline.monitoring.validation_samples import bleu_tokenizer_of
-    from pipeline.training.graceful_stop import validation_is_pending
 
     path = recipe.run_folder()
     checkpoint, damaged = latest_valid(path)
@@ -135,9 +133,15 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
             print(f"{other}: is incomplete; skipped", file=sys.stderr)
     if checkpoint is None:
         return None
-    contents = read_checkpoint(checkpoint)
     if checked:
         allowed = check_same_run(path, recipe)
+    # Imported here because torch and Lightning take seconds, and another recipe's run is refused before that.
+    from pipeline.checkpointing.checkpoint import read_checkpoint, tokenizer_of
+    from pipeline.monitoring.validation_samples import bleu_tokenizer_of
+    from pipeline.training.graceful_stop import validation_is_pending
+
+    contents = read_checkpoint(checkpoint)
+    if checked:
         check_same_vocabulary(recipe, tokenizer.sha256, tokenizer_of(contents))
         for change in allowed:
             print(f"changed since the last start: {change}", file=sys.stderr)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tqdm import tqdm
 
 from data_module.corpus import builder as corpus_builder
 from data_module.corpus.builder import learn_tokenizer
@@ -393,12 +392,12 @@ def test_progress_is_shown_if_enabled(
 ) -> None:
     bars: list[Any] = []
 
-    class Kept(tqdm):  # type: ignore[type-arg]
+    class Kept(corpus_builder._StageBar):
         def __init__(self, **options: Any) -> None:
             super().__init__(**options | {"delay": 0})
             bars.append((self, options["desc"], options["total"]))
 
-    monkeypatch.setattr(corpus_builder, "tqdm", Kept)
+    monkeypatch.setattr(corpus_builder, "_StageBar", Kept)
     prepare(replace(settings, train=[replace(settings.train[0], repeat=2), settings.validation[0]]))
     assert "encoding: 100%" in capsys.readouterr().err
     assert [(what, total) for _, what, total in bars] == [
@@ -410,6 +409,20 @@ def test_progress_is_shown_if_enabled(
     assert [bar.n for bar, what, _ in bars if what != "training the tokenizer"] == [420, 20, 420]
     made(settings, force=True)
     assert capsys.readouterr().err == ""
+
+
+def test_a_stage_is_shown_in_a_log_file_after_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """And then every half minute. The bar's clock is moved back."""
+    with corpus_builder._bar("encoding", 100, progress=True) as bar:
+        shown = []
+        for seconds in (1.5, 1.0, 27.0, 2.0, 2.0):
+            bar.start_t -= seconds
+            bar.last_print_t -= seconds
+            bar.update(10)
+            shown.append(capsys.readouterr().err)
+    assert [line.count("encoding:") for line in shown] == [0, 1, 0, 0, 1]
+    assert "20/100" in shown[1]
+    assert "50/100" in shown[4]
 
 
 def test_an_empty_folder_is_used(settings: CorpusSettings) -> None:

@@ -18,15 +18,13 @@ from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import (
     average,
-    latest_valid,
     load_model,
     metadata,
     read_checkpoint,
     resolve_checkpoint,
-    step_checkpoints,
-    step_path,
     write_atomic,
 )
+from pipeline.checkpointing.checkpoint_files import checkpoint_bytes, latest_valid, step_checkpoints, step_path
 from pipeline.config.recipe import load_recipe
 from tests.conftest import tiny_recipe
 
@@ -73,6 +71,17 @@ def test_newer_settings_have_their_defaults(finished_run: Path, tmp_path: Path) 
     write_atomic(contents, tmp_path / "extended.ckpt")
     with pytest.raises(InputError, match=r"extended\.ckpt: network\.norm 'rms' is not registered; "):
         load_model(tmp_path / "extended.ckpt")
+
+
+def test_the_size_of_a_checkpoint_is_that_of_weights_and_moments(trained_run: Path) -> None:
+    path = step_checkpoints(trained_run)[-1]
+    contents = read_checkpoint(path)
+    states = contents["optimizer_states"][0]["state"].values()
+    tensors = [*contents["state_dict"].values(), *(one for state in states for one in state.values() if one.dim())]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    num_parameters = sum(one.numel() for one in load_model(path).network.parameters())
+    assert checkpoint_bytes(num_parameters, with_average=False) == size
+    assert checkpoint_bytes(num_parameters, with_average=True) == size + 4 * num_parameters
 
 
 def test_average_is_the_mean(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +160,28 @@ def test_average_is_summed_in_float64(finished_run: Path, tmp_path: Path) -> Non
         write_atomic(contents, tmp_path / f"{number}.ckpt")
         paths.append(tmp_path / f"{number}.ckpt")
     assert average(paths)["state_dict"]["network.x"].item() == pytest.approx(1 / 3)
+
+
+def test_an_outdated_average_is_reported(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    assert main(["average", str(run), "--last", "2"]) == 0
+    assert main(["average", str(run), "--last", "3"]) == 0
+    capsys.readouterr()
+    assert resolve_checkpoint(run).name == "average-last-3.ckpt"
+    assert capsys.readouterr().err == ""
+    shutil.copy(run / "checkpoints" / "best.ckpt", run / "checkpoints" / "step=00000250.ckpt")
+    assert resolve_checkpoint(run).name == "best.ckpt"
+    assert capsys.readouterr().err == (
+        "average-last-3.ckpt is of step 240 and the run is at step 250, so best.ckpt is used; "
+        f"to average again, run: python -m pipeline average {run} --last 3\n"
+    )
+    # Nothing is reported if one average of several is up to date.
+    write_atomic(average(step_checkpoints(run)) | {"global_step": 250}, run / "average-last-4.ckpt")
+    os.utime(run / "average-last-4.ckpt", (1, 1))
+    assert resolve_checkpoint(run).name == "average-last-4.ckpt"
+    assert capsys.readouterr().err == ""
 
 
 def test_resolution_of_a_run_folder(finished_run: Path, tmp_path: Path) -> None:

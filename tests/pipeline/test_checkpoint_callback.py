@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import callback as callback_module
 from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
-from pipeline.checkpointing.checkpoint import read_checkpoint, step_checkpoints, step_of
+from pipeline.checkpointing.checkpoint import read_checkpoint
+from pipeline.checkpointing.checkpoint_files import step_checkpoints, step_of
 from pipeline.checkpointing.ema import EMA
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock

@@ -16,7 +16,7 @@ from pipeline.runtime.slurm import JobStep
 from pipeline.training.compilation import should_compile
 from pipeline.training.precision import best_precision, precision_plugin
 from pipeline.training.trainer import strategy, trainer_options
-from tests.conftest import pipeline
+from tests.conftest import ROOT, pipeline
 
 
 def test_bf16_on_cpus_that_support_it() -> None:
@@ -41,6 +41,12 @@ def test_ddp_with_more_than_one_process() -> None:
         chosen = strategy({"accelerator": "cpu", **options})
         assert isinstance(chosen, SingleStreamDDP)
         assert chosen._ddp_kwargs == {"gradient_as_bucket_view": True}
+
+
+def test_help_names_the_page_that_lists_all_settings() -> None:
+    said = pipeline("fit", "--help").stdout.decode()
+    [page] = re.findall(r"docs/\S+\.md", said)
+    assert "\n| `run.keep_last` | integer |" in (ROOT / page).read_text()
 
 
 def test_reserved_trainer_keys() -> None:

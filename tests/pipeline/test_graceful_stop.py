@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
-from pipeline.checkpointing.checkpoint import read_checkpoint, step_checkpoints, step_of
+from pipeline.checkpointing.checkpoint import read_checkpoint
+from pipeline.checkpointing.checkpoint_files import step_checkpoints, step_of
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock

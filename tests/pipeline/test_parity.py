@@ -109,11 +109,24 @@ def test_sources_are_cut_and_empty_sources_left_out(tokenizer: Tokenizer) -> Non
 
 
 def test_another_form_of_the_network_is_searched_again(parity: Parity, tokenizer: Tokenizer) -> None:
-    other = parity.with_network(make_model(tokenizer, d_ff=40).network)
+    other = parity.with_network(make_model(tokenizer, d_ff=40).network, "other")
     assert other.sources == parity.sources
     assert other.beam != parity.beam
     assert other.greedy != parity.greedy
-    assert parity.with_network(parity.network).beam == parity.beam
+    assert parity.with_network(parity.network, "same").beam == parity.beam
+
+
+def test_a_sample_is_every_fourth_sentence(parity: Parity) -> None:
+    parity.references = [f"reference {index}" for index in range(len(parity.sources))]
+    some = parity.sample()
+    for name in ("sources", "beam", "greedy", "references"):
+        assert getattr(some, name) == [getattr(parity, name)[index] for index in (0, 4, 8)]
+    texts = parity.tokenizer.decode([answers[0].tokens for answers in some.beam])
+    assert some.bleu == round(sacrebleu.corpus_bleu(texts, [some.references]).score, 4)
+    assert len(parity.sources) == len(TEXT.sources) == 12
+    assert some.share_equal(some.beam) == 1.0
+    parity.references = None
+    assert parity.sample().bleu is None
 
 
 END = 3
@@ -159,7 +172,7 @@ def test_log_probabilities_are_those_of_the_search(parity: Parity) -> None:
     assert parity.log_probabilities() == pytest.approx([answer.score for answer in parity.greedy], abs=1e-4)
 
 
-@pytest.mark.parametrize(("num_sentences", "num_single"), [(12, 12), (50, 20)])
+@pytest.mark.parametrize(("num_sentences", "num_single"), [(4, 4), (12, 5)])
 def test_throughput_and_latency(
     parity: Parity, monkeypatch: pytest.MonkeyPatch, num_sentences: int, num_single: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 
 from pipeline.profiling.step_clock import StepClock
@@ -33,3 +34,42 @@ def test_phases_add_up_and_others_do_not_count() -> None:
     clock.read()
     time.sleep(0.01)
     assert clock.lap()["compute"] >= 0.02
+
+
+def test_the_median_step_is_that_of_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = StepClock()
+    clock.start(torch.device("cpu"))
+
+    def take(seconds: float, read: str = "") -> None:
+        """A step of which a tenth is waiting for data; `read` names a phase that a reading cuts in two."""
+        nonlocal now
+        for phase, part in (("data_wait", 0.1), ("compute", 0.9)):
+            clock.begin(phase)
+            now += seconds * part / 2
+            if read == phase:
+                clock.read()
+            now += seconds * part / 2
+        clock.begin("between")
+
+    take(500.0)
+    take(2.0)
+    clock.read()
+    assert clock.median_step_seconds() is None  # The first step of a start is slow: two do not tell.
+    take(4.0, read="data_wait")
+    clock.begin("validation")
+    now += 1000.0
+    clock.begin("between")
+    take(6.0, read="compute")
+    clock.read()
+    assert clock.median_step_seconds() == pytest.approx(4.0)  # of 2, 4 and 6; the first one is long ago
+    for _ in range(200):
+        take(3.0)
+    clock.read()
+    assert clock.median_step_seconds() == pytest.approx(3.0)
+    for _ in range(60):  # more than half of the last five minutes
+        take(9.0)
+    clock.read()
+    assert clock.median_step_seconds() == pytest.approx(9.0)
+    assert clock.counted_seconds == pytest.approx(512.0 + 600.0 + 540.0)

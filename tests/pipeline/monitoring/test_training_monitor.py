@@ -1,6 +1,7 @@
 """The logged metrics of training, compared with counts of the batches."""
 
 import json
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.run_folder import METRICS
+from pipeline.monitoring import training_monitor
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.runtime.console import quiet_lightning
@@ -34,8 +36,11 @@ def row_tokens(share: RankBatch) -> int:
 
 @pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
-def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_path: Path) -> None:
+def test_tokens_are_those_of_all_ranks_without_padding(
+    tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Run the first of two ranks on a corpus whose rows have dead tokens."""
+    monkeypatch.setattr(training_monitor, "ANNOUNCE_AFTER_SECONDS", 0.0)
     quiet_lightning()
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
@@ -66,6 +71,8 @@ def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_pa
     trainer.fit(module, loader())
     logged = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [line["step"] for line in logged] == [every, steps]
+    # Announced once, as soon as there are three steps.
+    assert re.findall(r"training: (\d) steps of .* s take about 0:00:\d\d\n", capsys.readouterr().err) == ["3"]
 
     epoch = PlanCache(corpus, batch_tokens=400, seed=1).compute(0)
     shares = list(islice(loader(), steps))
@@ -81,3 +88,11 @@ def test_tokens_are_those_of_all_ranks_without_padding(tiny_corpus: Path, tmp_pa
         assert line["train_perf/padding_share"] == pytest.approx(1 - real / padded)
         last = shares[end - 1]
         assert line["train_perf/epoch"] == pytest.approx(last.epoch + (last.index + 1) / len(epoch))
+
+
+def test_a_resumed_run_knows_how_long_a_validation_takes() -> None:
+    monitor = TrainingMonitor(1)
+    monitor.load_state_dict({"counted_seconds": 5.0})  # of a version before 0.3.0
+    assert monitor.state_dict() == {"counted_seconds": 5.0, "validation_seconds": None}
+    monitor.load_state_dict({"counted_seconds": 5.0, "validation_seconds": 7.0})
+    assert monitor.state_dict() == {"counted_seconds": 5.0, "validation_seconds": 7.0}

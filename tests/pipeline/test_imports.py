@@ -1,0 +1,106 @@
+"""Which packages a command imports before it does its work: most of a short command's time is spent importing.
+
+Each command runs in an interpreter of its own. No time is measured.
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+
+from pipeline.config.trainer_keys import RESERVED_KEYS, trainer_signature
+from tests.conftest import ROOT, tiny_recipe
+
+SLOW = ("torch", "torch._dynamo", "lightning", "sympy", "triton", "sacrebleu", "tensorboard", "sentencepiece")
+RUN = """
+import json, sys
+from pipeline.__main__ import main
+try:
+    code = main(sys.argv[2:])
+except SystemExit as end:
+    code = end.code
+print(json.dumps([code, sorted(set(json.loads(sys.argv[1])) & set(sys.modules))]), file=sys.stderr)
+"""
+
+
+def imported(*arguments: object, text: str = "") -> tuple[int, set[str]]:
+    """Run a command; return its exit code and which of the packages SLOW it has imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(SLOW), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    code, names = json.loads(done.stderr.splitlines()[-1])
+    return code, set(names)
+
+
+@pytest.fixture
+def recipe(tiny_corpus: Path, tmp_path: Path) -> dict[str, Any]:
+    return tiny_recipe(tiny_corpus.parent) | {"name": "tiny"}
+
+
+def write(folder: Path, recipe: dict[str, Any]) -> Path:
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@pytest.mark.parametrize("mistake", ["corpus.nokey", "trainer.nokey", "trainer.max_steps", "text"])
+def test_fit_refuses_a_recipe_before_anything_slow_is_imported(
+    mistake: str, recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    if mistake == "text":
+        recipe["corpus"] |= {"folder": str(tmp_path / "new"), "train": {"source": "no.en", "target": "no.de"}}
+    else:
+        section, key = mistake.split(".")
+        recipe[section][key] = "many"
+    assert imported("fit", "--config", write(tmp_path, recipe)) == (2, set())
+
+
+def test_fit_refuses_the_run_of_another_recipe_before_torch_is_imported(
+    recipe: dict[str, Any], trained_run: Path, tmp_path: Path
+) -> None:
+    recipe["network"]["d_ff"] = 64
+    path = write(tmp_path, recipe)
+    assert imported("fit", "--config", path, "--run.folder", trained_run) == (2, {"sentencepiece"})
+
+
+def test_prepare_needs_only_the_tokenizer(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe["corpus"]["folder"] = str(tmp_path / "new")
+    assert imported("prepare", "--config", write(tmp_path, recipe)) == (0, {"sentencepiece"})
+
+
+def test_translate_needs_only_torch_and_the_tokenizer(trained_run: Path) -> None:
+    assert imported("translate", trained_run, text="the red dog\n") == (0, {"torch", "sentencepiece"})
+
+
+@pytest.mark.parametrize("command", ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo"])
+def test_help_imports_nothing_slow(command: str) -> None:
+    assert imported(command, "--help") == (0, set())
+
+
+def plain(kind: Any) -> set[Any]:
+    """Return the members of a union, without classes that YAML has no values for."""
+    members = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    return {member for member in members if not getattr(member, "__module__", "").startswith("lightning")}
+
+
+def test_the_trainer_keys_are_those_of_lightning() -> None:
+    """Keys and types are written out in the program, which reports mistakes before it imports Lightning."""
+    hints = typing.get_type_hints(Trainer.__init__)
+    names = [name for name in inspect.signature(Trainer.__init__).parameters if name != "self"]
+    theirs = {name: plain(hints[name]) for name in names if name not in RESERVED_KEYS}
+    assert {name: plain(kind) for name, kind in trainer_signature().items()} == theirs
+    assert set(names) >= RESERVED_KEYS.keys()
