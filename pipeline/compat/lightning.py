@@ -8,15 +8,26 @@
   `training_step` and other steps only.
 - `DDPStrategy._setup_model` and `_ddp_kwargs`: create the DDP wrapper on the stream that training uses. No public
   alternative; later versions of Lightning do so themselves.
+- `_SubprocessScriptLauncher`, `_call_children_scripts` and `DDPStrategy._configure_launcher`: give rank 0 time to
+  report an error before it is killed because another rank has ended. No public alternative.
 - `WeightAveraging._average_model`, `_latest_update_step` and `_swap_models`: keep the average on the weights' device.
   No public alternative.
 """
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -56,12 +67,61 @@ def call_as_step(trainer: Trainer, method: str, *arguments: Any) -> Any:
         return strategy._forward_redirection(strategy.model, strategy.lightning_module, method, *arguments)
 
 
-class SingleStreamDDP(DDPStrategy):
-    """DDP whose wrapper is created on the current stream.
+class RankObserver(threading.Thread):
+    """Ends rank 0 and the other ranks some time after one of them has failed.
 
-    Lightning creates it on a stream of its own. Gradients are then accumulated on that stream, and for each parameter
-    the backward pass records events and lets the streams wait for one another.
+    Lightning's own observer does so at once, with SIGKILL: rank 0 could not say what is wrong, and its exit code would
+    not be the run's. An error that all ranks have, such as a full disk, rarely ends them at the same moment.
+
+    Args:
+        ranks: the processes of ranks 1, 2 ... of this node.
+        patience_seconds: how long rank 0 may take to end by itself.
     """
+
+    def __init__(self, ranks: list[subprocess.Popen[bytes]], patience_seconds: float = 20) -> None:
+        super().__init__(daemon=True, name="rank-observer")
+        self._ranks = ranks
+        self._patience_seconds = patience_seconds
+
+    def run(self) -> None:
+        """Wait until all ranks have ended, or one with an error."""
+        while not any(codes := [process.poll() for process in self._ranks]):
+            if None not in codes:
+                return
+            time.sleep(1)
+        time.sleep(self._patience_seconds)
+        ended = ", ".join(f"rank {rank} with exit code {code}" for rank, code in enumerate(codes, start=1) if code)
+        print(f"error: ended before the others: {ended}; its output says why", file=sys.stderr, flush=True)
+        for process in self._ranks:
+            process.kill()
+        os.kill(os.getpid(), signal.SIGKILL)  # SIGTERM does not end a process that waits in a collective
+
+
+class PatientLauncher(_SubprocessScriptLauncher):
+    """Starts the other ranks of this node, and observes them with `RankObserver`."""
+
+    procs: list[subprocess.Popen[bytes]]
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the ranks, then call the function."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            RankObserver(self.procs).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
+class SingleStreamDDP(DDPStrategy):
+    """DDP whose wrapper is created on the current stream, and whose ranks are started by `PatientLauncher`.
+
+    Lightning creates the wrapper on a stream of its own. Gradients are then accumulated on that stream, and for each
+    parameter the backward pass records events and lets the streams wait for one another.
+    """
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = PatientLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import nn
 from torch._inductor.async_compile import AsyncCompile
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +43,10 @@ def test_lightning() -> None:
     assert "self._forward_redirection(self.model, self.lightning_module, " in inspect.getsource(Strategy.training_step)
     created = "DistributedDataParallel(module=model, device_ids=device_ids, **self._ddp_kwargs)"
     assert created in inspect.getsource(DDPStrategy._setup_model)
+    launch = inspect.getsource(_SubprocessScriptLauncher.launch)
+    assert "_launch_process_observer(self.procs)" in launch
+    assert launch.count("self.") == 7  # PatientLauncher.launch does the same with another observer
+    assert "strategy._configure_launcher()" in inspect.getsource(type(trainer._accelerator_connector))
     averaging = WeightAveraging()
     assert averaging._average_model is None
     assert averaging._latest_update_step == 0

@@ -1,0 +1,41 @@
+"""When another rank ends with an error, rank 0 has time to report its own before it is killed."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from lightning.pytorch import Trainer
+
+from pipeline.compat.lightning import PatientLauncher
+from pipeline.training.trainer import strategy
+from tests.conftest import ROOT
+
+RANK_0 = """
+import subprocess, sys, time
+from pipeline.compat.lightning import RankObserver
+rank_1 = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+RankObserver([rank_1], patience_seconds={patience}).start()
+rank_1.wait()
+time.sleep({remaining})
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("patience", "remaining", "code", "output"),
+    [
+        (60, 3, 2, ""),
+        (0.1, 60, -signal.SIGKILL, "error: ended before the others: rank 1 with exit code 3; its output says why\n"),
+    ],
+)
+def test_rank_0_ends_by_itself_or_is_killed(patience: float, remaining: float, code: int, output: str) -> None:
+    script = RANK_0.format(patience=patience, remaining=remaining)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, output)
+
+
+def test_several_devices_have_the_launcher() -> None:
+    options = {"accelerator": "cpu", "devices": 2}
+    trainer = Trainer(logger=False, enable_checkpointing=False, strategy=strategy(options), **options)
+    assert isinstance(trainer.strategy.launcher, PatientLauncher)
