@@ -119,6 +119,13 @@ def changed_texts(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> st
     return ", ".join(f"{word} {_few(names, len(names))}" for names, word in parts if names)
 
 
+def _without_nulls(texts: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Leave out the keys that a text source does not use; manifests of earlier versions lack some of them."""
+    if texts is None:
+        return None
+    return [{key: value for key, value in text.items() if value is not None} for text in texts]
+
+
 def _text_name(text: dict[str, Any]) -> str:
     keys = ("source", "target", "tsv", "dataset", "subset", "split", "path")
     name = " ".join(str(text[key]) for key in keys if text.get(key))
@@ -134,6 +141,8 @@ def _compare(name: str, had: Any, wanted: Any) -> list[str]:
         changed = [f"{file} has changed" for file in now if before.get(file, now[file]) != now[file]]
         new, gone = ([file for file in one if file not in other] for one, other in ((now, before), (before, now)))
         return changed + [f"{file} is new" for file in new] + [f"{file} is gone" for file in gone]
+    if name in TEXT_KEYS:
+        had, wanted = _without_nulls(had), _without_nulls(wanted)
     if had == wanted:
         return []
     if name in TEXT_KEYS and (had or wanted):

@@ -45,7 +45,7 @@ def load_context(
 
 def check_recipe(context: CheckContext) -> Iterator[CheckResult]:
     """Run the checks that `fit` runs before it trains, and those that only `doctor` has."""
-    for check in checks.CHECKS:
+    for check in (check for check in checks.CHECKS if check is not checks.check_corpus):
         yield from result_of(partial(check, context))
     if warning := checks.cpu_devices_warning(context):
         yield CheckResult(True, warning, is_warning=True)

@@ -81,6 +81,26 @@ def check_initial_state(context: CheckContext) -> str | None:
     return None
 
 
+def check_corpus(context: CheckContext) -> None:
+    """Check the prepared corpus, or, before it is prepared, its settings and folder, and that its texts are there.
+
+    No text is read. `doctor` checks the same and more, with a line for each text.
+    """
+    from data_module.corpus.checks import check_folder, check_settings
+    from data_module.corpus.preparation import existing_corpus
+    from data_module.readers.pairs import open_reader
+
+    settings = context.recipe.corpus
+    check_settings(settings)
+    if existing_corpus(settings, compare_texts=False) is not None:
+        return
+    check_folder(settings)
+    for text in settings.texts():
+        for ok, message in open_reader(text, settings).check():
+            if not ok:
+                raise InputError(message)
+
+
 def check_bleu_tokenizer(context: CheckContext) -> str:
     """Check that the tokenizer of validation BLEU is installed."""
     from pipeline.checkpointing.checkpoint_files import latest_valid
@@ -104,11 +124,12 @@ def check_bleu_tokenizer(context: CheckContext) -> str:
 CHECKS: tuple[Callable[[CheckContext], str | None], ...] = (
     check_run_folder,
     check_initial_state,
+    check_corpus,
     check_accelerator,
     check_kernels,
     check_bleu_tokenizer,
 )
-"""Each raises InputError with what is wrong and what to do, or returns what it found, if that is worth a line."""
+"""In this order because the last ones import torch. Each raises InputError with what is wrong and what to do, or returns what it found, if that is worth a line."""
 
 
 def cpu_devices_warning(context: CheckContext) -> str | None:
