@@ -129,7 +129,10 @@ CHECKS: tuple[Callable[[CheckContext], str | None], ...] = (
     check_kernels,
     check_bleu_tokenizer,
 )
-"""In this order because the last ones import torch. Each raises InputError with what is wrong and what to do, or returns what it found, if that is worth a line."""
+"""Each raises InputError with what is wrong and what to do, or returns what it found, if that is worth a line.
+
+The last ones import torch, which takes time.
+"""
 
 
 def cpu_devices_warning(context: CheckContext) -> str | None:

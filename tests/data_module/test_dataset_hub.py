@@ -156,7 +156,7 @@ def test_by_name_from_the_hub(hub: Hub, recipe: Path) -> None:
     # Training does not contact the hub, because compute nodes may have no network.
     settings = load_recipe([recipe]).corpus
     ensure_corpus(settings)
-    with pytest.raises(InputError, match=r"other settings: corpus\.max_tokens was 256, now 9"):
+    with pytest.raises(InputError, match=r"inputs or settings: corpus\.max_tokens was 256, now 9"):
         ensure_corpus(load_recipe([recipe], ["--corpus.max_tokens", "9"]).corpus)
 
 
