@@ -65,6 +65,7 @@ def test_doctor_and_fit_find_the_same(place: Path) -> None:
     assert pipeline("prepare", "--config", place / "mine.yaml").returncode == 0
     target.write_bytes(whole[:-2] + b"\n")
     assert f"{target} has changed" in refusal(place)
+    target.write_bytes(whole)
     assert "corpus.lowercase was false, now true" in refusal(place, "--corpus.lowercase", "true")
 
 
