@@ -27,6 +27,8 @@ class TextSource:
     """The data set's split."""
     repeat: int = 1
     """How many times the text occurs in the corpus."""
+    weight: float = 1.0
+    """How many times an epoch has the text: 2.5 is two copies and a random half of its pairs. For training text."""
     reader: str | None = None
     """Name of a reader that an extension has registered; see docs/extending.md."""
     path: str | None = None
@@ -43,6 +45,23 @@ class TextSource:
             )
         if self.repeat < 1:
             raise ValueError(f"`repeat` of a text source is {self.repeat}; it must be 1 or more")
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"`weight` of a text source is {self.weight}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class BpeDropout:
+    """BPE-dropout (Provilkov, Emelianenko and Voita 2020): the probability of leaving out a merge, for each side."""
+
+    source: float = 0.0
+    """Probability for source text; the paper uses 0.1, and 0.6 for Chinese and Japanese."""
+    target: float = 0.0
+    """Probability for target text."""
+
+    def __post_init__(self) -> None:
+        for side in ("source", "target"):
+            if not 0 <= getattr(self, side) < 1:
+                raise ValueError(f"corpus.bpe_dropout.{side} {getattr(self, side)} is not from 0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,12 @@ class CorpusSettings:
     """Drop training pairs that also occur in the validation or test text. If false, only count them and warn."""
     seed: int = 1
     """Seed of the sample that trains the tokenizer."""
+    bpe_dropout: BpeDropout = field(default_factory=BpeDropout)
+    """Segment training words in another way in each epoch. Needs a corpus that was prepared with it or with noise."""
+
+    def has_views(self) -> bool:
+        """Return whether each epoch's training text is encoded anew, which needs the text in the corpus."""
+        return self.bpe_dropout.source > 0 or self.bpe_dropout.target > 0
 
     def texts(self) -> list[TextSource]:
         """Return the sources of all splits."""

@@ -1,5 +1,6 @@
 """The LightningDataModule: connects corpus, batch plan and loaders."""
 
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -7,13 +8,17 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
 from data_module.batching.batch import PaddedBatch, SpecialIds, pad_batch
+from data_module.batching.epoch_cache import EpochCache
 from data_module.batching.length_buckets import LengthBucket, length_buckets
-from data_module.batching.plan_cache import PlanCache
 from data_module.batching.rank_rows import RowShape, row_shape
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader, identity
+from data_module.corpus.kept_text import KeptText
+from data_module.corpus.manifest import TOKENIZER_NAME, read_manifest
 from data_module.corpus.store import ParallelCorpus, lengths_with_eos, open_corpus, read_ahead
+from data_module.corpus.view import ViewMaker, ViewSettings
 from data_module.errors import InputError
-from data_module.settings import BatchSettings
+from data_module.settings import BatchSettings, CorpusSettings
+from data_module.tokenization.tokenizer import Tokenizer
 
 
 class TranslationDataModule(LightningDataModule):
@@ -24,7 +29,13 @@ class TranslationDataModule(LightningDataModule):
     """
 
     def __init__(
-        self, folder: Path, settings: BatchSettings, special: SpecialIds, seed: int, in_blocks: bool = True
+        self,
+        folder: Path,
+        settings: BatchSettings,
+        special: SpecialIds,
+        seed: int,
+        in_blocks: bool = True,
+        corpus_settings: CorpusSettings | None = None,
     ) -> None:
         """Open the corpus.
 
@@ -34,6 +45,8 @@ class TranslationDataModule(LightningDataModule):
             special: ids of the padding, begin and end symbols.
             seed: seed of the order of pairs.
             in_blocks: place sentences in blocks; see `model.segment_attention.needs_blocks`.
+            corpus_settings: the recipe's `corpus:`, for what epochs make of the corpus; None for each pair once in
+                each epoch, with the same token ids.
 
         Raises InputError when the longest sentence does not fit in a batch.
         """
@@ -45,7 +58,9 @@ class TranslationDataModule(LightningDataModule):
         self.in_blocks = in_blocks
         self.train_corpus = open_corpus(folder, "train")
         self.validation_corpus = open_corpus(folder, "validation")
-        self.longest = 1 + self.train_corpus.longest
+        self._weights = epoch_weights(folder, corpus_settings) if corpus_settings else ((), ())
+        self._views = view_maker(self.train_corpus, folder, corpus_settings, seed) if corpus_settings else None
+        self.longest = 1 + (self.train_corpus.longest if self._views is None else self._views.longest)
         if self.longest > settings.batch_tokens:
             raise InputError(
                 f"batches.batch_tokens {settings.batch_tokens} is less than the longest sentence of {folder}, "
@@ -55,11 +70,9 @@ class TranslationDataModule(LightningDataModule):
 
     def row_shape(self, world_size: int) -> RowShape:
         """Return the shape of each rank's micro-batches."""
-        corpus = self.train_corpus
-        source, target = (1.0 + len(side.tokens) / len(side) for side in (corpus.source, corpus.target))
         try:
             return row_shape(
-                (source, target),
+                self._mean_lengths,
                 self.longest,
                 batch_tokens=self.settings.batch_tokens,
                 max_tokens_per_device=self.settings.max_tokens_per_device,
@@ -74,16 +87,35 @@ class TranslationDataModule(LightningDataModule):
         rank, world_size = self._rank_and_size()
         if self.trainer is None or self.trainer.local_rank == 0:
             read_ahead(self.train_corpus)
-        plans = PlanCache(self.train_corpus, batch_tokens=self.settings.batch_tokens, seed=self.seed)
         rank_batches = RankBatchDataset(
-            self.train_corpus,
-            plans,
+            self.epochs(),
             self.special,
             rank=rank,
             world_size=world_size,
             shape=self.row_shape(world_size),
         )
         return StatefulLoader(rank_batches, workers=self.settings.workers, pin_memory=torch.cuda.is_available())
+
+    @cached_property
+    def _mean_lengths(self) -> tuple[float, float]:
+        """Mean lengths of source and target in training, including EOS."""
+        if self._views is not None:
+            source, target = self._views.mean_lengths()
+        else:
+            source, target = (
+                len(side.tokens) / len(side) for side in (self.train_corpus.source, self.train_corpus.target)
+            )
+        return 1.0 + source, 1.0 + target
+
+    def epochs(self) -> EpochCache:
+        """Return the epochs of the training corpus."""
+        return EpochCache(
+            self.train_corpus,
+            batch_tokens=self.settings.batch_tokens,
+            seed=self.seed,
+            views=self._views,
+            weights=self._weights,
+        )
 
     def val_dataloader(self) -> DataLoader[PaddedBatch]:
         """Return a loader of this rank's part of the validation pairs, longest first. Ranks have disjoint parts."""
@@ -109,6 +141,32 @@ class TranslationDataModule(LightningDataModule):
 
     def _rank_and_size(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+
+
+def epoch_weights(folder: Path, settings: CorpusSettings) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return the number of pairs of each training source, repetitions included, and its weight; empty if all are 1."""
+    weights = tuple(text.weight for text in settings.train)
+    if all(weight == 1 for weight in weights):
+        return (), ()
+    sources = read_manifest(folder)["train"]["sources"]
+    return tuple(source["pairs"] * source["repeat"] for source in sources), weights
+
+
+def view_maker(corpus: ParallelCorpus, folder: Path, settings: CorpusSettings, seed: int) -> ViewMaker | None:
+    """Return what makes the views of epochs; None if the recipe asks for none."""
+    if not settings.has_views():
+        return None
+    num_pairs, weights = epoch_weights(folder, settings)
+    view = ViewSettings(
+        dropout=(settings.bpe_dropout.source, settings.bpe_dropout.target),
+        noise=settings.noise,
+        protected=frozenset(settings.user_symbols),
+        num_pairs=num_pairs,
+        weights=weights,
+        max_tokens=settings.max_tokens,
+        seed=seed,
+    )
+    return ViewMaker(corpus, KeptText(folder), Tokenizer.load(folder / TOKENIZER_NAME), view)
 
 
 class _BucketDataset(Dataset[PaddedBatch]):

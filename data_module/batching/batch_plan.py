@@ -42,8 +42,9 @@ def plan_epoch(
     batch_tokens: int,
     seed: int,
     epoch: int,
+    pairs: NDArray[np.integer] | None = None,
 ) -> EpochPlan:
-    """Arrange all pairs, each exactly once, in global batches of random pairs.
+    """Arrange all pairs of an epoch in global batches of random pairs.
 
     Each batch takes pairs in a random order until the next one would exceed `batch_tokens` on either side.
 
@@ -53,6 +54,7 @@ def plan_epoch(
         batch_tokens: maximum number of tokens per side of a global batch.
         seed: together with `epoch` determines the random order.
         epoch: index of the epoch.
+        pairs: the pairs that the epoch has, as indices, which may repeat; None if it has each of them once.
 
     Raises:
         ValueError: there are no pairs, or a pair is longer than a batch.
@@ -66,24 +68,24 @@ def plan_epoch(
             "raise it, or lower corpus.max_tokens"
         )
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
-    order = np.arange(len(source_lengths), dtype=np.uint32)
+    order = np.arange(len(source_lengths), dtype=np.uint32) if pairs is None else pairs.astype(np.uint32)
     random.shuffle(order)
     mean = max(1.0, float(max(source_lengths.mean(), target_lengths.mean())))
     window = int(_WINDOW_BATCHES * batch_tokens / mean) + 1
     starts, target_tokens = [0], []
     while starts[-1] < len(order):
         first = starts[-1]
-        pairs = order[first : first + window]
-        source, target = (np.cumsum(side[pairs], dtype=np.int64) for side in (source_lengths, target_lengths))
+        ahead = order[first : first + window]
+        source, target = (np.cumsum(side[ahead], dtype=np.int64) for side in (source_lengths, target_lengths))
         begin = source_before = target_before = 0
-        while begin < len(pairs):
+        while begin < len(ahead):
             end = int(
                 min(
                     np.searchsorted(source, source_before + batch_tokens, side="right"),
                     np.searchsorted(target, target_before + batch_tokens, side="right"),
                 )
             )
-            if end == len(pairs) and first + end < len(order):
+            if end == len(ahead) and first + end < len(order):
                 break  # The batch goes on beyond the window.
             starts.append(first + end)
             target_tokens.append(int(target[end - 1]) - target_before)

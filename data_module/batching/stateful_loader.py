@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data_module.batching.batch import RankBatch, SpecialIds, collate
-from data_module.batching.batch_plan import EpochPlan
-from data_module.batching.plan_cache import PlanCache
+from data_module.batching.epoch_cache import Epoch, EpochCache
 from data_module.batching.rank_rows import RowShape, rank_rows
-from data_module.corpus.store import ParallelCorpus
+from data_module.errors import InputError
 
 NEVER_ENDS = 1 << 40
 """The length of an endless loader. With a length, Lightning does not fetch batches in advance."""
@@ -40,7 +39,7 @@ _COLLECTIVES_END_SECONDS = 0.1
 log = logging.getLogger(__name__)
 
 
-class RankBatchDataset(Dataset[RankBatch]):
+class RankBatchDataset(Dataset["RankBatch | InputError"]):
     """One rank's part of every global batch from a given position on, epoch after epoch.
 
     All work is done in `__getitem__`, in a worker process if there are any; the training process only receives tensors.
@@ -49,8 +48,7 @@ class RankBatchDataset(Dataset[RankBatch]):
 
     def __init__(
         self,
-        corpus: ParallelCorpus,
-        plans: PlanCache,
+        epochs: EpochCache,
         special: SpecialIds,
         *,
         rank: int,
@@ -60,46 +58,53 @@ class RankBatchDataset(Dataset[RankBatch]):
         """Prepare; nothing is read before the first item.
 
         Args:
-            corpus: the training corpus.
-            plans: the plans of its epochs.
+            epochs: the epochs of the training corpus.
             special: ids of the padding, begin and end symbols.
             rank: this process's rank.
             world_size: number of ranks.
             shape: shape of micro-batches.
         """
-        self._corpus, self._plans, self._special = corpus, plans, special
+        self._epochs, self._special = epochs, special
         self.rank, self._world_size, self._shape = rank, world_size, shape
         self.seek(0, 0)
 
     def seek(self, epoch: int, batch: int) -> None:
         """Make item 0 the global batch of this index in this epoch."""
-        self._plans.discard_next()
-        self._plan: EpochPlan | None = None
+        self._epochs.discard_next()
+        self._current: Epoch | None = None
         self._epoch, self._first_item = epoch, -batch
 
-    def __getitem__(self, item: int) -> RankBatch:
-        """Return this rank's part of the global batch `item` batches after the position. Items only increase."""
-        if self._plan is None:
-            self._plan = self._plans.get(self._epoch)
-        while item - self._first_item >= len(self._plan):
-            self._first_item += len(self._plan)
+    def __getitem__(self, item: int) -> "RankBatch | InputError":
+        """Return this rank's part of the global batch `item` batches after the position. Items only increase.
+
+        An InputError is returned, because a loader process would raise it with a traceback in its message.
+        """
+        try:
+            return self._batch(item)
+        except InputError as error:
+            return error
+
+    def _batch(self, item: int) -> RankBatch:
+        if self._current is None:
+            self._current = self._epochs.get(self._epoch)
+        while item - self._first_item >= len(self._current.plan):
+            self._first_item += len(self._current.plan)
             self._epoch += 1
-            self._plan = self._plans.get(self._epoch)
+            self._current = self._epochs.get(self._epoch)
+        corpus, plan, _ = self._current
         index = item - self._first_item
-        pairs = self._plan[index]
-        source, target = (
-            store.lengths[pairs].astype(np.int64) + 1 for store in (self._corpus.source, self._corpus.target)
-        )
+        pairs = plan[index]
+        source, target = (store.lengths[pairs].astype(np.int64) + 1 for store in (corpus.source, corpus.target))
         rows = rank_rows(source, target, self._shape, self._world_size)[self.rank]
         return collate(
-            self._corpus,
+            corpus,
             [pairs[row] for row in rows],
             self._special,
             self._shape,
-            num_target_tokens=self._plan.target_tokens(index),
+            num_target_tokens=plan.target_tokens(index),
             epoch=self._epoch,
             index=index,
-            num_batches=len(self._plan),
+            num_batches=len(plan),
         )
 
 
@@ -113,7 +118,7 @@ class _EndlessSampler(Sampler[int]):
         return NEVER_ENDS
 
 
-class StatefulLoader(DataLoader[RankBatch]):
+class StatefulLoader(DataLoader["RankBatch | InputError"]):
     """Yields this rank's `RankBatch` of one optimizer step after another, endlessly."""
 
     def __init__(self, dataset: RankBatchDataset, *, workers: int, pin_memory: bool) -> None:
@@ -149,6 +154,8 @@ class StatefulLoader(DataLoader[RankBatch]):
         while True:
             self._notify("data_wait")
             batch = next(batches)
+            if isinstance(batch, InputError):
+                raise batch
             self._notify("between")
             # The position advances when a batch is returned, not when a worker fetches it in advance.
             self._position = (batch.epoch, batch.index + 1)

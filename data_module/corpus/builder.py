@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from data_module.corpus.kept_text import KeptTextWriter
 from data_module.corpus.manifest import FORMAT, FORMAT_VERSION, TOKENIZER_NAME, write_manifest
 from data_module.corpus.pair_filter import HeldOutPairs, PairFilter, Reason
 from data_module.corpus.store import TokenStoreWriter, store_prefix, token_type
@@ -190,14 +191,19 @@ def _write_train(
     unknown = 0
     with ExitStack() as stack:
         writers = _writers(stack, folder, "train", encoder.dtype)
+        kept_text = stack.enter_context(KeptTextWriter(folder)) if settings.has_views() else None
         bar = stack.enter_context(_bar("encoding", sum(num_pairs), progress))
         for text in settings.train:
             start = len(writers[0])
             for encoded in _encoded(settings, encoder, pair_filter, text):
                 unknown += _append(writers, encoded)
+                if kept_text is not None:
+                    kept_text.append(encoded.text)
                 bar.update(encoded.num_pairs_read)
             for writer in writers:
                 writer.repeat_from(start, text.repeat - 1)
+            if kept_text is not None:
+                kept_text.repeat_from(start, text.repeat - 1)
     account = pair_filter.account
     for split, count in (("validation", account.also_in_validation), ("test", account.also_in_test)):
         if count:

@@ -17,6 +17,7 @@ from typing import Any
 from data_module.atomic_folder import replace_folder
 from data_module.corpus.builder import learn_tokenizer, write_corpus
 from data_module.corpus.checks import check_folder, check_settings, check_source, size_warnings, source_warnings
+from data_module.corpus.kept_text import KeptText
 from data_module.corpus.manifest import differences, is_corpus, read_manifest
 from data_module.errors import InputError
 from data_module.readers.pairs import all_available, fingerprint, open_reader
@@ -24,6 +25,9 @@ from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+EPOCH_KEYS = ("bpe_dropout",)
+"""Keys of `corpus:` that describe what each epoch makes of the corpus, which does not depend on them."""
 
 
 def prepare(
@@ -49,7 +53,7 @@ def prepare(
     check_settings(settings)
     folder = Path(settings.folder)
     wanted = _wanted(settings)
-    if not force and (manifest := _up_to_date(folder, wanted)) is not None:
+    if not force and (manifest := _up_to_date(settings, wanted)) is not None:
         log.info("%s is up to date", folder)
         return manifest
     check_folder(settings)
@@ -60,7 +64,7 @@ def prepare(
         with _locked(target):
             _remove_leftovers(target)
             # Another process may have made the corpus while this one waited for the lock.
-            manifest = _up_to_date(folder, wanted, ignore_differences=force)
+            manifest = _up_to_date(settings, wanted, ignore_differences=force)
             if manifest is None or force:
                 # Check every source before doing any expensive work.
                 checked = [check_source(text, settings) for text in settings.texts()]
@@ -98,14 +102,17 @@ def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> dict[st
         InputError: the folder is no corpus, or the corpus is truncated or was made from other inputs or settings.
     """
     reads = compare_texts and is_corpus(Path(settings.folder)) and all_available(settings)
-    return _up_to_date(Path(settings.folder), _wanted(settings) if reads else {"settings": _settings_dict(settings)})
+    return _up_to_date(settings, _wanted(settings) if reads else {"settings": _settings_dict(settings)})
 
 
 def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
     # The folder is left out because a corpus may be moved. Empty lists and the keys of registered readers are left
     # out where they are not used, so that manifests of earlier versions compare equal.
-    values = {key: value for key, value in asdict(settings).items() if key != "folder" and value != []}
+    values = {
+        key: value for key, value in asdict(settings).items() if key not in ("folder", *EPOCH_KEYS) and value != []
+    }
     for text in (text for split in ("train", "validation", "test") for text in values.get(split, [])):
+        del text["weight"]
         if text["reader"] is None:
             del text["reader"], text["path"]
     return values
@@ -127,12 +134,16 @@ def _hub_revisions(settings: CorpusSettings) -> dict[str, str]:
     return revisions
 
 
-def _up_to_date(folder: Path, wanted: dict[str, Any], *, ignore_differences: bool = False) -> dict[str, Any] | None:
+def _up_to_date(
+    settings: CorpusSettings, wanted: dict[str, Any], *, ignore_differences: bool = False
+) -> dict[str, Any] | None:
     """Return the manifest of the existing corpus; None if there is none, or if `ignore_differences`.
 
     Raises:
-        InputError: the folder is no corpus, or the corpus is truncated or was made from other inputs.
+        InputError: the folder is no corpus, or the corpus is truncated, was made from other inputs, or lacks what the
+            epochs of the settings need.
     """
+    folder = Path(settings.folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     if not is_corpus(folder):
@@ -145,7 +156,22 @@ def _up_to_date(folder: Path, wanted: dict[str, Any], *, ignore_differences: boo
             f"{folder}: was made from other inputs or settings: {'; '.join(found)};"
             " name another corpus.folder, or rebuild this one for a new run with `prepare --force`"
         )
+    _check_epochs(folder, manifest, settings)
     return manifest
+
+
+def _check_epochs(folder: Path, manifest: dict[str, Any], settings: CorpusSettings) -> None:
+    """Raise InputError if the corpus was prepared without what the epochs of these settings need."""
+    missing = ""
+    if settings.has_views() and not KeptText.is_in(folder):
+        missing = "its text, which corpus.bpe_dropout and corpus.noise need"
+    elif any(text.weight != 1 for text in settings.train) and "sources" not in manifest["train"]:
+        missing = "the sizes of its sources, which the `weight` of a text source needs"
+    if missing:
+        raise InputError(
+            f"{folder}: was prepared without {missing}; name another corpus.folder, or rebuild this one for a new run"
+            " with `prepare --force`"
+        )
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def build_data(
     """
     in_blocks = needs_blocks(str(options["accelerator"]), str(options["precision"]), recipe.network, kernels)
     return TranslationDataModule(
-        recipe.corpus_folder(), recipe.batches, special_ids(tokenizer), recipe.run.seed, in_blocks
+        recipe.corpus_folder(), recipe.batches, special_ids(tokenizer), recipe.run.seed, in_blocks, recipe.corpus
     )
 
 

@@ -18,29 +18,29 @@ from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from data_module.batching.batch import RankBatch, SpecialIds
 from data_module.batching.batch_plan import EpochPlan
-from data_module.batching.plan_cache import PlanCache
+from data_module.batching.epoch_cache import EpochCache
 from data_module.batching.rank_rows import row_shape
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
-from data_module.corpus.store import open_corpus
+from data_module.corpus.store import ParallelCorpus, open_corpus
 from data_module.tokenization.tokenizer import Tokenizer
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 
 
 def dataset(
-    folder: Path, plans: PlanCache, rank: int = 0, world_size: int = 1, in_blocks: bool = True
+    folder: Path, plans: EpochCache, rank: int = 0, world_size: int = 1, in_blocks: bool = True
 ) -> RankBatchDataset:
     corpus = open_corpus(folder, "train")
     means = (1.0 + len(corpus.source.tokens) / 300, 1.0 + len(corpus.target.tokens) / 300)
     options: dict[str, Any] = {"batch_tokens": 400, "max_tokens_per_device": None, "in_blocks": in_blocks}
     shape = row_shape(means, 1 + corpus.longest, world_size=world_size, **options)
-    return RankBatchDataset(corpus, plans, SPECIAL, rank=rank, world_size=world_size, shape=shape)
+    return RankBatchDataset(plans, SPECIAL, rank=rank, world_size=world_size, shape=shape)
 
 
 def loader(
     folder: Path, workers: int = 0, rank: int = 0, world_size: int = 1, in_blocks: bool = True
 ) -> StatefulLoader:
-    plans = PlanCache(open_corpus(folder, "train"), batch_tokens=400, seed=1)
+    plans = EpochCache(open_corpus(folder, "train"), batch_tokens=400, seed=1)
     return StatefulLoader(dataset(folder, plans, rank, world_size, in_blocks), workers=workers, pin_memory=False)
 
 
@@ -179,17 +179,17 @@ def test_on_wait_is_called_before_and_after_waiting(tiny_corpus: Path) -> None:
     assert events == ["data_wait", "made", "between"] * 2
 
 
-class SlowPlanCache(PlanCache):
+class SlowEpochCache(EpochCache):
     """Computes the plans after the first only once they are waited for."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.waited_for = threading.Event()
 
-    def compute(self, epoch: int) -> EpochPlan:
+    def compute(self, epoch: int, corpus: ParallelCorpus | None = None) -> EpochPlan:
         if epoch:
             self.waited_for.wait()
-        return super().compute(epoch)
+        return super().compute(epoch, corpus)
 
     def discard_next(self) -> None:
         self.waited_for.set()
@@ -201,7 +201,7 @@ def test_seeking_leaves_no_thread_behind(tiny_corpus: Path, tmp_path: Path, monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     corpus = open_corpus(tiny_corpus, "train")
     # Another seed than elsewhere, because a thread of an earlier test may still write its plan to this folder.
-    plans = SlowPlanCache(corpus, batch_tokens=400, seed=2)
+    plans = SlowEpochCache(corpus, batch_tokens=400, seed=2)
     rank_batches = dataset(tiny_corpus, plans)
     plans.waited_for.clear()
     threads = set(threading.enumerate())

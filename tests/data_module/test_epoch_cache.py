@@ -16,16 +16,16 @@ import pytest
 
 from data_module.batching import batch_plan
 from data_module.batching.batch_plan import EpochPlan
-from data_module.batching.plan_cache import PlanCache, shared_plan
-from data_module.corpus.store import open_corpus
+from data_module.batching.epoch_cache import EpochCache, shared_plan
+from data_module.corpus.store import ParallelCorpus, open_corpus
 
 FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanCache]:
+def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EpochCache]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    source = PlanCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, seed=1)
+    source = EpochCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, seed=1)
     yield source
     source.discard_next()  # otherwise its thread would write to the next test's folder
 
@@ -34,9 +34,9 @@ def plan_files(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("**/*.plan")}
 
 
-def test_shared_plans_equal_computed_ones(source: PlanCache) -> None:
+def test_shared_plans_equal_computed_ones(source: EpochCache) -> None:
     for epoch in (0, 1, 2, 1):
-        assert np.array_equal(source.get(epoch).numbers, source.compute(epoch).numbers)
+        assert np.array_equal(source.get(epoch).plan.numbers, source.compute(epoch).numbers)
 
 
 def test_plans_of_other_settings_are_not_reused(
@@ -51,47 +51,49 @@ def test_plans_of_other_settings_are_not_reused(
         ("train", {"batch_tokens": 300}),
         ("validation", {}),
     ):
-        source = PlanCache(open_corpus(tiny_corpus, split), **{**settings, **change})
+        source = EpochCache(open_corpus(tiny_corpus, split), **{**settings, **change})
         for epoch in (0, 1):
-            plans.append(source.get(epoch))
+            plans.append(source.get(epoch).plan)
             assert np.array_equal(plans[-1].numbers, source.compute(epoch).numbers)
         source.discard_next()
     assert len({plan.numbers.tobytes() for plan in plans}) == len(plans)
 
 
 def test_the_next_plan_is_computed_in_advance(
-    source: PlanCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: EpochCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed, compute = [], source.compute
 
-    def note(epoch: int) -> EpochPlan:
+    def note(epoch: int, corpus: ParallelCorpus) -> EpochPlan:
         computed.append(epoch)
-        return compute(epoch)
+        return compute(epoch, corpus)
 
     monkeypatch.setattr(source, "compute", note)
-    first = source.get(0)
+    first = source.get(0).plan
     source.discard_next()
     assert computed == [0, 1]
     assert len(plan_files(tmp_path)) == 2
     assert len(first) > 0
 
 
-def test_plans_of_other_code_are_not_reused(source: PlanCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = source.get(0)
+def test_plans_of_other_code_are_not_reused(
+    source: EpochCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = source.get(0).plan
     source.discard_next()
     files = plan_files(tmp_path)
     changed = tmp_path / "changed.py"
     changed.write_text(Path(batch_plan.__file__).read_text() + "# changed")
     monkeypatch.setattr(batch_plan, "__file__", str(changed))
-    again = source.get(0)  # While it is in use, the background thread does not remove its file.
+    again = source.get(0).plan  # While it is in use, the background thread does not remove its file.
     assert np.array_equal(again.numbers, first.numbers)
     assert plan_files(tmp_path) - files
 
 
-def test_pickles_while_the_next_plan_is_computed(source: PlanCache) -> None:
-    first = source.get(0)
+def test_pickles_while_the_next_plan_is_computed(source: EpochCache) -> None:
+    first = source.get(0).plan
     copy = pickle.loads(pickle.dumps(source))  # noqa: S301
-    assert np.array_equal(copy.get(0).numbers, first.numbers)
+    assert np.array_equal(copy.get(0).plan.numbers, first.numbers)
     copy.discard_next()
 
 
@@ -153,8 +155,8 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
         later.kill()
 
 
-def test_unused_plans_are_removed(source: PlanCache, tmp_path: Path) -> None:
-    first = source.get(0)
+def test_unused_plans_are_removed(source: EpochCache, tmp_path: Path) -> None:
+    first = source.get(0).plan
     used = plan_files(tmp_path)
     for epoch in range(1, 6):
         source.get(epoch)
@@ -168,19 +170,19 @@ def test_unused_plans_are_removed(source: PlanCache, tmp_path: Path) -> None:
 
 
 def test_without_a_private_folder_each_process_computes(
-    source: PlanCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    source: EpochCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / f"epoch-plans-{os.getuid()}"
     folder.mkdir(mode=0o755)  # others could write there
     folder.chmod(0o777)
-    assert np.array_equal(source.get(3).numbers, source.compute(3).numbers)
+    assert np.array_equal(source.get(3).plan.numbers, source.compute(3).numbers)
     assert "cannot share epoch plans" in caplog.text
 
 
 def test_a_folder_of_another_user_is_not_used(
-    source: PlanCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: EpochCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
-    assert np.array_equal(source.get(3).numbers, source.compute(3).numbers)
+    assert np.array_equal(source.get(3).plan.numbers, source.compute(3).numbers)
     assert "cannot share epoch plans" in caplog.text
