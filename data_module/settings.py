@@ -3,7 +3,7 @@
 These dataclasses are the recipe's schema: other keys are refused, with the nearest name.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,49 @@ class BpeDropout:
 
 
 @dataclass(frozen=True)
+class NoiseSettings:
+    """Noise in training text, drawn anew in each epoch: for each kind, the fraction of pairs that get it.
+
+    `data_module.noise.noise` applies it, in the order given here. Validation text has no noise.
+    """
+
+    lower_case: float = 0.0
+    """Lower-case both sides. A pair gets at most one of `lower_case`, `title_case` and `upper_case`."""
+    title_case: float = 0.0
+    """Capitalize each word of both sides."""
+    upper_case: float = 0.0
+    """Upper-case both sides."""
+    typos: float = 0.0
+    """Misspell about one of six words of the source that have four letters or more."""
+    no_final_punctuation: float = 0.0
+    """Remove the final punctuation of the source; the target keeps it."""
+    web_address: float = 0.0
+    """Put the same web address at matching places of both sides."""
+    email_address: float = 0.0
+    """Likewise an e-mail address."""
+    number: float = 0.0
+    """Likewise a number, a time, a date or a telephone number."""
+    emoji: float = 0.0
+    """Likewise one to three emoji. The tokenizer has to know them: set `corpus.byte_fallback`."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"corpus.noise.{one.name} {value} is not from 0 to 1")
+        if (cased := self.lower_case + self.title_case + self.upper_case) > 1:
+            raise ValueError(
+                f"corpus.noise.lower_case, title_case and upper_case are {cased:g} together; a pair gets at most one of"
+                " them, so their sum must be 1 or less"
+            )
+
+
+@dataclass(frozen=True)
 class CorpusSettings:
-    """What `prepare` reads, and how it cleans and tokenizes it. Changing any of these requires another corpus."""
+    """What `prepare` reads, and how it cleans and tokenizes it.
+
+    A change of any of these requires another corpus, except for `folder`, `bpe_dropout` and `noise`.
+    """
 
     folder: str
     """Folder that `prepare` writes the corpus to."""
@@ -102,10 +143,12 @@ class CorpusSettings:
     """Seed of the sample that trains the tokenizer."""
     bpe_dropout: BpeDropout = field(default_factory=BpeDropout)
     """Segment training words in another way in each epoch. Needs a corpus that was prepared with it or with noise."""
+    noise: NoiseSettings = field(default_factory=NoiseSettings)
+    """Noise in training text: fractions of pairs, by kind. Needs a corpus that was prepared with it or BPE-dropout."""
 
     def has_views(self) -> bool:
         """Return whether each epoch's training text is encoded anew, which needs the text in the corpus."""
-        return self.bpe_dropout.source > 0 or self.bpe_dropout.target > 0
+        return self.bpe_dropout != BpeDropout() or self.noise != NoiseSettings()
 
     def texts(self) -> list[TextSource]:
         """Return the sources of all splits."""

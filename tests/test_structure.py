@@ -21,6 +21,7 @@ ROOMS = {
         "batching",
         "demo",
         "corpus",
+        "noise",
         "readers",
         "tokenization",
         "atomic_folder",

@@ -26,7 +26,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-EPOCH_KEYS = ("bpe_dropout",)
+EPOCH_KEYS = ("bpe_dropout", "noise")
 """Keys of `corpus:` that describe what each epoch makes of the corpus, which does not depend on them."""
 
 

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_module.settings import TextSource
+from data_module.settings import NoiseSettings, TextSource
 from pipeline.config.recipe import Recipe
 from pipeline.config.trainer_keys import RESERVED_KEYS, trainer_signature
 from tests.conftest import ROOT
@@ -22,7 +22,10 @@ from tests.docs import roofline
 from tests.test_structure import ROOMS
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
-_KINDS = {"int": "integer", "float": "number", "bool": "true or false", "str": "text", "None": "null"}
+_KINDS = {
+    **{"int": "integer", "float": "number", "bool": "true or false", "str": "text", "None": "null"},
+    "NoiseSettings": "section",
+}
 
 
 def updated(page: str) -> str:
@@ -45,6 +48,7 @@ def recipe_keys() -> str:
                 "A text source, an item of `corpus.train`, `corpus.validation` and `corpus.test`:\n\n"
                 + _table(TextSource, "")
             )
+            parts.append(f"The section `corpus.noise`:\n\n{_table(NoiseSettings, 'corpus.noise')}")
     return "\n\n".join(parts)
 
 

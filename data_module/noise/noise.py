@@ -1,0 +1,167 @@
+"""Noise for training text and for benchmarks: text as users type it.
+
+A model that has seen no upper case, no typing errors and no web addresses translates them badly. Noise like this in
+part of the training text makes it robust (Belinkov and Bisk 2018, "Synthetic and Natural Noise Both Break Neural
+Machine Translation").
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from data_module.noise import inserted_strings
+from data_module.noise.typos import misspell
+from data_module.settings import NoiseSettings
+
+NOISE_KINDS: tuple[str, ...] = tuple(one.name for one in fields(NoiseSettings))
+"""The kinds of noise: keys of `corpus.noise`, in the order in which they are applied.
+
+Strings are inserted last, so that no other kind changes them.
+"""
+CASINGS: tuple[str, ...] = ("lower_case", "title_case", "upper_case")
+INSERTED_STRINGS: dict[str, Callable[[Generator], str]] = {
+    "web_address": inserted_strings.web_address,
+    "email_address": inserted_strings.email_address,
+    "number": inserted_strings.number,
+    "emoji": inserted_strings.emoji,
+}
+"""The kinds that put a string into both sides, and the functions that draw it."""
+_FINAL = ".!?…。！？؟۔।"
+_ORDER = {kind: order for order, kind in enumerate(NOISE_KINDS)}
+_FIRST_LETTER = re.compile(r"(?:^|(?<= ))([^\w ]*)([^\W\d_])")
+# Three letters or digits, because a full stop behind fewer often ends an abbreviation.
+_SENTENCE_END = re.compile(rf"(?<=\w\w\w[{_FINAL}]) (?=\S)")
+
+
+def draw_kinds(settings: NoiseSettings, num_pairs: int, random: Generator) -> NDArray[np.bool_]:
+    """Draw the kinds of noise that each pair gets.
+
+    Kinds are drawn independently of each other, except that a pair gets at most one of `CASINGS`.
+
+    Args:
+        settings: the probability of each kind.
+        num_pairs: number of pairs.
+        random: one uniform number a pair is drawn for the casing and for each other kind, whatever the settings.
+
+    Returns:
+        Whether each pair gets each kind, bool [num_pairs, len(NOISE_KINDS)]; columns as in `NOISE_KINDS`.
+    """
+    drawn = np.zeros((num_pairs, len(NOISE_KINDS)), dtype=bool)
+    casing, low = random.random(num_pairs), 0.0
+    for column, kind in enumerate(NOISE_KINDS):
+        probability = getattr(settings, kind)
+        if kind in CASINGS:
+            drawn[:, column] = (low <= casing) & (casing < low + probability)
+            low += probability
+        else:
+            drawn[:, column] = random.random(num_pairs) < probability
+    return drawn
+
+
+def add_noise(
+    source: str, target: str, kinds: Sequence[str], random: Generator, protected: frozenset[str] = frozenset()
+) -> tuple[str, str]:
+    """Return a pair of sentences with noise.
+
+    Args:
+        source: a sentence whose white space is normalized; see `normalize_white_space`. It stays normalized.
+        target: its translation.
+        kinds: names in `NOISE_KINDS`. They are applied in the order of `NOISE_KINDS`.
+        random: the result is a function of its state and the other arguments.
+        protected: symbols, such as the user symbols of a tokenizer. Words that contain one stay as they are.
+
+    Returns:
+        Source and target. The target differs where the noise changes what a correct translation is: in the casing and
+        in inserted strings.
+
+    Raises:
+        KeyError: a kind is not in `NOISE_KINDS`.
+    """
+    for kind in sorted(kinds, key=_ORDER.__getitem__):
+        if kind in CASINGS:
+            source, target = with_casing(source, kind, protected), with_casing(target, kind, protected)
+        elif kind == "typos":
+            source = misspell(source, random, protected)
+        elif kind == "no_final_punctuation":
+            source = without_final_punctuation(source, protected)
+        else:
+            source, target = insert(INSERTED_STRINGS[kind](random), source, target, random, protected)
+    return source, target
+
+
+def with_casing(text: str, kind: str, protected: frozenset[str] = frozenset()) -> str:
+    """Return the text in the casing `kind`, one of `CASINGS`.
+
+    In title case the first letter of each word is upper-case, and other letters stay as they are.
+    """
+    change = _CASE_CHANGES[kind]
+    if not any(symbol in text for symbol in protected):
+        return change(text)
+    words = text.split(" ")
+    return " ".join(word if any(symbol in word for symbol in protected) else change(word) for word in words)
+
+
+def without_final_punctuation(text: str, protected: frozenset[str] = frozenset()) -> str:
+    """Return the text without full stops, exclamation and question marks at its end, unless it consists of them."""
+    return _split_final(text, protected)[0] or text
+
+
+def insert(
+    string: str, source: str, target: str, random: Generator, protected: frozenset[str] = frozenset()
+) -> tuple[str, str]:
+    """Return both sides with a string put at matching places, with a space on each side of it where there is text.
+
+    The place is drawn: the start (behind leading words that are protected symbols, such as the name of a language), the
+    end, before the final punctuation, or between two sentences if both sides have the same number of sentences, two or
+    more. Otherwise the end is taken.
+    """
+    place, which = random.random(2).tolist()
+    if place < 0.25:
+        return _at_start(string, source, protected), _at_start(string, target, protected)
+    if place < 0.5:
+        return _before_final(string, source, protected), _before_final(string, target, protected)
+    if place < 0.75:
+        source_ends, target_ends = ([one.start() for one in _SENTENCE_END.finditer(side)] for side in (source, target))
+        if source_ends and len(source_ends) == len(target_ends):
+            index = int(which * len(source_ends))
+            ends = ((source, source_ends[index]), (target, target_ends[index]))
+            source, target = (f"{side[:end]} {string}{side[end:]}" for side, end in ends)
+            return source, target
+    return f"{source} {string}".lstrip(" "), f"{target} {string}".lstrip(" ")
+
+
+def _at_start(string: str, text: str, protected: frozenset[str]) -> str:
+    words = text.split(" ") if text else []
+    leading = next((index for index, word in enumerate(words) if word not in protected), len(words))
+    return " ".join([*words[:leading], string, *words[leading:]])
+
+
+def _before_final(string: str, text: str, protected: frozenset[str]) -> str:
+    text, final = _split_final(text, protected)
+    return f"{text} {string}".lstrip(" ") + final
+
+
+def _split_final(text: str, protected: frozenset[str]) -> tuple[str, str]:
+    """Return the text and its final punctuation, which is empty where the last word has a protected symbol."""
+    last_word = text[text.rfind(" ") + 1 :]
+    if any(symbol in last_word for symbol in protected):
+        return text, ""
+    stripped = text.rstrip(_FINAL).rstrip(" ")
+    # A space before the punctuation, as in tokenized text, belongs to the punctuation.
+    return stripped, text[len(stripped) :]
+
+
+def _title_case(text: str) -> str:
+    # `str.title` also capitalizes the s of "dog's", and lower-cases "USA".
+    return _FIRST_LETTER.sub(lambda match: match[1] + match[2].title(), text)
+
+
+_CASE_CHANGES: dict[str, Callable[[str], str]] = {
+    "lower_case": str.lower,
+    "title_case": _title_case,
+    "upper_case": str.upper,
+}

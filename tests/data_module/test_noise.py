@@ -1,0 +1,245 @@
+"""Noise in training text: its kinds by hand, its frequencies, and its settings."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from numpy.random import PCG64, Generator, SeedSequence
+
+from data_module.corpus.preparation import existing_corpus, prepare
+from data_module.errors import InputError
+from data_module.noise.noise import CASINGS, INSERTED_STRINGS, NOISE_KINDS, add_noise, draw_kinds, insert
+from data_module.noise.typos import NEIGHBOURS, misspell
+from data_module.settings import CorpusSettings, NoiseSettings, TextSource
+from data_module.tokenization.word_counts import normalize_white_space
+from pipeline.config.recipe import load_recipe
+
+SYMBOLS = frozenset({">>de<<", "<b>", "</b>", "__NAME__"})
+
+
+def generator(*seed: int) -> Generator:
+    return Generator(PCG64(SeedSequence(seed)))
+
+
+def noisy(source: str, target: str, kind: str, seed: int = 1) -> tuple[str, str]:
+    return add_noise(source, target, [kind], generator(seed), SYMBOLS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "target"),
+    [
+        ("lower_case", "the nasa's (old) house, 2nd street.", "das „alte“ haus: straße von ihm."),
+        ("title_case", "The NASA's (Old) House, 2nd Street.", "Das „Alte“ HAUS: Straße Von Ihm."),
+        ("upper_case", "THE NASA'S (OLD) HOUSE, 2ND STREET.", "DAS „ALTE“ HAUS: STRASSE VON IHM."),
+        ("no_final_punctuation", "the NASA's (old) House, 2nd street", "das „alte“ HAUS: Straße von ihm."),
+    ],
+)
+def test_kinds_by_hand(kind: str, source: str, target: str) -> None:
+    clean = "the NASA's (old) House, 2nd street.", "das „alte“ HAUS: Straße von ihm."
+    assert noisy(*clean, kind) == (source, target)
+
+
+def test_symbols_keep_their_casing() -> None:
+    tagged = ">>de<< my <b>Old</b> house of __NAME__s"
+    assert noisy(tagged, "", "upper_case")[0] == ">>de<< MY <b>Old</b> HOUSE OF __NAME__s"
+    assert noisy(tagged, "", "title_case")[0] == ">>de<< My <b>Old</b> House Of __NAME__s"
+
+
+@pytest.mark.parametrize(
+    ("text", "without"),
+    [
+        ("Really?!", "Really"),
+        ("Wait...", "Wait"),
+        ("他来了。", "他来了"),
+        ("A dog .", "A dog"),
+        ("No stop", "No stop"),
+        ("?", "?"),
+        ("See <b>this</b>.", "See <b>this</b>."),
+    ],
+)
+def test_no_final_punctuation(text: str, without: str) -> None:
+    assert noisy(text, text, "no_final_punctuation") == (without, text)
+
+
+def typos_of(word: str) -> set[str]:
+    """All results of one error behind the first letter, from the definition."""
+    found = {word[:i] + word[i + 1 :] for i in range(1, len(word) - 1)}
+    found |= {word[:i] + word[i] + word[i:] for i in range(1, len(word) - 1)}
+    found |= {word[:i] + word[i + 1] + word[i] + word[i + 2 :] for i in range(1, len(word) - 1)} - {word}
+    return found | {
+        word[:i] + key + word[i + 1 :] for i in range(1, len(word) - 1) for key in NEIGHBOURS.get(word[i], "")
+    }
+
+
+@pytest.mark.parametrize("word", ["mountain", "abby", "llama", "größer", "Привет", "zzzz"])
+def test_every_single_typo_occurs_and_nothing_else(word: str) -> None:
+    random = generator(1)
+    found = {misspell(word, random) for _ in range(8000)}
+    assert found == typos_of(word) | {word}
+
+
+def test_typos_are_of_four_kinds_in_a_sixth_of_the_longer_words() -> None:
+    # No two neighbouring letters are equal, and all inner letters have neighbouring keys.
+    words = "hockey 123456 dog http://hockey.de hockey@x.de (hockey)."
+    text = " ".join([words] * 10_000)
+    noise = misspell(text, generator(2)).split(" ")
+    counts = {"drop": 0, "double": 0, "swap": 0, "key": 0}
+    for before, after in zip(text.split(" "), noise, strict=True):
+        if before not in ("hockey", "(hockey)."):
+            assert after == before
+        elif after != before:
+            assert after.startswith(before[:2] if before[0] == "(" else before[:1])
+            assert after.endswith(".") == before.endswith(".")
+            same_letters = sorted(before) == sorted(after)
+            kind = {-1: "drop", 1: "double", 0: "swap" if same_letters else "key"}[len(after) - len(before)]
+            counts[kind] += 1
+    # 20,000 words, a sixth of them misspelled, a quarter of these in each way; five standard deviations.
+    expected = 20_000 / 6 / 4
+    assert all(abs(count - expected) < 5 * expected**0.5 for count in counts.values()), counts
+
+
+def test_neighbouring_keys() -> None:
+    """Letters that touch on QWERTY, QWERTZ and AZERTY keyboards, read off three keyboards."""
+    by_hand = {"a": "q", "e": "drs", "g": "bfhtv", "i": "jkou", "l": "kop", "n": "bhj", "q": "aw", "m": "", "z": ""}
+    assert {letter: NEIGHBOURS[letter] for letter in by_hand} == by_hand
+    assert all(letter in NEIGHBOURS[other] for letter, others in NEIGHBOURS.items() for other in others)
+
+
+def test_a_typo_keeps_the_case_and_protected_symbols() -> None:
+    random = generator(3)
+    capitals = {misspell("HOUSE", random) for _ in range(2000)}
+    assert all(word.isupper() for word in capitals)
+    assert "HOUAE" not in capitals
+    assert "HOUDE" in capitals
+    assert {misspell("here<b>here __NAME__ >>de<<", random, SYMBOLS) for _ in range(500)} == {
+        "here<b>here __NAME__ >>de<<"
+    }
+    assert {misspell("NAMES", random, frozenset({"NAME"})) for _ in range(500)} == {"NAMES"}
+
+
+FORMS = {
+    "web_address": r"(https?://(www\.)?|www\.)[a-z0-9-]+(\.[a-z]+)+(/[\w-]+)*(\.[a-z]+|/)?(\?[\w=&+-]+)?(#[a-z]+)?",
+    "email_address": r"[a-z][a-z0-9._-]*@[a-z0-9-]+(\.[a-z]+)+",
+    "number": r"[+(]?[$€£]?\d[\d,.:/) -]*\d%?|\d",
+    "emoji": r"[^\x00-\x7f]{1,12}",
+}
+
+
+@pytest.mark.parametrize("kind", INSERTED_STRINGS)
+def test_strings_have_their_form_and_rarely_repeat(kind: str) -> None:
+    random = generator(4)
+    strings = [INSERTED_STRINGS[kind](random) for _ in range(5000)]
+    assert not [one for one in strings if not re.fullmatch(FORMS[kind], one)]
+    assert len(set(strings)) > (4800 if kind.endswith("address") else 3000 if kind == "number" else 500)
+    assert strings == [normalize_white_space(one) for one in strings]
+
+
+def test_a_string_goes_to_matching_places() -> None:
+    source, target = "Look at this. It is old", "Sieh dir das hier. Es ist alt."
+    found = set()
+    for seed in range(200):
+        noise, translation = noisy(source, target, "email_address", seed)
+        [address] = re.findall(r"\S+@\S+\w", noise)
+        found.add((noise.replace(address, "@"), translation.replace(address, "@")))
+    assert found == {
+        ("@ Look at this. It is old", "@ Sieh dir das hier. Es ist alt."),
+        ("Look at this. @ It is old", "Sieh dir das hier. @ Es ist alt."),
+        # Before the final punctuation, which the source does not have.
+        ("Look at this. It is old @", "Sieh dir das hier. Es ist alt @."),
+        ("Look at this. It is old @", "Sieh dir das hier. Es ist alt. @"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "places"),
+    [
+        # Behind the name of a language.
+        (">>de<< Dogs", "Hunde", {(">>de<< @ Dogs", "@ Hunde"), (">>de<< Dogs @", "Hunde @")}),
+        # Not behind an abbreviation, and a tokenized full stop stays apart.
+        (
+            "Dr. No .",
+            "Dr. No.",
+            {("@ Dr. No .", "@ Dr. No."), ("Dr. No @ .", "Dr. No @."), ("Dr. No . @", "Dr. No. @")},
+        ),
+        # Not between sentences where their numbers differ.
+        ("They came. Fine", "Gut", {("@ They came. Fine", "@ Gut"), ("They came. Fine @", "Gut @")}),
+        # Not into a word with a tag.
+        ("A <b>dog</b>.", "Ein Hund", {("@ A <b>dog</b>.", "@ Ein Hund"), ("A <b>dog</b>. @", "Ein Hund @")}),
+        ("", "", {("@", "@")}),
+    ],
+)
+def test_where_a_string_does_not_go(source: str, target: str, places: set[tuple[str, str]]) -> None:
+    random = generator(4)
+    assert {insert("@", source, target, random, SYMBOLS) for _ in range(200)} == places
+
+
+def test_the_result_depends_on_the_generator_alone() -> None:
+    pair = "A quick brown dog sees yellow houses.", "Ein Hund."
+    one, same, other = (add_noise(*pair, NOISE_KINDS, generator(seed)) for seed in (1, 1, 2))
+    assert one == same != other
+    reverse = add_noise(*pair, NOISE_KINDS[::-1], generator(1))
+    assert reverse == one
+    with pytest.raises(KeyError):
+        add_noise(*pair, ["typo"], generator(1))
+
+
+def test_white_space_stays_normalized() -> None:
+    random = generator(5)
+    for source, target in (("A dog . It barks !", "Ein Hund. Er bellt!"), (".", "."), ("a", "b"), ("", "")):
+        for _ in range(200):
+            kinds = [kind for kind in NOISE_KINDS if random.random() < 0.5]
+            sides = add_noise(source, target, kinds, random)
+            assert list(sides) == [normalize_white_space(side) for side in sides], kinds
+
+
+def test_drawn_kinds_have_their_probabilities() -> None:
+    settings = NoiseSettings(lower_case=0.2, title_case=0.1, upper_case=0.3, typos=0.5, emoji=0.01, number=1.0)
+    drawn = draw_kinds(settings, 100_000, generator(6))
+    assert drawn.shape == (100_000, len(NOISE_KINDS))
+    for kind, share in zip(NOISE_KINDS, drawn.mean(0), strict=True):
+        probability = getattr(settings, kind)
+        assert abs(share - probability) <= 5 * (probability * (1 - probability) / 100_000) ** 0.5, kind
+    cased = drawn[:, [NOISE_KINDS.index(kind) for kind in CASINGS]]
+    assert cased.sum(1).max() == 1
+    both = drawn[:, NOISE_KINDS.index("typos")] & drawn[:, NOISE_KINDS.index("upper_case")]
+    assert both.mean() == pytest.approx(0.15, abs=0.006)
+
+
+def test_another_probability_does_not_change_the_other_kinds() -> None:
+    settings = NoiseSettings(typos=0.5, emoji=0.5)
+    before, after = (draw_kinds(one, 1000, generator(7)) for one in (settings, replace(settings, typos=0.1, number=1)))
+    assert np.array_equal(before[:, NOISE_KINDS.index("emoji")], after[:, NOISE_KINDS.index("emoji")])
+    assert not np.array_equal(before[:, NOISE_KINDS.index("typos")], after[:, NOISE_KINDS.index("typos")])
+
+
+@pytest.mark.parametrize(
+    ("noise", "message"),
+    [
+        ({"typos": 1.5}, "corpus.noise.typos 1.5 is not from 0 to 1"),
+        ({"emoji": -0.1}, "corpus.noise.emoji -0.1 is not from 0 to 1"),
+        ({"number": float("nan")}, "corpus.noise.number nan is not from 0 to 1"),
+        ({"lower_case": 0.5, "upper_case": 0.6}, "corpus.noise.lower_case, title_case and upper_case are 1.1 together"),
+        ({"typo": 0.1}, "corpus.noise.typo is not a key; did you mean corpus.noise.typos?"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(recipe_file: Path, noise: dict[str, float], message: str) -> None:
+    recipe = yaml.safe_load(recipe_file.read_text())
+    recipe["corpus"]["noise"] = noise
+    recipe_file.write_text(yaml.safe_dump(recipe))
+    with pytest.raises(InputError) as error:
+        load_recipe([recipe_file])
+    assert message in str(error.value)
+    assert str(error.value).startswith(f"{recipe_file}:")
+
+
+def test_noise_needs_no_other_corpus(tmp_path: Path) -> None:
+    text = tmp_path / "text.tsv"
+    text.write_text("A dog sees a cat.\tThe cat sees the dog.\n" * 2)
+    sources = [TextSource(tsv=str(text))]
+    settings = CorpusSettings(str(tmp_path / "corpus"), train=sources, validation=sources, vocabulary_size=22)
+    manifest = prepare(settings, progress=False)
+    assert "noise" not in manifest["settings"]
+    assert existing_corpus(replace(settings, noise=NoiseSettings(typos=0.1)), compare_texts=True) == manifest
