@@ -6,6 +6,7 @@ they occur, and a store of indices is memory-mapped like one of token ids.
 
 from contextlib import ExitStack
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
@@ -42,10 +43,10 @@ class KeptTextWriter:
         indices = self._indices
         for side, writer in enumerate(self._sides):
             rows = [pair[side].split(" ") for pair in pairs]
-            for row in rows:
-                for word in row:
-                    indices.setdefault(word, len(indices))
-            flat = np.fromiter((indices[word] for row in rows for word in row), dtype=_INDEX_TYPE)
+            # Sorted, because the order of a set of strings differs from process to process.
+            for word in sorted(set().union(*rows).difference(indices)):
+                indices[word] = len(indices)
+            flat = np.fromiter(map(indices.__getitem__, chain.from_iterable(rows)), dtype=_INDEX_TYPE)
             writer.append_flat(flat, np.fromiter(map(len, rows), dtype=np.int64, count=len(rows)))
 
     def repeat_from(self, start: int, times: int) -> None:

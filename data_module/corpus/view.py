@@ -188,10 +188,16 @@ class ViewMaker:
         count = len(self._corpus)
         pairs = np.unique(np.linspace(0, count - 1, min(count, _MEAN_PAIRS)).astype(np.int64))
         random = self._random(0, _MEAN)
-        sides = zip((self._text.source, self._text.target), self._settings.dropout, strict=True)
-        texts = [(self._text.sentences(side, pairs), dropout) for side, dropout in sides]
-        source, target = (float(self._encode_text(text, rate, random).lengths.mean()) for text, rate in texts)
-        return source, target
+        noisy, noisy_texts = self._noisy(pairs, random)
+        means = []
+        for side, dropout, noisy_text in zip(
+            (self._text.source, self._text.target), self._settings.dropout, noisy_texts, strict=True
+        ):
+            text = self._text.sentences(side, pairs)
+            for place, sentence in zip(noisy.tolist(), noisy_text, strict=True):
+                text[place] = sentence
+            means.append(float(self._encode_text(text, dropout, random).lengths.mean()))
+        return means[0], means[1]
 
     def _random(self, epoch: int, *purpose: int) -> np.random.Generator:
         return np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._settings.seed, epoch, *purpose])))
