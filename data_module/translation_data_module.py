@@ -59,8 +59,8 @@ class TranslationDataModule(LightningDataModule):
         self.train_corpus = open_corpus(folder, "train")
         self.validation_corpus = open_corpus(folder, "validation")
         self._weights = epoch_weights(folder, corpus_settings) if corpus_settings else ((), ())
-        self._views = view_maker(self.train_corpus, folder, corpus_settings, seed) if corpus_settings else None
-        self.longest = 1 + (self.train_corpus.longest if self._views is None else self._views.longest)
+        self.views = view_maker(self.train_corpus, folder, corpus_settings, seed) if corpus_settings else None
+        self.longest = 1 + (self.train_corpus.longest if self.views is None else self.views.longest)
         if self.longest > settings.batch_tokens:
             raise InputError(
                 f"batches.batch_tokens {settings.batch_tokens} is less than the longest sentence of {folder}, "
@@ -99,8 +99,8 @@ class TranslationDataModule(LightningDataModule):
     @cached_property
     def _mean_lengths(self) -> tuple[float, float]:
         """Mean lengths of source and target in training, including EOS."""
-        if self._views is not None:
-            source, target = self._views.mean_lengths()
+        if self.views is not None:
+            source, target = self.views.mean_lengths()
         else:
             source, target = (
                 len(side.tokens) / len(side) for side in (self.train_corpus.source, self.train_corpus.target)
@@ -113,7 +113,7 @@ class TranslationDataModule(LightningDataModule):
             self.train_corpus,
             batch_tokens=self.settings.batch_tokens,
             seed=self.seed,
-            views=self._views,
+            views=self.views,
             weights=self._weights,
         )
 

@@ -169,10 +169,15 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         """Raise FileNotFoundError if the folder has been removed."""
-        self._file = (folder / "lock").open("rb")
-        fcntl.flock(self._file, fcntl.LOCK_SH)
+        self._descriptor: int | None = None
+        self._descriptor = os.open(folder / "lock", os.O_RDONLY)
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
         if not folder.exists():  # Removed while this process waited for the lock.
             raise FileNotFoundError(folder)
+
+    def __del__(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
 
 def shared_folder(parent: Path, name: str, write: Callable[[Path], None]) -> tuple[Path, FolderLock]:

@@ -2,7 +2,7 @@
 
 Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first. For 1, 8 and 64 ranks the JSON has, of
 rows end to end, the lengths of a rank's rows and the share of dead tokens in them, and the median over batches of how
-much more the most expensive rank's part costs than the mean.
+much more the most expensive rank's part costs than the mean. If the recipe has views, the first one is written too.
 """
 
 import argparse
@@ -59,12 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
     with _timed("opening the corpus") as seconds:
-        data = TranslationDataModule(folder, recipe.batches, special, recipe.run.seed)
+        data = TranslationDataModule(folder, recipe.batches, special, recipe.run.seed, corpus_settings=recipe.corpus)
     figures["open_seconds"] = seconds[0]
     # Before anything else reads the corpus: pages that a process has mapped cannot be dropped.
     figures |= _loading(data, cold=True)
     figures |= _loading(data, cold=False)
     figures |= _plan(data)
+    figures |= _view(data)
     figures["peak_memory_bytes"] = _peak_memory()
     print(json.dumps({name: round(x, 4) if isinstance(x, float) else x for name, x in figures.items()}))
     return 0
@@ -119,6 +120,15 @@ def _plan(data: "TranslationDataModule") -> dict[str, Any]:
     with _timed(f"planning an epoch of {times * len(source):,} pairs") as seconds:
         plan(times)
     return figures | {"plan_seconds_large": seconds[0], "plan_large_pairs": times * len(source)}
+
+
+def _view(data: "TranslationDataModule") -> dict[str, Any]:
+    """Write the view of the first epoch to a temporary folder, if the recipe has views."""
+    if data.views is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder, _timed("writing the view of an epoch") as seconds:
+        data.views.write(0, Path(folder))
+    return {"view_seconds": seconds[0], "view_pairs_per_second": len(data.train_corpus) / seconds[0]}
 
 
 def _rows(epoch: "EpochPlan", data: "TranslationDataModule", world_size: int) -> dict[str, Any]:

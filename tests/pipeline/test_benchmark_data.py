@@ -22,3 +22,10 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert figures["plan_large_pairs"] >= data.LARGE
     rates = ("pairs_per_second", "loader_target_tokens_per_second", "cold_loader_target_tokens_per_second")
     assert all(figures[name] > 0 for name in (*rates, "plan_seconds", "plan_seconds_large", "peak_memory_bytes"))
+
+
+def test_figures_of_views(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--corpus.folder", str(tmp_path / "corpus"), "--corpus.bpe_dropout.source", "0.1"]
+    assert main(["benchmark", "data", "--config", str(recipe_file), *options]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["view_pairs_per_second"] == pytest.approx(300 / figures["view_seconds"], rel=0.01)
