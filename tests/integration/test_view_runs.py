@@ -51,28 +51,29 @@ def temporary_folder(path: Path) -> dict[str, str]:
     return {"TMPDIR": str(path)}
 
 
+def partial_files(node: dict[str, str]) -> list[Path]:
+    """Return the files of the view that is being written, or was when its writer was killed."""
+    return list(Path(node["TMPDIR"]).glob("epoch-plans-*/partial view/lock"))
+
+
 @pytest.mark.slow
 def test_killed_while_views_are_written(recipe: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     command = ["fit", "--config", recipe, "--run.folder"]
     assert start(*command, whole, **temporary_folder(tmp_path / "node")).wait(300) == 0
-    rng, node, while_written = random.Random(1), temporary_folder(tmp_path / "other node"), 0
-    log = tmp_path / "stderr"
+    rng, node, log = random.Random(1), temporary_folder(tmp_path / "other node"), tmp_path / "stderr"
     for count in range(KILLS):
-        # The first kill comes while the first view is written, every other one while a later one is.
         with log.open("w") as stderr:
             process = start(*command, killed, stderr=stderr, **node)
-        begun, wait = 0.0, rng.uniform(0, 2) if count else 0.0
-        while process.poll() is None:
-            writing = list(Path(node["TMPDIR"]).glob("epoch-plans-*/partial view/*.npy"))
-            if count and not begun and "training:" in log.read_text():
-                begun = time.monotonic()
-            if (begun or not count) and time.monotonic() - begun > wait and (writing or count % 2):
-                while_written += bool(writing)
-                break
-            time.sleep(0.001)
-        assert kill(process), "ended before it was killed"
-    assert while_written >= (KILLS + 1) // 2
+        if count % 2 == 0:  # while a view is written
+            begun = time.time()
+            while process.poll() is None and not any(path.stat().st_mtime > begun for path in partial_files(node)):
+                time.sleep(0.0005)
+        else:
+            while process.poll() is None and "training:" not in log.read_text():
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 1))
+        assert kill(process), f"ended before it was killed: {log.read_text()}"
     assert start(*command, killed, **node).wait(300) == 0
     assert_same_state(checkpoints(whole)[-1], checkpoints(killed)[-1])
 
