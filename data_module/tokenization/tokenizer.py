@@ -93,6 +93,10 @@ class Tokenizer:
         text = [[int(piece) for piece in row if piece >= NUM_SPECIAL_IDS] for row in ids]
         return self._processor.decode(text) if text else []
 
+    def normalize(self, words: Sequence[str]) -> list[str]:
+        """Return words as the model's pieces spell them, for example in lower case, with U+2581 for a space."""
+        return self._processor.normalize(list(words))
+
     def pieces(self) -> list[str]:
         """Return the vocabulary in the order of the ids. U+2581 in a piece represents a space."""
         return [self._processor.id_to_piece(i) for i in range(self.vocabulary_size)]

@@ -1,0 +1,161 @@
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from data_module.errors import InputError
+from data_module.tokenization.bpe_dropout import MergeTable
+from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.word_counts import normalize_white_space
+
+SYLLABLES = ["ba", "bab", "le", "ten", "ent", "ster", "in", "über", "ß", "É", "ing", "tion", "o", "aa"]
+UNSPACED = "人工智能模型将一种语言翻译成另一种语言。机器翻译的质量在过去几年里有了很大的提高"
+
+
+def _text() -> list[str]:
+    random = np.random.default_rng(3)
+    words = ["".join(random.choice(SYLLABLES, size=random.integers(1, 6))) for _ in range(3000)]
+    spaced = [" ".join(random.choice(words, size=8)) for _ in range(1200)]
+    unspaced = ["".join(random.choice(list(UNSPACED), size=random.integers(1, 180))) for _ in range(200)]
+    mixed = [f"{word}{random.choice(list(UNSPACED))}, {word.upper()} ▅ 12.5%" for word in words[:100]]
+    return [*spaced, *unspaced, *mixed, "aaaaaaa aaaaaaaaaaa " * 5]
+
+
+def _words(lines: Iterable[str]) -> list[str]:
+    return [word for line in lines for word in normalize_white_space(line).split(" ")]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["cased", "lowercase"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return Tokenizer(train_tokenizer(_text(), 400, lowercase=request.param))
+
+
+def _sample(tokenizer: Tokenizer, words: list[str], dropout: float, seed: int = 1) -> list[tuple[int, ...]]:
+    ids, lengths = MergeTable(tokenizer).sample(words, dropout, np.random.default_rng(seed))
+    assert ids.dtype == np.int32
+    assert lengths.dtype == np.int64
+    assert lengths.shape == (len(words),)
+    assert lengths.sum() == len(ids)
+    return [tuple(row.tolist()) for row in np.split(ids, np.cumsum(lengths)[:-1])]
+
+
+def _plain(tokenizer: Tokenizer, words: list[str]) -> list[tuple[int, ...]]:
+    return [tuple(row.tolist()) for row in tokenizer.encode(words)]
+
+
+def _distribution(tokenizer: Tokenizer, word: str, dropout: float) -> dict[tuple[int, ...], float]:
+    """Algorithm 1 by exact enumeration: the probability of every segmentation of one word."""
+    processor = tokenizer._processor
+    ids = {piece: i for i, piece in enumerate(tokenizer.pieces())}
+    result: dict[tuple[int, ...], float] = defaultdict(float)
+
+    def visit(split: tuple[str, ...], probability: float) -> None:
+        merges = [
+            (-processor.get_score(ids[left + right]), position)
+            for position, (left, right) in enumerate(pairwise(split))
+            if left + right in ids
+        ]
+        # The best merge that is left in is applied: all better ones were left out.
+        for _, position in sorted(merges):
+            merged = split[position] + split[position + 1]
+            visit((*split[:position], merged, *split[position + 2 :]), probability * (1 - dropout))
+            probability *= dropout
+        result[tuple(ids[piece] for piece in split)] += probability
+
+    visit(("\u2581", *word), 1.0)
+    return dict(result)
+
+
+def test_without_dropout_every_word_is_segmented_as_by_sentencepiece(tokenizer: Tokenizer) -> None:
+    words = _words(_text())
+    assert _sample(tokenizer, words, 0.0) == _plain(tokenizer, words)
+    # The words in any order, one by one, and unseen combinations of known characters.
+    shuffled = np.random.default_rng(5).permutation(words).tolist()[:2000]
+    assert _sample(tokenizer, shuffled, 0.0) == _plain(tokenizer, shuffled)
+    for word in shuffled[:50]:
+        assert _sample(tokenizer, [word], 0.0) == _plain(tokenizer, [word])
+    unseen = ["".join(shuffled[i : i + 3])[::-1] for i in range(500)] + ["\u2581ba", "ba\u2581"]
+    assert _sample(tokenizer, unseen, 0.0) == _plain(tokenizer, unseen)
+
+
+def test_a_word_of_many_thousand_characters(tokenizer: Tokenizer) -> None:
+    words = ["ba", "lestering" * 4000, "ster"]
+    assert _sample(tokenizer, words, 0.0) == _plain(tokenizer, words)
+    assert tokenizer.decode([[i for row in _sample(tokenizer, words, 1.0) for i in row]]) == [" ".join(words)]
+
+
+def test_words_that_cannot_be_merged_keep_their_plain_segmentation(tokenizer: Tokenizer) -> None:
+    words = ["", "ba", "baЯba", "Я", "ЯЯ", "a▅b", "▅", "le le", "tion", "b\u00a0a", "😀ten"]
+    for dropout in (0.0, 1.0):
+        sampled, plain = _sample(tokenizer, words, dropout), _plain(tokenizer, words)
+        for word, row, expected in zip(words, sampled, plain, strict=True):
+            if word in ("ba", "tion") and dropout:
+                assert len(row) == len(word) + 1
+            else:
+                assert row == expected
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+@pytest.mark.parametrize("word", ["babtent", "inster", "aaaaaa", "ba", "语言。机器"])
+def test_segmentations_have_the_distribution_of_algorithm_1(tokenizer: Tokenizer, word: str, dropout: float) -> None:
+    count = 40_000
+    expected = _distribution(tokenizer, word, dropout)
+    assert sum(expected.values()) == pytest.approx(1)
+    seen = Counter(_sample(tokenizer, [word] * count, dropout))
+    assert set(seen) <= set(expected)
+    for split, probability in expected.items():
+        deviation = np.sqrt(count * probability * (1 - probability))
+        assert abs(seen[split] - count * probability) <= 4.5 * deviation + 1
+
+
+def test_neighbouring_words_are_independent(tokenizer: Tokenizer) -> None:
+    word, count = "babtent", 40_000
+    (plain,) = _plain(tokenizer, [word])
+    sampled = np.array([row == plain for row in _sample(tokenizer, [word] * count, 0.1)])
+    probability = _distribution(tokenizer, word, 0.1)[plain]
+    both = (sampled[1:] & sampled[:-1]).mean()
+    assert both == pytest.approx(probability**2, abs=4.5 * np.sqrt(probability**2 / count))
+
+
+def test_full_dropout_gives_the_characters(tokenizer: Tokenizer) -> None:
+    words = [word for word in _words(_text()) if "▅" not in word][:3000]
+    pieces = tokenizer.pieces()
+    for word, row in zip(words, _sample(tokenizer, words, 1.0), strict=True):
+        spelled = "".join(map(str.lower, word)) if tokenizer.lowercase else word
+        assert [pieces[i] for i in row] == ["\u2581", *spelled]
+
+
+def test_a_sample_decodes_to_its_words(tokenizer: Tokenizer) -> None:
+    words = _words(_text())
+    for dropout in (0.1, 0.5):
+        sampled = _sample(tokenizer, words, dropout)
+        assert sampled != _plain(tokenizer, words)
+        assert tokenizer.decode(sampled) == tokenizer.decode(_plain(tokenizer, words))
+
+
+def test_the_sample_depends_on_the_seed_alone_and_not_on_the_calls(tokenizer: Tokenizer) -> None:
+    words = [*_words(_text()), "Я", ""]
+    whole = _sample(tokenizer, words, 0.3, seed=7)
+    assert _sample(tokenizer, words, 0.3, seed=7) == whole
+    assert _sample(tokenizer, words, 0.3, seed=8) != whole
+    table, random, parts = MergeTable(tokenizer), np.random.default_rng(7), []
+    for start, stop in ((0, 1), (1, 1), (1, 40), (40, 3000), (3000, len(words))):
+        ids, lengths = table.sample(words[start:stop], 0.3, random)
+        parts += [tuple(row.tolist()) for row in np.split(ids, np.cumsum(lengths))[:-1]]
+    assert parts == whole
+
+
+def test_no_words(tokenizer: Tokenizer) -> None:
+    ids, lengths = MergeTable(tokenizer).sample([], 0.1, np.random.default_rng(1))
+    assert (ids.shape, lengths.shape) == ((0,), (0,))
+
+
+def test_a_tokenizer_that_is_no_byte_pair_encoding_is_refused(tokenizer: Tokenizer) -> None:
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)  # type: ignore[attr-defined]
+    proto.trainer_spec.model_type = proto.trainer_spec.CHAR
+    with pytest.raises(InputError, match=r"corpus\.bpe_dropout: .* no byte-pair encoding"):
+        MergeTable(Tokenizer(proto.SerializeToString()))
