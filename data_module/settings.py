@@ -134,6 +134,10 @@ class CorpusSettings:
     """The tokenizer is trained on at most this many training sentences, a seeded sample."""
     character_coverage: float = 1.0
     """Fraction of the text whose characters get a piece of their own; with 1 no character is unknown."""
+    byte_fallback: bool = False
+    """Spell characters without a piece of their own by their bytes, so that nothing is unknown. Takes 256 pieces."""
+    user_symbols: list[str] = field(default_factory=list)
+    """Placeholders and tags, such as `__NAME__` or `<b>`: each is one piece, even inside a word, and keeps its case."""
     lowercase: bool = False
     """Lower-case both sides in the tokenizer, so that output and scores are lower-case too."""
     user_symbols: list[str] = field(default_factory=list)

@@ -124,6 +124,8 @@ def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool
             settings.vocabulary_size,
             lowercase=settings.lowercase,
             character_coverage=settings.character_coverage,
+            byte_fallback=settings.byte_fallback,
+            user_symbols=settings.user_symbols,
         )
         while not training.done():
             wait([training], timeout=0.5)
@@ -248,8 +250,8 @@ def _encoded(
 ) -> Iterator[_EncodedChunk]:
     """Read a source once, and yield its chunks cleaned and encoded."""
     for chunk in read_pairs(text, settings):
-        source_ids, source_lengths = _encode(encoder, chunk.source, settings.max_tokens)
-        target_ids, target_lengths = _encode(encoder, chunk.target, settings.max_tokens)
+        source_ids, source_lengths = _encode(encoder, chunk.source, settings)
+        target_ids, target_lengths = _encode(encoder, chunk.target, settings)
         kept = pair_filter.keep(chunk, source_lengths, target_lengths, text.repeat)
         indices = kept.tolist()
         yield _EncodedChunk(
@@ -260,9 +262,10 @@ def _encoded(
         )
 
 
-def _encode(encoder: WordEncoder, sentences: list[str], max_tokens: int) -> tuple[list[bytes], np.ndarray]:
+def _encode(encoder: WordEncoder, sentences: list[str], settings: CorpusSettings) -> tuple[list[bytes], np.ndarray]:
     # A sentence with more characters than this has too many pieces; encoding a line of megabytes would be slow.
-    max_characters = max_tokens * MAX_PIECE_CHARACTERS
+    max_tokens = settings.max_tokens
+    max_characters = max_tokens * max(MAX_PIECE_CHARACTERS, *map(len, settings.user_symbols), 0)
     too_long = [i for i, sentence in enumerate(sentences) if len(sentence) > max_characters]
     if too_long:
         sentences = ["" if len(sentence) > max_characters else sentence for sentence in sentences]

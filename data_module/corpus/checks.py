@@ -1,7 +1,7 @@
 """Checks of a recipe's `corpus:` section before anything expensive is done, for `prepare`, `fit` and `doctor`."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_module.atomic_folder import existing_parent, write_error
@@ -9,6 +9,8 @@ from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
 from data_module.readers.pairs import invalid_utf8, open_reader
 from data_module.settings import CorpusSettings, TextSource
+from data_module.tokenization.tokenizer import BYTE_NAMES, NUM_BYTES, SPECIAL_NAMES, Tokenizer, minimum_size
+from data_module.tokenization.word_counts import normalize_white_space
 
 FEW_PAIRS = 5_000
 """Training pairs below which a network hardly learns more than its training text."""
@@ -18,8 +20,19 @@ _BYTES_PER_TOKEN = 5
 """Bytes of UTF-8 text that become one token, a rough mean over languages."""
 _SAMPLE_LINES = 1_000
 _MIN_SAMPLE_LINES = 20
+_MAX_NAMED_SYMBOLS = 3
 _SWAP_MARGIN = 0.1
 """How much more alike crossed sides must be than straight ones to be called swapped; cosines, from 0 to 1."""
+
+
+@dataclass
+class SymbolCount:
+    """How often a user symbol occurs in a text source."""
+
+    first: str
+    """The first place, as in `train.en:7`."""
+    sides: list[int] = field(default_factory=lambda: [0, 0])
+    """Occurrences in source and in target sentences."""
 
 
 @dataclass
@@ -35,6 +48,8 @@ class SourceCheck:
     samples: tuple[str, str]
     """The first lines of both sides."""
     warnings: list[str]
+    symbols: dict[str, SymbolCount] = field(default_factory=dict)
+    """The user symbols that occur in the text."""
 
 
 def check_settings(settings: CorpusSettings) -> None:
@@ -51,6 +66,36 @@ def check_settings(settings: CorpusSettings) -> None:
     ):
         if not ok:
             raise InputError(f"corpus.{key}: {rule}; it is {getattr(settings, key)}")
+    _check_symbols(settings.user_symbols, settings.byte_fallback)
+    _check_prefixes(settings)
+    smallest = minimum_size(len(settings.user_symbols), settings.byte_fallback) + 1
+    if settings.vocabulary_size < smallest and (settings.byte_fallback or settings.user_symbols):
+        symbols = len(settings.user_symbols)
+        parts = [f"{NUM_BYTES} bytes"] * settings.byte_fallback + [f"{symbols} user symbols"] * bool(symbols)
+        raise InputError(
+            f"corpus.vocabulary_size: {settings.vocabulary_size} has no room for {' and '.join(parts)} beside"
+            f" characters; set at least {smallest}, and better some thousands"
+        )
+
+
+def _check_symbols(symbols: list[str], byte_fallback: bool) -> None:
+    """Raise InputError for a user symbol that could not be one piece."""
+    for i, symbol in enumerate(symbols):
+        problem = None
+        if not symbol:
+            problem = "is empty; remove it"
+        elif symbol != normalize_white_space(symbol) or any(map(str.isspace, symbol)):
+            problem = "has white space, at which words end; write it without"
+        elif symbol in symbols[:i]:
+            problem = "occurs twice in the list; remove one"
+        elif symbol in SPECIAL_NAMES or (byte_fallback and symbol in BYTE_NAMES):
+            problem = "is the name of a special piece; choose another one"
+        if problem:
+            raise InputError(f"corpus.user_symbols: {symbol!r} {problem}")
+
+
+def _check_prefixes(settings: CorpusSettings) -> None:
+    """Raise InputError for a text source's prefix that is no user symbol."""
     for split in ("train", "validation", "test"):
         for text in getattr(settings, split):
             if text.prefix is not None and text.prefix not in settings.user_symbols:
@@ -58,6 +103,21 @@ def check_settings(settings: CorpusSettings) -> None:
                     f"corpus.{split}: the prefix {text.prefix!r} of a text source is none of corpus.user_symbols;"
                     f" add it there (they are: {' '.join(settings.user_symbols) or 'none'})"
                 )
+
+
+def check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer) -> None:
+    """Raise InputError if a tokenizer that another run was trained with lacks what the settings ask for."""
+    missing = [symbol for symbol in settings.user_symbols if symbol not in tokenizer.user_symbols]
+    if missing:
+        raise InputError(
+            f"corpus.user_symbols: {_few(missing)}: not in the tokenizer of the run to start from, and a tokenizer"
+            " cannot grow; leave it out, or start without --init-from"
+        )
+    if settings.byte_fallback and not tokenizer.byte_fallback:
+        raise InputError(
+            "corpus.byte_fallback: the tokenizer of the run to start from has no bytes, and a tokenizer cannot grow;"
+            " set it to false, or start without --init-from"
+        )
 
 
 def check_folder(settings: CorpusSettings) -> None:
@@ -84,6 +144,8 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
         for side, (name, lines) in enumerate(zip(reader.names, sides, strict=True)):
             data = b"".join(lines)
             found.num_bytes += len(data)
+            for symbol in settings.user_symbols:
+                _count_symbol(found, symbol, side, data, name, first_line)
             samples.append(b"".join(lines[:_SAMPLE_LINES]).decode(errors="replace"))
             if b"\t" in data:
                 indices = [i for i, line in enumerate(lines) if b"\t" in line]
@@ -101,6 +163,13 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
                 " remove it, or name a file of two columns as {tsv: FILE}"
             )
     return found
+
+
+def _count_symbol(found: SourceCheck, symbol: str, side: int, data: bytes, name: str, first_line: int) -> None:
+    """Add the occurrences of a user symbol in a chunk of one side, whose first line is `first_line`."""
+    if count := data.count(symbol.encode()):
+        line = first_line + data.count(b"\n", 0, data.index(symbol.encode()))
+        found.symbols.setdefault(symbol, SymbolCount(f"{name}:{line}")).sides[side] += count
 
 
 def _undecodable(data: bytes) -> int | None:
@@ -130,7 +199,41 @@ def source_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> lis
                     " exchange the sides of one of them"
                 )
                 break
+    return warnings + _symbol_warnings(settings, train)
+
+
+def _symbol_warnings(settings: CorpusSettings, train: list[SourceCheck]) -> list[str]:
+    """Return a line about the user symbols that the training text holds, and one about those that it lacks.
+
+    Neither is refused. Markup and placeholders have to be in the text to be learned. A symbol that the user thought to
+    be new, however, changes what this text means.
+    """
+    held, lacking = [], []
+    for symbol in settings.user_symbols:
+        counts = [source.symbols[symbol] for source in train if symbol in source.symbols]
+        source, target = (sum(count.sides[side] for count in counts) for side in (0, 1))
+        if counts:
+            held.append(f"{symbol!r} ({counts[0].first}; {source:,} times in the source, {target:,} in the target)")
+        else:
+            lacking.append(repr(symbol))
+    warnings = []
+    if held:
+        warnings.append(
+            f"corpus.user_symbols: the training text holds {_few(held)}; each occurrence becomes this symbol: right for"
+            " markup and placeholders, else choose another symbol"
+        )
+    if lacking:
+        warnings.append(
+            f"corpus.user_symbols: the training text has no {_few(lacking)}: a network does not learn to copy a symbol"
+            " that it never sees; add pairs with it on both sides"
+        )
     return warnings
+
+
+def _few(names: list[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = [f"{len(names) - _MAX_NAMED_SYMBOLS} more"] if len(names) > _MAX_NAMED_SYMBOLS else []
+    return ", ".join(names[:_MAX_NAMED_SYMBOLS] + more)
 
 
 def size_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[str]:
@@ -152,13 +255,16 @@ def size_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[
         )
     repeated = zip(train, settings.train, strict=True)
     tokens = sum(source.num_bytes * text.repeat for source, text in repeated) // _BYTES_PER_TOKEN
+    # Bytes and user symbols take their places whatever the text is.
+    reserved = len(settings.user_symbols) + NUM_BYTES * settings.byte_fallback
+    learned = settings.vocabulary_size - reserved
     # A vocabulary needs a piece for each character, and some for words.
     characters = len(set("".join(side for source in train for side in source.samples)))
-    suggestion = max(_rounded(tokens // (2 * MIN_PIECE_TOKENS)), 2 * characters)
-    if tokens < MIN_PIECE_TOKENS * settings.vocabulary_size and suggestion < settings.vocabulary_size:
+    suggestion = max(_rounded(tokens // (2 * MIN_PIECE_TOKENS)), 2 * characters) + reserved
+    if tokens < MIN_PIECE_TOKENS * learned and suggestion < settings.vocabulary_size:
         warnings.append(
             f"corpus.vocabulary_size {settings.vocabulary_size}: each piece occurs only about"
-            f" {max(1, round(tokens / settings.vocabulary_size))} times, so that many are learned badly;"
+            f" {max(1, round(tokens / learned))} times, so that many are learned badly;"
             f" set about {suggestion}"
         )
     return warnings

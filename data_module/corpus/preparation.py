@@ -16,7 +16,14 @@ from typing import Any
 
 from data_module.atomic_folder import replace_folder
 from data_module.corpus.builder import learn_tokenizer, write_corpus
-from data_module.corpus.checks import check_folder, check_settings, check_source, size_warnings, source_warnings
+from data_module.corpus.checks import (
+    check_folder,
+    check_settings,
+    check_source,
+    check_tokenizer,
+    size_warnings,
+    source_warnings,
+)
 from data_module.corpus.kept_text import KeptText
 from data_module.corpus.manifest import differences, is_corpus, read_manifest
 from data_module.errors import InputError
@@ -51,6 +58,8 @@ def prepare(
             truncated, or is no corpus, or the disk is full. No partial corpus is left behind.
     """
     check_settings(settings)
+    if tokenizer is not None:
+        check_tokenizer(settings, tokenizer)
     folder = Path(settings.folder)
     wanted = _wanted(settings)
     if not force and (manifest := _up_to_date(settings, wanted)) is not None:
@@ -106,11 +115,13 @@ def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> dict[st
 
 
 def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
-    # The folder is left out because a corpus may be moved. Empty lists and newer keys of a text source are left out
-    # where they are not used, so that manifests of earlier versions compare equal.
+    # The folder is left out because a corpus may be moved. Empty lists, `byte_fallback` and newer keys of a text source
+    # are left out where they are not used, so that manifests of earlier versions compare equal.
     values = {
         key: value for key, value in asdict(settings).items() if key not in ("folder", *EPOCH_KEYS) and value != []
     }
+    if not settings.byte_fallback:
+        del values["byte_fallback"]
     for text in (text for split in ("train", "validation", "test") for text in values.get(split, [])):
         del text["weight"]
         for key in ("reader", "path", "prefix", "name"):

@@ -113,9 +113,10 @@ class MergeTable:
         The number is 0 for the words that get their plain segmentation; their characters are left out.
         """
         count = len(words)
-        symbols = self._words_with_symbols(words)
         if self._changes_characters:
             words = [word.removeprefix(_SPACE) for word in self._tokenizer.normalize(words)]
+        # User symbols are matched after normalization, which leaves them as they are.
+        symbols = self._words_with_symbols(words)
         sizes = np.fromiter(map(len, words), dtype=np.int64, count=count)
         codes = self._character_ids[np.frombuffer("".join(words).encode("utf-32-le"), dtype=np.uint32)]
         word_of = np.repeat(np.arange(count), sizes)

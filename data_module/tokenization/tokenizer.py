@@ -1,14 +1,18 @@
 """Joint byte-pair encoding of both languages (section 5.1), trained and applied with sentencepiece.
 
 Only white space is normalized (see `normalize_white_space`). `decode(encode(x))` equals `normalize_white_space(x)`, in
-lower case if the tokenizer lower-cases.
+lower case if the tokenizer lower-cases, and without unknown characters. With byte fallback, no character is unknown:
+one without a piece of its own becomes the pieces of its UTF-8 bytes. A user symbol is always one piece, also inside a
+word, and keeps its case.
 """
 
 import hashlib
 import io
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,15 @@ from data_module.tokenization.word_counts import WordCounts, normalize_white_spa
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 NUM_SPECIAL_IDS = 4
 MAX_PIECE_CHARACTERS = 16
+"""A user symbol may have more."""
+NUM_BYTES = 256
+"""Number of pieces that byte fallback adds."""
+SPECIAL_NAMES = ("<pad>", "<unk>", "<s>", "</s>")
+"""The pieces of the special ids."""
+BYTE_NAMES = tuple(f"<0x{byte:02X}>" for byte in range(NUM_BYTES))
+"""The pieces of the bytes, with byte fallback."""
+MIN_CHARACTER_COUNT = 20
+"""With byte fallback, a character that the text has less often than this gets no piece of its own."""
 
 # sentencepiece cannot learn this character, because it uses it for unknown characters in training.
 _RESERVED_CHARACTER = "\u2585"
@@ -59,6 +72,7 @@ class Tokenizer:
             )
         self.vocabulary_size: int = processor.get_piece_size()
         self.lowercase: bool = processor.normalize("A").endswith("a")
+        self.byte_fallback: bool = processor.is_byte(processor.piece_to_id(BYTE_NAMES[0]))
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
@@ -80,6 +94,7 @@ class Tokenizer:
     def encode(self, sentences: list[str], num_threads: int = 1) -> list[np.ndarray]:
         """Return the piece ids of each sentence, int32 without special ids. Unknown characters become `unk_id`.
 
+        With byte fallback no character is unknown.
         The GIL is released.
         """
         lines = "\n".join(sentences)
@@ -89,9 +104,33 @@ class Tokenizer:
         return self._processor.encode(normalized, out_type="numpy", num_threads=num_threads)
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each sequence of ids. Special ids, including `unk_id`, are skipped."""
+        """Return the text of each sequence of ids. Special ids, including `unk_id`, are skipped.
+
+        With byte fallback, ids may be any bytes. Those that are no UTF-8 become U+FFFD each, and white space is
+        normalized, because bytes can also spell line breaks and tabs.
+        """
         text = [[int(piece) for piece in row if piece >= NUM_SPECIAL_IDS] for row in ids]
-        return self._processor.decode(text) if text else []
+        decoded: list[str] = self._processor.decode(text) if text else []
+        if not self.byte_fallback or not decoded:
+            return decoded
+        return normalize_white_space("\n".join(line.replace("\n", " ") for line in decoded)).split("\n")
+
+    def normalize(self, words: Sequence[str]) -> list[str]:
+        """Return text as the model's pieces spell it: in lower case if the model lower-cases, U+2581 for a space."""
+        return self._processor.normalize(list(words))
+
+    def lower(self, sentences: Sequence[str]) -> list[str]:
+        """Return sentences in lower case as a tokenizer that lower-cases decodes them: user symbols keep their case."""
+        return [text.removeprefix("\u2581").replace("\u2581", " ") for text in self.normalize(sentences)]
+
+    @cached_property
+    def user_symbols(self) -> list[str]:
+        """The user symbols that the tokenizer was trained with, in the order of their ids."""
+        from sentencepiece import sentencepiece_model_pb2
+
+        proto = sentencepiece_model_pb2.ModelProto.FromString(self.model)  # type: ignore[attr-defined]
+        kind = proto.SentencePiece.USER_DEFINED
+        return [p.piece for p in proto.pieces if p.type == kind and p.piece != _RESERVED_CHARACTER]
 
     def normalize(self, words: Sequence[str]) -> list[str]:
         """Return words as the model's pieces spell them, for example in lower case, with U+2581 for a space."""
@@ -108,14 +147,21 @@ def train_tokenizer(
     *,
     lowercase: bool = False,
     character_coverage: float = 1.0,
+    byte_fallback: bool = False,
+    user_symbols: Sequence[str] = (),
 ) -> bytes:
     """Train byte-pair encoding on sentences. The result is deterministic.
 
     Args:
         sentences: the training text.
-        vocabulary_size: number of ids, including special ids and single characters.
+        vocabulary_size: number of ids, including special ids, user symbols, bytes and single characters.
         lowercase: whether the tokenizer lower-cases text.
         character_coverage: fraction of the text whose characters get a piece of their own, the most frequent first.
+        byte_fallback: add a piece for each byte, which spell the characters that have no piece of their own. Even with
+            a coverage of 1, these are all characters that occur less than `MIN_CHARACTER_COUNT` times: an embedding is
+            not learned from so few, and without text in bytes the bytes' would not be learned either.
+        user_symbols: words and tags that become one piece each. They are matched before anything else, the longest
+            first.
 
     Returns:
         The bytes of a sentencepiece model.
@@ -128,7 +174,14 @@ def train_tokenizer(
         line = normalize_white_space(sentence)
         words.add(line)
         words.add_characters(line)
-    return train_on_words(words, vocabulary_size, lowercase=lowercase, character_coverage=character_coverage)
+    return train_on_words(
+        words,
+        vocabulary_size,
+        lowercase=lowercase,
+        character_coverage=character_coverage,
+        byte_fallback=byte_fallback,
+        user_symbols=user_symbols,
+    )
 
 
 def train_on_words(
@@ -137,24 +190,13 @@ def train_on_words(
     *,
     lowercase: bool = False,
     character_coverage: float = 1.0,
+    byte_fallback: bool = False,
+    user_symbols: Sequence[str] = (),
 ) -> bytes:
     """Train a tokenizer as `train_tokenizer` does, from the words and characters of a text. The GIL is released."""
-    characters = words.characters()
-    characters = "".join(sorted(set("".join(c.lower() for c in characters) if lowercase else characters)))
-    learnable = characters.replace(_RESERVED_CHARACTER, "")
-    options: dict[str, Any] = {"required_chars": learnable} if character_coverage >= 1 else {}
-    if learnable != characters:
-        options["user_defined_symbols"] = [_RESERVED_CHARACTER]
-    if not learnable:
-        raise InputError("corpus.train: the text has no words to train a tokenizer on")
-    smallest = len(characters) + NUM_SPECIAL_IDS + 1
-    if character_coverage >= 1 and vocabulary_size < smallest:
-        raise InputError(
-            f"corpus.vocabulary_size: {vocabulary_size} is too small for the text's {len(characters)}"
-            f" distinct characters; set at least {smallest}, or lower corpus.character_coverage"
-        )
+    options = _options(words, vocabulary_size, lowercase, character_coverage, byte_fallback, user_symbols)
     with _LowercaseRules(lowercase) as rules:
-        options |= rules | {"vocab_size": vocabulary_size, "character_coverage": character_coverage}
+        options |= rules
         try:
             model = _train(words, options)
         except RuntimeError as error:
@@ -163,13 +205,65 @@ def train_on_words(
             except RuntimeError:
                 raise InputError(
                     f"corpus.vocabulary_size: {vocabulary_size} is too small for the characters that make up"
-                    f" {character_coverage:.2%} of the text; raise it, or lower corpus.character_coverage"
+                    f" {options['character_coverage']:.2%} of the text; raise it, or lower corpus.character_coverage"
                 ) from error
             raise InputError(
                 f"corpus.vocabulary_size: {vocabulary_size} pieces are more than the training text allows;"
                 f" the largest that works is {largest}"
             ) from error
     return _without_rule_path(model) if lowercase else model
+
+
+def _options(
+    words: WordCounts,
+    vocabulary_size: int,
+    lowercase: bool,
+    character_coverage: float,
+    byte_fallback: bool,
+    user_symbols: Sequence[str],
+) -> dict[str, Any]:
+    """Return the training options that depend on the arguments of `train_on_words`, but for those of lower-casing.
+
+    Raises:
+        InputError: the text has no words, or more characters than the vocabulary has room for.
+    """
+    known = words.characters()
+    if not known.replace(_RESERVED_CHARACTER, ""):
+        raise InputError("corpus.train: the text has no words to train a tokenizer on")
+    counts = words.character_counts(user_symbols) if byte_fallback else dict.fromkeys(known, MIN_CHARACTER_COUNT)
+    if lowercase:
+        cased, counts = counts, Counter()
+        for character, count in cased.items():
+            counts.update(dict.fromkeys(character.lower(), count))
+    characters = {character for character, count in counts.items() if count >= MIN_CHARACTER_COUNT}
+    symbols = [*user_symbols]
+    if _RESERVED_CHARACTER in characters and not byte_fallback:
+        symbols.append(_RESERVED_CHARACTER)
+    learnable = "".join(sorted(characters - {_RESERVED_CHARACTER, *symbols}))
+    options: dict[str, Any] = {"vocab_size": vocabulary_size, "character_coverage": character_coverage}
+    if symbols:
+        options["user_defined_symbols"] = symbols
+    if byte_fallback:
+        options["byte_fallback"] = True
+    if character_coverage >= 1:
+        options["required_chars"] = learnable
+        # sentencepiece adds the most frequent of the other characters until this much of the text is covered, and
+        # accepts no less.
+        options["character_coverage"] = 0.98 if byte_fallback else 1.0
+        smallest = minimum_size(len(user_symbols), byte_fallback) + len(learnable) + len(symbols) - len(user_symbols)
+        if vocabulary_size < smallest:
+            others = [f"{NUM_BYTES} bytes"] * byte_fallback + [f"{len(user_symbols)} user symbols"] * bool(user_symbols)
+            raise InputError(
+                f"corpus.vocabulary_size: {vocabulary_size} is too small for the text's"
+                f" {' and '.join([f'{len(characters)} distinct characters', *others])}; set at least {smallest}, or"
+                " lower corpus.character_coverage"
+            )
+    return options
+
+
+def minimum_size(num_user_symbols: int, byte_fallback: bool) -> int:
+    """Return the number of pieces that a vocabulary has beside those of characters and words."""
+    return NUM_SPECIAL_IDS + 1 + num_user_symbols + NUM_BYTES * byte_fallback
 
 
 def _train(words: WordCounts, options: dict[str, Any]) -> bytes:

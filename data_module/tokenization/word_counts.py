@@ -1,6 +1,8 @@
 """White-space normalization, and counts of a text's words and characters."""
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -9,6 +11,7 @@ import numpy as np
 _SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029\u2581"
 # Training takes about 0.7 kB per distinct word. Beyond this number, the rarest words are dropped.
 _MAX_COUNTED_WORDS = 2_000_000
+_CHUNK_WORDS = 100_000
 
 
 def normalize_white_space(lines: str) -> str:
@@ -53,3 +56,16 @@ class WordCounts:
         """Return all added characters except white space, in code-point order."""
         seen = "".join(map(chr, np.flatnonzero(self._seen)))
         return normalize_white_space(seen).replace(" ", "").replace("\n", "")
+
+    def character_counts(self, without: Sequence[str] = ()) -> dict[str, int]:
+        """Return how often each character occurs in the counted words, outside the strings `without`."""
+        # Of two strings that begin alike, the longer one is found first.
+        left_out = re.compile("|".join(map(re.escape, sorted(without, key=len, reverse=True))) or r"(?!)")
+        words, counts = list(self.counts), np.fromiter(self.counts.values(), dtype=np.int64)
+        totals = np.zeros(0x110000, dtype=np.int64)
+        for start in range(0, len(words), _CHUNK_WORDS):
+            chunk = left_out.sub("", "\n".join(words[start : start + _CHUNK_WORDS])).split("\n")
+            times = np.repeat(counts[start : start + _CHUNK_WORDS], list(map(len, chunk)))
+            codes = np.frombuffer("".join(chunk).encode("utf-32-le"), dtype=np.uint32)
+            np.add.at(totals, codes, times)
+        return {chr(code): int(totals[code]) for code in np.flatnonzero(totals)}

@@ -131,7 +131,7 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
     recipe, tokenizer = start.recipe, start.tokenizer
     sources, references = data.validation_text()
     if tokenizer.lowercase:  # The model writes lower case: its text compares with lower-cased references only.
-        references = [reference.lower() for reference in references]
+        references = tokenizer.lower(references)
     bleu, note = choose_bleu_tokenizer(recipe, start.resume.bleu_tokenizer if start.resume else None)
     if note:
         say(note)

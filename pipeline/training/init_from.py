@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_module.corpus.checks import check_tokenizer
 from data_module.corpus.manifest import is_corpus, read_manifest
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
@@ -29,7 +30,8 @@ class InitialWeights:
 def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
     """Return what the recipe's run takes over from a checkpoint or run folder.
 
-    Raises InputError when there is no checkpoint, or when its network or the corpus's vocabulary differs.
+    Raises InputError when there is no checkpoint, or when its network or the corpus's vocabulary differs,
+    or when its tokenizer lacks a user symbol or the bytes that the recipe asks for.
     """
     from pipeline.checkpointing.checkpoint import network_weights, read_checkpoint, resolve_checkpoint
 
@@ -47,6 +49,7 @@ def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
             f"{path}: has another network: {'; '.join(different)}; give the recipe the same network settings"
         )
     tokenizer = Tokenizer(part["tokenizer"].numpy().tobytes())
+    check_tokenizer(recipe.corpus, tokenizer)
     folder = Path(recipe.corpus.folder)
     if is_corpus(folder) and read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:
         raise InputError(

@@ -358,3 +358,46 @@ def test_text_that_is_unknown_to_the_tokenizer(place: Workplace, caplog: pytest.
         account = prepare(place.settings, tokenizer, progress=False, force=True)["train"]
         assert (account["source_tokens"], account["target_tokens"]) == (num_known, 2 * num_unknown)
         assert (f"{warned} % of the training text's pieces are unknown" in caplog.text) == bool(warned)
+
+
+@pytest.mark.parametrize(
+    ("symbols", "message"),
+    [
+        (["<b>", ""], "'' is empty"),
+        (["<b c>"], "'<b c>' has white space"),
+        (["a\tb"], r"'a\tb' has white space"),
+        (["a\u00a0b"], r"'a\xa0b' has white space"),
+        (["\u2581a"], "'\u2581a' has white space"),
+        (["<b>", "</b>", "<b>"], "'<b>' occurs twice"),
+        (["</s>"], "'</s>' is the name of a special piece"),
+        (["<unk>"], "'<unk>' is the name of a special piece"),
+    ],
+)
+def test_user_symbols_that_cannot_be_pieces(place: Workplace, symbols: list[str], message: str) -> None:
+    place.fails(f"corpus.user_symbols: {message}", user_symbols=symbols)
+
+
+def test_a_user_symbol_with_the_name_of_a_byte(place: Workplace) -> None:
+    place.fails("'<0x0A>' is the name of a special piece", user_symbols=["<0x0A>"], byte_fallback=True)
+    place.works(user_symbols=["<0x0A>"])
+
+
+def test_a_vocabulary_without_room_for_bytes_and_symbols(place: Workplace) -> None:
+    wanted = {"byte_fallback": True, "user_symbols": ["<b>", "</b>"]}
+    message = "corpus.vocabulary_size: 263 has no room for 256 bytes and 2 user symbols beside characters; set at least"
+    place.fails(f"{message} 264,", vocabulary_size=263, **wanted)
+    place.fails("264 is too small for the characters that make up 98.00% of the text", vocabulary_size=264, **wanted)
+    place.works(vocabulary_size=282, **wanted)
+
+
+def test_a_tokenizer_of_another_run_that_lacks_what_the_recipe_asks_for(place: Workplace) -> None:
+    place.works(user_symbols=["<b>"])
+    tokenizer = Tokenizer.load(place.folder / "corpus" / "tokenizer.model")
+    for changes, message in (
+        ({"user_symbols": ["<b>", "<i>"]}, r"^corpus\.user_symbols: <i>: not in the tokenizer .* without --init-from$"),
+        ({"byte_fallback": True, "vocabulary_size": 300}, r"^corpus\.byte_fallback: the tokenizer .* has no bytes"),
+    ):
+        settings = replace(place.settings, folder=str(place.folder / "other"), **changes)
+        with pytest.raises(InputError, match=message):
+            prepare(settings, tokenizer, progress=False)
+    prepare(replace(settings, user_symbols=["<b>"], byte_fallback=False), tokenizer, progress=False)

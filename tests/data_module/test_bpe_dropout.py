@@ -1,6 +1,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,16 +21,26 @@ def _text() -> list[str]:
     spaced = [" ".join(random.choice(words, size=8)) for _ in range(1200)]
     unspaced = ["".join(random.choice(list(UNSPACED), size=random.integers(1, 180))) for _ in range(200)]
     mixed = [f"{word}{random.choice(list(UNSPACED))}, {word.upper()} ▅ 12.5%" for word in words[:100]]
-    return [*spaced, *unspaced, *mixed, "aaaaaaa aaaaaaaaaaa " * 5]
+    marked = [f"<b>{word}</b>{word} {word}tion{word}" for word in words[:50]]
+    return [*spaced, *unspaced, *mixed, *marked, "aaaaaaa aaaaaaaaaaa " * 5]
 
 
 def _words(lines: Iterable[str]) -> list[str]:
     return [word for line in lines for word in normalize_white_space(line).split(" ")]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["cased", "lowercase"])
+KINDS: dict[str, dict[str, Any]] = {
+    "cased": {},
+    "lowercase": {"lowercase": True},
+    "symbols": {"user_symbols": ["<b>", "tion", "le<"], "byte_fallback": True, "lowercase": True},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    return Tokenizer(train_tokenizer(_text(), 400, lowercase=request.param))
+    options = KINDS[request.param]
+    size = 400 + 256 * options.get("byte_fallback", False)
+    return Tokenizer(train_tokenizer(_text(), size, **options))
 
 
 def _sample(tokenizer: Tokenizer, words: list[str], dropout: float, seed: int = 1) -> list[tuple[int, ...]]:
@@ -87,11 +98,12 @@ def test_a_word_of_many_thousand_characters(tokenizer: Tokenizer) -> None:
 
 
 def test_words_that_cannot_be_merged_keep_their_plain_segmentation(tokenizer: Tokenizer) -> None:
-    words = ["", "ba", "baЯba", "Я", "ЯЯ", "a▅b", "▅", "le le", "tion", "b\u00a0a", "😀ten"]
+    words = ["", "ba", "baЯba", "Я", "ЯЯ", "a▅b", "▅", "le le", "ten", "<B>le", "ba<b>ba", "b\u00a0a", "😀ten"]
+    merged = {"ba", "ten"} if tokenizer.user_symbols else {"ba", "ten", "<B>le", "ba<b>ba"}
     for dropout in (0.0, 1.0):
         sampled, plain = _sample(tokenizer, words, dropout), _plain(tokenizer, words)
         for word, row, expected in zip(words, sampled, plain, strict=True):
-            if word in ("ba", "tion") and dropout:
+            if word in merged and dropout:
                 assert len(row) == len(word) + 1
             else:
                 assert row == expected
@@ -120,7 +132,7 @@ def test_neighbouring_words_are_independent(tokenizer: Tokenizer) -> None:
 
 
 def test_full_dropout_gives_the_characters(tokenizer: Tokenizer) -> None:
-    words = [word for word in _words(_text()) if "▅" not in word][:3000]
+    words = [word for word in _words(_text()) if not any(symbol in word.lower() for symbol in ("▅", "tion"))][:3000]
     pieces = tokenizer.pieces()
     for word, row in zip(words, _sample(tokenizer, words, 1.0), strict=True):
         spelled = "".join(map(str.lower, word)) if tokenizer.lowercase else word

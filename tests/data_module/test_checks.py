@@ -114,6 +114,35 @@ def test_the_suggested_vocabulary_has_room_for_all_characters(tmp_path: Path) ->
     assert suggestion == 2 * (300 + 3 + 1)  # with the line end
 
 
+def test_bytes_and_symbols_need_no_text(tmp_path: Path) -> None:
+    """2,500 pieces for words, and 256 + 2 that are there whatever the text is."""
+    text = text_of(tmp_path, "train", ["a" * 24] * 5000, ["b" * 24] * 5000)
+    plain = replace(settings_of(tmp_path, [text], text), byte_fallback=True, user_symbols=["<b>", "</b>"])
+    checked = [check_source(one, plain) for one in plain.texts()]
+    assert size_warnings(replace(plain, vocabulary_size=2500 + 258), checked) == []
+    [warning] = size_warnings(replace(plain, vocabulary_size=2501 + 258), checked)
+    assert warning.endswith("occurs only about 20 times, so that many are learned badly; set about 1458")
+
+
+def test_symbols_that_the_training_text_holds_and_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_module.readers.reader.CHUNK_BYTES", 20)  # a few lines
+    one = text_of(tmp_path, "one", ["a house"] * 9 + ["<b>a <b>house"], ["ein Haus"] * 9 + ["<b>ein Haus"])
+    two = text_of(tmp_path, "two", ["a house"] * 3, ["ein Haus", "§ein", "<b>Haus"])
+    held_out = text_of(tmp_path, "held_out", [">>de<< a house"], ["ein Haus"])
+    settings = replace(settings_of(tmp_path, [one, two], held_out), user_symbols=["§", "<b>", "</b>", ">>de<<"])
+    holds, lacks = warnings_of(settings)
+    assert holds == (
+        f"corpus.user_symbols: the training text holds '§' ({two.target}:2; 0 times in the source, 1 in the target),"
+        f" '<b>' ({one.source}:10; 2 times in the source, 2 in the target); each occurrence becomes this symbol:"
+        " right for markup and placeholders, else choose another symbol"
+    )
+    assert lacks.startswith("corpus.user_symbols: the training text has no '</b>', '>>de<<': a network does not learn")
+    several = [f"<{i}>" for i in range(8)]
+    [lacks] = warnings_of(replace(settings, user_symbols=several))
+    assert "has no '<0>', '<1>', '<2>', 5 more: " in lacks
+    assert warnings_of(replace(settings, user_symbols=[])) == []
+
+
 def test_a_run_that_takes_a_tokenizer_over_may_have_little_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -309,6 +309,38 @@ def test_characters_outside_the_sample_are_known(settings: CorpusSettings, tmp_p
     assert text_of(sampled)[300] == ("rare 中", "语 rare")
 
 
+def test_bytes_and_symbols(settings: CorpusSettings, tmp_path: Path) -> None:
+    """Text that a tokenizer without them cannot represent comes out of the corpus as it was written."""
+    held_out = [("😀 <b>red</b>house", "Ꮳ <b>red</b>house"), ("<b>" * 40, "x")]
+    changes = {
+        "validation": [write_pairs(tmp_path, "odd", held_out)],
+        "byte_fallback": True,
+        "user_symbols": ["<b>", "</b>", "a" * 600],
+        "vocabulary_size": 330,
+    }
+    wanted = replace(settings, **changes)
+    manifest = made(wanted)
+    assert manifest["settings"]["byte_fallback"] is True
+    assert manifest["settings"]["user_symbols"] == changes["user_symbols"]
+    assert text_of(wanted, "validation") == held_out
+    assert text_of(wanted) == pairs_of_text(400, 1)
+    # A symbol of many characters is one token: the sentence is not too long.
+    long = [("a" * 600, "x"), ("a" * 600 * 20, "x")]
+    made(replace(wanted, validation=[write_pairs(tmp_path, "long", long)], max_tokens=25), force=True)
+    assert text_of(wanted, "validation") == long
+
+
+def test_a_corpus_without_bytes_and_symbols_is_one_of_earlier_versions(settings: CorpusSettings) -> None:
+    manifest = made(settings)
+    assert not {"byte_fallback", "user_symbols"} & manifest["settings"].keys()
+    for change, message in (
+        ({"byte_fallback": True, "vocabulary_size": 300}, "corpus.byte_fallback was null, now true"),
+        ({"user_symbols": ["<b>"]}, r'corpus.user_symbols was null, now \["<b>"\]'),
+    ):
+        with pytest.raises(InputError, match=message):
+            made(replace(settings, **change))
+
+
 def test_lowercase(settings: CorpusSettings) -> None:
     made(replace(settings, lowercase=True))
     assert text_of(settings) == [(s.lower(), t.lower()) for s, t in pairs_of_text(400, 1)]

@@ -1,6 +1,7 @@
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -202,3 +203,134 @@ def test_any_text_survives_except_white_space(sentences: list[str]) -> None:
     encoded, lengths = WordEncoder(tokenizer, np.dtype(np.uint16)).encode(lines)
     assert [np.frombuffer(row, np.uint16).tolist() for row in encoded] == [row.tolist() for row in ids]
     assert lengths.tolist() == [len(row) for row in ids]
+
+
+EMOJI = "a 👩🏽‍💻 flag 🇩🇪, Ꮳꮃꭹ ጤና 𝕏 \u0301 ▅"
+SYMBOLS = ["<b>", "</b>", "__NAME__", ">>de<<", "<b>x", 'a,"b', "\u2026", "«Ü»", "long" * 10]
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> Tokenizer:
+    return Tokenizer(train_tokenizer(SENTENCES * 4, 380, byte_fallback=True))
+
+
+def _with_symbols(**options: Any) -> Tokenizer:
+    text = [*SENTENCES, "<b>red</b> horses of __NAME__"] * 4
+    size = 150 + 256 * options.get("byte_fallback", False)
+    return Tokenizer(train_tokenizer(text, size, user_symbols=SYMBOLS, **options))
+
+
+def test_with_byte_fallback_nothing_is_unknown(byte_tokenizer: Tokenizer) -> None:
+    assert byte_tokenizer.byte_fallback
+    sentences = [EMOJI, "", *SENTENCES, "<0x41> <unk> </s>"]
+    encoded = byte_tokenizer.encode(sentences)
+    assert all(byte_tokenizer.unk_id not in ids for ids in encoded)
+    assert byte_tokenizer.decode(encoded) == sentences
+    # Four bytes each, after the space.
+    assert [len(ids) for ids in byte_tokenizer.encode(["😀", "😀😀", "𝕏"])] == [5, 9, 5]
+    assert pickle.loads(pickle.dumps(byte_tokenizer)).byte_fallback  # noqa: S301
+
+
+@given(st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60), max_size=5))
+def test_with_byte_fallback_any_text_survives(byte_tokenizer: Tokenizer, sentences: list[str]) -> None:
+    expected = [normalize_white_space(sentence.replace("\n", " ")) for sentence in sentences]
+    assert byte_tokenizer.decode(byte_tokenizer.encode(sentences)) == expected
+
+
+def test_incomplete_bytes_are_replaced(byte_tokenizer: Tokenizer) -> None:
+    byte = byte_tokenizer.pieces().index("<0x00>").__add__
+    (the,) = byte_tokenizer.encode(["the"])
+    for values, text in (
+        ([0xF0, 0x9F, 0x98, 0x80], "😀"),
+        ([0xF0, 0x9F, 0x98], "\ufffd" * 3),
+        ([0x9F], "\ufffd"),
+        ([0xED, 0xA0, 0x80], "\ufffd" * 3),  # a surrogate
+        ([0xC3, 0x0A, 0xBC], "\ufffd \ufffd"),
+        ([0x0A, 0x09, 0x0D, 0x00], ""),
+        ([0xE2, 0x80, 0xA8, 0xE2, 0x96, 0x81, 0x41], " A"),  # a line separator, and U+2581
+    ):
+        row = [*the.tolist(), *map(byte, values)]
+        decoded = byte_tokenizer.decode([row, the, row])
+        assert decoded == [f"the{text}", "the", f"the{text}"]
+
+
+@given(st.lists(st.lists(st.integers(0, 379), max_size=20), max_size=5))
+def test_any_ids_decode_to_one_normalized_line_each(byte_tokenizer: Tokenizer, rows: list[list[int]]) -> None:
+    decoded = byte_tokenizer.decode(rows)
+    assert len(decoded) == len(rows)
+    for text in decoded:
+        assert text == normalize_white_space(text)
+        assert len(text.splitlines()) <= 1
+        text.encode()  # no surrogates
+
+
+def test_with_byte_fallback_rare_characters_are_bytes() -> None:
+    text = ["abc abd bcd"] * 500 + ["中"] * 19 + ["語"] * 20 + ["É"] * 12 + ["é"] * 8 + ["«»"] * 100
+    for lowercase, known in ((False, "語"), (True, "語é")):
+        options = {"lowercase": lowercase, "byte_fallback": True, "user_symbols": ["«»"]}
+        pieces = Tokenizer(train_tokenizer(text, 280, **options)).pieces()
+        assert [character for character in "中語Éé«»" if character in pieces] == list(known)
+        # Without bytes, all of them have to be pieces.
+        options["byte_fallback"] = False
+        pieces = Tokenizer(train_tokenizer(text, 30, **options)).pieces()
+        assert set("中語é«»") <= set(pieces)
+
+
+def test_the_smallest_vocabulary_with_bytes_and_symbols() -> None:
+    text = ["abc abd bcd"] * 30
+    options = {"byte_fallback": True, "user_symbols": ["<b>", "</b>"]}
+    # 4 special ids, the space, 4 letters.
+    message = r"266 is too small for the text's 4 distinct characters and 256 bytes and 2 user symbols; .* least 267,"
+    with pytest.raises(InputError, match=message):
+        train_tokenizer(text, 266, **options)
+    tokenizer = Tokenizer(train_tokenizer(text, 267, **options))
+    assert tokenizer.vocabulary_size == 267
+    assert tokenizer.decode(tokenizer.encode(["<b>é</b> abc"])) == ["<b>é</b> abc"]
+
+
+@pytest.mark.parametrize("options", [{}, {"byte_fallback": True}, {"lowercase": True, "byte_fallback": True}])
+def test_user_symbols_are_one_piece_everywhere(options: dict[str, bool]) -> None:
+    tokenizer = _with_symbols(**options)
+    assert tokenizer.user_symbols == SYMBOLS
+    pieces = tokenizer.pieces()
+    for symbol in SYMBOLS:
+        for before, after in (("", ""), ("the ", " red"), ("the", "red"), (symbol, ""), ("", " the " + symbol)):
+            sentence = before + symbol + after
+            (ids,) = tokenizer.encode([sentence])
+            assert [pieces[i] for i in ids].count(symbol) == sentence.count(symbol)
+            assert tokenizer.decode([ids]) == [sentence]
+    (ids,) = tokenizer.encode(["<b>The</b> __name__ __NAME__"])
+    expected = "<b>the</b> __name__ __NAME__" if tokenizer.lowercase else "<b>The</b> __name__ __NAME__"
+    if tokenizer.byte_fallback:
+        assert tokenizer.decode([ids]) == [expected]
+    assert [pieces[i] for i in ids].count("__NAME__") == 1
+    assert pickle.loads(pickle.dumps(tokenizer)).user_symbols == SYMBOLS  # noqa: S301
+
+
+def test_of_symbols_that_begin_alike_the_longer_one_is_found() -> None:
+    tokenizer = _with_symbols()
+    (ids,) = tokenizer.encode(["<b>x <b>"])
+    assert [tokenizer.pieces()[i] for i in ids] == ["\u2581", "<b>x", "\u2581", "<b>"]
+
+
+def test_words_are_encoded_with_symbols_and_bytes_as_sentences_are() -> None:
+    tokenizer = _with_symbols(byte_fallback=True)
+    sentences = [normalize_white_space(f"{line} <b>{EMOJI}</b>{line}__NAME__😀") for line in SENTENCES]
+    encoder = WordEncoder(tokenizer, np.dtype(np.uint16))
+    rows, lengths = encoder.encode(sentences)
+    expected = tokenizer.encode(sentences)
+    assert [np.frombuffer(row, np.uint16).tolist() for row in rows] == [ids.tolist() for ids in expected]
+    assert lengths.tolist() == [len(ids) for ids in expected]
+
+
+def test_lower_keeps_symbols() -> None:
+    tokenizer = _with_symbols(lowercase=True)
+    text = ["The <b>HAUS</b> of __NAME__«Ü»Ü", "", "ΣΟΦΟΣ"]
+    assert tokenizer.lower(text) == ["the <b>haus</b> of __NAME__«Ü»ü", "", "σοφοσ"]
+
+
+def test_a_reserved_character_is_no_user_symbol() -> None:
+    tokenizer = Tokenizer(train_tokenizer([*SENTENCES, "▅"], 130))
+    assert "▅" in tokenizer.pieces()
+    assert tokenizer.user_symbols == []
+    assert not tokenizer.byte_fallback

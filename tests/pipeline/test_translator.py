@@ -126,3 +126,19 @@ def test_batches_by_length() -> None:
     # Hypotheses need memory as well, so the number of very short sentences is bounded.
     assert max(len(batch) for batch in batches_by_length([2] * 5000, 4096)) == 256
     assert list(batches_by_length([20] * 10, 100)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_a_translation_may_be_any_bytes_and_a_source_cut_within_a_character() -> None:
+    text = [*make_sentences(200), "<b>ein</b> hund"]
+    tokenizer = Tokenizer(train_tokenizer(text, 305, byte_fallback=True, user_symbols=["<b>", "</b>"]))
+    # With random weights, most pieces of the translations are bytes.
+    translator = Translator(make_network(tokenizer), tokenizer, SETTINGS, max_source_tokens=5)
+    sentences = ["😀" * length for length in range(1, 4)] + ["<b>läuft</b> 👩🏽‍💻", "", "ΑΒΓ\u2028"]
+    translations = translator.translate(sentences, 3)
+    assert [len(one.hypotheses) for one in translations] == [3, 3, 3, 3, 1, 3]
+    texts = [hypothesis.text for one in translations for hypothesis in one.hypotheses]
+    assert any("\ufffd" in text for text in texts)
+    for text in texts:
+        assert len(text.splitlines()) <= 1
+        assert "\t" not in text
+        text.encode()

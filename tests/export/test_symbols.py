@@ -1,0 +1,77 @@
+"""Bytes and user symbols survive translation with a checkpoint and with every format of a bundle."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from model.settings import DecodingSettings, NetworkSettings
+from model.transformer import Transformer
+from pipeline.checkpointing.checkpoint import TrainedModel
+from pipeline.export.bundle import bundle_files, write_bundle
+from pipeline.export.parity import Text
+from pipeline.inference.translator import Translator, padded
+
+SENTENCES = [
+    "A sentence.",
+    ">>de<< <b>Anna</b> likes 😀 and 👍🏽.",
+    "pre__NAME__post «__NAME__» __NAME__",
+    "Ꮳꮃꭹ 語 <i></i><b>é</b>",
+    "𝕏 ▅ <0x41> </s>",
+]
+SYMBOLS = ["<b>", "</b>", "<i>", "</i>", "__NAME__", ">>de<<", 'a,"b']
+
+
+@pytest.fixture(scope="module")
+def model() -> TrainedModel:
+    """A network that has learned by heart to repeat the sentences."""
+    text = ["A sentence.", "Anna likes and pre post"] * 30
+    tokenizer = Tokenizer(train_tokenizer(text, 300, byte_fallback=True, user_symbols=SYMBOLS))
+    torch.manual_seed(1)
+    settings = NetworkSettings(num_layers=1, d_model=64, d_ff=128, num_heads=2, dropout=0.0)
+    network = Transformer(tokenizer.vocabulary_size, settings)
+    rows = [[*ids.tolist(), tokenizer.eos_id] for ids in tokenizer.encode(SENTENCES)]
+    source, mask = padded(rows, tokenizer.pad_id)
+    target = functional.pad(source, [1, 0], value=tokenizer.bos_id)
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    for _ in range(200):
+        logits = network.logits(network(source, target[:, :-1], mask))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), source.flatten(), ignore_index=tokenizer.pad_id)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.01
+    corpus = {"folder": "nowhere", "source_language": "xx", "target_language": "yy", "user_symbols": SYMBOLS}
+    recipe = {"name": "symbols", "corpus": corpus}
+    return TrainedModel(network.eval(), tokenizer, DecodingSettings(), recipe, Path("symbols.ckpt"), 200)
+
+
+def test_translations_hold_each_symbol_and_character_once(model: TrainedModel) -> None:
+    translator = Translator(model.network, model.tokenizer, model.decoding)
+    assert [translation.text for translation in translator.translate(SENTENCES)] == SENTENCES
+
+
+@pytest.mark.slow
+def test_every_format_of_a_bundle_repeats_symbols_and_bytes(model: TrainedModel, tmp_path: Path) -> None:
+    """By the programs of the bundle's README, which use sentencepiece and none of this project."""
+    write_bundle(model, tmp_path, bundle_files(None, None), Text("symbols", SENTENCES, SENTENCES), [])
+    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
+    programs = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    head, tail = programs[0].split("source = ")
+    programs[1] = head + programs[1] + "source = " + tail
+    assert len(programs) == 4
+    for program in programs:
+        # One process per program: importing PyTorch takes longer than a translation.
+        repeated = (
+            f"import sys\nfor s in sys.argv[1:]:\n    exec({program!r}.replace('\"A sentence.\"', repr(s)), {{}})"
+        )
+        command = [sys.executable, "-I", "-X", "utf8", "-W", "ignore", "-c", repeated, *SENTENCES]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        assert done.stdout.decode().removesuffix("\n").split("\n") == SENTENCES
