@@ -3,6 +3,7 @@
 These dataclasses are the recipe's schema: other keys are refused, with the nearest name.
 """
 
+import re
 from dataclasses import dataclass, field
 
 
@@ -31,6 +32,10 @@ class TextSource:
     """Name of a reader that an extension has registered; see docs/extending.md."""
     path: str | None = None
     """The file that this reader reads."""
+    prefix: str | None = None
+    """One of `corpus.user_symbols`, put before every source sentence, such as `>>de<<` for the target language."""
+    name: str | None = None
+    """Name in reports of validation and `evaluate`; if null, made from the prefix, else from the file."""
 
     def __post_init__(self) -> None:
         names = ("source", "target", "tsv", "dataset", "subset", "split", "reader", "path")
@@ -43,6 +48,8 @@ class TextSource:
             )
         if self.repeat < 1:
             raise ValueError(f"`repeat` of a text source is {self.repeat}; it must be 1 or more")
+        if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(f"`name` of a text source is {self.name!r}; use letters, digits, `_`, `-` and `.`")
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ class CorpusSettings:
     """Fraction of the text whose characters get a piece of their own; with 1 no character is unknown."""
     lowercase: bool = False
     """Lower-case both sides in the tokenizer, so that output and scores are lower-case too."""
+    user_symbols: list[str] = field(default_factory=list)
+    """Placeholders and tags, such as `>>de<<`, that are always one piece."""
     max_tokens: int = 256
     """Pairs with more pieces than this on either side are dropped, also from validation (with a warning)."""
     max_length_ratio: float | None = None

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from data_module.corpus.manifest import FORMAT, FORMAT_VERSION, TOKENIZER_NAME, write_manifest
 from data_module.corpus.pair_filter import HeldOutPairs, PairFilter, Reason
+from data_module.corpus.sources import source_names
 from data_module.corpus.store import TokenStoreWriter, store_prefix, token_type
 from data_module.errors import InputError
 from data_module.readers.pairs import read_pairs
@@ -91,7 +92,8 @@ def write_corpus(
 def _count_words(settings: CorpusSettings, num_pairs: list[int], progress: bool) -> WordCounts:
     """Count the words of a seeded uniform sample of `tokenizer_sentences` sentences, or of all if there are fewer.
 
-    Both sides of a pair are sampled together. The words of a repeated source count as often as it is repeated.
+    Both sides of a pair are sampled together. The words of a repeated source count as often as it is repeated. Prefixes
+    are left out: they are pieces of their own.
     """
     random = np.random.default_rng(settings.seed)
     remaining = sum(num_pairs)
@@ -99,7 +101,7 @@ def _count_words(settings: CorpusSettings, num_pairs: list[int], progress: bool)
     words = WordCounts()
     with _bar("reading text", remaining, progress) as bar:
         for text in settings.train:
-            for chunk in read_pairs(text, settings):
+            for chunk in read_pairs(replace(text, prefix=None), settings):
                 size = len(chunk.source)
                 # The number of sampled pairs in this chunk is hypergeometric: a uniform sample in one pass.
                 take = int(random.hypergeometric(wanted, remaining - wanted, size))
@@ -146,7 +148,7 @@ def _write_validation(
 ) -> dict[str, Any]:
     """Write the validation stores and text files, and add the pairs to `validation_pairs`."""
     pair_filter = PairFilter(settings)
-    unknown = 0
+    unknown, pairs = 0, []
     with ExitStack() as stack:
         writers = _writers(stack, folder, "validation", encoder.dtype)
         source_text, target_text = (
@@ -162,12 +164,13 @@ def _write_validation(
                 validation_pairs.update(encoded.text)
                 lines += encoded.text
                 bar.update(encoded.num_pairs_read)
+            pairs.append(len(lines))
             for writer in writers:
                 writer.repeat_from(start, text.repeat - 1)
             for _ in range(text.repeat):
                 source_text.writelines(f"{source}\n" for source, _ in lines)
                 target_text.writelines(f"{target}\n" for _, target in lines)
-    account = _account(pair_filter, writers, "validation")
+    account = _account(pair_filter, writers, "validation", _sources(settings.validation, pairs))
     _warn_if_unknown(unknown, writers, "validation")
     if too_long := pair_filter.account.dropped[Reason.TOO_LONG]:
         log.warning(
@@ -187,7 +190,7 @@ def _write_train(
     progress: bool,
 ) -> dict[str, Any]:
     pair_filter = PairFilter(settings, held_out)
-    unknown = 0
+    unknown, pairs = 0, []
     with ExitStack() as stack:
         writers = _writers(stack, folder, "train", encoder.dtype)
         bar = stack.enter_context(_bar("encoding", sum(num_pairs), progress))
@@ -196,6 +199,7 @@ def _write_train(
             for encoded in _encoded(settings, encoder, pair_filter, text):
                 unknown += _append(writers, encoded)
                 bar.update(encoded.num_pairs_read)
+            pairs.append(len(writers[0]) - start)
             for writer in writers:
                 writer.repeat_from(start, text.repeat - 1)
     account = pair_filter.account
@@ -209,7 +213,18 @@ def _write_train(
             )
     # Repetitions count in the number of pieces but not in `unknown`, which underestimates the fraction at worst.
     _warn_if_unknown(unknown, writers, "training")
-    return _account(pair_filter, writers, "train")
+    return _account(pair_filter, writers, "train", _sources(settings.train, pairs))
+
+
+def _sources(texts: list[TextSource], pairs: list[int]) -> list[dict[str, Any]]:
+    """Return the manifest's record of a split's sources, in the order of their pairs in the stores.
+
+    A source's `pairs` kept pairs follow one another, and are there `repeat` times.
+    """
+    return [
+        {"name": name, "pairs": count, "repeat": text.repeat}
+        for name, count, text in zip(source_names(texts), pairs, texts, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -277,13 +292,16 @@ def _warn_if_unknown(unknown: int, writers: list[TokenStoreWriter], split: str) 
         )
 
 
-def _account(pair_filter: PairFilter, writers: list[TokenStoreWriter], split: str) -> dict[str, Any]:
+def _account(
+    pair_filter: PairFilter, writers: list[TokenStoreWriter], split: str, sources: list[dict[str, Any]]
+) -> dict[str, Any]:
     account = pair_filter.account.as_dict()
     if not pair_filter.account.kept:
         reasons = ", ".join(f"{reason}: {n}" for reason, n in pair_filter.account.dropped.items() if n)
         raise InputError(f"corpus.{split}: no pair is left ({reasons}); correct the text or relax the settings")
     source, target = writers
     return account | {
+        "sources": sources,
         "source_tokens": source.num_tokens,
         "target_tokens": target.num_tokens,
         "longest_source": source.longest,

@@ -51,6 +51,13 @@ def check_settings(settings: CorpusSettings) -> None:
     ):
         if not ok:
             raise InputError(f"corpus.{key}: {rule}; it is {getattr(settings, key)}")
+    for split in ("train", "validation", "test"):
+        for text in getattr(settings, split):
+            if text.prefix is not None and text.prefix not in settings.user_symbols:
+                raise InputError(
+                    f"corpus.{split}: the prefix {text.prefix!r} of a text source is none of corpus.user_symbols;"
+                    f" add it there (they are: {' '.join(settings.user_symbols) or 'none'})"
+                )
 
 
 def check_folder(settings: CorpusSettings) -> None:

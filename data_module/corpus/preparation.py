@@ -102,12 +102,13 @@ def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> dict[st
 
 
 def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
-    # The folder is left out because a corpus may be moved. Empty lists and the keys of registered readers are left
-    # out where they are not used, so that manifests of earlier versions compare equal.
+    # The folder is left out because a corpus may be moved. Empty lists and newer keys of a text source are left out
+    # where they are not used, so that manifests of earlier versions compare equal.
     values = {key: value for key, value in asdict(settings).items() if key != "folder" and value != []}
     for text in (text for split in ("train", "validation", "test") for text in values.get(split, [])):
-        if text["reader"] is None:
-            del text["reader"], text["path"]
+        for key in ("reader", "path", "prefix", "name"):
+            if text[key] is None:
+                del text[key]
     return values
 
 

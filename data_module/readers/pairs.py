@@ -21,7 +21,11 @@ _BUILT_IN: dict[str, type[Reader]] = {"source": PairedFiles, "tsv": TsvFile, "da
 
 @dataclass(frozen=True)
 class PairChunk:
-    """Successive pairs of one source. White space is normalized, and a sentence of invalid UTF-8 is empty."""
+    """Successive pairs of one source.
+
+    White space is normalized, and a sentence of invalid UTF-8 is empty. Source sentences begin with the source's
+    prefix, if it has one, except for empty ones.
+    """
 
     name: str
     """The file or data set that line numbers refer to."""
@@ -91,6 +95,8 @@ def read_pairs(text: TextSource, settings: CorpusSettings) -> Iterator[PairChunk
                 raise invalid_utf8(name, first_line + undecodable[0])
             decoded.append(sentences)
             invalid.update(undecodable)
+        if text.prefix is not None:
+            decoded[0] = [f"{text.prefix} {sentence}" if sentence else "" for sentence in decoded[0]]
         yield PairChunk(reader.names[0], first_line, decoded[0], decoded[1], sorted(invalid))
         first_line += len(decoded[0])
 

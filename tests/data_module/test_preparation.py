@@ -182,6 +182,9 @@ def test_repeating_a_source_equals_listing_it_several_times(settings: CorpusSett
     accounts = [made(s)["train"] for s in (repeated, listed)]
     for account in accounts:
         account["pairs_dropped"]["empty_side"].pop("first_lines")
+    sources = [account.pop("sources") for account in accounts]
+    assert sources[0] == [{"name": "some", "pairs": 50, "repeat": 3}]
+    assert sources[1] == [{"name": name, "pairs": 50, "repeat": 1} for name in ("some", "some_2", "some_3")]
     assert accounts[0] == accounts[1]
     arrays = [{k: v for k, v in contents(s.folder).items() if k != "manifest.json"} for s in (repeated, listed)]
     assert arrays[0] == arrays[1]

@@ -1,0 +1,45 @@
+"""Names of text sources, and which pairs of a split come from which of them."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_module.settings import TextSource
+
+
+def source_names(texts: Sequence[TextSource]) -> list[str]:
+    """Return a name for each text source of a split, of letters, digits, `_`, `-` and `.`.
+
+    A source is named by its `name`, else by the letters and digits of its `prefix` (`de` for `>>de<<`), else by its
+    file or data set (`news` for `text/news.en.gz`). Sources may share a name, or a prefix, and then are one in reports.
+    A name made from a file gets a number where another source has it.
+    """
+    given = [text.name or _of_prefix(text.prefix or "") for text in texts]
+    taken, names = set(given), []
+    for text, name in zip(texts, given, strict=True):
+        base = name or _of_file(text)
+        number = 1
+        while not name:
+            candidate = base if number == 1 else f"{base}_{number}"
+            name = "" if candidate in taken else candidate
+            number += 1
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def _of_prefix(prefix: str) -> str:
+    """Return the prefix from its first letter or digit to its last; empty if it has none."""
+    return _only_allowed(re.sub(r"^[\W_]+|[\W_]+$", "", prefix))
+
+
+def _of_file(text: TextSource) -> str:
+    if text.dataset:
+        name = "_".join([Path(text.dataset).name, *([text.subset] if text.subset else [])])
+    else:
+        name = Path(Path(str(text.source or text.tsv or text.path)).name.removesuffix(".gz")).stem
+    return _only_allowed(name) or "text"
+
+
+def _only_allowed(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", name)

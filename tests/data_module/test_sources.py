@@ -1,0 +1,183 @@
+"""Prefixes and names of text sources, and the manifest's record of them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from data_module.corpus.preparation import existing_corpus
+from data_module.corpus.sources import source_names
+from data_module.corpus.store import open_corpus
+from data_module.errors import InputError
+from data_module.settings import CorpusSettings, TextSource
+from data_module.tokenization.tokenizer import Tokenizer
+from tests.data_module.test_preparation import dropped, made, pairs_of_text, text_of, write_pairs
+
+# Of the text's letters, and none of its words.
+DE, FR = "bede", "lelu"
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> CorpusSettings:
+    """300 and 200 training pairs, 20 and 10 validation pairs, of two prefixes."""
+    train = [
+        replace(write_pairs(tmp_path, f"train_{prefix}", pairs_of_text(count, seed)), prefix=prefix)
+        for prefix, count, seed in ((DE, 300, 1), (FR, 200, 2))
+    ]
+    validation = [
+        replace(write_pairs(tmp_path, f"validation_{prefix}", pairs_of_text(count, seed)), prefix=prefix)
+        for prefix, count, seed in ((DE, 20, 3), (FR, 10, 4))
+    ]
+    return CorpusSettings(str(tmp_path / "corpus"), train, validation, vocabulary_size=60, user_symbols=[DE, FR])
+
+
+def with_prefix(prefix: str, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(f"{prefix} {source}", target) for source, target in pairs]
+
+
+def test_each_source_sentence_begins_with_the_prefix_of_its_source(settings: CorpusSettings) -> None:
+    manifest = made(settings)
+    assert text_of(settings) == [*with_prefix(DE, pairs_of_text(300, 1)), *with_prefix(FR, pairs_of_text(200, 2))]
+    validation = [*with_prefix(DE, pairs_of_text(20, 3)), *with_prefix(FR, pairs_of_text(10, 4))]
+    assert text_of(settings, "validation") == validation
+    lines = (Path(settings.folder) / "validation.source.txt").read_text(encoding="utf-8").split("\n")
+    assert lines == [*(source for source, _ in validation), ""]
+    assert manifest["train"]["sources"] == [
+        {"name": DE, "pairs": 300, "repeat": 1},
+        {"name": FR, "pairs": 200, "repeat": 1},
+    ]
+    assert [one["pairs"] for one in manifest["validation"]["sources"]] == [20, 10]
+
+
+def test_the_record_counts_kept_pairs_of_one_copy(settings: CorpusSettings, tmp_path: Path) -> None:
+    """The first source has an empty pair, one of its pairs twice, and occurs three times in the corpus."""
+    pairs = [*pairs_of_text(50, 5), ("", "the"), pairs_of_text(50, 5)[7]]
+    train = [
+        replace(write_pairs(tmp_path, "some", pairs), repeat=3),
+        write_pairs(tmp_path, "more", pairs_of_text(9, 6)),
+    ]
+    validation = [replace(settings.validation[0], repeat=2), settings.validation[1]]
+    changed = replace(settings, train=train, validation=validation, drop_duplicates=True)
+    manifest = made(changed)
+    assert manifest["train"]["sources"] == [
+        {"name": "some", "pairs": 50, "repeat": 3},
+        {"name": "more", "pairs": 9, "repeat": 1},
+    ]
+    assert [(one["pairs"], one["repeat"]) for one in manifest["validation"]["sources"]] == [(20, 2), (10, 1)]
+    for split in ("train", "validation"):
+        sources = manifest[split]["sources"]
+        assert sum(one["pairs"] * one["repeat"] for one in sources) == len(open_corpus(Path(settings.folder), split))
+
+
+def test_an_empty_source_sentence_stays_empty(settings: CorpusSettings, tmp_path: Path) -> None:
+    text = replace(write_pairs(tmp_path, "some", [("", "the"), ("the", ""), ("a", "a")]), prefix=DE)
+    manifest = made(replace(settings, train=[*settings.train, text]))
+    assert dropped(manifest["train"]) == {"empty_side": 2}
+    assert manifest["train"]["sources"][2] == {"name": DE, "pairs": 1, "repeat": 1}
+
+
+def test_the_prefix_counts_in_max_tokens(settings: CorpusSettings) -> None:
+    """The longest pair that fits without the prefix does not fit with it."""
+    plain = replace(settings, train=[replace(text, prefix=None) for text in settings.train])
+    longest = made(plain)["train"]["longest_source"]
+    fits = made(replace(plain, max_tokens=longest), force=True)["train"]
+    assert "too_long" not in dropped(fits)
+    account = made(replace(settings, max_tokens=longest), force=True)["train"]
+    assert account["pairs_dropped"]["too_long"]["pairs"] > 0
+    tokenizer = Tokenizer.load(Path(settings.folder) / "tokenizer.model")
+    sources = [
+        source for source, _ in [*with_prefix(DE, pairs_of_text(300, 1)), *with_prefix(FR, pairs_of_text(200, 2))]
+    ]
+    longer = sum(len(ids) > longest for ids in tokenizer.encode(sources))
+    assert account["pairs_dropped"]["too_long"]["pairs"] == longer
+
+
+def test_the_vocabulary_does_not_depend_on_prefixes(settings: CorpusSettings) -> None:
+    plain = replace(settings, train=[replace(text, prefix=None) for text in settings.train])
+    assert made(plain)["tokenizer"] == made(settings, force=True)["tokenizer"]
+
+
+def test_duplicates_and_overlap_are_compared_with_the_prefix(settings: CorpusSettings, tmp_path: Path) -> None:
+    """The same ten pairs as two languages are no duplicates; validation pairs count with their own prefix only."""
+    pairs = pairs_of_text(10, 7)
+    text = write_pairs(tmp_path, "same", pairs)
+    changed = replace(
+        settings,
+        train=[replace(text, prefix=DE), replace(text, prefix=FR), replace(text, prefix=FR), settings.train[0]],
+        validation=[replace(write_pairs(tmp_path, "held_out", pairs[:4]), prefix=FR)],
+        test=[replace(write_pairs(tmp_path, "test", pairs[4:6]), prefix=DE)],
+        drop_duplicates=True,
+        drop_overlap=True,
+    )
+    manifest = made(changed)
+    account = manifest["train"]
+    assert dropped(account) == {"duplicate": 6, "overlap_with_validation": 8, "overlap_with_test": 2}
+    assert [one["pairs"] for one in account["sources"]] == [8, 6, 0, 300]
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_a_prefix_has_to_be_a_user_symbol(settings: CorpusSettings, split: str) -> None:
+    text = replace(settings.train[0], prefix=">>it<<")
+    with pytest.raises(InputError) as caught:
+        made(replace(settings, **{split: [text]}))
+    assert str(caught.value) == (
+        f"corpus.{split}: the prefix '>>it<<' of a text source is none of corpus.user_symbols;"
+        f" add it there (they are: {DE} {FR})"
+    )
+    with pytest.raises(InputError, match=r"the prefix '' .*they are: none"):
+        made(replace(settings, train=[replace(text, prefix="")], user_symbols=[]))
+
+
+def test_names() -> None:
+    texts = [
+        TextSource("text/news.en.gz", "text/news.de.gz"),
+        TextSource("a/news.en", "a/news.fr"),
+        TextSource(tsv="b/talks v2.tsv"),
+        TextSource("a.en", "a.de", prefix=">>de<<"),
+        TextSource("b.en", "b.de", prefix=">>de<<"),
+        TextSource("a.en", "a.fr", prefix=">>fr<<", name="french"),
+        TextSource("de.en", "de.de"),
+        TextSource("de_2.en", "de_2.de"),
+        TextSource(dataset="wmt/wmt14", subset="de-en", split="validation"),
+        TextSource(dataset="data/mine", split="validation"),
+        TextSource(reader="jsonl", path="x/lines.jsonl"),
+        TextSource("c.en", "c.pt", prefix="<2pt_BR>"),
+        TextSource("d.en", "d.it", prefix="__"),
+        TextSource(".gz", "e.it"),
+    ]
+    assert source_names(texts) == [
+        *("news", "news_2", "talks_v2", "de", "de", "french", "de_2", "de_2_2", "wmt14_de-en", "mine", "lines"),
+        *("2pt_BR", "d", "text"),
+    ]
+    assert source_names([]) == []
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "a\n", "é:"])
+def test_a_name_has_to_fit_in_a_tag(name: str) -> None:
+    with pytest.raises(ValueError, match=r"`name` of a text source is .*; use letters"):
+        TextSource("a", "b", name=name)
+    assert TextSource("a", "b", name="é-1.2_x").name == "é-1.2_x"
+
+
+def test_a_prefix_and_a_name_are_part_of_the_corpus(settings: CorpusSettings) -> None:
+    made(settings)
+    for changes in ({"prefix": FR}, {"name": "first"}, {"prefix": None}):
+        train = [replace(settings.train[0], **changes), settings.train[1]]
+        with pytest.raises(InputError, match=r"was made from other inputs or settings: corpus\.train: "):
+            existing_corpus(replace(settings, train=train), compare_texts=False)
+
+
+def test_a_corpus_without_the_new_keys_is_up_to_date(settings: CorpusSettings) -> None:
+    """Earlier versions wrote neither the keys nor the record."""
+    plain = [[replace(text, prefix=None) for text in texts] for texts in (settings.train, settings.validation)]
+    settings = replace(settings, train=plain[0], validation=plain[1], user_symbols=[])
+    made(settings)
+    path = Path(settings.folder) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert "user_symbols" not in manifest["settings"]
+    for split in ("train", "validation"):
+        assert not {"prefix", "name"} & manifest["settings"][split][0].keys()
+        del manifest[split]["sources"]
+    path.write_text(json.dumps(manifest))
+    assert existing_corpus(settings, compare_texts=True) == manifest
