@@ -106,7 +106,7 @@ def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
     # where they are not used, so that manifests of earlier versions compare equal.
     values = {key: value for key, value in asdict(settings).items() if key != "folder" and value != []}
     for text in (text for split in ("train", "validation", "test") for text in values.get(split, [])):
-        for key in ("reader", "path", "prefix", "name"):
+        for key in ("reader", "path", "prefix", "name", "source_language", "target_language"):
             if text[key] is None:
                 del text[key]
     return values
