@@ -26,6 +26,10 @@ class TextSource:
     """The data set's subset, if it has several."""
     split: str | None = None
     """The data set's split."""
+    source_language: str | None = None
+    """Name of the source language in this data set; if null, `corpus.source_language`."""
+    target_language: str | None = None
+    """Name of the target language in this data set; if null, `corpus.target_language`."""
     repeat: int = 1
     """How many times the text occurs in the corpus."""
     weight: float = 1.0
@@ -48,6 +52,8 @@ class TextSource:
                 "a text source is `source` and `target`, or `tsv`, or `dataset` and `split`, or `reader` and `path`;"
                 f" this one has {' and '.join(given) or 'none of them'}"
             )
+        if (self.source_language or self.target_language) and not (self.dataset or self.reader):
+            raise ValueError("`source_language` and `target_language` of a text source are for data sets; remove them")
         if self.repeat < 1:
             raise ValueError(f"`repeat` of a text source is {self.repeat}; it must be 1 or more")
         if self.name is not None and not re.fullmatch(r"[\w.-]+", self.name):

@@ -3,8 +3,10 @@
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from data_module.batching.batch import PaddedBatch, SpecialIds, pad_batch
@@ -14,6 +16,7 @@ from data_module.batching.rank_rows import RowShape, row_shape
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader, identity
 from data_module.corpus.kept_text import KeptText
 from data_module.corpus.manifest import TOKENIZER_NAME, read_manifest
+from data_module.corpus.sources import SplitSources, split_sources
 from data_module.corpus.store import ParallelCorpus, lengths_with_eos, open_corpus, read_ahead
 from data_module.corpus.view import ViewMaker, ViewSettings
 from data_module.errors import InputError
@@ -118,12 +121,19 @@ class TranslationDataModule(LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader[PaddedBatch]:
-        """Return a loader of this rank's part of the validation pairs, longest first. Ranks have disjoint parts."""
+        """Return a loader of this rank's part of the validation pairs, longest first. Ranks have disjoint parts.
+
+        All pairs of a batch are of one source.
+        """
         rank, world_size = self._rank_and_size()
         corpus, settings = self.validation_corpus, self.settings
         limit = min(settings.batch_tokens // 8, settings.max_tokens_per_device or settings.batch_tokens)
-        lengths = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
-        buckets = length_buckets(*lengths, max(limit, self.longest))
+        source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
+        buckets = []
+        for pairs in self._validation_pairs_by_source():
+            of_source = length_buckets(source[pairs], target[pairs], max(limit, self.longest))
+            buckets += [bucket._replace(pairs=pairs[bucket.pairs]) for bucket in of_source]
+        buckets.sort(key=lambda bucket: -bucket.source_length)
         return DataLoader(
             _BucketDataset(corpus, buckets, self.special, rank, world_size),
             batch_size=None,
@@ -138,6 +148,18 @@ class TranslationDataModule(LightningDataModule):
             for side in ("source", "target")
         )
         return source, target
+
+    def validation_sources(self) -> SplitSources | None:
+        """Return which validation pairs come from which source; None if there is one source only."""
+        return split_sources(read_manifest(self.folder)["validation"])
+
+    def _validation_pairs_by_source(self) -> list[NDArray[np.int64]]:
+        """Return the indices of the pairs of each source that has any."""
+        sources = self.validation_sources()
+        if sources is None:
+            return [np.arange(len(self.validation_corpus))]
+        by_source = (np.flatnonzero(sources.of_pair == index) for index in range(len(sources.names)))
+        return [pairs for pairs in by_source if len(pairs)]
 
     def _rank_and_size(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)

@@ -78,6 +78,9 @@ class TranslationModule(LightningModule):
         self.kernels = options.kernels
         self._cast_weights: CastWeights | None = None
         self.validation_sums: dict[str, Tensor] = {}
+        """Sums over target tokens, float64 [sources]."""
+        self._validation_sources: list[str] = []
+        self._source_of_pair: Tensor | None = None
         self._skipped, self._skipped_in_a_row = torch.zeros(()), torch.zeros(())
         """Number of skipped steps, in total and in the current unbroken sequence; on the CPU before the first step."""
 
@@ -222,10 +225,22 @@ class TranslationModule(LightningModule):
             return self.trainer.strategy.model.no_sync()  # type: ignore[union-attr, operator]
         return nullcontext()
 
+    def report_sources(self, names: list[str], of_pair: Tensor) -> None:
+        """Log the validation's loss for each source as well.
+
+        Args:
+            names: the sources' names, two or more.
+            of_pair: int64 [pairs], the index into `names` of each validation pair's source. All pairs of a batch have
+                the same.
+        """
+        self._validation_sources, self._source_of_pair = names, of_pair
+
     def on_validation_epoch_start(self) -> None:
         """Reset the sums."""
+        if self._source_of_pair is not None:
+            self._source_of_pair = self._source_of_pair.to(self.device)
         self.validation_sums = {
-            name: torch.zeros((), dtype=torch.float64, device=self.device)
+            name: torch.zeros(max(1, len(self._validation_sources)), dtype=torch.float64, device=self.device)
             for name in ("smoothed", "likelihood", "correct", "tokens")
         }
 
@@ -238,11 +253,13 @@ class TranslationModule(LightningModule):
             Pair indices [B], the answers' ids [B, L] and their lengths [B].
         """
         losses = self.losses(batch)
+        # Indexed by a tensor: a number would make the host wait for the device.
+        source = 0 if self._source_of_pair is None else self._source_of_pair[batch.pairs[:1].long()]
         sums = self.validation_sums
-        sums["smoothed"] += losses.smoothed
-        sums["likelihood"] += losses.negative_log_likelihood
-        sums["correct"] += losses.num_correct
-        sums["tokens"] += (batch.target_output != self.special.pad).sum()
+        sums["smoothed"][source] += losses.smoothed
+        sums["likelihood"][source] += losses.negative_log_likelihood
+        sums["correct"][source] += losses.num_correct
+        sums["tokens"][source] += (batch.target_output != self.special.pad).sum()
         # As an attribute, the search would add the network's weights to every checkpoint a second time.
         search = BeamSearch(self.network, self.special.bos, self.special.eos, self.special.pad)
         # A search's memory grows with its answers. A batch of very short sentences is searched in parts, so that it
@@ -264,13 +281,21 @@ class TranslationModule(LightningModule):
         names = list(self.validation_sums)
         total = torch.stack([self.validation_sums[name] for name in names])
         total = self.trainer.strategy.reduce(total, reduce_op="sum")
-        sums = dict(zip(names, total.tolist(), strict=True))
+        by_source = dict(zip(names, total.tolist(), strict=True))
+        sums = dict(zip(names, total.sum(1).tolist(), strict=True))
         likelihood = sums["likelihood"] / sums["tokens"]
         scalars = {
             "validation/loss": sums["smoothed"] / sums["tokens"],
             "validation/negative_log_likelihood": likelihood,
             "validation/perplexity": float(torch.tensor(likelihood).exp()),
             "validation/accuracy": sums["correct"] / sums["tokens"],
+            **{
+                f"validation/loss/{name}": loss / tokens
+                for name, loss, tokens in zip(
+                    self._validation_sources, by_source["smoothed"], by_source["tokens"], strict=False
+                )
+                if tokens
+            },
             # Without it, Lightning logs a validation one step too early.
             "step": float(self.global_step),
         }

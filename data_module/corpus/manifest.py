@@ -127,7 +127,7 @@ def _without_nulls(texts: list[dict[str, Any]] | None) -> list[dict[str, Any]] |
 
 
 def _text_name(text: dict[str, Any]) -> str:
-    keys = ("prefix", "source", "target", "tsv", "dataset", "subset", "split", "path")
+    keys = ("prefix", "source", "target", "tsv", "dataset", "subset", "split", "target_language", "path")
     name = " ".join(str(text[key]) for key in keys if text.get(key))
     return name if text.get("repeat", 1) == 1 else f"{name} (repeat {text['repeat']})"
 

@@ -124,7 +124,7 @@ def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
         del values["byte_fallback"]
     for text in (text for split in ("train", "validation", "test") for text in values.get(split, [])):
         del text["weight"]
-        for key in ("reader", "path", "prefix", "name"):
+        for key in ("reader", "path", "prefix", "name", "source_language", "target_language"):
             if text[key] is None:
                 del text[key]
     return values

@@ -3,8 +3,35 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from data_module.settings import TextSource
+
+
+class SplitSources(NamedTuple):
+    """Which pairs of a split come from which source. Sources that share a name are one."""
+
+    names: list[str]
+    """In the order of the recipe."""
+    of_pair: NDArray[np.int64]
+    """[pairs]: the index into `names` of each pair's source."""
+
+
+def split_sources(account: dict[str, Any]) -> SplitSources | None:
+    """Return the sources of a split from its entry in the manifest, if there are several to report apart.
+
+    Returns:
+        None for one name, and for a corpus of a version before 0.3.0, which did not record sources.
+    """
+    record = account.get("sources", [])
+    names = list(dict.fromkeys(source["name"] for source in record))
+    if len(names) < 2:
+        return None
+    indices = [names.index(source["name"]) for source in record]
+    return SplitSources(names, np.repeat(indices, [source["pairs"] * source["repeat"] for source in record]))
 
 
 def source_names(texts: Sequence[TextSource]) -> list[str]:

@@ -69,20 +69,24 @@ class HubDataset(Reader):
         source, target = self.languages
         if source == target:
             raise InputError(
-                f"{self.names[0]}: corpus.source_language and corpus.target_language are both {source!r};"
-                " name its two languages"
+                f"{self.names[0]}: {self._key('source_language')} and {self._key('target_language')} are both"
+                f" {source!r}; name its two languages"
             )
         builder, files = _open_split(self.text)
         is_empty = True
         for name, path in files.items():
             for table in _tables(builder, name, path, str(self.text.split)):
                 yield (
-                    _lines(table, name, "corpus.source_language", source),
-                    _lines(table, name, "corpus.target_language", target),
+                    _lines(table, name, self._key("source_language"), source),
+                    _lines(table, name, self._key("target_language"), target),
                 )
                 is_empty = False
         if is_empty:
             raise InputError(f"{self.names[0]}: the split is empty; name one with text")
+
+    def _key(self, name: str) -> str:
+        """Return what to call the source's language, if it names one, or else the corpus's."""
+        return f"its {name}" if getattr(self.text, name) else f"corpus.{name}"
 
 
 def _lines(table: Any, name: str, key: str, language: str) -> list[bytes]:

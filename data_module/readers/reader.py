@@ -33,7 +33,7 @@ class Reader(ABC):
 
         Args:
             text: the source as the recipe gives it.
-            languages: `corpus.source_language` and `corpus.target_language`.
+            languages: `source_language` and `target_language` of the source, or else of the corpus.
         """
         self.text = text
         self.languages = languages

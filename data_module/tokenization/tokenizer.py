@@ -132,10 +132,6 @@ class Tokenizer:
         kind = proto.SentencePiece.USER_DEFINED
         return [p.piece for p in proto.pieces if p.type == kind and p.piece != _RESERVED_CHARACTER]
 
-    def normalize(self, words: Sequence[str]) -> list[str]:
-        """Return words as the model's pieces spell them, for example in lower case, with U+2581 for a space."""
-        return self._processor.normalize(list(words))
-
     def pieces(self) -> list[str]:
         """Return the vocabulary in the order of the ids. U+2581 in a piece represents a space."""
         return [self._processor.id_to_piece(i) for i in range(self.vocabulary_size)]

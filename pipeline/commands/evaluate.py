@@ -1,6 +1,7 @@
 """Score translations with BLEU and chrF: values, 95 % bootstrap intervals and signatures.
 
-Source and reference are plain, detokenized texts with one sentence a line. The last output line is JSON.
+Source and reference are plain, detokenized texts with one sentence a line. Without files, the text is `corpus.test` of
+the checkpoint's recipe, and several sources are also scored apart. The last output line is JSON.
 """
 
 import argparse
@@ -10,9 +11,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.inference.text_io import add_search_arguments, paired_texts
+from pipeline.inference.prefixes import add_prefix_argument
+from pipeline.inference.text_io import LineWarning, add_search_arguments
 
 if TYPE_CHECKING:
+    from pipeline.inference.evaluation_text import EvaluationText
     from pipeline.inference.translator import Translator
 
 TOKENIZED_LINES = 100
@@ -22,8 +25,9 @@ TOKENIZED_LINES = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("checkpoint", type=Path, help="a .ckpt file or a run folder")
-    parser.add_argument("--source", type=Path, required=True, help="sentences to translate (plain or .gz)")
-    parser.add_argument("--reference", type=Path, required=True, help="their reference translations (plain or .gz)")
+    parser.add_argument("--source", type=Path, help="sentences to translate (plain or .gz)")
+    parser.add_argument("--reference", type=Path, help="their reference translations (plain or .gz)")
+    add_prefix_argument(parser)
     add_search_arguments(parser)
     parser.add_argument("--output", type=Path, help="a file to write the translations to")
     parser.add_argument(
@@ -36,39 +40,129 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Translate, score and print."""
-    from pipeline.inference.metrics import compare, paper_score, reference_warnings, require_sacremoses, score
+    from pipeline.inference.metrics import reference_warnings, require_sacremoses
     from pipeline.inference.translator import load_translator
 
-    sources, references = paired_texts(arguments.source, arguments.reference)
+    # Before a checkpoint is loaded, so that a missing file is reported at once.
+    text = given_text(arguments)
     require_writable(arguments.output)
-    for message in reference_warnings(references):
-        print(f"{arguments.reference}: its lines {message}", file=sys.stderr)
     if arguments.paper:
         require_sacremoses()
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
     translators = [load_translator(path, arguments.beam, arguments.length_penalty) for path in checkpoints]
-    tokenizer = scoring_tokenizer(translators[0], arguments, references)
-    hypotheses, *others = [
-        [translation.text for translation in translator.translate(sources, progress=True)] for translator in translators
-    ]
+    translators[0].prefixes.check(arguments.prefix)
+    text = text or recipe_text(translators[0])
+    references = text.references
+    for message in reference_warnings(references):
+        print(f"{text.name}: its lines {message}", file=sys.stderr)
+    tokenizer = scoring_tokenizer(translators[0], arguments, text)
+    hypotheses, *others = [translations(translator, text) for translator in translators]
     if arguments.output:
         arguments.output.write_text("".join(line + "\n" for line in hypotheses), encoding="utf-8")
     if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES:
         print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
-    figures = score(hypotheses, references, tokenizer)
-    if arguments.paper:
-        figures |= paper_score(hypotheses, references, translators[0].target_language)
-    print_scores(figures, len(sources))
-    if others:
-        figures["versus"] = {"checkpoint": translators[1].name, **compare(hypotheses, others[0], references, tokenizer)}
-        print_comparison(figures["versus"])
+    report = Report(translators, [hypotheses, *others], references, tokenizer, arguments.paper)
+    by_source = text.by_source()
+    sources = {name: report.part(indices, f"{name}:") for name, indices in by_source.items()}
+    figures = report.part(list(range(len(references))), "all sources:" if sources else None)
     settings = translators[0].settings
+    figures |= {"sources": sources} if sources else {}
     figures |= {"beam_size": settings.beam_size, "length_penalty": settings.length_penalty}
-    print(json.dumps({**figures, "sentences": len(sources), "checkpoint": translators[0].name}))
+    print(json.dumps({**figures, "checkpoint": translators[0].name}))
     return 0
 
 
-def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, references: list[str]) -> str:
+def given_text(arguments: argparse.Namespace) -> "EvaluationText | None":
+    """Return the text of `--source` and `--reference`; None if neither is given.
+
+    Raises:
+        InputError: one of them is missing, a file cannot be read, or `--prefix` is given without them.
+    """
+    from data_module.errors import InputError
+    from pipeline.inference.evaluation_text import text_of_files
+
+    if (arguments.source is None) != (arguments.reference is None):
+        missing = "--reference" if arguments.reference is None else "--source"
+        raise InputError(f"{missing}: is missing; give --source and --reference, or neither to score corpus.test")
+    if arguments.source is not None:
+        return text_of_files(arguments.source, arguments.reference, arguments.prefix)
+    if arguments.prefix is not None:
+        raise InputError("--prefix: the sources of corpus.test have prefixes of their own; omit it, or give --source")
+    return None
+
+
+def recipe_text(translator: "Translator") -> "EvaluationText":
+    """Return the test text of the checkpoint's recipe.
+
+    Raises:
+        InputError: the recipe names none, or it cannot be read.
+    """
+    from data_module.errors import InputError
+    from pipeline.inference.evaluation_text import text_of_recipe
+
+    try:
+        return text_of_recipe(translator.recipe["corpus"])
+    except InputError as error:
+        raise InputError(f"{translator.name}: {error}") from None
+
+
+def translations(translator: "Translator", text: "EvaluationText") -> list[str]:
+    """Return the translations of a text, and print what the user should know about its prefixes."""
+    prefixes = translator.prefixes
+    if unknown := text.unknown_prefixes(prefixes):
+        print(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know", file=sys.stderr)
+    sources = text.sources(prefixes)
+    missing = LineWarning(prefixes.missing_message, translator.name)
+    for number, line in enumerate(sources, 1):
+        if prefixes.is_missing(line):
+            missing.add(number)
+    missing.print()
+    return [translation.text for translation in translator.translate(sources, progress=True)]
+
+
+class Report:
+    """Scores of a text's translations, as a whole or in part."""
+
+    def __init__(
+        self,
+        translators: "list[Translator]",
+        hypotheses: list[list[str]],
+        references: list[str],
+        tokenizer: str,
+        paper: bool,
+    ) -> None:
+        """Store what to score.
+
+        Args:
+            translators: the checkpoint's, and that of `--versus` if it is given.
+            hypotheses: the translations of each.
+            references: the references.
+            tokenizer: BLEU's.
+            paper: whether to add the scores of `--paper`.
+        """
+        self._translators, self._hypotheses, self._references = translators, hypotheses, references
+        self._tokenizer, self._paper = tokenizer, paper
+
+    def part(self, indices: list[int], heading: str | None) -> dict[str, Any]:
+        """Print and return the scores of some sentences, below a heading if it is given."""
+        from pipeline.inference.metrics import compare, paper_score, score
+
+        references = [self._references[i] for i in indices]
+        hypotheses, *others = [[lines[i] for i in indices] for lines in self._hypotheses]
+        figures = score(hypotheses, references, self._tokenizer)
+        if self._paper:
+            figures |= paper_score(hypotheses, references, self._translators[0].target_language)
+        if heading:
+            print(heading)
+        print_scores(figures, len(indices))
+        for other, translator in zip(others, self._translators[1:], strict=True):
+            compared = compare(hypotheses, other, references, self._tokenizer)
+            figures["versus"] = {"checkpoint": translator.name, **compared}
+            print_comparison(figures["versus"])
+        return {**figures, "sentences": len(indices)}
+
+
+def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, text: "EvaluationText") -> str:
     """Return BLEU's tokenizer by the checkpoint's recipe, and print what the user should know about it.
 
     Raises:
@@ -78,12 +172,12 @@ def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, r
     from pipeline.inference.metrics import require_moses_language
 
     if arguments.paper:
-        require_moses_language(translator.target_language, references)
+        require_moses_language(translator.target_language, text.references)
     tokenizer, note = choose_tokenizer(translator.bleu_tokenizer, translator.target_language)
     if note:
         print(note, file=sys.stderr)
-    if warning := spacing_warning(references, tokenizer):
-        print(f"{arguments.reference}: its lines {warning}", file=sys.stderr)
+    if warning := spacing_warning(text.references, tokenizer):
+        print(f"{text.name}: its lines {warning}", file=sys.stderr)
     return tokenizer
 
 

@@ -1,15 +1,17 @@
 """Translate sentences: one output line for each input line, in order; an empty line stays empty.
 
 Reads --input or standard input. Standard error names the checkpoint that was chosen from a run folder, and at the end
-the number of lines that were not UTF-8 or were cut, with the first three of them. With --n-best, up to N translations
-are printed for a line, best first, each after the line's number and a tab. With --scores, each translation follows its
-score (log-probability divided by the length penalty) and a tab.
+the number of lines that were not UTF-8, were cut or lack a prefix, with the first three of them. With --n-best, up to N
+translations are printed for a line, best first, each after the line's number and a tab. With --scores, each translation
+follows its score (log-probability divided by the length penalty) and a tab.
 """
 
 import argparse
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from pipeline.inference.prefixes import Prefixes, add_prefix_argument, with_prefix
 from pipeline.inference.text_io import CHUNK, LineWarning, add_search_arguments, open_text, sentences
 
 
@@ -17,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("checkpoint", type=Path, help="a .ckpt file or a run folder")
     parser.add_argument("--input", type=Path, help="a file of sentences, plain or .gz (default: standard input)")
+    add_prefix_argument(parser)
     add_search_arguments(parser)
     parser.add_argument("--n-best", type=int, metavar="N", help="print the N best translations; at most the beam size")
     parser.add_argument("--scores", action="store_true", help="print the score of each translation")
@@ -35,15 +38,27 @@ def run(arguments: argparse.Namespace) -> int:
     translator = load_translator(arguments.checkpoint, arguments.beam, arguments.length_penalty)
     if n_best > translator.settings.beam_size:
         raise InputError(f"--n-best {n_best}: is more than the beam, {translator.settings.beam_size}; raise --beam")
+    translator.prefixes.check(arguments.prefix)
     # Someone who types sentences needs each translation at once.
     chunk = 1 if stream.isatty() else CHUNK
     truncated = LineWarning(f"longer than the {translator.max_source_tokens} tokens that the network reads; cut")
-    for number, translation in enumerate(translator.translate_lines(sentences(stream), chunk, n_best), 1):
+    missing = LineWarning(translator.prefixes.missing_message)
+    lines = _checked(with_prefix(arguments.prefix, sentences(stream)), translator.prefixes, missing)
+    for number, translation in enumerate(translator.translate_lines(lines, chunk, n_best), 1):
         if translation.truncated:
             truncated.add(number)
         for hypothesis in translation.hypotheses:
             line_number = [] if arguments.n_best is None else [str(number)]
             score = [f"{hypothesis.score:.4f}"] if arguments.scores else []
             print(*line_number, *score, hypothesis.text, sep="\t", flush=chunk == 1)
-    truncated.print()
+    for warning in (truncated, missing):
+        warning.print()
     return 0
+
+
+def _checked(lines: Iterable[str], prefixes: Prefixes, missing: LineWarning) -> Iterator[str]:
+    """Yield the lines, and count those without a prefix that the model needs."""
+    for number, line in enumerate(lines, 1):
+        if prefixes.is_missing(line):
+            missing.add(number)
+        yield line

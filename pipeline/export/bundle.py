@@ -150,7 +150,7 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     from pipeline.export.card import make_card
     from pipeline.export.ctranslate2_model import NUM_POSITIONS
     from pipeline.export.parity import BOUNDS, Parity
-    from pipeline.export.readme import readme
+    from pipeline.export.readme import example_sentence, readme
     from pipeline.inference.translator import LONGEST
 
     max_positions = model.network.positions.max_positions
@@ -185,6 +185,6 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
         **figures,
     }
     (folder / "parity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    example = [*model.tokenizer.encode(["A sentence."])[0].tolist(), model.tokenizer.eos_id]
+    example = [*model.tokenizer.encode([example_sentence(model.recipe)])[0].tolist(), model.tokenizer.eos_id]
     readme_text = readme(names, card, example, max_positions or NUM_POSITIONS, can_pack(model.network))
     (folder / "README.md").write_text(readme_text, encoding="utf-8")

@@ -7,6 +7,7 @@ from typing import Any
 from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
 from pipeline.checkpointing.checkpoint import TrainedModel
+from pipeline.inference.prefixes import Prefixes
 from pipeline.runtime.versions import versions
 
 FORMAT_VERSION = 1
@@ -29,6 +30,7 @@ def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str], 
         "step": model.step,
         "source_language": corpus["source_language"],
         "target_language": corpus["target_language"],
+        "prefixes": list(Prefixes.of_corpus(corpus).trained),
         "vocabulary_size": tokenizer.vocabulary_size,
         "tokenizer_sha256": tokenizer.sha256,
         "pad_id": tokenizer.pad_id,

@@ -1,11 +1,18 @@
 """The README.md of a bundle: its files, and how to load each format."""
 
+import json
 from typing import Any
+
+from pipeline.inference.prefixes import Prefixes
 
 TITLE = """# {name}: {source_language} to {target_language}
 
 An exported Transformer. `card.json` describes the training data and the model's scores. `parity.json` compares this
 bundle's files with the checkpoint that they were exported from, on real sentences.
+
+"""
+
+PREFIXES = """A source sentence {begins} with a prefix, which names its target language or its domain: {prefixes}.
 
 """
 
@@ -162,17 +169,27 @@ is a program as well. Load only files that you trust, and run others in a contai
 """
 
 
+def example_sentence(recipe: dict[str, Any]) -> str:
+    """Return the sentence that the examples translate, with the first prefix of the model of a recipe."""
+    return " ".join([*Prefixes.of_corpus(recipe["corpus"]).trained[:1], "A sentence."])
+
+
 def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslate2_positions: int, packed: bool) -> str:
     """Return the README, with a section for each format in `names`.
 
     Args:
         names: files and folders of the bundle.
         card: the bundle's card.
-        example: ids of "A sentence." with the end symbol.
+        example: ids of what `example_sentence` returns, with the end symbol.
         ctranslate2_positions: upper bound on the tokens of a sentence for `ctranslate2/`.
         packed: whether model.ts contains `packed.ts`.
     """
     sections = [TITLE.format(**card)]
+    prefixes = Prefixes.of_corpus(card["recipe"]["corpus"])
+    if prefixes.trained:
+        begins = "begins" if prefixes.always else "may begin"
+        known = ", ".join(f"`{prefix}`" for prefix in prefixes.trained)
+        sections.append(PREFIXES.format(begins=begins, prefixes=known))
     for name, section in (
         ("model.ts", TORCHSCRIPT + (PACKED if packed else "") + TORCHSCRIPT_ON),
         ("model.int8.ts", INT8),
@@ -183,6 +200,7 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         if name in names:
             sections.append(section)
     values = {
+        '"A sentence."': json.dumps(example_sentence(card["recipe"]), ensure_ascii=False),
         "{EXAMPLE}": "{" + ", ".join(map(str, example)) + "}",
         "BEAM": str(card["beam_size"]),
         "PENALTY": repr(float(card["length_penalty"])),

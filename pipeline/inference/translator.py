@@ -16,6 +16,7 @@ from model.decoding import BeamSearch
 from model.packing import can_pack, pack_linears
 from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
+from pipeline.inference.prefixes import Prefixes
 from pipeline.inference.text_io import progress_bar
 
 
@@ -105,6 +106,10 @@ class Translator:
         self.name, self.target_language = name, target_language
         self.bleu_tokenizer: str | None = None
         """The recipe's `run.bleu_tokenizer`, set by `load_translator`."""
+        self.recipe: dict[str, Any] = {}
+        """The checkpoint's recipe, set by `load_translator`; those of earlier versions lack newer keys."""
+        self.prefixes = Prefixes()
+        """The prefixes that the model was trained with, set by `load_translator`."""
         self.tokenizer, self.settings, self.batch_tokens = tokenizer, settings, batch_tokens
         limits = [limit for limit in (self.search.max_positions, max_source_tokens) if limit]
         self.max_source_tokens: int | None = min(limits, default=None)
@@ -203,6 +208,7 @@ def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: flo
     )
     # Recipes of earlier versions lack the key.
     translator.bleu_tokenizer = model.recipe["run"].get("bleu_tokenizer")
+    translator.recipe, translator.prefixes = model.recipe, Prefixes.of_corpus(model.recipe["corpus"])
     return translator
 
 

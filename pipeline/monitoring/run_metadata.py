@@ -12,6 +12,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from data_module.corpus.sources import split_sources
 from pipeline.checkpointing.run_folder import SUMMARY
 from pipeline.config.recipe import Recipe
 from pipeline.monitoring.log_files import read_metrics
@@ -55,6 +56,11 @@ LAYOUT = {
     },
 }
 """Category -> chart -> curves of the Custom Scalars tab."""
+_BY_SOURCE = {
+    "loss by source": ["Multiline", ["^validation/loss/"]],
+    "BLEU by source": ["Multiline", ["^validation/bleu/"]],
+    "chrF by source": ["Multiline", ["^validation/chrf/"]],
+}
 
 
 class RunMetadata(Callback):
@@ -98,7 +104,7 @@ class RunMetadata(Callback):
             log.add_text(f"run/{name}", page, trainer.global_step + 1)
         # Step 0 at every start of the run: TensorBoard shows the first one that it finds.
         log.add_hyperparameters(self._hyperparameters(), list(COMPARED_METRICS), 0)
-        log.add_layout(LAYOUT, 0)
+        log.add_layout(_layout(self._manifest), 0)
 
     def _hyperparameters(self) -> dict[str, Any]:
         sections = self._recipe.as_dict()
@@ -159,6 +165,12 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
         **{name: count for name, count in counts.items() if count},
         "all": sum(p.numel() for p in network.parameters()),
     }
+
+
+def _layout(manifest: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    """Return the layout of the Custom Scalars tab, with charts by source if the validation text has several."""
+    by_source = _BY_SOURCE if split_sources(manifest["validation"]) else {}
+    return {**LAYOUT, "Learning": {**LAYOUT["Learning"], **by_source}}
 
 
 def _starts_table(starts: list[dict[str, Any]]) -> str:

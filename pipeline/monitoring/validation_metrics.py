@@ -1,5 +1,6 @@
 """Quality of validation's translations, from statistics summed over batches and ranks."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,24 +22,31 @@ class ValidationMetrics(torchmetrics.Metric):
 
     Args:
         bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
+        sources: names of the text sources to score apart as well; empty for the whole only.
         kwargs: options of torchmetrics.
     """
 
     full_state_update = False
     repeated: Tensor
 
-    def __init__(self, bleu_tokenizer: str = DEFAULT, **kwargs: Any) -> None:
+    def __init__(self, bleu_tokenizer: str = DEFAULT, sources: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self._sources = sources
         self._metrics = metrics.metrics_on(bleu_tokenizer)
         self.sentence_scores: list[float] = []
         """chrF of each translation of the last update."""
         for name, metric in self._metrics.items():
-            shape = (len(LENGTHS) + 1, len(metric.statistics("", "")))
+            shape = (max(1, len(sources)), len(LENGTHS) + 1, len(metric.statistics("", "")))
             self.add_state(_state(name), torch.zeros(shape, dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("repeated", torch.zeros(2, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(
-        self, hypotheses: list[str], references: list[str], pieces: list[list[int]], source_lengths: list[int]
+        self,
+        hypotheses: list[str],
+        references: list[str],
+        pieces: list[list[int]],
+        source_lengths: list[int],
+        source: int = 0,
     ) -> None:
         """Add translations to the sums.
 
@@ -46,7 +54,8 @@ class ValidationMetrics(torchmetrics.Metric):
             hypotheses: translations.
             references: their references.
             pieces: ids of each translation's pieces, without special ones.
-            source_lengths: number of pieces of each source.
+            source_lengths: number of pieces of each source sentence.
+            source: index into `sources` of the text source that all of them come from.
         """
         # Sums are made on the CPU and moved once for each update.
         sums = {name: torch.zeros_like(self._sum(name), device="cpu") for name in self._metrics}
@@ -55,7 +64,7 @@ class ValidationMetrics(torchmetrics.Metric):
         for hypothesis, reference, ids, length in zip(hypotheses, references, pieces, source_lengths, strict=True):
             for name, metric in self._metrics.items():
                 counts = metric.statistics(hypothesis, reference)
-                sums[name][_bucket(length)] += torch.tensor(counts)
+                sums[name][source, _bucket(length)] += torch.tensor(counts)
                 if name == "chrf":
                     self.sentence_scores.append(float(metric.score(counts)))
             repeated += torch.tensor(_repetitions(ids))
@@ -66,9 +75,10 @@ class ValidationMetrics(torchmetrics.Metric):
     def compute(self) -> dict[str, float]:
         """Return `validation/<name>` for each metric, BLEU by source length, and ratios.
 
-        BLEU and chrF are in percent. Buckets without a sentence are left out.
+        With sources, also `validation/<name>/<source>`. BLEU and chrF are in percent. Buckets and sources without a
+        sentence are left out.
         """
-        totals = {name: self._sum(name).sum(0).tolist() for name in self._metrics}
+        totals = {name: self._sum(name).sum((0, 1)).tolist() for name in self._metrics}
         hypothesis_length, reference_length = totals["bleu"][:2]
         repeated, runs = self.repeated.tolist()
         bounds = zip((1, *(bound + 1 for bound in LENGTHS)), (*LENGTHS, None), strict=True)
@@ -79,8 +89,15 @@ class ValidationMetrics(torchmetrics.Metric):
             "validation/repetition": repeated / max(runs, 1),
             **{
                 f"validation_bleu_by_length/{bucket}_pieces": self._metrics["bleu"].score(row)
-                for bucket, row in zip(buckets, self._sum("bleu").tolist(), strict=True)
+                for bucket, row in zip(buckets, self._sum("bleu").sum(0).tolist(), strict=True)
                 if row[1]
+            },
+            **{
+                f"validation/{name}/{source}": float(metric.score(row))
+                for name, metric in self._metrics.items()
+                for index, source in enumerate(self._sources)
+                if self._sum("bleu")[index, :, 1].any()
+                for row in [self._sum(name)[index].sum(0).tolist()]
             },
         }
 
@@ -89,7 +106,7 @@ class ValidationMetrics(torchmetrics.Metric):
         return "; ".join(f"{_TITLES.get(name, name)} {metric.signature()}" for name, metric in self._metrics.items())
 
     def _sum(self, name: str) -> Tensor:
-        """Return a metric's summed statistics by source length [buckets, statistics]."""
+        """Return a metric's summed statistics by text source and source length [sources, buckets, statistics]."""
         return getattr(self, _state(name))
 
 

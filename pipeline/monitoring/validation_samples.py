@@ -7,6 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.batching.batch import PaddedBatch
+from data_module.corpus.sources import SplitSources
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.inference.bleu_tokenizer import DEFAULT
@@ -50,6 +51,7 @@ class ValidationSamples(Callback):
         tokenizer: turns translations into text.
         samples: number of evenly spread samples.
         bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
+        text_sources: which pairs come from which text source, to score each apart as well.
     """
 
     @property
@@ -64,6 +66,7 @@ class ValidationSamples(Callback):
         tokenizer: Tokenizer,
         samples: int = 12,
         bleu_tokenizer: str = DEFAULT,
+        text_sources: SplitSources | None = None,
     ) -> None:
         self._sources, self._references, self._tokenizer = sources, references, tokenizer
         self._lengths = [len(ids) for ids in tokenizer.encode(sources)]
@@ -71,8 +74,8 @@ class ValidationSamples(Callback):
         self.samples = [index * len(sources) // count for index in range(count)]
         self._longest = heapq.nlargest(NUM_LONGEST, range(len(sources)), key=lambda pair: (self._lengths[pair], -pair))
         self._shown = {*self.samples, *self._longest}
-        self._bleu_tokenizer = bleu_tokenizer
-        self._metrics = ValidationMetrics(bleu_tokenizer)
+        self._bleu_tokenizer, self._text_sources = bleu_tokenizer, text_sources
+        self._metrics = self._new_metrics()
         self._kept: dict[int, Translation] = {}
         self._worst: list[Translation] = []
         self.best_bleu = -1.0
@@ -93,8 +96,11 @@ class ValidationSamples(Callback):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the metrics and forget the translations of the last validation."""
-        self._metrics = ValidationMetrics(self._bleu_tokenizer).to(pl_module.device)
+        self._metrics = self._new_metrics().to(pl_module.device)
         self._kept, self._worst = {}, []
+
+    def _new_metrics(self) -> ValidationMetrics:
+        return ValidationMetrics(self._bleu_tokenizer, self._text_sources.names if self._text_sources else ())
 
     def on_validation_batch_end(
         self,
@@ -111,9 +117,10 @@ class ValidationSamples(Callback):
         pairs, tokens, lengths = (tensor.tolist() for tensor in outputs)
         ids = [row[: length - 1] for row, length in zip(tokens, lengths, strict=True)]
         texts = self._tokenizer.decode(ids)
-        self._metrics.update(
-            texts, [self._references[pair] for pair in pairs], ids, [self._lengths[pair] for pair in pairs]
-        )
+        references, source_lengths = ([values[pair] for pair in pairs] for values in (self._references, self._lengths))
+        # All pairs of a batch are of one text source.
+        source = int(self._text_sources.of_pair[pairs[0]]) if self._text_sources else 0
+        self._metrics.update(texts, references, ids, source_lengths, source)
         rows = zip(self._metrics.sentence_scores, pairs, texts, ids, strict=True)
         translations = [Translation(*row) for row in rows]
         self._kept.update((one.pair, one) for one in translations if one.pair in self._shown)

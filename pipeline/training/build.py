@@ -137,7 +137,8 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
         say(note)
     elif warning := spacing_warning(references, bleu):
         say(f"the validation text's references {warning}")
-    samples = ValidationSamples(sources, references, tokenizer, bleu_tokenizer=bleu)
+    text_sources = data.validation_sources()
+    samples = ValidationSamples(sources, references, tokenizer, bleu_tokenizer=bleu, text_sources=text_sources)
     flops = flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
     monitor = TrainingMonitor(recipe.run.log_every_steps, flops)
     callbacks: list[Callback] = [
@@ -202,6 +203,8 @@ def train(start: Start) -> None:
         module.network.load_state_dict(start.initial.weights)
     data = build_data(recipe, start.tokenizer, options, kernels)
     _check_positions(recipe, data)
+    if text_sources := data.validation_sources():
+        module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
     callbacks = build_callbacks(start, data)
     log = RunLog(
         recipe.run_folder(),

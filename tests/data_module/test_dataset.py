@@ -163,6 +163,31 @@ def test_sources_of_all_kinds_and_their_line_numbers(settings: CorpusSettings, t
     assert empty["first_lines"] == [f"{tmp_path}/a.tsv:2", f"{tmp_path}/odd:train:2", f"{tmp_path}/odd:train:4"]
 
 
+def test_each_data_set_may_name_its_languages(settings: CorpusSettings) -> None:
+    """The second source is read the other way round; its keys are in the messages and part of the corpus."""
+    reverse = replace(settings.train[0], source_language="de", target_language="en")
+    manifest = made(replace(settings, train=[settings.train[0], reverse]))
+    pairs = rows(90, 1)
+    assert text_of(settings) == [*pairs, *((target, source) for source, target in pairs)]
+    assert manifest["settings"]["train"][1]["target_language"] == "en"
+    assert not {"source_language", "target_language"} & manifest["settings"]["train"][0].keys()
+    with pytest.raises(InputError, match=r"corpus\.train: no longer .* en, now "):
+        made(replace(settings, train=[settings.train[0], replace(reverse, target_language="de")]))
+    Path(settings.folder).rename(f"{settings.folder}.away")
+    fails(
+        settings,
+        "'fr' is none of its languages (de, en); correct its target_language",
+        train=changed(settings, target_language="fr"),
+    )
+    fails(
+        settings,
+        "its source_language and corpus.target_language are both 'de'",
+        train=changed(settings, source_language="de"),
+    )
+    with pytest.raises(ValueError, match="of a text source are for data sets; remove them"):
+        TextSource("a.en", "a.de", target_language="de")
+
+
 def test_null_translations_and_row_numbers_across_files(settings: CorpusSettings, tmp_path: Path) -> None:
     """A row may be null as a whole; line numbers continue after the first chunk and file."""
     pairs = rows(10_050, 4)

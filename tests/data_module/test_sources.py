@@ -4,14 +4,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from data_module.batching.batch import SpecialIds
 from data_module.corpus.preparation import existing_corpus
 from data_module.corpus.sources import source_names
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
-from data_module.settings import CorpusSettings, TextSource
+from data_module.settings import BatchSettings, CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
+from data_module.translation_data_module import TranslationDataModule
 from tests.data_module.test_preparation import dropped, made, pairs_of_text, text_of, write_pairs
 
 # Of the text's letters, and none of its words.
@@ -127,6 +130,49 @@ def test_a_prefix_has_to_be_a_user_symbol(settings: CorpusSettings, split: str) 
     )
     with pytest.raises(InputError, match=r"the prefix '' .*they are: none"):
         made(replace(settings, train=[replace(text, prefix="")], user_symbols=[]))
+
+
+def data_of(settings: CorpusSettings) -> TranslationDataModule:
+    batches = BatchSettings(batch_tokens=800, workers=0)
+    return TranslationDataModule(Path(settings.folder), batches, SpecialIds(pad=0, bos=2, eos=3), seed=1)
+
+
+def test_a_validation_batch_is_of_one_source(settings: CorpusSettings) -> None:
+    """The third source shares the first one's prefix, and so its name."""
+    validation = [replace(settings.validation[0], repeat=2), settings.validation[1], settings.validation[0]]
+    settings = replace(settings, validation=validation)
+    made(settings)
+    data = data_of(settings)
+    names, of_pair = data.validation_sources() or ([], np.empty(0))
+    assert names == [DE, FR]
+    assert of_pair.tolist() == [0] * 40 + [1] * 10 + [0] * 20
+    batches = list(data.val_dataloader())
+    assert sorted(pair for batch in batches for pair in batch.pairs.tolist()) == list(range(70))
+    assert {len(set(of_pair[batch.pairs.numpy()])) for batch in batches} == {1}
+    lengths = [batch.source.size(1) for batch in batches]
+    assert lengths == sorted(lengths, reverse=True)
+    first_with = [next(i for i, batch in enumerate(batches) if of_pair[batch.pairs[0]] == source) for source in (0, 1)]
+    assert min(first_with) == 0
+    assert max(first_with) < len(batches) - 1  # sources are mixed, so that every rank has some of each
+
+
+def test_one_source_and_older_corpora_have_no_scores_by_source(settings: CorpusSettings) -> None:
+    plain = [replace(text, prefix=None) for text in settings.validation]
+    for validation in ([plain[0]], [settings.validation[0]] * 2, [replace(text, name="all") for text in plain]):
+        changed = replace(settings, validation=validation)
+        made(changed, force=True)
+        assert data_of(changed).validation_sources() is None
+    changed = replace(settings, validation=plain)
+    made(changed, force=True)
+    with_record = data_of(changed)
+    assert with_record.validation_sources() is not None
+    path = Path(settings.folder) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["validation"]["sources"]
+    path.write_text(json.dumps(manifest))
+    data = data_of(changed)
+    assert data.validation_sources() is None
+    assert sorted(pair for batch in data.val_dataloader() for pair in batch.pairs.tolist()) == list(range(30))
 
 
 def test_names() -> None:

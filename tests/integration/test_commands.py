@@ -196,7 +196,10 @@ def test_doctor_reports_what_fit_refuses(trained_run: Path, recipe_file: Path) -
 def test_errors_of_the_command_line(trained_run: Path, tmp_path: Path) -> None:
     assert "'translat' is not a command" in error_line("translat")
     assert "no such checkpoint" in error_line("translate", tmp_path / "none.ckpt")
-    assert "arguments are required: --reference; see" in error_line("evaluate", trained_run, "--source", tmp_path)
+    assert "--reference: is missing; give" in error_line("evaluate", trained_run, "--source", tmp_path)
+    assert "--source: is missing; give" in error_line("evaluate", trained_run, "--reference", tmp_path)
+    assert "the recipe has no corpus.test; give" in error_line("evaluate", trained_run)
+    assert "it was trained without prefixes, omit" in error_line("translate", trained_run, "--prefix", ">>de<<")
     assert "argument '--beems'" in error_line("translate", trained_run, "--beems", 3)
     assert "--beam 0" in error_line("translate", trained_run, "--beam", 0)
     assert "--n-best 0" in error_line("translate", trained_run, "--n-best", 0)

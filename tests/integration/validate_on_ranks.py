@@ -46,7 +46,10 @@ if __name__ == "__main__":
         corpus, BatchSettings(batch_tokens=200, max_tokens_per_device=100, workers=0), special, 1
     )
     sources, references = data.validation_text()
-    callback = RecordingSamples(sources, references, tokenizer, samples=len(sources))
+    text_sources = data.validation_sources()
+    if text_sources:
+        module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
+    callback = RecordingSamples(sources, references, tokenizer, len(sources), text_sources=text_sources)
     options: dict[str, Any] = {"accelerator": "cpu", "devices": num_ranks}
     trainer = Trainer(
         **options,
@@ -60,6 +63,7 @@ if __name__ == "__main__":
     result = {
         "bleu": metrics["validation/bleu"],
         "loss": metrics["validation/loss"],
+        "by_source": {tag: value for tag, value in metrics.items() if tag.count("/") == 2},
         "pairs": DECODED_PAIRS,
         "translations": {str(pair): callback.translation(pair).text for pair in callback.samples},
     }

@@ -391,6 +391,30 @@ def test_validation_gives_means_over_all_target_tokens() -> None:
         )
 
 
+def test_validation_gives_the_loss_of_each_source() -> None:
+    """The second source has two batches, the third one none."""
+    module = make_module(dropout=0.5)
+    lengths = [[(7, 9)] * 20, [(3, 4)] * 30, [(9, 8)] * 10]
+    first_pairs = [40, 10, 0]
+    batches = [
+        replace(padded(one), pairs=torch.arange(first, first + len(one), dtype=torch.int32))
+        for one, first in zip(lengths, first_pairs, strict=True)
+    ]
+    of_pair = torch.tensor([1] * 40 + [0] * 20)
+    module.report_sources(["de", "fr", "it"], of_pair)
+    network = copy.deepcopy(module.network).eval()
+    with torch.no_grad():
+        smoothed = [float(sums_of(network, batch, label_smoothing=0.2)[0]) for batch in batches]
+    for _ in range(2):  # the second validation must not include the first
+        loader = DataLoader(batches, batch_size=None)
+        [found] = make_trainer().validate(module, loader, verbose=False)
+        assert found["validation/loss/de"] == pytest.approx(smoothed[0] / (20 * 9), rel=1e-5)
+        assert found["validation/loss/fr"] == pytest.approx(sum(smoothed[1:]) / (30 * 4 + 10 * 8), rel=1e-5)
+        assert found["validation/loss"] == pytest.approx(sum(smoothed) / (20 * 9 + 30 * 4 + 10 * 8), rel=1e-5)
+        assert "validation/loss/it" not in found
+        assert len(found) == 5 + 2
+
+
 def test_validation_answers_are_those_of_greedy_search() -> None:
     """A batch of short sentences is searched in parts. The last part is one sentence with a shorter source."""
     module = make_module().eval()

@@ -12,6 +12,7 @@ import sacrebleu
 from pipeline.__main__ import main
 from pipeline.inference import translator
 from pipeline.inference.metrics import METRICS
+from pipeline.inference.prefixes import Prefixes
 
 
 class WordCount:
@@ -31,6 +32,7 @@ class Repeat:
     """Gives each sentence back; the one named `other` leaves the full stop out."""
 
     bleu_tokenizer, target_language, settings = None, "en", SimpleNamespace(beam_size=1, length_penalty=0.6)
+    prefixes = Prefixes()
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -103,3 +105,126 @@ def test_the_language_chooses_bleu(
     said = [line for line in printed.err.splitlines() if "BLEU" in line]
     assert len(said) == (words is not None)
     assert (words or "") in "".join(said)
+
+
+class SeveralLanguages(Repeat):
+    """Gives each sentence back without its prefix; the one named `other` knows one prefix only."""
+
+    def __init__(self, name: str, corpus: dict[str, Any]) -> None:
+        super().__init__(name)
+        self.recipe = {"corpus": corpus}
+        self.prefixes = Prefixes((">>de<<", ">>fr<<"), (">>de<<", ">>fr<<", "__NAME__"), True)
+        if name == "other":
+            self.prefixes = Prefixes((">>de<<",), (">>de<<",), False)
+        self.seen: list[str] = []
+
+    def translate(self, sentences: list[str], *, progress: bool) -> list[Any]:
+        self.seen = sentences
+        return super().translate(
+            [line.removeprefix(">>de<< ").removeprefix(">>fr<< ") for line in sentences], progress=progress
+        )
+
+
+GERMAN = [("A b c d e f", "A b c d e f"), ("A  b c d", "A b c x"), ("", "A"), ("D e f a b c", "D e f a b y")]
+FRENCH = [("C b a c b a", "C b a c b z"), ("X y", "X y z"), ("C b a b", "C b a b")]
+MORE_GERMAN = [("U v w x y", "U v w x y")]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, SeveralLanguages]:
+    """The translators that were loaded, by name. The test text has two German sources and a French one."""
+    texts = []
+    for number, (name, lines) in enumerate((("de", GERMAN), ("fr", FRENCH), ("de", MORE_GERMAN))):
+        path = tmp_path / f"{number}.tsv"
+        path.write_text("".join(f"{source}\t{target}\n" for source, target in lines))
+        texts.append({"tsv": str(path), "prefix": f">>{name}<<", "repeat": 2})
+    corpus = {"folder": "gone", "train": texts, "validation": texts[:1], "test": texts, "user_symbols": [">>de<<"]}
+    loaded = {}
+
+    def load(path: Path, *_: Any) -> SeveralLanguages:
+        return loaded.setdefault(str(path), SeveralLanguages(str(path), corpus))
+
+    monkeypatch.setattr(translator, "load_translator", load)
+    return loaded
+
+
+def test_the_test_text_of_the_recipe_is_scored_by_source(
+    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "output"
+    assert main(["evaluate", "this", "--versus", "other", "--output", str(output)]) == 0
+    lines = [*GERMAN, *FRENCH, *MORE_GERMAN]
+    assert [line.split() for line in output.read_text().split("\n")[:-1]] == [source.split() for source, _ in lines]
+    assert recipe["this"].seen[:3] == [">>de<< A b c d e f", ">>de<< A b c d", ""]
+    assert recipe["this"].seen[4:] == [">>fr<< C b a c b a", ">>fr<< X y", ">>fr<< C b a b", ">>de<< U v w x y"]
+    # The other model translates French sources as they are, and says so.
+    assert recipe["other"].seen[4:] == ["C b a c b a", "X y", "C b a b", ">>de<< U v w x y"]
+    printed = capsys.readouterr()
+    assert printed.err.splitlines() == ["other: sources are without >>fr<<, which it does not know"]
+    scores = json.loads(printed.out.splitlines()[-1])
+    assert list(scores["sources"]) == ["de", "fr"]
+    for found, pairs in (
+        (scores["sources"]["de"], [*GERMAN, *MORE_GERMAN]),
+        (scores["sources"]["fr"], FRENCH),
+        (scores, lines),
+    ):
+        hypotheses, references = zip(*pairs, strict=True)
+        assert found["bleu"] == pytest.approx(sacrebleu.corpus_bleu(hypotheses, [references]).score, abs=1e-4)
+        assert found["chrf"] == pytest.approx(sacrebleu.corpus_chrf(hypotheses, [references]).score, abs=1e-4)
+        assert found["versus"]["bleu_difference"] == 0
+        assert found["sentences"] == len(pairs)
+    rows = [line.split()[0] for line in printed.out.splitlines()[:-1]]
+    of_a_part = ["bleu", "bleu_lowercase", "chrf", "exact_match", "bleu", "chrf"]
+    assert rows == ["de:", *of_a_part, "fr:", *of_a_part, "all", *of_a_part]
+
+
+def test_a_prefix_for_files(
+    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("A b\n\nC d\n")
+    files = ["--source", str(text), "--reference", str(text)]
+    assert main(["evaluate", "this", *files, "--prefix", ">>fr<<"]) == 0
+    assert recipe["this"].seen == [">>fr<< A b", "", ">>fr<< C d"]
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "sources" not in json.loads(printed.out.splitlines()[-1])
+    assert main(["evaluate", "this", *files]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "this: 2 lines, 1, 3: without one of the prefixes that the model was trained with (>>de<< >>fr<<)"
+    ]
+    for options, message in (
+        ([*files, "--prefix", ">>it<<"], "--prefix >>it<<: is no prefix of this model; its prefixes are >>de<< >>fr<<"),
+        (["--prefix", ">>de<<"], "--prefix: the sources of corpus.test have prefixes of their own; omit it, or give"),
+    ):
+        assert main(["evaluate", "this", *options]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_one_source_is_scored_as_a_whole(
+    recipe: dict[str, SeveralLanguages], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "this"]) == 0
+    corpus = recipe["this"].recipe["corpus"]
+    for test in (corpus["test"][:1], corpus["test"][::2]):
+        recipe["this"].recipe = {"corpus": corpus | {"test": test}}
+        capsys.readouterr()
+        assert main(["evaluate", "this"]) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith("bleu ")
+        assert "sources" not in json.loads(printed.splitlines()[-1])
+    recipe["this"].recipe = {"corpus": {**corpus, "test": [{"source": "none.en", "target": "none.de"}]}}
+    assert main(["evaluate", "this"]) == 2
+    assert "error: this: none.en: no such file; correct the path" in capsys.readouterr().err
+
+
+def test_invalid_pairs_are_left_out_where_the_recipe_says_so(
+    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "this"]) == 0
+    (tmp_path / "0.tsv").write_bytes(b"a\ta\nb\xff\tb\nc\tc\n")
+    assert main(["evaluate", "this"]) == 2
+    assert f"this: {tmp_path}/0.tsv:2: invalid UTF-8" in capsys.readouterr().err
+    recipe["this"].recipe["corpus"]["drop_invalid_utf8"] = True
+    assert main(["evaluate", "this"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["sources"]["de"]["sentences"] == 2 + 1

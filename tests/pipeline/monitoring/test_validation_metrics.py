@@ -52,6 +52,30 @@ def test_ranks_add_up() -> None:
     assert first.compute() == whole.compute()
 
 
+def test_each_text_source_has_its_scores() -> None:
+    """Batches of the first, the second and again the first source; a third source has no pair."""
+    metric, other = (ValidationMetrics(sources=["de", "fr", "it"]) for _ in range(2))
+    metric.update(HYPOTHESES[:1], REFERENCES[:1], PIECES[:1], LENGTHS[:1], 0)
+    metric.update(HYPOTHESES[1:2], REFERENCES[1:2], PIECES[1:2], LENGTHS[1:2], 1)
+    other.update(HYPOTHESES[2:], REFERENCES[2:], PIECES[2:], LENGTHS[2:], 0)
+    metric.merge_state(other)
+    scores = metric.compute()
+    whole = ValidationMetrics()
+    whole.update(HYPOTHESES, REFERENCES, PIECES, LENGTHS)
+    apart = {name: scores.pop(name) for name in list(scores) if name.count("/") == 2}
+    assert scores == whole.compute()
+    assert not any(name.count("/") == 2 for name in whole.compute())
+    for name, chosen in (("de", [0, 2, 3]), ("fr", [1])):
+        hypotheses, references = ([lines[i] for i in chosen] for lines in (HYPOTHESES, REFERENCES))
+        assert apart.pop(f"validation/bleu/{name}") == pytest.approx(
+            sacrebleu.corpus_bleu(hypotheses, [references]).score
+        )
+        assert apart.pop(f"validation/chrf/{name}") == pytest.approx(
+            sacrebleu.corpus_chrf(hypotheses, [references]).score
+        )
+    assert not apart
+
+
 def test_empty_translations_count_in_their_bucket() -> None:
     metric = ValidationMetrics()
     metric.update([""], ["yes"], [[]], [25])

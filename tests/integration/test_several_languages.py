@@ -1,0 +1,182 @@
+"""One model for two target languages, from preparation to an export: each source has its prefix and its scores."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data_module.corpus.manifest import read_manifest
+from data_module.tokenization.tokenizer import Tokenizer
+from tests.conftest import pipeline, tiny_recipe
+from tests.integration.runs import accumulator, assert_same_state, checkpoints, scalars, start
+
+pytestmark = pytest.mark.slow
+GERMAN = {
+    "dog": "Hund",
+    "cat": "Katze",
+    "house": "Haus",
+    "tree": "Baum",
+    "sees": "sieht",
+    "likes": "mag",
+    "red": "rot",
+    "small": "klein",
+}
+FRENCH = {
+    "dog": "chien",
+    "cat": "chat",
+    "house": "maison",
+    "tree": "arbre",
+    "sees": "voit",
+    "likes": "aime",
+    "red": "rouge",
+    "small": "petit",
+}
+LANGUAGES = {"de": GERMAN, "fr": FRENCH}
+STEPS = 160
+
+
+def write_texts(folder: Path) -> dict[str, list[dict[str, object]]]:
+    """Write texts of each language, and return the recipe's text sources. French has fewer pairs."""
+    sources: dict[str, list[dict[str, object]]] = {}
+    draws = random.Random(3)
+    for split, counts in (("train", (300, 150)), ("validation", (24, 16)), ("test", (12, 12))):
+        for (language, words), count in zip(LANGUAGES.items(), counts, strict=True):
+            lines = [draws.choices(list(words), k=draws.randint(2, 6)) for _ in range(count)]
+            names = [folder / f"{split}-{language}.{side}" for side in ("en", language)]
+            names[0].write_text("".join(" ".join(line) + "\n" for line in lines))
+            names[1].write_text("".join(" ".join(words[word] for word in line) + "\n" for line in lines))
+            text = {"source": str(names[0]), "target": str(names[1]), "prefix": f">>{language}<<"}
+            sources.setdefault(split, []).append(text)
+    return sources
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("languages")
+    values = tiny_recipe(folder)
+    values["corpus"] |= {**write_texts(folder), "user_symbols": [">>de<<", ">>fr<<"], "vocabulary_size": 90}
+    values["training"] |= {"warmup_steps": 60, "learning_rate_factor": 2}
+    values["run"] |= {"folder": str(folder / "run"), "checkpoint_every_steps": STEPS // 2, "keep_last": 2}
+    values["trainer"] |= {"max_steps": STEPS, "val_check_interval": STEPS // 2}
+    path = folder / "languages.yaml"
+    path.write_text(yaml.safe_dump(values))
+    done = pipeline("fit", "--config", path)
+    assert done.returncode == 0, done.stderr.decode()
+    return path
+
+
+def run_of(recipe: Path) -> Path:
+    return recipe.parent / "run"
+
+
+def share_of_words(lines: list[str], vocabulary: dict[str, str]) -> float:
+    words = " ".join(lines).split()
+    return sum(word in vocabulary.values() for word in words) / len(words)
+
+
+def test_the_corpus(recipe: Path) -> None:
+    folder = recipe.parent / "corpus"
+    manifest = read_manifest(folder)
+    for split, pairs in (("train", (300, 150)), ("validation", (24, 16))):
+        record = [{"name": name, "pairs": count, "repeat": 1} for name, count in zip(LANGUAGES, pairs, strict=True)]
+        assert manifest[split]["sources"] == record
+    tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    lines = (folder / "validation.source.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == [">>de<<"] * 24 + [">>fr<<"] * 16
+    for ids, line in zip(tokenizer.encode(lines), lines, strict=True):
+        pieces = [tokenizer.pieces()[i] for i in ids]
+        assert pieces.count(line.split()[0]) == 1
+        assert tokenizer.decode([ids.tolist()]) == [line]
+
+
+def test_the_prefix_chooses_the_language(recipe: Path) -> None:
+    """Written by the user or given as an option, and the same for both."""
+    lines = (recipe.parent / "test-de.en").read_text().splitlines()
+    for language, vocabulary in LANGUAGES.items():
+        prefix = f">>{language}<<"
+        written = "".join(f"{prefix} {line}\n" for line in lines)
+        done = pipeline("translate", run_of(recipe), text=written)
+        assert done.returncode == 0, done.stderr.decode()
+        assert b"prefix" not in done.stderr
+        assert share_of_words(done.stdout.decode().splitlines(), vocabulary) > 0.9
+        option = pipeline("translate", run_of(recipe), "--prefix", prefix, text="".join(f"{line}\n" for line in lines))
+        assert option.stdout == done.stdout
+    bare = pipeline("translate", run_of(recipe), text="a dog\n\n>>de<< a dog\nred dog\n")
+    assert bare.stderr.decode().splitlines()[-1] == (
+        "2 lines, 1, 4: without one of the prefixes that the model was trained with (>>de<< >>fr<<)"
+    )
+    refused = pipeline("translate", run_of(recipe), "--prefix", ">>it<<", text="a dog\n")
+    assert refused.returncode == 2
+    assert b"--prefix >>it<<: is no prefix of this model; its prefixes are >>de<< >>fr<<" in refused.stderr
+
+
+def test_validation_and_evaluate_agree_by_source(recipe: Path) -> None:
+    """`evaluate` scores the validation text, named as test text in the checkpoint's copy of the recipe."""
+    run = run_of(recipe)
+    logged = {tag: scalars(run, tag)[-1][1] for tag in accumulator(run).Tags()["scalars"] if "validation/" in tag}
+    apart = [tag for tag in logged if tag.count("/") == 2]
+    assert sorted(apart) == sorted(f"validation/{name}/{key}" for name in ("loss", "bleu", "chrf") for key in LANGUAGES)
+    newest = checkpoints(run)[-1]
+    for language in LANGUAGES:
+        files = [recipe.parent / f"validation-{language}.{side}" for side in ("en", language)]
+        options = ["--source", files[0], "--reference", files[1], "--prefix", f">>{language}<<", "--beam", 1]
+        done = pipeline("evaluate", newest, *options)
+        assert done.returncode == 0, done.stderr.decode()
+        scores = json.loads(done.stdout.decode().splitlines()[-1])
+        assert scores["bleu"] == pytest.approx(logged[f"validation/bleu/{language}"], abs=1e-3)
+        assert scores["chrf"] == pytest.approx(logged[f"validation/chrf/{language}"], abs=1e-3)
+    assert logged["validation/bleu/de"] != pytest.approx(logged["validation/bleu/fr"], abs=1e-3)
+    between = sorted(logged[f"validation/loss/{language}"] for language in LANGUAGES)
+    assert between[0] < logged["validation/loss"] < between[1]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["validation/bleu/fr"] == pytest.approx(logged["validation/bleu/fr"], rel=1e-6)
+
+
+def test_evaluate_without_files(recipe: Path) -> None:
+    newest = checkpoints(run_of(recipe))[-1]
+    done = pipeline("evaluate", newest, "--beam", 1)
+    assert done.returncode == 0, done.stderr.decode()
+    whole = json.loads(done.stdout.decode().splitlines()[-1])
+    assert whole["sentences"] == 24
+    for language in LANGUAGES:
+        files = [recipe.parent / f"test-{language}.{side}" for side in ("en", language)]
+        options = ["--source", files[0], "--reference", files[1], "--prefix", f">>{language}<<", "--beam", 1]
+        scores = json.loads(pipeline("evaluate", newest, *options).stdout.decode().splitlines()[-1])
+        part = whole["sources"][language]
+        assert part == {name: scores[name] for name in part}
+        assert part["sentences"] == 12
+
+
+def test_ranks_and_a_resumed_run_have_the_same_scores(recipe: Path, tmp_path: Path) -> None:
+    run = run_of(recipe)
+    for ranks in (1, 2):
+        process = start(
+            checkpoints(run)[-1],
+            recipe.parent / "corpus",
+            ranks,
+            tmp_path,
+            module="tests.integration.validate_on_ranks",
+        )
+        assert process.wait() == 0
+    alone, first, second = (json.loads((tmp_path / name).read_text()) for name in ("1-0", "2-0", "2-1"))
+    assert len(alone["by_source"]) == 6
+    for result in (first, second):
+        assert result["by_source"] == pytest.approx(alone["by_source"], rel=1e-5)
+    shutil.copytree(run, tmp_path / "run")
+    checkpoints(tmp_path / "run")[-1].unlink()
+    resumed = pipeline("fit", "--config", recipe, "--run.folder", tmp_path / "run")
+    assert resumed.returncode == 0, resumed.stderr.decode()
+    assert_same_state(checkpoints(tmp_path / "run")[-1], checkpoints(run)[-1])
+    for tag in alone["by_source"]:
+        assert scalars(tmp_path / "run", tag) == scalars(run, tag)
+        assert len(scalars(run, tag)) == 2
+
+
+def test_a_bundle_says_which_prefixes_it_knows(recipe: Path, tmp_path: Path) -> None:
+    done = pipeline("export", run_of(recipe), tmp_path / "bundle", "--format", "torchscript")
+    assert done.returncode == 0, done.stderr.decode()
+    assert json.loads((tmp_path / "bundle" / "card.json").read_text())["prefixes"] == [">>de<<", ">>fr<<"]
+    assert "begins with a prefix, which names" in (tmp_path / "bundle" / "README.md").read_text()
