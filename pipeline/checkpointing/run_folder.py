@@ -36,6 +36,7 @@ MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.f
 MAX_STARTS = 3
 """How often a job may start from the same checkpoint: once, and twice more after failures."""
 
+_LOCK = ".lock"
 _MAX_NAMED = 3
 _OWN_FILES = ("config.yaml", "tokenizer.model", "versions.json")
 
@@ -59,6 +60,23 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path}: is not empty and not a run folder; give another run.folder")
 
 
+def is_in_use(path: Path) -> bool:
+    """Return whether another process is writing to the folder. The caller must not hold its lock, which would end."""
+    try:
+        with (path / _LOCK).open("r+") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # Two that ask at the same time do not see each other.
+    except (BlockingIOError, PermissionError):
+        return True
+    except OSError:
+        pass  # There is no such folder, or its file system has no locks, which is reported when it is locked.
+    return False
+
+
+def in_use_error(path: Path) -> InputError:
+    """Return the error for a folder that another process is writing to."""
+    return InputError(f"{path}: another fit is writing to it; wait for it to end or give another run.folder")
+
+
 class RunFolder:
     """A run folder that this process has locked; the operating system releases the lock of a killed process."""
 
@@ -75,9 +93,7 @@ class RunFolder:
         try:
             while not self._take():
                 if time.monotonic() >= deadline:
-                    raise InputError(
-                        f"{path}: another fit is writing to it; wait for it to end or give another run.folder"
-                    )
+                    raise in_use_error(path)
                 if not reported:
                     reported = True
                     print(f"{path}: another fit is writing to it; waiting {patience_seconds:.0f} s", file=sys.stderr)
@@ -103,7 +119,7 @@ class RunFolder:
 
     @property
     def _lock_path(self) -> Path:
-        return self.path / ".lock"
+        return self.path / _LOCK
 
     def _take(self) -> bool:
         try:

@@ -50,11 +50,13 @@ def check_kernels(context: CheckContext) -> str | None:
 
 
 def check_run_folder(context: CheckContext) -> str:
-    """Check that the run folder is one, or can be created."""
-    from pipeline.checkpointing.run_folder import check_writable
+    """Check that the run folder is one, or can be created, and that no other process is writing to it."""
+    from pipeline.checkpointing.run_folder import check_writable, in_use_error, is_in_use
 
     run = context.recipe.run_folder()
     check_writable(run)
+    if context.job is None and is_in_use(run):
+        raise in_use_error(run)  # A requeued job waits for its predecessor to end.
     return f"run folder {run}"
 
 
@@ -62,12 +64,14 @@ def check_initial_state(context: CheckContext) -> str | None:
     """Check the run that would be resumed, or else the weights that a new run would start from."""
     from data_module.corpus.manifest import is_corpus, read_manifest
     from pipeline.checkpointing.checkpoint_files import latest_valid
-    from pipeline.checkpointing.run_folder import check_same_run
+    from pipeline.checkpointing.run_folder import check_same_run, is_in_use
     from pipeline.training.init_from import load_initial_weights
     from pipeline.training.start import check_same_vocabulary, should_reset
 
     recipe = context.recipe
     run, corpus = recipe.run_folder(), recipe.corpus_folder()
+    if is_in_use(run):
+        return None  # Its checkpoints may be removed while they are read.
     checkpoint = None if should_reset(context.reset, run, context.job) else latest_valid(run)[0]
     if checkpoint is not None:
         check_same_run(run, recipe)
@@ -104,11 +108,13 @@ def check_corpus(context: CheckContext) -> None:
 def check_bleu_tokenizer(context: CheckContext) -> str:
     """Check that the tokenizer of validation BLEU is installed."""
     from pipeline.checkpointing.checkpoint_files import latest_valid
+    from pipeline.checkpointing.run_folder import is_in_use
     from pipeline.inference.bleu_tokenizer import require_tokenizer
     from pipeline.training.start import choose_bleu_tokenizer, should_reset
 
     run, requested = context.recipe.run_folder(), context.recipe.run.bleu_tokenizer
-    newest = None if should_reset(context.reset, run, context.job) else latest_valid(run)[0]
+    is_new = should_reset(context.reset, run, context.job) or is_in_use(run)
+    newest = None if is_new else latest_valid(run)[0]
     if requested is not None:
         require_tokenizer(requested, f"run.bleu_tokenizer {requested}")
     began = None
