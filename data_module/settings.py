@@ -146,8 +146,6 @@ class CorpusSettings:
     """Placeholders and tags, such as `__NAME__` or `<b>`: each is one piece, even inside a word, and keeps its case."""
     lowercase: bool = False
     """Lower-case both sides in the tokenizer, so that output and scores are lower-case too."""
-    user_symbols: list[str] = field(default_factory=list)
-    """Placeholders and tags, such as `>>de<<`, that are always one piece."""
     max_tokens: int = 256
     """Pairs with more pieces than this on either side are dropped, also from validation (with a warning)."""
     max_length_ratio: float | None = None

@@ -351,7 +351,7 @@ def _start(settings: CorpusSettings, before: str) -> subprocess.Popen[str]:
     code = (
         "import sys, time, data_module.corpus.builder as builder\n"
         "from data_module.corpus.preparation import prepare\n"
-        "from data_module.settings import CorpusSettings, TextSource\n"
+        "from data_module.settings import BpeDropout, CorpusSettings, NoiseSettings, TextSource\n"
         f"settings = {settings!r}\n{before}\nprepare(settings, progress=False)\nprint('done', flush=True)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
