@@ -327,6 +327,10 @@ def test_lower_keeps_symbols() -> None:
     tokenizer = _with_symbols(lowercase=True)
     text = ["The <b>HAUS</b> of __NAME__«Ü»Ü", "", "ΣΟΦΟΣ"]
     assert tokenizer.lower(text) == ["the <b>haus</b> of __NAME__«Ü»ü", "", "σοφοσ"]
+    # Text in capitals can become a symbol; a symbol with capitals is not found in lower case.
+    (ids,) = tokenizer.encode(["<B>the</B> __name__"])
+    pieces = [tokenizer.pieces()[i] for i in ids]
+    assert [pieces.count(symbol) for symbol in ("<b>", "</b>", "__NAME__")] == [1, 1, 0]
 
 
 def test_a_reserved_character_is_no_user_symbol() -> None:
