@@ -133,7 +133,7 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
     """Read a source once without tokenizing it: its line counts, columns and encoding.
 
     Raises:
-        InputError: see `Reader.count_pairs` and `read_pairs`.
+        InputError: see `Reader.count_pairs` and `read_pairs`; or the text holds the source's prefix already.
     """
     reader = open_reader(text, settings)
     found = SourceCheck(", ".join(dict.fromkeys(reader.names)), reader.count_pairs(), 0, ("", ""), [])
@@ -146,6 +146,11 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
             found.num_bytes += len(data)
             for symbol in settings.user_symbols:
                 _count_symbol(found, symbol, side, data, name, first_line)
+            if text.prefix in found.symbols:
+                raise InputError(
+                    f"{found.symbols[text.prefix].first}: the text holds the prefix {text.prefix!r} of its source"
+                    " already; remove `prefix` from the source, or choose another symbol"
+                )
             samples.append(b"".join(lines[:_SAMPLE_LINES]).decode(errors="replace"))
             if b"\t" in data:
                 indices = [i for i, line in enumerate(lines) if b"\t" in line]
@@ -209,12 +214,13 @@ def _symbol_warnings(settings: CorpusSettings, train: list[SourceCheck]) -> list
     be new, however, changes what this text means.
     """
     held, lacking = [], []
+    prefixes = {text.prefix for text in settings.train}
     for symbol in settings.user_symbols:
         counts = [source.symbols[symbol] for source in train if symbol in source.symbols]
         source, target = (sum(count.sides[side] for count in counts) for side in (0, 1))
         if counts:
             held.append(f"{symbol!r} ({counts[0].first}; {source:,} times in the source, {target:,} in the target)")
-        else:
+        elif symbol not in prefixes:
             lacking.append(repr(symbol))
     warnings = []
     if held:

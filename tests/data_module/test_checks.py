@@ -141,6 +141,11 @@ def test_symbols_that_the_training_text_holds_and_lacks(tmp_path: Path, monkeypa
     [lacks] = warnings_of(replace(settings, user_symbols=several))
     assert "has no '<0>', '<1>', '<2>', 5 more: " in lacks
     assert warnings_of(replace(settings, user_symbols=[])) == []
+    # A prefix is put into the text at preparation, which must not hold it.
+    prefixed = replace(settings, train=[replace(one, prefix=">>de<<"), two], validation=[two], user_symbols=[">>de<<"])
+    assert warnings_of(prefixed) == []
+    with pytest.raises(InputError, match=r"one\.source:10: the text holds the prefix '<b>' of its source already; "):
+        warnings_of(replace(prefixed, train=[replace(one, prefix="<b>")], user_symbols=["<b>"]))
 
 
 def test_a_run_that_takes_a_tokenizer_over_may_have_little_text(
