@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,15 +44,11 @@ def source_names(texts: Sequence[TextSource]) -> list[str]:
     """
     given = [text.name or _of_prefix(text.prefix or "") for text in texts]
     taken, names = set(given), []
-    for text, name in zip(texts, given, strict=True):
-        base = name or _of_file(text)
-        number = 1
-        while not name:
-            candidate = base if number == 1 else f"{base}_{number}"
-            name = "" if candidate in taken else candidate
-            number += 1
-        taken.add(name)
-        names.append(name)
+    for name, text in zip(given, texts, strict=True):
+        base = _of_file(text)
+        numbered = (f"{base}_{number}" for number in count(2))
+        names.append(name or next(one for one in chain([base], numbered) if one not in taken))
+        taken.add(names[-1])
     return names
 
 
