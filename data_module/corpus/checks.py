@@ -211,7 +211,7 @@ def _symbol_warnings(settings: CorpusSettings, train: list[SourceCheck]) -> list
     """Return a line about the user symbols that the training text holds, and one about those that it lacks.
 
     Neither is refused. Markup and placeholders have to be in the text to be learned. A symbol that the user thought to
-    be new, however, changes what this text means.
+    be new, however, changes what this text means. Prefixes are not lacking: `prepare` puts them before the sentences.
     """
     held, lacking = [], []
     prefixes = {text.prefix for text in settings.train}

@@ -227,3 +227,13 @@ def test_a_corpus_without_the_new_keys_is_up_to_date(settings: CorpusSettings) -
         del manifest[split]["sources"]
     path.write_text(json.dumps(manifest))
     assert existing_corpus(settings, compare_texts=True) == manifest
+
+
+def test_a_prefix_is_not_reported_as_missing_in_the_text(
+    settings: CorpusSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the prefix that no training source has."""
+    validation = [*settings.validation, replace(settings.validation[0], prefix=">>it<<")]
+    made(replace(settings, validation=validation, user_symbols=[DE, FR, ">>it<<"]))
+    [line] = [line for line in caplog.messages if line.startswith("corpus.user_symbols: the training text has no ")]
+    assert line.startswith("corpus.user_symbols: the training text has no '>>it<<': ")
