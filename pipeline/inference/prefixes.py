@@ -35,7 +35,7 @@ class Prefixes:
         Args:
             corpus: the section `corpus` of the recipe in a checkpoint. Those of earlier versions lack the keys.
         """
-        found = [text.get("prefix") for text in corpus["train"]]
+        found = [text.get("prefix") for text in corpus.get("train", [])]
         trained = tuple(dict.fromkeys(prefix for prefix in found if prefix is not None))
         return cls(trained, tuple(corpus.get("user_symbols", ())), bool(found) and None not in found)
 

@@ -66,7 +66,9 @@ class Victim:
                     break
                 time.sleep(0.0005)
         elif self.rng.random() < 0.2:
-            time.sleep(self.rng.uniform(0, 5))  # during start-up
+            deadline = time.monotonic() + self.rng.uniform(0, 5)  # during start-up
+            while time.monotonic() < deadline and "training:" not in log.read_text():
+                time.sleep(0.01)
         else:
             while process.poll() is None and "training:" not in log.read_text():
                 time.sleep(0.01)
