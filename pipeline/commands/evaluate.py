@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data_module.errors import InputError
 from pipeline.inference.prefixes import add_prefix_argument
 from pipeline.inference.text_io import LineWarning, add_search_arguments
 
@@ -36,13 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--versus", type=Path, metavar="OTHER", help="another checkpoint; test whether the difference is significant"
     )
+    parser.add_argument(
+        "--messy",
+        action="store_true",
+        help="translate the text also under each kind of noise: other casing, typos, web addresses, emoji ...",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Translate, score and print."""
+    from pipeline.inference.messy import messy_scores
     from pipeline.inference.metrics import reference_warnings, require_sacremoses
     from pipeline.inference.translator import load_translator
 
+    if arguments.messy and arguments.versus:
+        raise InputError("--messy: cannot be given with --versus; run evaluate --messy for each of the two checkpoints")
     # Before a checkpoint is loaded, so that a missing file is reported at once.
     text = given_text(arguments)
     require_writable(arguments.output)
@@ -65,6 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     by_source = text.by_source()
     sources = {name: report.part(indices, f"{name}:") for name, indices in by_source.items()}
     figures = report.part(list(range(len(references))), "all sources:" if sources else None)
+    if arguments.messy:
+        with_prefixes = text.sources(translators[0].prefixes)
+        figures["messy"] = messy_scores(translators[0], with_prefixes, references, hypotheses, tokenizer)
+        print_messy(figures["messy"])
     settings = translators[0].settings
     figures |= {"sources": sources} if sources else {}
     figures |= {"beam_size": settings.beam_size, "length_penalty": settings.length_penalty}
@@ -78,7 +91,6 @@ def given_text(arguments: argparse.Namespace) -> "EvaluationText | None":
     Raises:
         InputError: one of them is missing, a file cannot be read, or `--prefix` is given without them.
     """
-    from data_module.errors import InputError
     from pipeline.inference.evaluation_text import text_of_files
 
     if (arguments.source is None) != (arguments.reference is None):
@@ -97,7 +109,6 @@ def recipe_text(translator: "Translator") -> "EvaluationText":
     Raises:
         InputError: the recipe names none, or it cannot be read.
     """
-    from data_module.errors import InputError
     from pipeline.inference.evaluation_text import text_of_recipe
 
     try:
@@ -187,8 +198,6 @@ def require_writable(output: Path | None) -> None:
     Raises:
         InputError: the file cannot be written.
     """
-    from data_module.errors import InputError
-
     if output and not output.parent.is_dir():
         raise InputError(f"{output}: its folder is not there; make it or give another --output")
     if output and output.is_dir():
@@ -213,3 +222,18 @@ def print_comparison(versus: dict[str, Any]) -> None:
             f"{name:20} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {versus['checkpoint']}: "
             f"the difference is {significant} (paired bootstrap, p = {versus[f'{name}_p_value']:.3f})"
         )
+
+
+def print_messy(messy: dict[str, Any]) -> None:
+    """Print a table with a row for each kind of noise, and the signatures of its scores."""
+    names = list(messy["signatures"])
+    print("\n" + " ".join([f"{'text':20}", *(f"{name:>8} {'of clean':>9}" for name in names), f"{'copied':>8}"]))
+    for kind, scores in messy["scores"].items():
+        cells = [f"{scores[name]:8.2f} {_percent(scores.get(f'{name}_of_clean')):>9}" for name in names]
+        print(" ".join([f"{kind:20}", *cells, f"{_percent(scores.get('copied')):>8}"]).rstrip())
+    for name, signature in messy["signatures"].items():
+        print(f"{name:20} {signature}")
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} %"
