@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from data_module.noise.noise import NOISE_KINDS
 from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
@@ -21,7 +22,9 @@ TRACKED = subprocess.run(["git", "ls-files"], cwd=CONFIGS, capture_output=True, 
 RECIPES = sorted(
     path
     for path in CONFIGS.rglob("*.yaml")
-    if path.parent.name != "hardware" and (not TRACKED or str(path.relative_to(CONFIGS)) in TRACKED)
+    if path.parent.name != "hardware"
+    and path.name != "robust_text.yaml"
+    and (not TRACKED or str(path.relative_to(CONFIGS)) in TRACKED)
 )
 OVERLAYS = sorted((CONFIGS / "hardware").glob("*.yaml"))
 
@@ -171,3 +174,13 @@ def test_overlays_fit_every_recipe(overlay: Path) -> None:
         different = {key for key in plain if plain[key] != with_overlay[key]}
         assert settings["trainer"].items() <= with_overlay["trainer"].items()
         assert different <= {"trainer", "run"}
+
+
+def test_the_overlay_of_noise_fits_every_recipe() -> None:
+    """It changes nothing but the text of the corpus, and each of its kinds of noise is on in few pairs."""
+    for path in RECIPES:
+        plain, noisy = load_recipe([path]), load_recipe([path, CONFIGS / "robust_text.yaml"])
+        kinds = {kind: getattr(noisy.corpus.noise, kind) for kind in NOISE_KINDS}
+        assert 0.01 <= min(kinds.values()) <= max(kinds.values()) <= 0.1
+        assert sum(kinds.values()) < 0.5
+        assert replace(noisy, corpus=replace(noisy.corpus, noise=plain.corpus.noise)) == plain
