@@ -204,6 +204,11 @@ def source_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> lis
                     " exchange the sides of one of them"
                 )
                 break
+    if settings.noise.emoji and not settings.byte_fallback:
+        warnings.append(
+            "corpus.noise.emoji: without corpus.byte_fallback, the tokenizer knows only the emoji of the training text,"
+            " and a network cannot learn to copy others; set corpus.byte_fallback to true"
+        )
     return warnings + _symbol_warnings(settings, train)
 
 

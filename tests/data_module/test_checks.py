@@ -13,7 +13,7 @@ from data_module.corpus.preparation import prepare
 from data_module.demo.corpus import distinct_sentences
 from data_module.demo.sentences import Author, Lexicon
 from data_module.errors import InputError
-from data_module.settings import CorpusSettings, TextSource
+from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 
 GREEK = ["ένα μικρό σπίτι στέκεται κοντά στο δάσος", "οι παλιές γάτες κοιμούνται κάτω από το τραπέζι"]
 
@@ -50,6 +50,16 @@ def test_swapped_sides_are_named(sides: tuple[list[str], list[str]], tmp_path: P
     names = f"{swapped.source}, {swapped.target}: its source resembles the target of {held_out.source}, "
     assert warning.startswith(names)
     assert warning.endswith("; exchange the sides of one of them")
+
+
+def test_emoji_that_the_tokenizer_does_not_know(sides: tuple[list[str], list[str]], tmp_path: Path) -> None:
+    english, german = sides
+    held_out = text_of(tmp_path, "held_out", english[300:], german[300:])
+    train = [text_of(tmp_path, "train", english[:300], german[:300])]
+    settings = replace(settings_of(tmp_path, train, held_out), noise=NoiseSettings(emoji=0.01))
+    [warning] = warnings_of(settings)
+    assert warning.startswith("corpus.noise.emoji: without corpus.byte_fallback, ")
+    assert warnings_of(replace(settings, byte_fallback=True)) == []
 
 
 def test_sides_of_one_language_are_not_called_swapped(sides: tuple[list[str], list[str]], tmp_path: Path) -> None:

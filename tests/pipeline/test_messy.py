@@ -10,6 +10,7 @@ import pytest
 import sacrebleu
 from numpy.random import default_rng
 
+from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from pipeline.__main__ import main
 from pipeline.inference import translator
 from pipeline.inference.messy import MessyText, is_copied, messy_texts, tag_pairs, with_tags
@@ -119,6 +120,20 @@ def test_what_is_copied_whole(string: str, hypothesis: str, whole: bool) -> None
     assert is_copied(string, hypothesis, f"Text {string}.") is whole
 
 
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_a_tokenizer_with_bytes_and_symbols_can_write_every_reference(lowercase: bool) -> None:
+    model = train_tokenizer([*SOURCES, *REFERENCES], 400, lowercase=lowercase, byte_fallback=True, user_symbols=SYMBOLS)
+    tokenizer = Tokenizer(model)
+    found = dict(messy_texts(SOURCES, REFERENCES, tokenizer.user_symbols, lowercase=tokenizer.lowercase))
+    assert list(found) == [*KINDS, "user_symbols"]
+    for text in found.values():
+        written = tokenizer.decode(tokenizer.encode(text.references))
+        assert written == (tokenizer.lower(text.references) if lowercase else text.references)
+        for line, reference, strings in zip(written, text.references, text.copied, strict=True):
+            assert all(is_copied(string, line, reference) or string in SYMBOLS for string in strings)
+            assert all(line.count(string) == 1 for string in strings)
+
+
 class Repeat:
     """Gives each sentence back, but for `@`."""
 
@@ -174,6 +189,22 @@ def test_the_numbers_are_those_of_sacrebleu(repeated: Any) -> None:
         f"{scores['upper_case']['bleu']:.2f}",
         f"{scores['upper_case']['bleu_of_clean']:.1f}",
     ]
+
+
+def test_the_prefix_stays_in_front(repeated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that translates nothing but sentences with a prefix."""
+    plain = repeated()[1]["messy"]
+    monkeypatch.setattr(Repeat, "prefixes", Prefixes(symbols=tuple(SYMBOLS)))
+
+    def translate(self: Repeat, sentences: list[str], *, progress: bool) -> list[Any]:
+        lines = [line.removeprefix(">>de<<").strip() if line.startswith(">>de<< ") else "" for line in sentences]
+        return [SimpleNamespace(text=line.replace("@", "")) for line in lines]
+
+    monkeypatch.setattr(Repeat, "translate", translate)
+    assert repeated("--prefix", ">>de<<")[1]["messy"]["scores"].keys() == plain["scores"].keys()
+    for kind, scores in repeated("--prefix", ">>de<<")[1]["messy"]["scores"].items():
+        if kind not in ("typos", "user_symbols"):  # Words are counted with the prefix.
+            assert scores == plain["scores"][kind], kind
 
 
 def sacrebleu_signature(metric: Any) -> str:
