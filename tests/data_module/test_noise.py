@@ -237,11 +237,12 @@ def test_a_wrong_setting_is_one_line(recipe_file: Path, noise: dict[str, float],
     assert str(error.value).startswith(f"{recipe_file}:")
 
 
-def test_noise_needs_no_other_corpus(tmp_path: Path) -> None:
+def test_other_noise_needs_no_other_corpus(tmp_path: Path) -> None:
     text = tmp_path / "text.tsv"
     text.write_text("A dog sees a cat.\tThe cat sees the dog.\n" * 2)
     sources = [TextSource(tsv=str(text))]
     settings = CorpusSettings(str(tmp_path / "corpus"), train=sources, validation=sources, vocabulary_size=22)
-    manifest = prepare(settings, progress=False)
+    manifest = prepare(replace(settings, noise=NoiseSettings(typos=0.1)), progress=False)
     assert "noise" not in manifest["settings"]
-    assert existing_corpus(replace(settings, noise=NoiseSettings(typos=0.1)), compare_texts=True) == manifest
+    for noise in (NoiseSettings(number=0.2), NoiseSettings()):
+        assert existing_corpus(replace(settings, noise=noise), compare_texts=True) == manifest
