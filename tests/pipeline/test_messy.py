@@ -78,6 +78,15 @@ def test_pairs_of_tags() -> None:
     assert "user_symbols" not in texts(["__NAME__", ">>de<<"])
 
 
+def test_all_pairs_of_tags_are_used_and_strings_keep_their_case() -> None:
+    lines = ["A dog", "__NAME__"] * 50
+    found = dict(messy_texts(lines, lines, [*SYMBOLS, "<i>", "</i>"]))
+    tags = found["user_symbols"].copied
+    assert tags[1::2] == [[]] * 50
+    assert {tuple(one) for one in tags[::2]} == {("<b>", "</b>"), ("<i>", "</i>")}
+    assert any(string != string.lower() for [string] in found["web_address"].copied)
+
+
 def test_tags_are_put_around_one_word() -> None:
     random = default_rng(1)
     pair = ">>de<< A dog, __NAME__!", "Der (Hund) - bellt."
@@ -189,6 +198,15 @@ def test_the_numbers_are_those_of_sacrebleu(repeated: Any) -> None:
         f"{scores['upper_case']['bleu']:.2f}",
         f"{scores['upper_case']['bleu_of_clean']:.1f}",
     ]
+
+
+def test_lost_tags_are_counted(repeated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def translate(self: Repeat, sentences: list[str], *, progress: bool) -> list[Any]:
+        return [SimpleNamespace(text=line.replace("</b>", "")) for line in sentences]
+
+    monkeypatch.setattr(Repeat, "translate", translate)
+    scores = repeated()[1]["messy"]["scores"]
+    assert (scores["user_symbols"]["copied"], scores["email_address"]["copied"]) == (0, 100)
 
 
 def test_the_prefix_stays_in_front(repeated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
