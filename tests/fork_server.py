@@ -243,6 +243,7 @@ def become(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # The temporary folder may be another one now.
     added = [path for path in request["environment"].get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [request["cwd"], *added, *sys.path[1:]]
     sys.argv = [request["module"], *request["arguments"]]
