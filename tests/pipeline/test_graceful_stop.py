@@ -38,7 +38,11 @@ from pipeline.training.graceful_stop import (
 )
 from tests.conftest import ROOT
 
+SERVER = multiprocessing.get_context("forkserver")
+"""Starts ranks from a process in which no test has run: after a backward pass, a fork could not run another one."""
+SERVER.set_forkserver_preload([__name__])
 FORK = multiprocessing.get_context("fork")
+"""For ranks that do not train, and whose parent waits for them to be stopped."""
 TIMEOUT_SECONDS = 60
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*", "ignore:.*fork.*:DeprecationWarning")
@@ -142,9 +146,11 @@ def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, ma
 RankFunction = Callable[..., str]
 
 
-def run_rank(rank: int, size: int, folder: Path, function: RankFunction, arguments: tuple[Any, ...]) -> None:
+def run_rank(
+    rank: int, size: int, folder: Path, environment: dict[str, str], function: RankFunction, arguments: tuple[Any, ...]
+) -> None:
     """Run a function as one rank, in a process of its own, and write its result to a file."""
-    os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "SLURMD_NODENAME": f"node-{rank}"}
+    os.environ |= environment | {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "SLURMD_NODENAME": f"node-{rank}"}
     store = dist.FileStore(str(folder / "store"), size)
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
@@ -157,7 +163,7 @@ def exit_codes(folder: Path, function: RankFunction, *arguments: tuple[Any, ...]
     (folder / "store").unlink(missing_ok=True)
     size = len(arguments)
     processes = [
-        FORK.Process(target=run_rank, args=(rank, size, folder, function, rank_arguments))
+        SERVER.Process(target=run_rank, args=(rank, size, folder, dict(os.environ), function, rank_arguments))
         for rank, rank_arguments in enumerate(arguments)
     ]
     for process in processes:
