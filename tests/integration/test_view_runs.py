@@ -128,11 +128,12 @@ def test_disk_full_while_a_view_is_written(recipe: Path, small_disk: Path, tmp_p
     assert again.returncode == 0, again.stderr
 
 
-def test_a_corpus_without_text_is_refused(recipe_file: Path) -> None:
+def test_a_corpus_without_text_is_refused(recipe_file: Path, tmp_path: Path) -> None:
     """By fit and doctor, before anything is started."""
+    options = ["--config", recipe_file, "--run.folder", tmp_path / "run"]
     for command in ("fit", "doctor"):
-        done = pipeline(command, "--config", recipe_file, "--corpus.bpe_dropout.source", 0.1)
+        done = pipeline(command, *options, "--corpus.bpe_dropout.source", 0.1)
         output = (done.stdout + done.stderr).decode()
         assert done.returncode == (2 if command == "fit" else 1), output
         assert "was prepared without its text, which corpus.bpe_dropout and corpus.noise need" in output
-    assert pipeline("fit", "--config", recipe_file, "--trainer.max_steps", 2).returncode == 0
+    assert pipeline("fit", *options, "--trainer.max_steps", 2).returncode == 0
