@@ -182,7 +182,7 @@ def view_maker(corpus: ParallelCorpus, folder: Path, settings: CorpusSettings, s
     view = ViewSettings(
         dropout=(settings.bpe_dropout.source, settings.bpe_dropout.target),
         noise=settings.noise,
-        protected=frozenset(settings.user_symbols),
+        protected=tuple(settings.user_symbols),
         num_pairs=num_pairs,
         weights=weights,
         max_tokens=settings.max_tokens,

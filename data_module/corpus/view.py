@@ -47,8 +47,8 @@ class ViewSettings:
     dropout: tuple[float, float]
     """BPE-dropout of source and target."""
     noise: NoiseSettings
-    protected: frozenset[str]
-    """Words that noise leaves alone."""
+    protected: tuple[str, ...]
+    """User symbols, which noise leaves alone. Not a set: its order, and with it the identity, differs by process."""
     num_pairs: tuple[int, ...]
     """Pairs of each training source."""
     weights: tuple[float, ...]
@@ -249,11 +249,11 @@ class ViewMaker:
         """Choose the pairs that get noise; return their positions, and their noisy sources and targets."""
         drawn = draw_kinds(self._settings.noise, len(pairs), random)
         noisy = np.flatnonzero(drawn.any(axis=1))
-        text = self._text
+        text, protected = self._text, frozenset(self._settings.protected)
         sources, targets = (text.sentences(side, pairs[noisy]) for side in (text.source, text.target))
         for i, chosen in enumerate(drawn[noisy]):
             kinds = [kind for kind, is_chosen in zip(NOISE_KINDS, chosen.tolist(), strict=True) if is_chosen]
-            sources[i], targets[i] = add_noise(sources[i], targets[i], kinds, random, self._settings.protected)
+            sources[i], targets[i] = add_noise(sources[i], targets[i], kinds, random, protected)
         return noisy, (sources, targets)
 
     def _encode_text(self, sentences: list[str], dropout: float, random: np.random.Generator) -> _Rows:

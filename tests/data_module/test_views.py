@@ -4,6 +4,8 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,6 +28,7 @@ from data_module.errors import InputError
 from data_module.settings import BatchSettings, BpeDropout, CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule, view_maker
+from tests.conftest import ROOT
 from tests.data_module.test_preparation import pairs_of_text, write_pairs
 
 FORK = multiprocessing.get_context("fork")
@@ -164,6 +167,29 @@ def test_every_process_writes_the_same_bytes(settings: CorpusSettings, tmp_path:
     (tmp_path / "later").mkdir()
     view(noisy, tmp_path / "later", 3, seed)
     assert digest(tmp_path / "later") != digest(folders[0])
+
+
+def test_the_identity_is_the_same_in_every_interpreter(settings: CorpusSettings) -> None:
+    """Otherwise each rank would write views of its own."""
+    code = (
+        "import sys; from data_module.settings import *; from data_module.corpus.store import open_corpus\n"
+        "from data_module.translation_data_module import view_maker\n"
+        f"settings = CorpusSettings(folder={settings.folder!r}, train=[], validation=[], "
+        "bpe_dropout=BpeDropout(source=0.1), user_symbols=['<a>', '<b>', '<c>', '<d>'])\n"
+        f"folder = __import__('pathlib').Path({settings.folder!r})\n"
+        "print(view_maker(open_corpus(folder, 'train'), folder, settings, 1).identity)"
+    )
+    identities = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(identities) == 1
 
 
 def test_mean_lengths_are_those_of_views(settings: CorpusSettings, tmp_path: Path) -> None:
