@@ -41,7 +41,9 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal
     return scores.softmax(-1)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, dropout: float = 0.0
+) -> Tensor:
     """Compute softmax(Q K^T / sqrt(d_k)) V (equation 1) by PyTorch's fused kernel.
 
     Args:
@@ -50,11 +52,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is
         value: [B, H, S, V].
         mask: True where attention is allowed, or None. Must be None if `is_causal`.
         is_causal: query t attends to keys 0 to t only.
+        dropout: probability of dropping a weight.
 
     Returns:
         [B, H, T, V].
     """
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal)
 
 
 def attention_step(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
@@ -125,6 +128,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         d_model, num_heads, d_k, d_v = settings.d_model, settings.num_heads, settings.key_size, settings.value_size
         self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
+        self.dropout = settings.attention_dropout
         self.query_key_value = nn.Linear(d_model, num_heads * (2 * d_k + d_v))
         self.output = nn.Linear(num_heads * d_v, d_model)
         # Initialize each projection by itself. Xavier's bound for the fused matrix would be smaller.
@@ -144,14 +148,15 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Map [B, T, D] to [B, T, D]. `mask` must be None if `is_causal`."""
         query, key, value = self.project(x)
-        heads = attention(query, key, value, mask, is_causal)
+        heads = attention(query, key, value, mask, is_causal, self.dropout if self.training else 0.0)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     @torch.jit.unused
     def packed(self, x: Tensor, segments: Segments) -> Tensor:
         """Map rows [R, D] of a packed micro-batch to [R, D]."""
         projected = cast_linear(self.query_key_value, x)
-        return cast_linear(self.output, self_attention(projected, segments, self.num_heads, self.d_k))
+        dropout = self.dropout if self.training else 0.0
+        return cast_linear(self.output, self_attention(projected, segments, self.num_heads, self.d_k, dropout))
 
     def step(self, x: Tensor, keys: Tensor, values: Tensor, start: int, bias: Tensor | None) -> Tensor:
         """Process the next position of N hypotheses per sentence.
@@ -188,6 +193,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         d_model, num_heads, d_k, d_v = settings.d_model, settings.num_heads, settings.key_size, settings.value_size
         self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
+        self.dropout = settings.attention_dropout
         self.query = nn.Linear(d_model, num_heads * d_k)
         self.key_value = nn.Linear(d_model, num_heads * (d_k + d_v))
         self.output = nn.Linear(num_heads * d_v, d_model)
@@ -206,7 +212,7 @@ class CrossAttention(nn.Module):
     def attend(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Map x [B, T, D] to [B, T, D] by attention over the given keys and values."""
         query = split_heads(self.query(x), self.num_heads)
-        heads = attention(query, keys, values, mask, False)
+        heads = attention(query, keys, values, mask, False, self.dropout if self.training else 0.0)
         return self.output(heads.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
@@ -224,7 +230,8 @@ class CrossAttention(nn.Module):
     def packed(self, x: Tensor, memory: Tensor, segments: Segments) -> Tensor:
         """Map rows x [M, D] of a packed micro-batch to [M, D] by attention over the rows of memory [R, D]."""
         query, key_value = cast_linear(self.query, x), cast_linear(self.key_value, memory)
-        return cast_linear(self.output, cross_attention(query, key_value, segments, self.num_heads, self.d_k))
+        dropout = self.dropout if self.training else 0.0
+        return cast_linear(self.output, cross_attention(query, key_value, segments, self.num_heads, self.d_k, dropout))
 
     @torch.jit.unused
     def weights(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:

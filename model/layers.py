@@ -23,25 +23,26 @@ ACTIVATIONS: Registry[Callable[[], nn.Module]] = Registry("network.activation", 
 
 
 class FeedForward(nn.Module):
-    """activation(x W1 + b1) W2 + b2; with ReLU, equation 2."""
+    """activation(x W1 + b1) W2 + b2; with ReLU, equation 2. `network.activation_dropout` applies before W2."""
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
         self.inner = nn.Linear(settings.d_model, settings.d_ff)
         self.outer = nn.Linear(settings.d_ff, settings.d_model)
         self.activation = ACTIVATIONS[settings.activation]()
+        self.dropout = Dropout(settings.activation_dropout)
         for linear in (self.inner, self.outer):
             nn.init.xavier_uniform_(linear.weight)
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""
-        return self.outer(self.activation(self.inner(x)))
+        return self.outer(self.dropout(self.activation(self.inner(x))))
 
     @torch.jit.unused
     def packed(self, x: Tensor) -> Tensor:
         """Map rows [R, D] of a packed micro-batch to [R, D]."""
-        return cast_linear(self.outer, self.activation(cast_linear(self.inner, x)))
+        return cast_linear(self.outer, self.dropout(self.activation(cast_linear(self.inner, x))))
 
 
 class Residual(nn.Module):

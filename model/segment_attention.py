@@ -17,12 +17,16 @@ import torch
 from torch import Tensor
 
 from data_module.batching.batch import PackedBatch
+from model.cpu.dropout import LEVELS, dropout_factors
 from model.settings import NetworkSettings
 
 KEPT_WIDTH = 256
 """Weights of wider blocks are not kept for the backward pass, which computes them again."""
 _CHUNK_SCORES = 1 << 18
 """Scores per thread that are computed at a time, so that they stay in the processor's cache."""
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, None))
+"""Constants of SplitMix64 (Steele et al. 2014), as signed numbers."""
 
 
 class Segments(NamedTuple):
@@ -102,7 +106,7 @@ def block_bias(query_segments: Tensor, key_segments: Tensor, is_causal: bool, dt
     return bias.masked_fill_(~allowed.flatten(0, 1), float("-inf"))
 
 
-def self_attention(projected: Tensor, segments: Segments, num_heads: int, d_k: int) -> Tensor:
+def self_attention(projected: Tensor, segments: Segments, num_heads: int, d_k: int, dropout: float = 0.0) -> Tensor:
     """Compute self-attention (equation 1) of fused queries, keys and values.
 
     Args:
@@ -110,31 +114,54 @@ def self_attention(projected: Tensor, segments: Segments, num_heads: int, d_k: i
         segments: which rows attend to which.
         num_heads: H.
         d_k: K.
+        dropout: probability of dropping a weight. PyTorch's flash attention for sentences end to end has no dropout.
 
     Returns:
         [R, H * V].
     """
-    if segments.biases:
-        return block_attention(projected, None, segments.biases, num_heads, d_k)[0]
-    if segments.triton:
-        return _by_triton([projected], segments, num_heads, d_k)
-    return _flash(*_heads(projected, None, num_heads, d_k), segments)
+    return _attention([projected], segments, num_heads, d_k, dropout)
 
 
-def cross_attention(query: Tensor, key_value: Tensor, segments: Segments, num_heads: int, d_k: int) -> Tensor:
+def cross_attention(
+    query: Tensor, key_value: Tensor, segments: Segments, num_heads: int, d_k: int, dropout: float = 0.0
+) -> Tensor:
     """Compute attention (equation 1) of queries [R, H * K] over fused keys and values [M, H * (K + V)]: [R, H * V]."""
+    return _attention([query, key_value], segments, num_heads, d_k, dropout)
+
+
+def _attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int, dropout: float) -> Tensor:
+    query, key_value = inputs[0], inputs[1] if len(inputs) == 2 else None
+    state = dropout_state(dropout, query.device) if dropout else None
     if segments.biases:
-        return block_attention(query, key_value, segments.biases, num_heads, d_k)[0]
+        return block_attention(query, key_value, segments.biases, state, num_heads, d_k)[0]
     if segments.triton:
-        return _by_triton([query, key_value], segments, num_heads, d_k)
+        # A machine without a GPU may not have Triton.
+        from model.gpu.segment_kernels import segment_attention
+
+        return segment_attention(inputs, segments.triton, state, num_heads, d_k, segments.is_causal)[0]
+    if dropout:
+        raise ValueError("sentences have to be placed in blocks for attention dropout; see `needs_blocks`")
     return _flash(*_heads(query, key_value, num_heads, d_k), segments)
+
+
+def dropout_state(probability: float, device: torch.device) -> Tensor:
+    """Draw what decides which weights one call of attention drops.
+
+    The backward pass decides the same from it, so that nothing of the size of the weights is kept.
+
+    Returns:
+        int64 [3]: the probability as a share of 2^32, and two random numbers below 2^31 from the device's generator.
+    """
+    state = torch.randint(1 << 31, (3,), device=device)
+    state[0] = round(probability * 2**32)
+    return state
 
 
 def needs_blocks(accelerator: str, precision: str, settings: NetworkSettings, kernels: str = "pytorch") -> bool:
     """Return whether sentences have to be placed in blocks, since no kernel can take them end to end.
 
-    Variable-length flash attention needs a GPU of compute capability 8.0, 16-bit numbers, and heads with d_k = d_v, a
-    multiple of 8.
+    Variable-length flash attention needs a GPU of compute capability 8.0, 16-bit numbers, heads with d_k = d_v, a
+    multiple of 8, and no attention dropout.
 
     Args:
         accelerator: "cpu", or a name of Lightning's for GPUs.
@@ -147,14 +174,9 @@ def needs_blocks(accelerator: str, precision: str, settings: NetworkSettings, ke
     if kernels == "triton":
         return False
     d_k, d_v = settings.key_size, settings.value_size
+    if settings.attention_dropout:
+        return True
     return d_k != d_v or d_k % 8 != 0 or d_k > 256 or torch.cuda.get_device_capability() < (8, 0)
-
-
-def _by_triton(inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int) -> Tensor:
-    # A machine without a GPU may not have Triton.
-    from model.gpu.segment_kernels import segment_attention
-
-    return segment_attention(inputs, segments.triton, None, num_heads, d_k, segments.is_causal)[0]
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
@@ -183,7 +205,7 @@ def _heads(query: Tensor, key_value: Tensor | None, num_heads: int, d_k: int) ->
 
 @torch.library.custom_op("attention_pipeline::block_attention", mutates_args=())
 def block_attention(
-    query: Tensor, key_value: Tensor | None, biases: list[Tensor], num_heads: int, d_k: int
+    query: Tensor, key_value: Tensor | None, biases: list[Tensor], dropout: Tensor | None, num_heads: int, d_k: int
 ) -> tuple[Tensor, Tensor]:
     """Compute attention in blocks.
 
@@ -193,12 +215,13 @@ def block_attention(
         query: [R, H * K], or with keys and values [R, H * (2 K + V)].
         key_value: [R, H * (K + V)], or None if they are in `query`.
         biases: see `Segments`; in the dtype of `query`.
+        dropout: see `dropout_state`; None for no dropout.
         num_heads: H.
         d_k: K.
 
     Returns:
-        The result [R, H * V], which is zero in rows that are in no block; and the weights of all blocks of at most
-        `KEPT_WIDTH`, flat.
+        The result [R, H * V], which is zero in rows that are in no block; and the weights, before dropout, of all
+        blocks of at most `KEPT_WIDTH`, flat.
     """
     queries, keys, values = _heads(query, key_value, num_heads, d_k)
     num_weights, biases = _num_weights(biases, num_heads), _by_block(biases)
@@ -216,7 +239,10 @@ def block_attention(
                     count = blocks * num_heads * width * width
                     kept = weights[first_weight : first_weight + count].view(-1, width, width)
                     first_weight += count
-                chunk = torch.bmm(_weights(q, k, bias[start:end], kept), v)
+                p = _weights(q, k, bias[start:end], kept)
+                if dropout is not None:
+                    p = p * _kept_weights(p, blocks, dropout, row + start * width)
+                chunk = torch.bmm(p, v)
                 target = result[rows].view(blocks, width, num_heads, -1)
                 target.copy_(chunk.view(blocks, num_heads, width, -1).transpose(1, 2))
             row += bias.size(0) * bias.size(1)
@@ -225,7 +251,9 @@ def block_attention(
 
 
 @block_attention.register_fake
-def _(query: Tensor, key_value: Tensor | None, biases: list[Tensor], num_heads: int, d_k: int) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key_value: Tensor | None, biases: list[Tensor], dropout: Tensor | None, num_heads: int, d_k: int
+) -> tuple[Tensor, Tensor]:
     values = (query.size(1) - 2 * num_heads * d_k) if key_value is None else (key_value.size(1) - num_heads * d_k)
     return query.new_empty(query.size(0), values), query.new_empty(_num_weights(biases, num_heads))
 
@@ -237,6 +265,7 @@ def block_attention_backward(
     query: Tensor,
     key_value: Tensor | None,
     biases: list[Tensor],
+    dropout: Tensor | None,
     num_heads: int,
     d_k: int,
 ) -> list[Tensor]:
@@ -261,9 +290,13 @@ def block_attention_backward(
                     first_weight += count
                 else:
                     p = _weights(q, k, bias[start:end], None)
-                _put(grad_values[rows], torch.bmm(p.transpose(1, 2), g), width, 1.0)
+                dropped, grad_weights = p, torch.bmm(g, v.transpose(1, 2))
+                if dropout is not None:
+                    kept = _kept_weights(p, blocks, dropout, row + start * width)
+                    dropped, grad_weights = p * kept, grad_weights.mul_(kept)
+                _put(grad_values[rows], torch.bmm(dropped.transpose(1, 2), g), width, 1.0)
                 # d softmax: p * (dp - sum(p * dp)).
-                ds = _softmax_gradient(torch.bmm(g, v.transpose(1, 2)), p)
+                ds = _softmax_gradient(grad_weights, p)
                 _put(grad_queries[rows], torch.bmm(ds, k), width, scale)
                 _put(grad_keys[rows], torch.bmm(ds.transpose(1, 2), q), width, scale)
             row += bias.size(0) * bias.size(1)
@@ -279,6 +312,7 @@ def _(
     query: Tensor,
     key_value: Tensor | None,
     biases: list[Tensor],
+    dropout: Tensor | None,
     num_heads: int,
     d_k: int,
 ) -> list[Tensor]:
@@ -286,16 +320,18 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key_value, biases, ctx.num_heads, ctx.d_k = inputs
-    ctx.is_fused = key_value is None
-    ctx.save_for_backward(output[1], query, *([] if key_value is None else [key_value]), *biases)
+    query, key_value, biases, dropout, ctx.num_heads, ctx.d_k = inputs
+    ctx.is_fused, ctx.has_dropout = key_value is None, dropout is not None
+    optional = [tensor for tensor in (key_value, dropout) if tensor is not None]
+    ctx.save_for_backward(output[1], query, *optional, *biases)
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    weights, query, *rest = ctx.saved_tensors
-    key_value, biases = (None, rest) if ctx.is_fused else (rest[0], rest[1:])
-    gradients = block_attention_backward(gradient, weights, query, key_value, biases, ctx.num_heads, ctx.d_k)
-    return gradients[0], None if ctx.is_fused else gradients[1], [None] * len(biases), None, None
+    weights, query, *biases = ctx.saved_tensors
+    key_value = None if ctx.is_fused else biases.pop(0)
+    dropout = biases.pop(0) if ctx.has_dropout else None
+    gradients = block_attention_backward(gradient, weights, query, key_value, biases, dropout, ctx.num_heads, ctx.d_k)
+    return gradients[0], None if ctx.is_fused else gradients[1], [None] * len(biases), None, None, None
 
 
 block_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -337,6 +373,27 @@ def _weights(query: Tensor, key: Tensor, bias: Tensor, out: Tensor | None) -> Te
     scores.mul_(1.0 / math.sqrt(query.size(2)))
     scores.view(num_blocks, -1, width, width).add_(bias.unsqueeze(1))
     return torch.softmax(scores, -1, out=scores)
+
+
+def _kept_weights(weights: Tensor, num_blocks: int, dropout: Tensor, first_row: int) -> Tensor:
+    """Return factors [blocks * H, W, W] on weights: 0 where they are dropped, and 1 / (1 - probability) elsewhere.
+
+    They are a function of the draws, of a block's first row and of the place within the block, whatever blocks are
+    computed together. The probability is rounded to a multiple of 1 / 32,768, as in `model.cpu.dropout`.
+    """
+    # SplitMix64 of a counter. An int64 has four numbers of 16 bits.
+    size, width = weights.numel() // num_blocks, weights.size(-1)
+    rows = torch.arange(num_blocks, device=weights.device).mul_(width).add_(first_row).mul_(1 << 32)
+    numbers = rows.add_(dropout[1]).unsqueeze(1) + torch.arange((size + 3) // 4, device=weights.device)
+    numbers.mul_(_GOLDEN_GAMMA).add_(dropout[2])
+    for shift, factor in _MIX:
+        # Shifts copy the sign.
+        numbers.bitwise_xor_((numbers >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+        if factor is not None:
+            numbers.mul_(factor)
+    bits = numbers.view(torch.int16)[:, :size].reshape(weights.shape)
+    dropped = ((dropout[0] * LEVELS + (1 << 31)) >> 32).clamp_(max=LEVELS - 1)
+    return dropout_factors(bits, dropped, (LEVELS / (LEVELS - dropped.double())).to(weights.dtype))
 
 
 def _softmax_gradient(gradient: Tensor, weights: Tensor) -> Tensor:

@@ -27,6 +27,10 @@ class NetworkSettings:
     """Size of a head's values. If null, d_model / num_heads."""
     dropout: float = 0.1
     """Applied to sub-layer outputs and to the sums of embeddings and positions (section 5.4)."""
+    attention_dropout: float = 0.0
+    """Dropout of attention weights. The paper has none."""
+    activation_dropout: float = 0.0
+    """Dropout of the activations inside the feed-forward networks. The paper has none."""
     learned_positions: bool = False
     """Learn a table of positions instead of adding sinusoids (Table 3, row E)."""
     max_positions: int = 512
@@ -61,8 +65,9 @@ class NetworkSettings:
                 f"network.d_model {self.d_model} is not a multiple of network.num_heads {self.num_heads}: "
                 "change one, or give network.d_k and network.d_v"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"network.dropout {self.dropout} is not in [0, 1)")
+        for name in ("dropout", "attention_dropout", "activation_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"network.{name} {getattr(self, name)} is not in [0, 1)")
 
 
 @dataclass(frozen=True)

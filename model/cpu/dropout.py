@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_LEVELS = 1 << 16
+LEVELS = 1 << 15
+"""Probabilities are rounded to multiples of 1 / LEVELS."""
 
 
 class Dropout(nn.Module):
@@ -12,7 +13,7 @@ class Dropout(nn.Module):
 
     On a CPU, `torch.nn.Dropout` draws one float per element on a single core, which takes longer than the matrix
     products of a small layer. This module draws one 64-bit integer per four elements instead. There `p` is rounded to
-    a multiple of 1 / 65,536, and to 65,535 / 65,536 at most.
+    a multiple of 1 / 32,768, and to 32,767 / 32,768 at most.
     """
 
     def __init__(self, p: float) -> None:
@@ -31,7 +32,21 @@ class Dropout(nn.Module):
 def cpu_dropout_scale(x: Tensor, p: float) -> Tensor:
     """Return a tensor like x whose elements are 0 with probability p and 1 / (1 - p) otherwise."""
     draws = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-    levels = draws.view(torch.int16)[: x.numel()].view(x.shape)
-    dropped = min(round(p * _LEVELS), _LEVELS - 1)  # _LEVELS would make the scale infinite
-    keep = levels >= dropped - _LEVELS // 2
-    return keep.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))
+    dropped = min(round(p * LEVELS), LEVELS - 1)  # LEVELS would make the factor infinite
+    factor = torch.tensor(LEVELS / (LEVELS - dropped), dtype=x.dtype)
+    return dropout_factors(draws.view(torch.int16)[: x.numel()].view(x.shape), dropped, factor)
+
+
+def dropout_factors(bits: Tensor, dropped: Tensor | int, factor: Tensor) -> Tensor:
+    """Return 0 or `factor` for each element of random bits, in the dtype of the factor.
+
+    Args:
+        bits: random int16 [...].
+        dropped: an element is 0 with probability dropped / LEVELS; a number or a scalar, of 0 to LEVELS - 1.
+        factor: scalar.
+    """
+    # Integer operations, since converting booleans to numbers takes several times as long. The difference is negative
+    # where an element is dropped, and its sign, shifted, fills all bits.
+    kept = (bits & (LEVELS - 1)).sub_(dropped).bitwise_right_shift_(15).bitwise_not_()
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[factor.element_size()]
+    return kept.to(integers).bitwise_and_(factor.view(integers)).view(factor.dtype)

@@ -12,6 +12,7 @@ from model.attention_maps import attention_maps
 from model.cpu.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
 from model.positions import SinusoidalPositions, sinusoidal_table
+from model.segment_attention import Segments, block_bias
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 
@@ -340,15 +341,57 @@ def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
 
 
 def test_the_rarest_dropout() -> None:
-    """One element in 65,536."""
+    """One element in 32,768."""
     torch.manual_seed(0)
-    num_dropped = int((Dropout(2**-16)(torch.ones(2**22)) == 0).sum())
-    assert 40 < num_dropped < 90  # 64 are expected, with a standard deviation of 8
+    num_dropped = int((Dropout(2**-15)(torch.ones(2**22)) == 0).sum())
+    assert 90 < num_dropped < 170  # 128 are expected, with a standard deviation of 11
 
 
 def test_the_most_frequent_dropout() -> None:
-    """A probability that rounds to 1 keeps one element in 65,536 and gives no infinity."""
+    """A probability that rounds to 1 keeps one element in 32,768 and gives no infinity."""
     torch.manual_seed(0)
     kept = Dropout(1.0 - 1e-7)(torch.ones(2**22))
     assert kept.isfinite().all()
-    assert 40 < int((kept != 0).sum()) < 90
+    assert 90 < int((kept != 0).sum()) < 170
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dropout_multiplies_by_the_factor_in_every_type(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    found = Dropout(0.25).train()(torch.full((5, 7), 3.0, dtype=dtype))
+    assert found.dtype == dtype
+    assert set(found.flatten().tolist()) == {0.0, 4.0}
+
+
+@pytest.mark.parametrize("name", ["attention_dropout", "activation_dropout"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_dropout_inside_sub_layers(name: str, is_packed: bool) -> None:
+    """With a share of nearly 1, what is left of a sub-layer is its output's bias; eval and 0 change nothing."""
+    settings = {"num_layers": 1, "d_model": 16, "d_ff": 32, "num_heads": 2, "dropout": 0.0}
+    results = {}
+    for share in (0.0, 1.0 - 1e-7):
+        torch.manual_seed(1)
+        net = Transformer(30, NetworkSettings(**settings, **{name: share})).double()
+        layer, x = net.encoder[0], torch.randn(1, 40, 16, dtype=torch.float64)
+        if name == "attention_dropout":
+            module, bias = layer.self_attention, layer.self_attention.output.bias
+        else:
+            module, bias = layer.feed_forward, layer.feed_forward.outer.bias
+        nn.init.normal_(bias)
+        for mode in ("train", "eval"):
+            getattr(net, mode)()
+            rows = x[0].detach()
+            if name == "activation_dropout":
+                found = module.packed(rows) if is_packed else module(x)[0]
+            elif is_packed:
+                sentences = torch.zeros(1, 40, dtype=torch.int32)
+                bias_of_blocks = [block_bias(sentences, sentences, False, torch.float64)]
+                found = module.packed(rows, Segments(sentences, sentences, 40, False, [], bias_of_blocks))
+            else:
+                found = module(x, None, False)[0]
+            results[share, mode] = found.detach()
+    without = results[0.0, "eval"]
+    torch.testing.assert_close(results[0.0, "train"], without)
+    torch.testing.assert_close(results[1.0 - 1e-7, "eval"], without)
+    torch.testing.assert_close(results[1.0 - 1e-7, "train"], bias.detach().expand(40, 16))
+    assert (without - bias).abs().max() > 0.01

@@ -1,7 +1,8 @@
 """Attention in blocks against PyTorch's attention of one sentence at a time, in float64, in uninitialized memory."""
 
+import math
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from model.segment_attention import (
     block_attention_backward,
     block_bias,
     cross_attention,
+    dropout_state,
     needs_blocks,
     packed_segments,
     self_attention,
@@ -81,8 +83,18 @@ def make_rows(blocks: list[tuple[int, int]], same_keys: bool) -> Rows:
     return Rows(blocks, query, key)
 
 
-def by_sentence(query: Tensor, key_value: Tensor | None, rows: Rows, is_causal: bool, num_heads: int = HEADS) -> Tensor:
-    """Compute the attention of one sentence at a time. Rows of no sentence are zero."""
+def by_sentence(
+    query: Tensor,
+    key_value: Tensor | None,
+    rows: Rows,
+    is_causal: bool,
+    num_heads: int = HEADS,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Compute the attention of one sentence at a time. Rows of no sentence are zero.
+
+    `kept` has factors on the weights [H, R, R], for dropout.
+    """
     if key_value is None:
         size = num_heads * D_K
         query, key_value = query[:, :size], query[:, size:]
@@ -91,7 +103,13 @@ def by_sentence(query: Tensor, key_value: Tensor | None, rows: Rows, is_causal: 
     for sentence in range(int(rows.query.max()) + 1):
         own, other = (torch.nonzero(side == sentence).squeeze(1) for side in (rows.query, rows.key))
         parts = [x.unflatten(1, (num_heads, -1)).transpose(0, 1) for x in (query[own], key[other], value[other])]
-        heads = F.scaled_dot_product_attention(*parts, is_causal=is_causal)
+        if kept is None:
+            heads = F.scaled_dot_product_attention(*parts, is_causal=is_causal)
+        else:
+            scores = parts[0] @ parts[1].transpose(1, 2) / math.sqrt(D_K)
+            if is_causal:
+                scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
+            heads = (scores.softmax(-1) * kept[:, own][:, :, other]) @ parts[2]
         result = result.index_put((own,), heads.transpose(0, 1).flatten(1))
     return result
 
@@ -120,7 +138,7 @@ def test_equals_attention_of_one_sentence_at_a_time(
     rows = make_rows(blocks, same_keys=kind != "cross")
     tensors = inputs(rows, kind)
     query, key_value = tensors if kind == "cross" else (tensors[0], None)
-    result, weights = block_attention(query, key_value, rows.biases(kind == "causal"), HEADS, D_K)
+    result, weights = block_attention(query, key_value, rows.biases(kind == "causal"), None, HEADS, D_K)
     expected = by_sentence(query, key_value, rows, kind == "causal")
     torch.testing.assert_close(result * live(rows), expected, rtol=0, atol=1e-10)
     assert result.isfinite().all()  # also in dead rows
@@ -131,6 +149,74 @@ def test_equals_attention_of_one_sentence_at_a_time(
     ours, theirs = (torch.autograd.grad((x * factors).sum(), tensors) for x in (result, expected))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
     assert all(gradient[:64].any() for gradient in ours)
+
+
+def kept_weights(rows: Rows, probability: float, state: Tensor) -> Tensor:
+    """Read off which weights are kept, [H, R, R]: keys of 0 weigh alike, and values are columns of an identity."""
+    size, kept = len(rows.query), torch.zeros(HEADS, len(rows.query), len(rows.query), dtype=torch.float64)
+    counts = (rows.query[:, None] == rows.key[None, :]).sum(1, keepdim=True)
+    for first in range(0, size, D_V):
+        values = torch.zeros(size, D_V, dtype=torch.float64)
+        columns = min(D_V, size - first)
+        values[first : first + columns, :columns] = torch.eye(columns)
+        key_value = torch.cat([torch.zeros(size, HEADS * D_K), values.repeat(1, HEADS)], 1).double()
+        query = torch.zeros(size, HEADS * D_K, dtype=torch.float64)
+        found = block_attention(query, key_value, rows.biases(False), state, HEADS, D_K)[0].unflatten(1, (HEADS, D_V))
+        kept[:, :, first : first + columns] = (found[:, :, :columns] * counts[:, None]).transpose(0, 1)
+    of_sentences = (rows.query[:, None] == rows.key[None, :]) & (rows.query[:, None] != NO_SENTENCE)
+    kept *= of_sentences
+    one = 32768 / (32768 - round(probability * 32768))
+    assert kept[kept != 0].sub(one).abs().max() < 1e-9
+    share = float((kept != 0).sum() / of_sentences.sum() / HEADS)
+    assert abs(share - 1 + probability) < 0.02
+    return kept
+
+
+@pytest.mark.parametrize("kind", ["self", "causal", "cross"])
+@pytest.mark.parametrize("chunk_blocks", [None, 1])
+def test_dropout(kind: str, chunk_blocks: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights that are dropped are those of plain attention with that mask, in both passes, whatever the chunks."""
+    rows, state = make_rows(LAYOUTS["kept and not"], same_keys=kind != "cross"), torch.tensor([3 << 30, 5, 2**31 - 1])
+    kept = kept_weights(rows, 0.75, state)
+    if chunk_blocks is not None:
+        monkeypatch.setattr(model.segment_attention, "_CHUNK_SCORES", HEADS * 64**2 // torch.get_num_threads())
+    tensors = inputs(rows, kind)
+    query, key_value = tensors if kind == "cross" else (tensors[0], None)
+    result, _ = block_attention(query, key_value, rows.biases(kind == "causal"), state, HEADS, D_K)
+    expected = by_sentence(query, key_value, rows, kind == "causal", kept=kept)
+    torch.testing.assert_close(result * live(rows), expected, rtol=0, atol=1e-10)
+    factors = torch.randn_like(result) * live(rows)
+    ours, theirs = (torch.autograd.grad((x * factors).sum(), tensors) for x in (result, expected))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def test_dropout_masks_are_independent() -> None:
+    """Those of blocks, heads, queries, neighbouring keys and draws differ as two coins do."""
+    probability, width, generator = 0.3, 64, torch.random.fork_rng()
+    sentences = torch.arange(2).repeat_interleave(width)  # one in each block
+    rows = Rows([(2, width)], sentences, sentences)
+    with generator:
+        torch.manual_seed(3)
+        masks = [
+            kept_weights(rows, probability, dropout_state(probability, torch.device("cpu")))[:, :width, :width] != 0
+            for _ in range(2)
+        ]
+        torch.manual_seed(3)
+        again = kept_weights(rows, probability, dropout_state(probability, torch.device("cpu")))
+    assert torch.equal(again[:, :width, :width] != 0, masks[0])
+    second_block = again[:, width:, width:] != 0
+    pairs = {
+        "draws": (masks[0], masks[1]),
+        "blocks": (masks[0], second_block),
+        "heads": (masks[0], masks[0].roll(1, 0)),
+        "queries": (masks[0], masks[0].roll(1, 1)),
+        "keys": (masks[0], masks[0].roll(1, 2)),
+        "four keys": (masks[0], masks[0].roll(4, 2)),
+    }
+    for name, (one, other) in pairs.items():
+        # 12,288 pairs: a standard deviation of 0.0045.
+        differ = float((one != other).double().mean())
+        assert abs(differ - 2 * probability * (1 - probability)) < 0.02, name
 
 
 @pytest.mark.parametrize("kind", ["self", "causal", "cross"])
@@ -144,7 +230,7 @@ def test_dead_rows_weigh_nothing_whatever_they_contain(kind: str) -> None:
             with torch.no_grad():
                 tensor[:-UNUSED][side == NO_SENTENCE] = value
         query, key_value = tensors if kind == "cross" else (tensors[0], None)
-        result, _ = block_attention(query, key_value, rows.biases(kind == "causal"), HEADS, D_K)
+        result, _ = block_attention(query, key_value, rows.biases(kind == "causal"), None, HEADS, D_K)
         loss = result[:-UNUSED][rows.query != NO_SENTENCE].square().sum()
         results.append(loss)
         gradients.append(torch.autograd.grad(loss, tensors))
@@ -164,7 +250,7 @@ def test_16_bits_stay_near_float64(kind: str, dtype: torch.dtype, autocast: bool
     other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
     query, key_value = tensors if kind == "cross" else (tensors[0], None)
     with torch.autocast("cpu", other, enabled=autocast):
-        result, _ = block_attention(query, key_value, rows.biases(kind == "causal", dtype), HEADS, D_K)
+        result, _ = block_attention(query, key_value, rows.biases(kind == "causal", dtype), None, HEADS, D_K)
         loss = (result.double() * live(rows)).square().sum()
     found = torch.autograd.grad(loss, tensors)
     expected = by_sentence(*(exact if kind == "cross" else (exact[0], None)), rows, kind == "causal")
@@ -182,10 +268,13 @@ def test_the_operators_are_what_they_tell_the_compiler(kind: str, blocks: list[t
     tensors = inputs(rows, kind, num_heads=1)
     query, key_value = tensors if kind == "cross" else (tensors[0], None)
     biases = rows.biases(False)
-    opcheck(block_attention, (query, key_value, biases, 1, D_K))
-    with torch.no_grad():
-        result, weights = block_attention(query, key_value, biases, 1, D_K)
-        opcheck(block_attention_backward, (torch.ones_like(result), weights, query, key_value, biases, 1, D_K))
+    for state in (None, dropout_state(0.3, torch.device("cpu"))):
+        opcheck(block_attention, (query, key_value, biases, state, 1, D_K))
+        with torch.no_grad():
+            result, weights = block_attention(query, key_value, biases, state, 1, D_K)
+            opcheck(
+                block_attention_backward, (torch.ones_like(result), weights, query, key_value, biases, state, 1, D_K)
+            )
 
 
 def test_bias_by_hand() -> None:
@@ -270,13 +359,14 @@ def test_both_attentions_of_the_network_run_in_blocks() -> None:
         ("gpu", "bf16-mixed", {"d_k": 32, "d_v": 32}, (8, 0), False),
         ("gpu", "bf16-mixed", {"d_k": 20, "d_v": 20}, (8, 0), True),
         ("gpu", "bf16-mixed", {"d_k": 256, "d_v": 256}, (8, 0), False),
+        ("gpu", "bf16-mixed", {"attention_dropout": 0.1}, (8, 0), True),
         ("gpu", "bf16-mixed", {"d_k": 264, "d_v": 264}, (8, 0), True),
     ],
 )
 def test_what_flash_attention_cannot_take_is_in_blocks(
     accelerator: str,
     precision: str,
-    settings: dict[str, int],
+    settings: dict[str, Any],
     capability: tuple[int, int],
     expected: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -289,4 +379,4 @@ def test_what_flash_attention_cannot_take_is_in_blocks(
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "32-true"])
 def test_what_the_kernels_take_is_not_in_blocks(precision: str) -> None:
     """They are chosen only where they can run, so nothing else is asked."""
-    assert not needs_blocks("gpu", precision, NetworkSettings(d_k=20, d_v=24), "triton")
+    assert not needs_blocks("gpu", precision, NetworkSettings(d_k=20, d_v=24, attention_dropout=0.1), "triton")
