@@ -1,9 +1,10 @@
 """Optimizers. The recipe's `training.optimizer` names one; "adam" is that of section 5.3."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from model.registry import Registry
 from model.settings import TrainingSettings
@@ -11,14 +12,25 @@ from model.torch_private import set_gradient_scaling, skips_non_finite_steps
 
 
 def adam(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> Optimizer:
-    """Return Adam with the recipe's betas and epsilon."""
-    return Adam(
-        parameters,
-        lr=0.0,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_epsilon,
-        fused=True,
-    )
+    """Return Adam with the recipe's betas, epsilon and decoupled weight decay.
+
+    With weight decay there are two groups of parameters. Matrices decay, the embeddings too, since they are the output
+    projection. Vectors do not: biases do not overfit, and a decay would pull the gains of norms away from the identity.
+    fairseq decays all parameters.
+    """
+    options: dict[str, Any] = {
+        "lr": 0.0,
+        "betas": (settings.adam_beta1, settings.adam_beta2),
+        "eps": settings.adam_epsilon,
+        "fused": True,
+    }
+    if settings.weight_decay == 0.0:
+        return Adam(parameters, **options)
+    parameters = list(parameters)
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return AdamW(groups, weight_decay=settings.weight_decay, **options)
 
 
 OPTIMIZERS: Registry[Callable[[Iterable[nn.Parameter], TrainingSettings], Optimizer]] = Registry(
@@ -28,7 +40,7 @@ OPTIMIZERS: Registry[Callable[[Iterable[nn.Parameter], TrainingSettings], Optimi
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> Optimizer:
-    """Return the optimizer that `settings.optimizer` names, over all parameters in one group.
+    """Return the optimizer that `settings.optimizer` names, over all parameters.
 
     Its learning rate has no effect: the schedule sets the rate before each step.
 

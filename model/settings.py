@@ -76,8 +76,12 @@ class TrainingSettings:
 
     label_smoothing: float = 0.1
     """Probability that label smoothing spreads evenly over all pieces (section 5.4)."""
+    r_drop_alpha: float = 0.0
+    """Weight of R-Drop's divergence between two passes with other dropout (Liang et al. 2021); 0 for a single pass."""
     schedule: str = "paper"
-    """`paper`, or a name registered in `model.lr_schedule.SCHEDULES`."""
+    """`paper`, `inverse_sqrt`, `linear`, `cosine`, or a name registered in `model.lr_schedule.SCHEDULES`."""
+    peak_learning_rate: float | None = None
+    """Learning rate at the end of the warm-up. The paper's follows from d_model, so `paper` takes none."""
     warmup_steps: int = 4000
     """Number of steps for which the learning rate rises."""
     learning_rate_factor: float = 1.0
@@ -90,6 +94,9 @@ class TrainingSettings:
     """Decay of Adam's mean of squared gradients."""
     adam_epsilon: float = 1e-9
     """Added to the denominator of Adam's update."""
+    weight_decay: float = 0.0
+    """Share of a weight, times the learning rate, that each step subtracts (Loshchilov and Hutter 2019); not of biases
+    and norms. The paper has none."""
     gradient_clip_norm: float | None = None
     """Maximum norm of the gradient. The paper does not clip."""
     ema_decay: float | None = None
@@ -106,9 +113,17 @@ class TrainingSettings:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"training.{name} {getattr(self, name)} is not in [0, 1)")
-        if self.learning_rate_factor < 0.0:
-            raise ValueError(f"training.learning_rate_factor {self.learning_rate_factor} is not 0 or more")
-        for name in ("adam_epsilon", "gradient_clip_norm"):
+        for name in ("learning_rate_factor", "r_drop_alpha", "weight_decay"):
+            if getattr(self, name) < 0.0:
+                raise ValueError(f"training.{name} {getattr(self, name)} is not 0 or more")
+        if self.schedule == "paper" and self.peak_learning_rate is not None:
+            raise ValueError(
+                "training.peak_learning_rate has no effect on training.schedule paper; choose inverse_sqrt, or give "
+                "training.learning_rate_factor instead"
+            )
+        if self.schedule in ("inverse_sqrt", "linear", "cosine") and self.peak_learning_rate is None:
+            raise ValueError(f"training.schedule {self.schedule} needs training.peak_learning_rate, such as 5e-4")
+        for name in ("adam_epsilon", "gradient_clip_norm", "peak_learning_rate"):
             value = getattr(self, name)
             if value is not None and value <= 0.0:
                 raise ValueError(f"training.{name} {value} is not more than 0")

@@ -16,6 +16,7 @@ import yaml
 from data_module.atomic_folder import existing_parent, write_error
 from data_module.corpus.manifest import TEXT_KEYS, changed_texts
 from data_module.errors import InputError
+from model.lr_schedule import DECAY_TO_LAST_STEP
 from pipeline.checkpointing.checkpoint_files import AVERAGES
 from pipeline.config.recipe import IGNORED_KEYS, Recipe, load_recipe
 from pipeline.runtime.atomic_file import atomic_file, is_temporary_file, remove_temporary_files
@@ -184,7 +185,10 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     for key in sorted((before.keys() | now.keys()) - set(IGNORED_KEYS)):
         if before.get(key) != now.get(key):
             may_change = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
-            (allowed if may_change else forbidden).append(_change(key, before.get(key), now.get(key)))
+            change = _change(key, before.get(key), now.get(key))
+            if key == "trainer.max_steps" and recipe.training.schedule in DECAY_TO_LAST_STEP:
+                may_change, change = False, f"{change}, where training.schedule {recipe.training.schedule} ends"
+            (allowed if may_change else forbidden).append(change)
     # Other versions may resume the run, but may batch, initialize or round differently.
     file = path / "versions.json"
     before = json.loads(file.read_text()) if file.exists() else {}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_module.errors import InputError
+from model.lr_schedule import DECAY_TO_LAST_STEP
 
 if TYPE_CHECKING:
     from pipeline.config.recipe import Recipe
@@ -23,6 +24,16 @@ class CheckContext:
     """Whether the run in the run folder would be removed (`--fresh`)."""
     init_from: Path | None
     """Checkpoint or run folder whose weights a new run would start from."""
+
+
+def check_schedule(context: CheckContext) -> None:
+    """Check that the learning rate can decay before training ends, if it has to."""
+    training, max_steps = context.recipe.training, context.recipe.trainer["max_steps"]
+    if training.schedule in DECAY_TO_LAST_STEP and training.warmup_steps >= max_steps:
+        raise InputError(
+            f"training.warmup_steps {training.warmup_steps} leaves no step to training.schedule {training.schedule}, "
+            f"which ends at trainer.max_steps {max_steps}; lower the former"
+        )
 
 
 def check_accelerator(context: CheckContext) -> str | None:
@@ -128,6 +139,7 @@ def check_bleu_tokenizer(context: CheckContext) -> str:
 
 
 CHECKS: tuple[Callable[[CheckContext], str | None], ...] = (
+    check_schedule,
     check_run_folder,
     check_initial_state,
     check_corpus,

@@ -87,9 +87,12 @@ def resume_or_start(start: Start) -> int:
 
 def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:
     """Return why a run at this step has nothing left to train, and what would change that; None if it has."""
+    from model.lr_schedule import DECAY_TO_LAST_STEP
     from pipeline.checkpointing.run_folder import STOPPED_EARLY
 
     if step >= recipe.trainer["max_steps"]:
+        if recipe.training.schedule in DECAY_TO_LAST_STEP:
+            return f"finished at step {step}, where training.schedule {recipe.training.schedule} ends"
         return f"finished at step {step}; raise trainer.max_steps to continue"
     if (path / STOPPED_EARLY).exists():
         stop = json.loads((path / STOPPED_EARLY).read_text())

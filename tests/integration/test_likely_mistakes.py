@@ -166,3 +166,18 @@ def test_cpu_processes_chosen_as_devices(place: Path) -> None:
     warning = "note  trainer.devices 3: torch finds no GPU, so 3 processes share the CPU; "
     assert (warning in report) == (not torch.cuda.is_available())
     assert warning not in pipeline("doctor", place / "mine.yaml", "--trainer.devices", 3).stdout.decode()
+
+
+def test_a_rate_that_decays_to_the_last_step(place: Path) -> None:
+    """The last step stays as it is when the run is resumed, and comes after the warm-up."""
+    linear = ["--training.schedule", "linear", "--training.peak_learning_rate", 0.01]
+    assert "training.warmup_steps 10 leaves no step to training.schedule linear" in refusal(place, *linear)
+    linear += ["--training.warmup_steps", 2]
+    run = ["fit", "--config", place / "mine.yaml", *linear]
+    assert pipeline(*run).returncode == 0
+    change = "trainer.max_steps 4 -> 8, where training.schedule linear ends; change it back to resume"
+    assert change in refusal(place, *linear, "--trainer.max_steps", 8)
+    again = pipeline(*run)
+    assert again.returncode == 0
+    assert "finished at step 4, where training.schedule linear ends, or use --fresh" in again.stderr.decode()
+    assert "needs training.peak_learning_rate" in refusal(place, *linear[:2], "--run.folder", place / "other")

@@ -1,4 +1,6 @@
-"""The paper's schedule against values computed by hand."""
+"""The schedules against values computed by hand."""
+
+import math
 
 import pytest
 
@@ -6,7 +8,7 @@ from model.lr_schedule import build_schedule
 from model.settings import TrainingSettings
 
 
-def rate(step: int, d_model: int = 512, max_steps: int = 100_000, **settings: float) -> float:
+def rate(step: int, d_model: int = 512, max_steps: int = 100_000, **settings: float | str) -> float:
     return build_schedule(TrainingSettings(**settings), d_model, max_steps)(step)  # type: ignore[arg-type]
 
 
@@ -30,10 +32,55 @@ def test_the_warm_up_is_the_recipes() -> None:
     assert rate(4, 16, warmup_steps=4) == pytest.approx(0.25 * 0.5)
 
 
+def rates(schedule: str, steps: list[int], max_steps: int = 24) -> list[float]:
+    """Return the rates of a schedule with a warm-up of 4 steps to 0.8."""
+    settings = {"schedule": schedule, "peak_learning_rate": 0.4, "learning_rate_factor": 2.0, "warmup_steps": 4}
+    return [rate(step, 512, max_steps, **settings) for step in steps]
+
+
+@pytest.mark.parametrize("schedule", ["inverse_sqrt", "linear", "cosine"])
+def test_the_others_rise_linearly_to_their_peak(schedule: str) -> None:
+    assert rates(schedule, [1, 2, 3, 4]) == pytest.approx([0.2, 0.4, 0.6, 0.8])
+
+
+def test_inverse_square_root() -> None:
+    assert rates("inverse_sqrt", [16, 64, 10_000]) == pytest.approx([0.4, 0.2, 0.016])
+    # The paper's schedule with its own peak.
+    peak = 512**-0.5 * 4000**-0.5
+    for step in (1, 3999, 4000, 4001, 50_000):
+        settings = {"schedule": "inverse_sqrt", "peak_learning_rate": peak}
+        assert rate(step, **settings) == pytest.approx(rate(step))
+
+
+def test_linear_decay() -> None:
+    """21 steps from the peak to 0, which would be step 25."""
+    assert rates("linear", [5, 11, 24]) == pytest.approx([0.8 * 20 / 21, 0.8 * 14 / 21, 0.8 / 21])
+    assert rates("linear", [25, 26, 1000]) == [0.0, 0.0, 0.0]
+
+
+def test_cosine_decay() -> None:
+    """A third of the way is 60 degrees, two thirds are 120."""
+    assert rates("cosine", [11, 18]) == pytest.approx([0.8 * 0.75, 0.8 * 0.25])
+    assert rates("cosine", [24]) == pytest.approx([0.4 * (1 + math.cos(math.pi * 20 / 21))])
+    assert rates("cosine", [25, 1000]) == pytest.approx([0.0, 0.0], abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_without_a_last_step_nothing_decays(schedule: str) -> None:
+    assert rates(schedule, [5, 10**6], max_steps=-1) == pytest.approx([0.8, 0.8])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_warm_up_until_after_the_end(schedule: str) -> None:
+    assert rates(schedule, [2, 4], max_steps=2) == pytest.approx([0.4, 0.8])
+
+
+@pytest.mark.parametrize("schedule", ["paper", "linear"])
 @pytest.mark.parametrize("step", [0, -1])
-def test_steps_count_from_one(step: int) -> None:
+def test_steps_count_from_one(step: int, schedule: str) -> None:
+    peak = {} if schedule == "paper" else {"peak_learning_rate": 1.0}
     with pytest.raises(ValueError, match="1 or more"):
-        rate(step)
+        rate(step, schedule=schedule, **peak)
     with pytest.raises(ValueError, match="1 or more"):
         TrainingSettings(warmup_steps=step)
 

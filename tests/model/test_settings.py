@@ -18,6 +18,9 @@ def test_defaults_are_the_papers() -> None:
     assert (training.warmup_steps, training.learning_rate_factor, training.label_smoothing) == (4000, 1.0, 0.1)
     assert training.gradient_clip_norm is None
     assert training.ema_decay is None
+    assert (training.schedule, training.peak_learning_rate) == ("paper", None)
+    assert (network.attention_dropout, network.activation_dropout) == (0.0, 0.0)
+    assert (training.weight_decay, training.r_drop_alpha) == (0.0, 0.0)
     assert (decoding.beam_size, decoding.length_penalty, decoding.max_extra_tokens) == (4, 0.6, 50)
 
 
@@ -35,6 +38,10 @@ def test_defaults_are_the_papers() -> None:
         (NetworkSettings, "network", {"dropout": 0.99}, {"dropout": 1.0}),
         (TrainingSettings, "training", {"label_smoothing": 0.0}, {"label_smoothing": -0.1}),
         (TrainingSettings, "training", {"label_smoothing": 0.99}, {"label_smoothing": 1.0}),
+        (NetworkSettings, "network", {"attention_dropout": 0.99}, {"attention_dropout": 1.0}),
+        (NetworkSettings, "network", {"activation_dropout": 0.0}, {"activation_dropout": -0.1}),
+        (TrainingSettings, "training", {"r_drop_alpha": 0.0}, {"r_drop_alpha": -1.0}),
+        (TrainingSettings, "training", {"weight_decay": 0.0}, {"weight_decay": -1e-4}),
         (TrainingSettings, "training", {"warmup_steps": 1}, {"warmup_steps": 0}),
         (TrainingSettings, "training", {"learning_rate_factor": 0.0}, {"learning_rate_factor": -0.1}),
         (TrainingSettings, "training", {"adam_beta1": 0.0}, {"adam_beta1": 1.0}),
@@ -53,6 +60,18 @@ def test_bounds(settings: Any, section: str, allowed: dict[str, float], refused:
     [(name, value)] = refused.items()
     with pytest.raises(ValueError, match=rf"{section}\.{name} {value} "):
         settings(**refused)
+
+
+def test_the_peak_of_a_schedule() -> None:
+    for schedule in ("inverse_sqrt", "linear", "cosine"):
+        TrainingSettings(schedule=schedule, peak_learning_rate=1e-9)
+        with pytest.raises(ValueError, match=f"schedule {schedule} needs training.peak_learning_rate"):
+            TrainingSettings(schedule=schedule)
+        with pytest.raises(ValueError, match=r"peak_learning_rate 0\.0 is not more than 0"):
+            TrainingSettings(schedule=schedule, peak_learning_rate=0.0)
+    with pytest.raises(ValueError, match=r"peak_learning_rate has no effect .*learning_rate_factor instead"):
+        TrainingSettings(peak_learning_rate=1e-3)
+    TrainingSettings(schedule="registered elsewhere", peak_learning_rate=1e-3)
 
 
 def test_heads_share_the_width() -> None:

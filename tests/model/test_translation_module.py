@@ -130,7 +130,11 @@ def sums_of(network: Transformer, batch: PaddedBatch, label_smoothing: float) ->
 
 
 def train_plainly(
-    network: Transformer, num_target_tokens: int, clip_norm: float | None = None, skipped_step: int | None = None
+    network: Transformer,
+    num_target_tokens: int,
+    clip_norm: float | None = None,
+    skipped_step: int | None = None,
+    weight_decay: float = 0.0,
 ) -> list[Step]:
     """Train on the sentences of all steps in a plain loop, on padded batches, with learning rates computed by hand."""
     network, steps = copy.deepcopy(network).train(), []
@@ -144,6 +148,9 @@ def train_plainly(
         norm = clip_grad_norm_(network.parameters(), clip_norm if clip_norm is not None else math.inf)
         optimizer.param_groups[0]["lr"] = rate
         if number != skipped_step:
+            for parameter in network.parameters():
+                if parameter.ndim == 2:
+                    parameter.data *= 1.0 - rate * weight_decay
             optimizer.step()
         output = {
             "smoothed": sum(smoothed).detach(),
@@ -204,6 +211,22 @@ def test_a_step_without_a_finite_gradient_is_skipped(scale_loss: bool) -> None:
     # The loss scale is halved, and two finite steps are counted since.
     expected_state = {"skipped_steps": [1, 0]} | ({"loss_scale": [2.0**15, 2]} if scale_loss else {})
     assert checkpoint == expected_state
+
+
+@pytest.mark.parametrize("scale_loss", [False, True])
+def test_weight_decay(scale_loss: bool) -> None:
+    """It shrinks matrices by its share times the learning rate, apart from Adam's moments; not in a skipped step."""
+    module = make_module(replace(TRAINING, weight_decay=0.5), scale_loss=scale_loss)
+    shares = make_shares(len(RATES))
+    expected = train_plainly(module.network, 300, skipped_step=2, weight_decay=0.5)
+    parameter = module.network.embedding.weight
+    parameter.register_hook(lambda gradient: gradient * (math.inf if module.global_step == 1 else 1.0))
+    found = fit(module, shares)
+    # The recorder has parameters in the module's order, whatever their groups.
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-5)
+    without = train_plainly(module.network, 300, skipped_step=2)
+    assert (expected[-1].weights - without[-1].weights).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("scale_loss", [False, True])
