@@ -107,15 +107,20 @@ class TranslationModule(LightningModule):
         )
 
     def losses(self, batch: PackedBatch | PaddedBatch, scale: Tensor | float | None = None) -> LossSums:
-        """Return sums of the loss over a batch's target tokens; for `scale`, see `label_smoothed_loss`."""
+        """Return sums of the loss over a batch's target tokens; for `scale`, see `label_smoothed_loss`.
+
+        With R-Drop, in training mode, the batch passes through the network twice, each time with other dropout.
+        """
+        alpha = self.training_settings.r_drop_alpha if self.training else 0.0
         return label_smoothed_loss(
-            self.states(batch),
+            torch.stack([self.states(batch), self.states(batch)]) if alpha else self.states(batch),
             self.network.embedding.weight,
             batch.target_output,
             self.training_settings.label_smoothing,
             self.special.pad,
             scale=scale,
             kernels=self.kernels,
+            r_drop_alpha=alpha,
         )
 
     def training_step(self, rank_batch: RankBatch, batch_idx: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A Triton kernel for everything in the loss that reads logits.
+"""Triton kernels for everything in the loss that reads logits.
 
-PyTorch's operations would read or write a chunk of logits about eight times. The kernel reads it twice and overwrites
-it with its gradient, so that a chunk of logits needs no second buffer.
+PyTorch's operations would read or write a chunk of logits about eight times, and those of R-Drop about twenty times.
+The kernels read it twice and overwrite it with its gradient, so that a chunk of logits needs no second buffer.
 """
 
 import torch
@@ -46,6 +46,67 @@ def _row(
             tl.store(logits + first + columns, gradient.to(logits.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _row_pair(
+    logits, others, targets, largest_logits, target_logits, most_probable, divergences,
+    vocabulary_size, num_rows, epsilon, alpha,
+    HAS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocabulary_size
+    others += row * vocabulary_size
+    columns = tl.arange(0, BLOCK)
+    target = tl.load(targets + row)
+    # The reductions below synchronize the program, so these are read before any thread overwrites them.
+    target_x = tl.load(logits + target).to(tl.float32)
+    target_y = tl.load(others + target).to(tl.float32)
+    largest_x = tl.full([], float("-inf"), tl.float32)
+    largest_y = tl.full([], float("-inf"), tl.float32)
+    total_x = tl.full([], 0.0, tl.float32)
+    total_y = tl.full([], 0.0, tl.float32)
+    # Sums of the difference of the logits, weighted by the exponentials of either side.
+    by_x = tl.full([], 0.0, tl.float32)
+    by_y = tl.full([], 0.0, tl.float32)
+    for first in range(0, vocabulary_size, BLOCK):
+        mask = first + columns < vocabulary_size
+        x = tl.load(logits + first + columns, mask=mask, other=float("-inf")).to(tl.float32)
+        y = tl.load(others + first + columns, mask=mask, other=float("-inf")).to(tl.float32)
+        difference = tl.where(mask, x - y, 0.0)
+        new_x = tl.maximum(largest_x, tl.max(x, 0))
+        new_y = tl.maximum(largest_y, tl.max(y, 0))
+        shrink_x, shrink_y = tl.exp2((largest_x - new_x) * _LOG2_E), tl.exp2((largest_y - new_y) * _LOG2_E)
+        weight_x, weight_y = tl.exp2((x - new_x) * _LOG2_E), tl.exp2((y - new_y) * _LOG2_E)
+        total_x = total_x * shrink_x + tl.sum(weight_x, 0)
+        total_y = total_y * shrink_y + tl.sum(weight_y, 0)
+        by_x = by_x * shrink_x + tl.sum(weight_x * difference, 0)
+        by_y = by_y * shrink_y + tl.sum(weight_y * difference, 0)
+        largest_x, largest_y = new_x, new_y
+    # log(p / q) is the difference of the logits minus this.
+    shift = largest_x - largest_y + tl.log(total_x) - tl.log(total_y)
+    divergence_x = by_x / total_x - shift
+    divergence_y = shift - by_y / total_y
+    tl.store(largest_logits + row, largest_x)
+    tl.store(largest_logits + num_rows + row, largest_y)
+    tl.store(target_logits + row, target_x)
+    tl.store(target_logits + num_rows + row, target_y)
+    tl.store(most_probable + row, 1.0 / total_x)
+    tl.store(most_probable + num_rows + row, 1.0 / total_y)
+    tl.store(divergences + row, 0.5 * (divergence_x + divergence_y))
+    if HAS_GRADIENT:
+        for first in range(0, vocabulary_size, BLOCK):
+            mask = first + columns < vocabulary_size
+            x = tl.load(logits + first + columns, mask=mask, other=0.0).to(tl.float32)
+            y = tl.load(others + first + columns, mask=mask, other=0.0).to(tl.float32)
+            p = tl.exp2((x - largest_x) * _LOG2_E) / total_x
+            q = tl.exp2((y - largest_y) * _LOG2_E) / total_y
+            ratio = x - y - shift
+            gradient_x = p + 0.5 * alpha * (p * (ratio - divergence_x) + p - q)
+            gradient_y = q + 0.5 * alpha * (q * (-ratio - divergence_y) + q - p)
+            one_hot = tl.where(first + columns == target, epsilon - 1.0, 0.0)
+            tl.store(logits + first + columns, (gradient_x + one_hot).to(logits.dtype.element_ty), mask=mask)
+            tl.store(others + first + columns, (gradient_y + one_hot).to(others.dtype.element_ty), mask=mask)
+
+
 def over_classes(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -63,3 +124,27 @@ def over_classes(
         num_warps=8,
     )
     return largest, target_logits, most_probable, logits if with_gradient else None
+
+
+def over_class_pairs(
+    logits: Tensor, others: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool,
+    alpha: float,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Do what `model.loss._over_class_pairs` does; both logits are contiguous and overwritten by their gradients.
+
+    `sum_dtype` must be float32, and so are the first seven results.
+    """
+    rows, vocabulary_size = logits.shape
+    largest, target_logits, most_probable = logits.new_empty(3, 2, rows, 1, dtype=sum_dtype)
+    divergences = logits.new_empty(rows, 1, dtype=sum_dtype)
+    # A program holds two rows' parts at a time.
+    block = min(_BLOCK // 2, triton.next_power_of_2(vocabulary_size))
+    _row_pair[(rows,)](
+        *(logits, others, target, largest, target_logits, most_probable, divergences),
+        *(vocabulary_size, rows, epsilon, alpha),
+        HAS_GRADIENT=with_gradient,
+        BLOCK=block,
+        num_warps=8,
+    )
+    results = [of[number] for number in (0, 1) for of in (largest, target_logits, most_probable)]
+    return *results, divergences, *((logits, others) if with_gradient else (None, None))

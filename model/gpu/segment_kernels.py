@@ -218,14 +218,6 @@ def tiles(kernel: Any, d_k: int, d_v: int, dtype: torch.dtype) -> dict[str, int]
     return {"QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": 2}
 
 
-def dropout_state(probability: float, seed: int, offset: int, device: torch.device | str) -> Tensor:
-    """Return the argument `dropout` of `segment_attention`: int64 [3], the probability as a share of 2^32 first.
-
-    It is a tensor, since a compiled graph would be compiled again for other numbers.
-    """
-    return torch.tensor([round(probability * 2**32), seed, offset], dtype=torch.int64, device=device)
-
-
 @torch.library.triton_op("attention_pipeline::segment_attention", mutates_args={})
 def segment_attention(
     inputs: list[Tensor], segments: list[Tensor], dropout: Tensor | None, num_heads: int, d_k: int, is_causal: bool
@@ -237,7 +229,7 @@ def segment_attention(
             [M, H * (K + V)]. Float32, float16 or bfloat16.
         segments: int32 tensors. The segment of each query [R] and of each key [M], from 0, or a number out of range at
             dead rows; the offsets of queries and of keys [S + 1]: segment i has the rows from entry i to entry i + 1.
-        dropout: see `dropout_state`; None for no dropout.
+        dropout: see `model.segment_attention.dropout_state`; None for no dropout.
         num_heads: H.
         d_k: K.
         is_causal: row t attends to rows 0 to t of its segment only. Queries and keys have the same segments then.

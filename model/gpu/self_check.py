@@ -28,6 +28,7 @@ def failure(dtype: torch.dtype, num_heads: int, d_k: int, d_v: int, device: str 
             "causal self-attention": _attention(dtype, device, heads, is_cross=False, is_causal=True),
             "cross-attention": _attention(dtype, device, heads, is_cross=True, is_causal=False),
             "the loss": _loss(dtype, device),
+            "the loss of R-Drop": _loss_of_pairs(dtype, device),
         }
     except Exception as error:  # Triton raises errors of many kinds, its compiler's among them.
         return f"Triton's kernels do not run here: {(str(error) or type(error).__name__).splitlines()[0]}"
@@ -85,6 +86,25 @@ def _loss(dtype: torch.dtype, device: str) -> float:
     probabilities = exact.softmax(-1)
     gradient = probabilities.scatter_add(1, targets, torch.full_like(targets, epsilon - 1.0, dtype=torch.float64))
     expected = [exact.amax(1, True), exact.gather(1, targets), probabilities.amax(1, True), gradient]
+    return _largest_error([one for one in found if one is not None], expected)
+
+
+def _loss_of_pairs(dtype: torch.dtype, device: str) -> float:
+    from model.gpu.loss_kernel import over_class_pairs
+
+    logits = [3.0 * _random(rows, 9000, dtype=dtype, device=device)[:40].contiguous() for rows in (40, 41)]
+    targets, epsilon, alpha = torch.arange(40).unsqueeze(1), 0.1, 2.0
+    exact = [one.cpu().double().requires_grad_() for one in logits]
+    found = over_class_pairs(logits[0], logits[1], targets.to(device), torch.float32, epsilon, True, alpha)
+    p, q = (one.log_softmax(-1) for one in exact)
+    divergence = ((p.exp() - q.exp()) * (p - q)).sum(-1, keepdim=True) / 2
+    loss = alpha * divergence.sum()
+    expected = []
+    for one in exact:
+        target_logits, log_normalizer = one.gather(1, targets), one.logsumexp(-1)
+        loss = loss + log_normalizer.sum() - (1.0 - epsilon) * target_logits.sum()
+        expected += [one.amax(1, True), target_logits, one.softmax(-1).amax(1, True)]
+    expected += [divergence, *torch.autograd.grad(loss, exact)]
     return _largest_error([one for one in found if one is not None], expected)
 
 

@@ -26,9 +26,15 @@ class CheckContext:
     """Checkpoint or run folder whose weights a new run would start from."""
 
 
-def check_schedule(context: CheckContext) -> None:
-    """Check that the learning rate can decay before training ends, if it has to."""
-    training, max_steps = context.recipe.training, context.recipe.trainer["max_steps"]
+def check_training(context: CheckContext) -> None:
+    """Check settings of training that depend on other sections."""
+    recipe = context.recipe
+    network, training, max_steps = recipe.network, recipe.training, recipe.trainer["max_steps"]
+    if training.r_drop_alpha and not (network.dropout or network.attention_dropout or network.activation_dropout):
+        raise InputError(
+            f"training.r_drop_alpha {training.r_drop_alpha} compares passes with other dropout, and there is none; "
+            "give network.dropout, or remove the former"
+        )
     if training.schedule in DECAY_TO_LAST_STEP and training.warmup_steps >= max_steps:
         raise InputError(
             f"training.warmup_steps {training.warmup_steps} leaves no step to training.schedule {training.schedule}, "
@@ -139,7 +145,7 @@ def check_bleu_tokenizer(context: CheckContext) -> str:
 
 
 CHECKS: tuple[Callable[[CheckContext], str | None], ...] = (
-    check_schedule,
+    check_training,
     check_run_folder,
     check_initial_state,
     check_corpus,

@@ -17,6 +17,7 @@ from tests.model.kernel_cases import (
     check_dropout,
     check_logits_that_are_not_finite,
     check_loss,
+    check_loss_of_pairs,
     inputs,
     run,
 )
@@ -80,6 +81,7 @@ def test_two_runs_have_the_same_bits() -> None:
 @pytest.mark.parametrize("vocabulary_size", [2, 9000, 37_000])
 def test_the_loss_kernel(vocabulary_size: int, dtype: torch.dtype) -> None:
     check_loss(500, vocabulary_size, dtype, "cuda")
+    check_loss_of_pairs(500, vocabulary_size, dtype, "cuda")
 
 
 def test_logits_that_are_not_finite() -> None:

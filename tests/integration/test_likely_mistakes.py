@@ -181,3 +181,11 @@ def test_a_rate_that_decays_to_the_last_step(place: Path) -> None:
     assert again.returncode == 0
     assert "finished at step 4, where training.schedule linear ends, or use --fresh" in again.stderr.decode()
     assert "needs training.peak_learning_rate" in refusal(place, *linear[:2], "--run.folder", place / "other")
+
+
+def test_r_drop_without_dropout(place: Path) -> None:
+    options = ["--network.dropout", 0, "--training.r_drop_alpha", 5.0]
+    assert "training.r_drop_alpha 5.0 compares passes with other dropout, and there is none" in refusal(place, *options)
+    assert (
+        pipeline("fit", "--config", place / "mine.yaml", *options, "--network.attention_dropout", 0.1).returncode == 0
+    )

@@ -32,6 +32,8 @@ from tests.model.kernel_cases import (
     check_dropout,
     check_logits_that_are_not_finite,
     check_loss,
+    check_loss_of_pairs,
+    dropout_state,
     inputs,
     run,
     segments,
@@ -112,7 +114,7 @@ def test_the_operators_are_what_they_tell_the_compiler(kind: str, with_dropout: 
     checks = ("test_schema", "test_autograd_registration")
     heads, sentences = Heads(2, 8, 12), Sentences([5, 3], [4, 6])
     tensors = [x.detach().nan_to_num().requires_grad_() for x in inputs(heads, sentences, kind, torch.float32, "cpu")]
-    state = segment_kernels.dropout_state(0.5, 1, 2, "cpu") if with_dropout else None
+    state = dropout_state(0.5, 1, 2, "cpu") if with_dropout else None
     rest = segments(sentences, kind, "cpu"), state, heads.count, heads.d_k, kind == "causal"
     opcheck(segment_attention, (tensors, *rest), test_utils=checks)
     with torch.no_grad():
@@ -149,6 +151,7 @@ def test_the_network_is_that_of_blocks_and_of_padded_batches(variant: dict[str, 
 @pytest.mark.parametrize("vocabulary_size", [2, 20, 8192, 9000, 20_000])
 def test_the_loss_kernel(vocabulary_size: int, dtype: torch.dtype) -> None:
     check_loss(6, vocabulary_size, dtype, "cpu")
+    check_loss_of_pairs(5, vocabulary_size, dtype, "cpu")
 
 
 def test_logits_that_are_not_finite() -> None:

@@ -95,12 +95,13 @@ def attention_usage(name: str, options: Options, capability: int) -> Usage:
 
 
 @cache
-def loss_usage(dtype: torch.dtype, has_gradient: bool, capability: int) -> Usage:
-    """Compile the loss kernel for a compute capability."""
-    kernel = loss_kernel._row
+def loss_usage(dtype: torch.dtype, has_gradient: bool, capability: int, of_pairs: bool = False) -> Usage:
+    """Compile the loss kernel, or that of R-Drop, for a compute capability."""
+    kernel = loss_kernel._row_pair if of_pairs else loss_kernel._row
     types = dict.fromkeys(kernel.arg_names, "*fp32")
-    types |= {"logits": "*" + TYPES[dtype], "targets": "*i64", "vocabulary_size": "i32", "epsilon": "fp32"}
-    constants = {"HAS_GRADIENT": has_gradient, "BLOCK": loss_kernel._BLOCK}
+    types |= dict.fromkeys(("logits", "others"), "*" + TYPES[dtype])
+    types |= {"targets": "*i64", "vocabulary_size": "i32", "num_rows": "i32", "epsilon": "fp32", "alpha": "fp32"}
+    constants = {"HAS_GRADIENT": has_gradient, "BLOCK": loss_kernel._BLOCK // (2 if of_pairs else 1)}
     return _usage(kernel, types, constants, {"num_warps": 8}, capability)
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.gpu.loss_kernel import over_classes
-from model.gpu.segment_kernels import dropout_state, segment_attention
+from model.gpu.loss_kernel import over_class_pairs, over_classes
+from model.gpu.segment_kernels import segment_attention
 
 UNUSED = 5
 """Dead rows, after the last sentence."""
@@ -145,6 +145,11 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     )
 
 
+def dropout_state(probability: float, seed: int, offset: int, device: str) -> Tensor:
+    """Return what `model.segment_attention.dropout_state` draws, with these random numbers."""
+    return torch.tensor([round(probability * 2**32), seed, offset], dtype=torch.int64, device=device)
+
+
 def check_dropout(kind: str, device: str) -> None:
     """Read off which weights are kept, by values that are rows of an identity, and compare with that mask."""
     probability, heads, seed = 0.3, Heads(2, 16, 32), 2**40 + 123
@@ -215,6 +220,38 @@ def check_loss(rows: int, vocabulary_size: int, dtype: torch.dtype, device: str)
         last = found[3] if with_gradient else given
         assert last is not None
         assert_near(last, gradient if with_gradient else exact, TOLERANCES[dtype] if with_gradient else 0.0)
+
+
+def check_loss_of_pairs(rows: int, vocabulary_size: int, dtype: torch.dtype, device: str) -> None:
+    """Compare all results of R-Drop's kernel with autograd's in float64, with and without a gradient."""
+    torch.manual_seed(rows)
+    epsilon, alpha = 0.1, 3.0
+    pair = [torch.randn(rows, vocabulary_size).mul(3).to(device, dtype) for _ in range(2)]
+    pair[1][2:4] = pair[0][2:4]  # a divergence of 0
+    targets = torch.randint(0, vocabulary_size, (rows, 1)).to(device)
+    targets[0], targets[1] = 0, vocabulary_size - 1
+    pair[0][0, 0], pair[1][0, 0] = 20, -20  # passes that contradict each other
+    exact = [one.cpu().double().requires_grad_() for one in pair]
+    p, q = (torch.distributions.Categorical(logits=one) for one in exact)
+    divergence = (torch.distributions.kl_divergence(p, q) + torch.distributions.kl_divergence(q, p))[:, None] / 2
+    hard = sum(F.cross_entropy(one, targets.cpu()[:, 0], reduction="sum") for one in exact)
+    # Without the smoothing term's gradient, which `model.loss` adds: with targets of 1 - epsilon in sum.
+    soft = sum((one.logsumexp(1) * epsilon).sum() for one in exact)
+    gradients = torch.autograd.grad((1 - epsilon) * hard + soft + alpha * divergence.sum(), exact)
+    expected = []
+    for one in exact:
+        expected += [one.amax(1, True), one.gather(1, targets.cpu()), one.softmax(1).amax(1, True)]
+    for with_gradient in (False, True):
+        given = [one.clone() for one in pair]
+        *found, first, second = over_class_pairs(*given, targets, torch.float32, epsilon, with_gradient, alpha)
+        for one, wanted in zip(found, [*expected, divergence], strict=True):
+            assert one is not None
+            assert one.dtype == torch.float32
+            torch.testing.assert_close(one.cpu().double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+        assert (first is None) == (second is None) == (not with_gradient)
+        for one, wanted in zip(given, gradients if with_gradient else exact, strict=True):
+            # The ratio of probabilities is a difference of logits, whose rounding it multiplies.
+            assert_near(one, wanted, 4 * TOLERANCES[dtype] if with_gradient else 0.0)
 
 
 def check_logits_that_are_not_finite(device: str) -> None:

@@ -88,7 +88,8 @@ def test_no_kernel_spills_registers(capability: int) -> None:
         assert size <= 16
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for has_gradient in (False, True):
-            assert loss_usage(dtype, has_gradient, capability).spilled == 0
+            for of_pairs in (False, True):
+                assert loss_usage(dtype, has_gradient, capability, of_pairs).spilled == 0
 
 
 @pytest.mark.slow

@@ -36,6 +36,20 @@ def hold_rows(chunk: int, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.loss, "_CACHED_LOGITS", cached * 50 / torch.get_num_threads())
 
 
+class Products(TorchFunctionMode):
+    """Records the sizes of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[torch.Size] = []
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **options or {})
+        if "matmul" in function.__name__ and result.dim() == 2:
+            self.sizes.append(result.shape)
+        return result
+
+
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize(("chunk_rows", "cached_rows"), [(0, 99), (7, 99), (7, 2), (7, 0), (99, 5), (99, 99)])
 def test_equals_linear_and_cross_entropy(
@@ -86,6 +100,100 @@ def test_a_given_scale_is_that_of_loss_and_gradients(
         assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
+def plain_r_drop(
+    states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, epsilon: float, alpha: float
+) -> torch.Tensor:
+    """Return the loss of equation 4 of R-Drop's paper, halved, by PyTorch's functions on all logits."""
+    first, second = (F.linear(one, weight).flatten(0, 1) for one in states)
+    options = {"ignore_index": PAD, "reduction": "sum", "label_smoothing": epsilon}
+    entropy = sum(F.cross_entropy(one, targets.flatten(), **options) for one in (first, second))
+    kept = targets.flatten() != PAD
+    p, q = (one[kept].log_softmax(-1) for one in (first, second))
+    divergence = sum(F.kl_div(*pair, reduction="sum", log_target=True) for pair in ((p, q), (q, p))) / 2
+    return (entropy + alpha * divergence) / 2
+
+
+def two_passes(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return states of two passes that differ, except in one row, and are scaled so that both are unsure."""
+    states, weight, targets = problem(dtype)
+    generator = torch.Generator().manual_seed(4)
+    noise = torch.randn(states.shape, dtype=dtype, generator=generator)
+    noise[0, 0] = 0
+    states = torch.stack([states.detach(), states.detach() + noise]) * 0.3
+    return states.requires_grad_(), weight, targets
+
+
+@pytest.mark.parametrize(("epsilon", "alpha"), [(0.0, 1.0), (0.1, 5.0)])
+@pytest.mark.parametrize("scale", [None, 0.25, torch.tensor(3.0, dtype=torch.float64)])
+@pytest.mark.parametrize(("chunk_rows", "cached_rows"), [(0, 99), (14, 8), (14, 0), (198, 400)])
+def test_r_drop_equals_the_plain_formula(
+    epsilon: float,
+    alpha: float,
+    scale: float | torch.Tensor | None,
+    chunk_rows: int,
+    cached_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hold_rows(chunk_rows, cached_rows, monkeypatch)
+    states, weight, targets = two_passes()
+    with Products() as products:
+        sums = label_smoothed_loss(states, weight, targets, epsilon, PAD, scale=scale, r_drop_alpha=alpha)
+    assert {rows for rows, columns in products.sizes if columns == 50} <= {max(1, chunk_rows // 2), 33 % 7, 33}
+    factor = 1.0 if scale is None else scale
+    gradients = torch.autograd.grad(sums.smoothed * (0.37 if scale is None else 1.0), [states, weight])
+    expected = plain_r_drop(states, weight, targets, epsilon, alpha)
+    expected_gradients = torch.autograd.grad(expected * (0.37 if scale is None else factor), [states, weight])
+    assert sums.smoothed.item() == pytest.approx((expected * factor).item(), rel=1e-12)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+    # The divergence weighs something, and the other sums are means of the two passes.
+    assert expected.item() > 1.01 * plain_r_drop(states, weight, targets, epsilon, 0.0).item()
+    singles = [label_smoothed_loss(one, weight, targets, epsilon, PAD) for one in states]
+    for name in ("negative_log_likelihood", "num_correct"):
+        mean = sum(float(getattr(one, name)) for one in singles) / 2
+        assert float(getattr(sums, name)) == pytest.approx(mean, rel=1e-12)
+
+
+def test_r_drop_without_gradients_is_the_same() -> None:
+    states, weight, targets = two_passes()
+    with torch.no_grad():
+        sums = label_smoothed_loss(states, weight, targets, 0.1, PAD, r_drop_alpha=2.0)
+    assert sums.smoothed.item() == pytest.approx(plain_r_drop(states, weight, targets, 0.1, 2.0).item(), rel=1e-12)
+
+
+def test_r_drop_by_hand() -> None:
+    """p = (0.8, 0.2) and q = (0.5, 0.5)."""
+    states = torch.tensor([[[math.log(4.0)]], [[0.0]]], dtype=torch.float64)
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    sums = label_smoothed_loss(states, weight, torch.tensor([0]), 0.0, ignored_id=-1, r_drop_alpha=3.0)
+    forward = 0.8 * math.log(1.6) + 0.2 * math.log(0.4)
+    backward = 0.5 * math.log(0.625) + 0.5 * math.log(2.5)
+    entropy = -math.log(0.8) - math.log(0.5)
+    assert float(sums.smoothed) == pytest.approx((entropy + 3.0 * (forward + backward) / 2) / 2, rel=1e-12)
+    assert float(sums.num_correct) == 1.0  # A tie is correct.
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_r_drop_in_16_bits_stays_near_float64(dtype: torch.dtype) -> None:
+    states, weight, targets = two_passes(torch.float32)
+    with torch.autocast("cpu", dtype):
+        low = label_smoothed_loss(states, weight, targets, 0.1, PAD, r_drop_alpha=2.0).smoothed
+    exact_inputs = [one.detach().double().requires_grad_() for one in (states, weight)]
+    exact = plain_r_drop(*exact_inputs, targets, 0.1, 2.0)
+    assert low.item() == pytest.approx(exact.item(), rel=0.01)
+    found, expected = torch.autograd.grad(low, [states, weight]), torch.autograd.grad(exact, exact_inputs)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() < 0.03 * other.norm()
+
+
+def test_r_drop_of_extreme_logits_stays_finite() -> None:
+    states = torch.tensor([[[1e4]], [[-1e4]]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
+    sums = label_smoothed_loss(states, weight, torch.tensor([1]), 0.1, ignored_id=-1, r_drop_alpha=1.0)
+    sums.smoothed.backward()
+    assert all(one.isfinite().all() for one in (*sums, states.grad, weight.grad))
+
+
 def test_by_hand() -> None:
     # Two classes, logits 2 and 0: p = e^2 / (e^2 + 1); epsilon 0.2 gives targets 0.9 and 0.1.
     states = torch.tensor([[2.0]], dtype=torch.float64)
@@ -100,7 +208,7 @@ def test_by_hand() -> None:
 def test_bf16_products_stay_near_float32(cached_rows: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For parts of a chunk, as on a CPU, and for all of it at once, as on a GPU."""
     if cached_rows is None:
-        monkeypatch.setattr(model.loss, "_choose_kernel", lambda *_: model.loss._over_classes)
+        monkeypatch.setattr(model.loss, "_in_cache", lambda kernel, *arguments: kernel(*arguments))
     hold_rows(99, cached_rows or 0, monkeypatch)
     states, weight, targets = problem(torch.float32)
     exact = label_smoothed_loss(states, weight, targets, 0.1, PAD)
@@ -142,20 +250,6 @@ def test_extreme_logits_stay_finite() -> None:
     assert sums.negative_log_likelihood.item() == pytest.approx(2e4, rel=1e-6)
     assert torch.isfinite(states.grad).all()
     assert torch.isfinite(weight.grad).all()
-
-
-class Products(TorchFunctionMode):
-    """Records the sizes of all matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[torch.Size] = []
-
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        result = function(*arguments, **options or {})
-        if "matmul" in function.__name__ and result.dim() == 2:
-            self.sizes.append(result.shape)
-        return result
 
 
 def test_validation_pays_for_no_gradient() -> None:
@@ -208,6 +302,15 @@ def test_rows_of_a_chunk_on_a_gpu_by_hand(
     properties = SimpleNamespace(total_memory=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert model.loss._chunk_rows(rows, 37_000, torch.device("cuda"), dtype, kernels) == expected
+
+
+def test_rows_of_a_chunk_of_two_passes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """148,000 bytes a row with Triton's kernel: 9,068 rows. 36 bytes a logit without it: 1,007 rows, so 25 chunks."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIGABYTE))
+    for kernels, expected in (("triton", 8_448), ("pytorch", 1_024)):
+        found = model.loss._chunk_rows(25_000, 37_000, torch.device("cuda"), torch.bfloat16, kernels, passes=2)
+        assert found == expected
+    assert model.loss._chunk_rows(25_000, 37_000, torch.device("cpu"), torch.bfloat16, "pytorch", passes=2) == 226
 
 
 def test_rows_of_a_chunk_on_a_cpu_by_hand() -> None:

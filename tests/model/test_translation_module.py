@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from data_module.batching.batch import PaddedBatch, RankBatch, SpecialIds
 from model.decoding import BeamSearch
+from model.loss import label_smoothed_loss
 from model.lr_schedule import SCHEDULES
 from model.optimizer import OPTIMIZERS
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
@@ -211,6 +212,37 @@ def test_a_step_without_a_finite_gradient_is_skipped(scale_loss: bool) -> None:
     # The loss scale is halved, and two finite steps are counted since.
     expected_state = {"skipped_steps": [1, 0]} | ({"loss_scale": [2.0**15, 2]} if scale_loss else {})
     assert checkpoint == expected_state
+
+
+def test_r_drop() -> None:
+    """Two passes over each micro-batch, whose dropout is that of one generator; validation has one."""
+    alpha = 4.0
+    module = make_module(replace(TRAINING, r_drop_alpha=alpha), dropout=0.3)
+    [batch, *_] = make_shares(1)[0].micro_batches
+    torch.manual_seed(5)
+    sums = module.losses(batch)
+    found = torch.autograd.grad(sums.smoothed, list(module.parameters()))
+    torch.manual_seed(5)
+    states = torch.stack([module.states(batch) for _ in range(2)])
+    assert not torch.equal(*states)
+    weight = module.network.embedding.weight
+    # test_loss.py compares this with the plain formula.
+    expected = label_smoothed_loss(states, weight, batch.target_output, 0.2, PAD, r_drop_alpha=alpha)
+    assert sums.smoothed.item() == expected.smoothed.item()
+    torch.testing.assert_close(found, torch.autograd.grad(expected.smoothed, list(module.parameters())))
+    module.eval()
+    single = label_smoothed_loss(module.states(batch), weight, batch.target_output, 0.2, PAD)
+    assert module.losses(batch).smoothed.item() == single.smoothed.item()
+
+
+def test_r_drop_without_a_divergence_is_a_plain_step() -> None:
+    """Without dropout both passes are the same, and weights, sums and gradient norm those of a single pass."""
+    module = make_module(replace(TRAINING, r_drop_alpha=4.0))
+    expected, found = train_plainly(module.network, 300), fit(module, make_shares(len(RATES)))
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, value in theirs.output.items():
+            assert float(ours.output[name]) == pytest.approx(float(value), rel=1e-4), name
+        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale_loss", [False, True])
