@@ -25,7 +25,8 @@ from model.settings import NetworkSettings
 from pipeline.benchmark.engines import require_transformers
 from pipeline.benchmark.side_by_side import LoopStep
 
-_SHARED = ("num_layers", "num_encoder_layers", "num_decoder_layers", "d_model", "d_ff", "num_heads", "dropout", "max_positions")
+_DEPTHS = ("num_layers", "num_encoder_layers", "num_decoder_layers")
+_SHARED = (*_DEPTHS, "d_model", "d_ff", "num_heads", "dropout", "max_positions")
 """Settings that the baselines support, or that have no effect without `learned_positions`; others are refused."""
 
 
