@@ -3,7 +3,9 @@
 These dataclasses are the recipe's schema. Their defaults are the paper's base model.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 SHORTEST = 16
 """Minimum number of tokens that a sentence counts as in a batch. A search's memory grows with its answers too."""
@@ -15,6 +17,10 @@ class NetworkSettings:
 
     num_layers: int = 6
     """Number of encoder layers and of decoder layers (N)."""
+    num_encoder_layers: int | None = None
+    """Number of encoder layers. If null, `num_layers`."""
+    num_decoder_layers: int | None = None
+    """Number of decoder layers. If null, `num_layers`."""
     d_model: int = 512
     """Width of embeddings and layers."""
     d_ff: int = 2048
@@ -43,6 +49,16 @@ class NetworkSettings:
     """Of the feed-forward networks: `relu`, or a name registered in `model.layers.ACTIVATIONS`."""
 
     @property
+    def encoder_layers(self) -> int:
+        """Number of encoder layers."""
+        return self.num_layers if self.num_encoder_layers is None else self.num_encoder_layers
+
+    @property
+    def decoder_layers(self) -> int:
+        """Number of decoder layers."""
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    @property
     def key_size(self) -> int:
         """Size of a head's keys."""
         return self.d_model // self.num_heads if self.d_k is None else self.d_k
@@ -56,7 +72,7 @@ class NetworkSettings:
         for name in ("num_layers", "d_model", "d_ff", "num_heads", "max_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"network.{name} {getattr(self, name)} is not 1 or more")
-        for name in ("d_k", "d_v"):
+        for name in ("num_encoder_layers", "num_decoder_layers", "d_k", "d_v"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ValueError(f"network.{name} {size} is not 1 or more")
@@ -68,6 +84,27 @@ class NetworkSettings:
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"network.{name} {getattr(self, name)} is not in [0, 1)")
+
+
+def changed_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the keys in which two networks differ.
+
+    If both have the same depths, the keys of depths do not differ: 12 encoder and 2 decoder layers may be written with
+    `num_layers` 12, 6 or 2.
+
+    Args:
+        one: a value for each field of `NetworkSettings`.
+        other: likewise.
+    """
+    changed = [key for key in {**other, **one} if one.get(key) != other.get(key)]
+    return [key for key in changed if key not in _DEPTH_KEYS or _depths(one) != _depths(other)]
+
+
+_DEPTH_KEYS = ("num_layers", "num_encoder_layers", "num_decoder_layers")
+
+
+def _depths(network: Mapping[str, Any]) -> list[int]:
+    return [network["num_layers"] if network[key] is None else network[key] for key in _DEPTH_KEYS[1:]]
 
 
 @dataclass(frozen=True)

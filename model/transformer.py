@@ -43,8 +43,8 @@ class Transformer(nn.Module):
             else SinusoidalPositions(d_model)
         )
         self.dropout = Dropout(settings.dropout)
-        self.encoder = nn.ModuleList([EncoderLayer(settings) for _ in range(settings.num_layers)])
-        self.decoder = nn.ModuleList([DecoderLayer(settings) for _ in range(settings.num_layers)])
+        self.encoder = nn.ModuleList([EncoderLayer(settings) for _ in range(settings.encoder_layers)])
+        self.decoder = nn.ModuleList([DecoderLayer(settings) for _ in range(settings.decoder_layers)])
         # Pre-norm leaves the output of the last layer unnormalized, so each stack ends with a norm.
         norm = NORMS[settings.norm] if settings.pre_norm else nn.Identity
         self.encoder_norm, self.decoder_norm = norm(d_model), norm(d_model)

@@ -25,7 +25,8 @@ from model.settings import NetworkSettings
 from pipeline.benchmark.engines import require_transformers
 from pipeline.benchmark.side_by_side import LoopStep
 
-_SHARED = ("num_layers", "d_model", "d_ff", "num_heads", "dropout", "max_positions")
+_DEPTHS = ("num_layers", "num_encoder_layers", "num_decoder_layers")
+_SHARED = (*_DEPTHS, "d_model", "d_ff", "num_heads", "dropout", "max_positions")
 """Settings that the baselines support, or that have no effect without `learned_positions`; others are refused."""
 
 
@@ -46,9 +47,9 @@ class TorchNetwork(nn.Module):
         self.positions = SinusoidalPositions(settings.d_model)
         self.dropout = nn.Dropout(settings.dropout)
         self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(**shape), settings.num_layers, enable_nested_tensor=False
+            nn.TransformerEncoderLayer(**shape), settings.encoder_layers, enable_nested_tensor=False
         )
-        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**shape), settings.num_layers)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**shape), settings.decoder_layers)
         for module in self.modules():
             if isinstance(module, nn.MultiheadAttention):
                 module.dropout = 0.0  # of attention weights
@@ -83,8 +84,8 @@ class MarianNetwork(nn.Module):
             transformers.MarianConfig(
                 vocab_size=vocabulary_size,
                 d_model=settings.d_model,
-                encoder_layers=settings.num_layers,
-                decoder_layers=settings.num_layers,
+                encoder_layers=settings.encoder_layers,
+                decoder_layers=settings.decoder_layers,
                 encoder_attention_heads=settings.num_heads,
                 decoder_attention_heads=settings.num_heads,
                 encoder_ffn_dim=settings.d_ff,

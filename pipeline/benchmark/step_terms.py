@@ -66,7 +66,9 @@ LATENCY_MICROSECONDS = Assumption("microseconds from one GPU to the next", 5.0)
 ASSUMPTIONS = (PRODUCT_SHARE, TILE_SHARE, BANDWIDTH_SHARE, HOST_MICROSECONDS, LINK_SHARE, LATENCY_MICROSECONDS)
 
 OPERATIONS = {"eager": 961, "compiled": 704}
-"""Operations of the device in a step of six layers and one micro-batch."""
+"""Operations of the device in a step of six encoder and six decoder layers and one micro-batch."""
+_COUNTED_SUB_LAYERS = 6 * (2 + 3)
+"""Sub-layers of that network. Networks of other depths are assumed to need as many operations a sub-layer."""
 KERNELS = ("pytorch", "triton")
 """For attention and the loss, as in `run.kernels`."""
 FLASH_TILE = 128
@@ -122,6 +124,11 @@ class Size(NamedTuple):
         return self.network.num_heads * self.network.key_size, self.network.num_heads * self.network.value_size
 
     @property
+    def sub_layers(self) -> int:
+        """Return the number of sub-layers: two in an encoder layer, three in a decoder layer."""
+        return 2 * self.network.encoder_layers + 3 * self.network.decoder_layers
+
+    @property
     def flops(self) -> float:
         """Return the FLOPs that the step needs, for MFU."""
         pair = np.array([self.sentence_tokens])
@@ -141,7 +148,7 @@ class Roofline(NamedTuple):
 
     def host_seconds(self) -> float:
         """Return the time in which the host launches a micro-batch's operations."""
-        operations = OPERATIONS["compiled"] * self.size.network.num_layers / 6
+        operations = OPERATIONS["compiled"] * self.size.sub_layers / _COUNTED_SUB_LAYERS
         return operations * HOST_MICROSECONDS.value / 1e6
 
     def step(self, micro_batches: int = 1) -> Step:
@@ -189,10 +196,12 @@ def products(size: Size) -> list[Work]:
     width, inner, (keys, values) = size.network.d_model, size.network.d_ff, size.head_sizes
     own = [(width, 2 * keys + values), (values, width), (width, inner), (inner, width)]
     cross = [(width, keys), (width, keys + values), (values, width)]
+    stacks = (own, size.network.encoder_layers), ([*own, *cross], size.network.decoder_layers)
     return [
         work
-        for inputs, outputs in (*own, *own, *cross)
-        for work in _linear(size.tokens, inputs, outputs, size.network.num_layers)
+        for shapes, layers in stacks
+        for inputs, outputs in shapes
+        for work in _linear(size.tokens, inputs, outputs, layers)
     ]
 
 
@@ -218,15 +227,16 @@ def flash_attention(size: Size) -> list[Work]:
     across = math.ceil(size.sentence_tokens / FLASH_TILE)
     sentences = size.tokens / size.sentence_tokens
     keys, values = size.head_sizes
-    # Number of tiles of a sentence and the width of the fused projection: encoder, decoder, cross-attention.
+    encoder_layers, decoder_layers = size.network.encoder_layers, size.network.decoder_layers
+    # Tiles of a sentence, width of the fused projection and number of layers: encoder, decoder, cross-attention.
     kinds = (
-        (across**2, 2 * keys + values),
-        (across * (across + 1) / 2, 2 * keys + values),
-        (across**2, keys + values),
+        (across**2, 2 * keys + values, encoder_layers),
+        (across * (across + 1) / 2, 2 * keys + values, decoder_layers),
+        (across**2, keys + values, decoder_layers),
     )
-    works, layers = [], size.network.num_layers
+    works = []
     states = float(_HALF * size.tokens * (keys + values))
-    for num_tiles, fused in kinds:
+    for num_tiles, fused, layers in kinds:
         tile = 2.0 * FLASH_TILE**2 * num_tiles * sentences
         works += [
             Work(tile * (keys + values), 2 * states, layers, TILE_SHARE.value),
@@ -244,19 +254,21 @@ def segment_attention(size: Size) -> list[Work]:
     queries, keys, values and the result's gradient twice and the result once, and write three gradients.
     """
     keys, values = size.head_sizes
-    layers, states = size.network.num_layers, float(_HALF * size.tokens * (keys + values))
+    encoder_layers, decoder_layers = size.network.encoder_layers, size.network.decoder_layers
+    states = float(_HALF * size.tokens * (keys + values))
     forward_keys, backward_keys = KEY_TILES
     works = []
-    for is_causal, kinds in ((False, 2), (True, 1)):
+    # Cross-attention is not causal either.
+    for is_causal, kernels in ((False, encoder_layers + decoder_layers), (True, decoder_layers)):
         forward = 2.0 * ROW_TILE * forward_keys * num_iterations(size, forward_keys, is_causal)
         # Causal queries attend to the keys before them, and keys to the queries behind them: as many.
         backward = 2.0 * ROW_TILE * backward_keys * num_iterations(size, backward_keys, is_causal)
         works += [
-            Work(forward * (keys + values), 2 * states, kinds * layers, TILE_SHARE.value),
+            Work(forward * (keys + values), 2 * states, kernels, TILE_SHARE.value),
             # Of queries: scores, gradients of the weights and of queries. It reads five states and writes one.
-            Work(backward * (2 * keys + values), 3 * states, kinds * layers, TILE_SHARE.value, in_backward=True),
+            Work(backward * (2 * keys + values), 3 * states, kernels, TILE_SHARE.value, in_backward=True),
             # Of keys: scores, gradients of the weights, of keys and of values. It reads four and writes two.
-            Work(backward * (2 * keys + 2 * values), 3 * states, kinds * layers, TILE_SHARE.value, in_backward=True),
+            Work(backward * (2 * keys + 2 * values), 3 * states, kernels, TILE_SHARE.value, in_backward=True),
         ]
     return works
 
@@ -314,15 +326,20 @@ def pointwise(size: Size) -> list[Work]:
       matrix      the gradient of the embedding matrix is set to zero for each side, and both are added to the loss's
     """
     network, (keys, values) = size.network, size.head_sizes
-    layers, width, inner = network.num_layers, network.d_model, network.d_ff
+    width, inner = network.d_model, network.d_ff
+    feed_forwards = network.encoder_layers + network.decoder_layers
+    # Self-attention everywhere, and the query, key and value projections of cross-attention in decoder layers.
+    attentions = network.encoder_layers + 2 * network.decoder_layers
     forward = (
-        2 * width * (_FLOAT + _MASK + _HALF) + 5 * layers * width * (4 * _HALF + _MASK) + 2 * layers * inner * 2 * _HALF
+        2 * width * (_FLOAT + _MASK + _HALF)
+        + size.sub_layers * width * (4 * _HALF + _MASK)
+        + feed_forwards * inner * 2 * _HALF
     )
     backward = (
-        5 * layers * width * (6 * _HALF + _MASK)
-        + 2 * layers * inner * 4 * _HALF
-        + layers * (2 * (2 * keys + values) + (2 * keys + values)) * _HALF
-        + width * (layers * _HALF + _FLOAT)
+        size.sub_layers * width * (6 * _HALF + _MASK)
+        + feed_forwards * inner * 4 * _HALF
+        + attentions * (2 * keys + values) * _HALF
+        + width * (network.decoder_layers * _HALF + _FLOAT)
         + 2 * width * (2 * _HALF + _MASK + 2 * _FLOAT)
     )
     matrix = size.vocabulary_size * width * (2 * _FLOAT + 2 * 3 * _FLOAT)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
-from model.settings import DecodingSettings, NetworkSettings
+from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint_files import AVERAGES, is_valid, latest_valid, step_of
 from pipeline.runtime.atomic_file import atomic_file, disk_full_error
@@ -216,7 +216,7 @@ def average(paths: list[Path]) -> dict[str, Any]:
     for path in paths[:-1]:
         other = read_checkpoint(path)
         parts = first["translation"], other["translation"]
-        fits = _shapes(first) == _shapes(other) and parts[0]["network"] == parts[1]["network"]
+        fits = _shapes(first) == _shapes(other) and not changed_keys(parts[0]["network"], parts[1]["network"])
         if not fits or not torch.equal(parts[0]["tokenizer"], parts[1]["tokenizer"]):
             raise InputError(f"{path}: has another network or vocabulary than {paths[-1]}; average one run only")
         for name, tensor in other["state_dict"].items():

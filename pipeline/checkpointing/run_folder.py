@@ -17,6 +17,7 @@ from data_module.atomic_folder import existing_parent, write_error
 from data_module.corpus.manifest import TEXT_KEYS, changed_texts
 from data_module.errors import InputError
 from model.lr_schedule import DECAY_TO_LAST_STEP
+from model.settings import changed_keys
 from pipeline.checkpointing.checkpoint_files import AVERAGES
 from pipeline.config.recipe import IGNORED_KEYS, Recipe, load_recipe
 from pipeline.runtime.atomic_file import atomic_file, is_temporary_file, remove_temporary_files
@@ -175,11 +176,13 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     config = path / "config.yaml"
     if not is_run(path):
         return [], []
-    written = yaml.safe_load(config.read_text())
+    written, new = yaml.safe_load(config.read_text()), recipe.as_dict()
     with suppress(InputError):  # A recipe that this version cannot read is compared as it is.
         # Settings that are newer than the run get their defaults.
         written = load_recipe([config]).as_dict()
-    before, now = _flat(written), _flat(recipe.as_dict())
+        if not changed_keys(written["network"], new["network"]):
+            written["network"] = new["network"]  # The same depths may be given by other keys.
+    before, now = _flat(written), _flat(new)
     forbidden: list[str] = []
     allowed: list[str] = []
     for key in sorted((before.keys() | now.keys()) - set(IGNORED_KEYS)):

@@ -51,7 +51,7 @@ class MonitoringSettings:
     attention_sentences: list[int] | None = None
     """Validation pairs whose attention is plotted; none if empty, two of the displayed samples if null."""
     attention_layers: list[int] | None = None
-    """Layers whose attention is plotted; the first and the last if null."""
+    """Layers whose attention is plotted, where encoder or decoder has them; the first and the last of each if null."""
     attention_heads: list[int] | None = None
     """Heads whose attention is plotted; the first eight if null."""
     embedding_pieces: int = 2000

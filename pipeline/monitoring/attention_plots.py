@@ -73,11 +73,16 @@ class AttentionPlots(Callback):
         self._samples, self._pieces = samples, tokenizer.pieces()
         self._sources = [ids.tolist() for ids in tokenizer.encode(sources)]
         self._pairs = self._default_pairs() if settings.attention_sentences is None else settings.attention_sentences
-        self._layers = settings.attention_layers or sorted({0, network.num_layers - 1})
+        depths = {"encoder": network.encoder_layers, "decoder": network.decoder_layers, "cross": network.decoder_layers}
+        # With other depths of encoder and decoder, a given layer may be in one of them only.
+        self._layers = {
+            kind: [layer for layer in settings.attention_layers or sorted({0, depth - 1}) if layer < depth]
+            for kind, depth in depths.items()
+        }
         self._heads = settings.attention_heads or list(range(min(network.num_heads, _MAX_HEADS)))
         limits = {
             "attention_sentences": (self._pairs, len(sources)),
-            "attention_layers": (self._layers, network.num_layers),
+            "attention_layers": (settings.attention_layers or [], max(depths.values())),
             "attention_heads": (self._heads, network.num_heads),
         }
         for name, (indices, count) in limits.items():
@@ -135,9 +140,11 @@ class AttentionPlots(Callback):
                     labels[rows],
                     labels[columns],
                 )
-                for layer in self._layers
+                for layer in self._layers[kind]
                 for head in self._heads
             ]
+            if not panels:
+                continue
             title = f"{kind} attention, validation pair {pair}\n{description}" + (f"\n{note}" if note else "")
             image = draw_panels(title, panels, min(_PANELS_PER_LINE, len(self._heads)))
             log.add_image(f"validation_attention/{kind}_{number}", image, step)

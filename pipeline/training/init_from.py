@@ -8,6 +8,7 @@ from data_module.corpus.checks import check_tokenizer
 from data_module.corpus.manifest import is_corpus, read_manifest
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
+from model.settings import changed_keys
 from pipeline.config.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
     part = contents["translation"]
     theirs, ours = part["network"], asdict(recipe.network)
     different = [
-        f"network.{key} {theirs[key]} there, {ours[key]} here"
-        for key in ours
-        if theirs[key] != ours[key] and key not in _MAY_DIFFER
+        f"network.{key} {theirs.get(key)} there, {ours.get(key)} here"
+        for key in changed_keys(theirs, ours)
+        if key not in _MAY_DIFFER
     ]
     if different:
         raise InputError(

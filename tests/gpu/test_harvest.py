@@ -45,7 +45,9 @@ def test_every_stage_writes_its_results(tmp_path: Path) -> None:
     loss = found(output, "loss")
     assert [one["kernels"] for one in loss] == ["triton", "pytorch"] * 2
     assert all(one["peak_memory_bytes"] > 0 for one in loss)
-    assert all(one["tokens_per_second"] > 0 for one in found(output, "decoding"))
+    decoding = found(output, "decoding")
+    assert [one["layers"] for one in decoding] == ["1+1"] * 4 + ["12+2"] * 4
+    assert all(one["tokens_per_second"] > 0 for one in decoding)
     steps = [one for one in found(output, "base") if one["name"] == "step"]
     assert [Case(*(one[key] for key in Case._fields)) for one in steps] == CASES["base"]
     for one in steps:

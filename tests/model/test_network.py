@@ -41,6 +41,30 @@ def copy_attention(own: SelfAttention | CrossAttention, theirs: nn.MultiheadAtte
     theirs.out_proj.bias.data.copy_(own.output.bias.data)
 
 
+def copy_encoder_layer(own: EncoderLayer, theirs: nn.TransformerEncoderLayer) -> None:
+    copy_attention(own.self_attention, theirs.self_attn)
+    for mine, other in (
+        (own.feed_forward.inner, theirs.linear1),
+        (own.feed_forward.outer, theirs.linear2),
+        (own.self_attention_residual.norm, theirs.norm1),
+        (own.feed_forward_residual.norm, theirs.norm2),
+    ):
+        other.load_state_dict(mine.state_dict())
+
+
+def copy_decoder_layer(own: DecoderLayer, theirs: nn.TransformerDecoderLayer) -> None:
+    copy_attention(own.self_attention, theirs.self_attn)
+    copy_attention(own.cross_attention, theirs.multihead_attn)
+    for mine, other in (
+        (own.feed_forward.inner, theirs.linear1),
+        (own.feed_forward.outer, theirs.linear2),
+        (own.self_attention_residual.norm, theirs.norm1),
+        (own.cross_attention_residual.norm, theirs.norm2),
+        (own.feed_forward_residual.norm, theirs.norm3),
+    ):
+        other.load_state_dict(mine.state_dict())
+
+
 def randomise(module: nn.Module) -> None:
     """Set biases and norms too. With their initial values, an implementation without them would pass."""
     generator = torch.Generator().manual_seed(11)
@@ -58,14 +82,7 @@ def test_encoder_layer_equals_torch(pre_norm: bool, padded: bool, training: bool
     theirs = nn.TransformerEncoderLayer(16, 4, 24, 0.0, batch_first=True, norm_first=pre_norm).double().train(training)
     if training:  # on the output of each sub-layer, as in section 5.4
         theirs.dropout1, theirs.dropout2 = Dropout(0.4), Dropout(0.4)
-    copy_attention(own.self_attention, theirs.self_attn)
-    for mine, other in (
-        (own.feed_forward.inner, theirs.linear1),
-        (own.feed_forward.outer, theirs.linear2),
-        (own.self_attention_residual.norm, theirs.norm1),
-        (own.feed_forward_residual.norm, theirs.norm2),
-    ):
-        other.load_state_dict(mine.state_dict())
+    copy_encoder_layer(own, theirs)
     x = torch.randn(3, 7, 16, dtype=torch.float64)
     allowed = torch.arange(7) < torch.tensor([[7], [4], [2]]) if padded else None
     mask = allowed[:, None, None, :] if allowed is not None else None
@@ -86,16 +103,7 @@ def test_decoder_layer_equals_torch(pre_norm: bool, training: bool) -> None:
     theirs = nn.TransformerDecoderLayer(16, 4, 24, 0.0, batch_first=True, norm_first=pre_norm).double().train(training)
     if training:
         theirs.dropout1, theirs.dropout2, theirs.dropout3 = Dropout(0.4), Dropout(0.4), Dropout(0.4)
-    copy_attention(own.self_attention, theirs.self_attn)
-    copy_attention(own.cross_attention, theirs.multihead_attn)
-    for mine, other in (
-        (own.feed_forward.inner, theirs.linear1),
-        (own.feed_forward.outer, theirs.linear2),
-        (own.self_attention_residual.norm, theirs.norm1),
-        (own.cross_attention_residual.norm, theirs.norm2),
-        (own.feed_forward_residual.norm, theirs.norm3),
-    ):
-        other.load_state_dict(mine.state_dict())
+    copy_decoder_layer(own, theirs)
     x, memory = torch.randn(3, 5, 16, dtype=torch.float64), torch.randn(3, 7, 16, dtype=torch.float64)
     allowed = torch.arange(7) < torch.tensor([[7], [4], [2]])
     causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
@@ -104,6 +112,46 @@ def test_decoder_layer_equals_torch(pre_norm: bool, training: bool) -> None:
     torch.manual_seed(7)
     expected = theirs(x, memory, tgt_mask=causal, memory_key_padding_mask=~allowed)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+@pytest.mark.parametrize(
+    ("given", "encoder", "decoder"),
+    [
+        ({"num_layers": 2}, 2, 2),
+        ({"num_encoder_layers": 3, "num_decoder_layers": 1}, 3, 1),
+        ({"num_layers": 3, "num_decoder_layers": 1}, 3, 1),
+        ({"num_layers": 3, "num_encoder_layers": 1}, 1, 3),
+    ],
+)
+def test_stacks_equal_torchs_of_their_depths(given: dict[str, int], encoder: int, decoder: int, pre_norm: bool) -> None:
+    own = network(NetworkSettings(d_model=16, d_ff=24, num_heads=4, dropout=0.0, pre_norm=pre_norm, **given))
+    randomise(own)
+    shape = {"dropout": 0.0, "batch_first": True, "norm_first": pre_norm, "dtype": torch.float64}
+    norms = [nn.LayerNorm(16, dtype=torch.float64) if pre_norm else None for _ in range(2)]
+    encoders = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, 24, **shape), encoder, norms[0], enable_nested_tensor=False
+    ).eval()
+    decoders = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 24, **shape), decoder, norms[1]).eval()
+    for mine, theirs in zip(own.encoder, encoders.layers, strict=True):
+        copy_encoder_layer(mine, theirs)
+    for mine, theirs in zip(own.decoder, decoders.layers, strict=True):
+        copy_decoder_layer(mine, theirs)
+    for norm, stack in ((own.encoder_norm, encoders), (own.decoder_norm, decoders)):
+        if stack.norm is not None:
+            stack.norm.load_state_dict(norm.state_dict())
+    source, target = ids(3, 7), ids(3, 5)
+    allowed = torch.arange(7) < torch.tensor([[7], [4], [2]])
+    causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    memory = encoders(own.embed(source, 0), src_key_padding_mask=~allowed)
+    expected = decoders(own.embed(target, 0), memory, tgt_mask=causal, memory_key_padding_mask=~allowed)
+    torch.testing.assert_close(own(source, target, allowed), expected, rtol=0, atol=1e-10)
+    # The same position by position, from the cache.
+    cache = own.init_cache(own.encode(source, allowed), 5)
+    assert len(cache) == decoder
+    for position in range(5):
+        states = own.decode_step(target[:, position, None], position, position, cache, allowed, None)
+        torch.testing.assert_close(states, expected[:, position, None], rtol=0, atol=1e-10)
 
 
 def test_attention_by_hand() -> None:
@@ -179,7 +227,12 @@ def test_learned_positions_end() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
-    [(NetworkSettings(), 63_082_496), (NetworkSettings(d_model=1024, d_ff=4096, num_heads=16), 214_245_376)],
+    [
+        (NetworkSettings(), 63_082_496),
+        (NetworkSettings(d_model=1024, d_ff=4096, num_heads=16), 214_245_376),
+        # 37,000 x 512 embeddings, twelve encoder layers of 3,152,384 and two decoder layers of 4,204,032.
+        (NetworkSettings(num_encoder_layers=12, num_decoder_layers=2), 65_180_672),
+    ],
 )
 def test_parameter_counts(settings: NetworkSettings, expected: int) -> None:
     with torch.device("meta"):
@@ -322,6 +375,11 @@ def test_attention_maps_are_what_the_network_attends_to() -> None:
     # Later passes are not recorded, and no autograd graph is kept.
     net(source, target, mask)
     assert all(len(layers) == 2 and not layers[0].requires_grad for layers in maps.values())
+
+
+def test_attention_maps_of_other_depths() -> None:
+    maps = attention_maps(network(replace(TINY, num_encoder_layers=3, num_decoder_layers=1)), ids(1, 5), ids(1, 3))
+    assert {kind: len(layers) for kind, layers in maps.items()} == {"encoder": 3, "decoder": 1, "cross": 1}
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:

@@ -34,6 +34,7 @@ VARIANTS = {
     "pre-norm": {"pre_norm": True},
     "learned": {"learned_positions": True, "max_positions": 400},
     "other keys": {"d_k": 5, "d_v": 7},
+    "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
 }
 
 

@@ -1,10 +1,11 @@
 """The defaults are the paper's base model, and values that are out of bounds are refused."""
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings, changed_keys
 
 
 def test_defaults_are_the_papers() -> None:
@@ -28,6 +29,8 @@ def test_defaults_are_the_papers() -> None:
     ("settings", "section", "allowed", "refused"),
     [
         (NetworkSettings, "network", {"num_layers": 1}, {"num_layers": 0}),
+        (NetworkSettings, "network", {"num_encoder_layers": 1}, {"num_encoder_layers": 0}),
+        (NetworkSettings, "network", {"num_decoder_layers": 1}, {"num_decoder_layers": -2}),
         (NetworkSettings, "network", {"d_model": 8}, {"d_model": 0}),
         (NetworkSettings, "network", {"d_ff": 1}, {"d_ff": 0}),
         (NetworkSettings, "network", {"num_heads": 1}, {"num_heads": 0}),
@@ -72,6 +75,42 @@ def test_the_peak_of_a_schedule() -> None:
     with pytest.raises(ValueError, match=r"peak_learning_rate has no effect .*learning_rate_factor instead"):
         TrainingSettings(peak_learning_rate=1e-3)
     TrainingSettings(schedule="registered elsewhere", peak_learning_rate=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "encoder", "decoder"),
+    [
+        ({}, 6, 6),
+        ({"num_layers": 3}, 3, 3),
+        ({"num_encoder_layers": 12}, 12, 6),
+        ({"num_layers": 4, "num_decoder_layers": 1}, 4, 1),
+        ({"num_layers": 4, "num_encoder_layers": 12, "num_decoder_layers": 2}, 12, 2),
+    ],
+)
+def test_depths(given: dict[str, int], encoder: int, decoder: int) -> None:
+    settings = NetworkSettings(**given)
+    assert (settings.encoder_layers, settings.decoder_layers) == (encoder, decoder)
+
+
+def test_changed_keys_are_those_that_make_another_network() -> None:
+    deep = NetworkSettings(num_encoder_layers=12, num_decoder_layers=2)
+    for same in (
+        deep,
+        replace(deep, num_layers=3),
+        NetworkSettings(num_layers=12, num_decoder_layers=2),
+        NetworkSettings(num_layers=2, num_encoder_layers=12),
+    ):
+        assert changed_keys(asdict(deep), asdict(same)) == []
+    for other, keys in (
+        (NetworkSettings(), ["num_encoder_layers", "num_decoder_layers"]),
+        (NetworkSettings(num_encoder_layers=2, num_decoder_layers=12), ["num_encoder_layers", "num_decoder_layers"]),
+        (NetworkSettings(num_layers=12), ["num_layers", "num_encoder_layers", "num_decoder_layers"]),
+        (replace(deep, num_decoder_layers=3), ["num_decoder_layers"]),
+        (replace(deep, num_layers=3, d_ff=5), ["d_ff"]),
+    ):
+        assert changed_keys(asdict(deep), asdict(other)) == keys
+    newer = {**asdict(deep), "from_a_newer_version": 1}
+    assert changed_keys(newer, asdict(deep)) == changed_keys(asdict(deep), newer) == ["from_a_newer_version"]
 
 
 def test_heads_share_the_width() -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -71,10 +72,12 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pre_norm", [False, True])
-def test_weights_converted_for_transformers(tmp_path: Path, pre_norm: bool) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"pre_norm": True}, {"num_encoder_layers": 3, "num_decoder_layers": 1}], ids=str
+)
+def test_weights_converted_for_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
     tokenizer = Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
-    network = make_network(1, d_model=32, d_ff=48, num_heads=4, pre_norm=pre_norm)
+    network = make_network(1, d_model=32, d_ff=48, num_heads=4, **settings)
     with torch.no_grad():
         for parameter in network.parameters():
             # Biases and norms as well, so that a missing one is detected.

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from pipeline.profiling.flops import training_flops
 from pipeline.profiling.stopwatch import PeakMemory, Stopwatch
 
 SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
+DEEP = replace(SETTINGS, num_encoder_layers=3, num_decoder_layers=1)
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2)
 PIECES = 50
 NETWORK_FIGURES = {
@@ -145,7 +146,7 @@ def batch(padded: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     return source, target[:, :-1], target[:, 1:], source != SPECIAL.pad if padded else None
 
 
-def with_weights_of(ours: Transformer) -> TorchNetwork:
+def with_weights_of(ours: Transformer, settings: NetworkSettings) -> TorchNetwork:
     """Return the torch baseline with our weights."""
 
     def copy(theirs: nn.Module, mine: nn.Module) -> None:
@@ -157,7 +158,7 @@ def with_weights_of(ours: Transformer) -> TorchNetwork:
         theirs.in_proj_bias.data = torch.cat([linear.bias.data for linear in inward])
         copy(theirs.out_proj, mine.output)
 
-    network = TorchNetwork(PIECES, SETTINGS)
+    network = TorchNetwork(PIECES, settings)
     copy(network.embedding, ours.embedding)
     for stack, mine_stack in ((network.encoder.layers, ours.encoder), (network.decoder.layers, ours.decoder)):
         for theirs, mine in zip(stack, mine_stack, strict=True):
@@ -173,10 +174,11 @@ def with_weights_of(ours: Transformer) -> TorchNetwork:
     return network
 
 
+@pytest.mark.parametrize("settings", [SETTINGS, DEEP], ids=["2+2", "3+1"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_torch_baseline_is_the_same_function(padded: bool) -> None:
-    ours = Transformer(PIECES, SETTINGS)
-    theirs = with_weights_of(ours)
+def test_torch_baseline_is_the_same_function(padded: bool, settings: NetworkSettings) -> None:
+    ours = Transformer(PIECES, settings)
+    theirs = with_weights_of(ours, settings)
     source, target, output, mask = batch(padded)
     states = ours(source, target, mask)
     logits = theirs(source, target, mask)
@@ -189,10 +191,11 @@ def test_torch_baseline_is_the_same_function(padded: bool) -> None:
     torch.testing.assert_close(ours.embedding.weight.grad, theirs.embedding.weight.grad, rtol=1e-3, atol=1e-4)
 
 
-def test_baselines_have_our_size_and_our_dropout() -> None:
-    ours = sum(p.numel() for p in Transformer(PIECES, SETTINGS).parameters())
+@pytest.mark.parametrize("settings", [SETTINGS, DEEP], ids=["2+2", "3+1"])
+def test_baselines_have_our_size_and_our_dropout(settings: NetworkSettings) -> None:
+    ours = sum(p.numel() for p in Transformer(PIECES, settings).parameters())
     for name in ("torch", "marian"):
-        network = baseline_network(name, PIECES, SETTINGS, SPECIAL, longest=20)
+        network = baseline_network(name, PIECES, settings, SPECIAL, longest=20)
         assert sum(p.numel() for p in network.parameters() if p.requires_grad) == ours
         source, target, output, mask = batch(padded=True)
         network.train()
@@ -213,14 +216,18 @@ def test_flops_by_hand() -> None:
     output = 2 * 2 * 4 * 7
     counted = training_flops(settings, 7, np.array([3]), np.array([2]))
     assert counted == 3 * (encoder + decoder + cross + output)
+    deep = replace(settings, num_encoder_layers=5, num_decoder_layers=2)
+    counted = training_flops(deep, 7, np.array([3]), np.array([2]))
+    assert counted == 3 * (5 * encoder + 2 * (decoder + cross) + output)
 
 
-def test_flops_as_pytorch_counts_them() -> None:
-    network = TorchNetwork(PIECES, SETTINGS)
+@pytest.mark.parametrize("settings", [SETTINGS, DEEP], ids=["2+2", "3+1"])
+def test_flops_as_pytorch_counts_them(settings: NetworkSettings) -> None:
+    network = TorchNetwork(PIECES, settings)
     source, target, output, _ = batch(padded=False)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         cross_entropy(SPECIAL.pad, 0.1)(network(source, target, None), output).backward()
-    counted = training_flops(SETTINGS, PIECES, np.full(3, source.size(1)), np.full(3, target.size(1)))
+    counted = training_flops(settings, PIECES, np.full(3, source.size(1)), np.full(3, target.size(1)))
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 

@@ -64,13 +64,31 @@ def test_a_moved_checkpoint_can_be_loaded(finished_run: Path, tmp_path: Path) ->
 def test_newer_settings_have_their_defaults(finished_run: Path, tmp_path: Path) -> None:
     contents = torch.load(step_path(finished_run, 240), weights_only=True)
     complete = contents["translation"]["network"]
-    contents["translation"]["network"] = {key: value for key, value in complete.items() if key != "norm"}
+    newer = ("norm", "num_encoder_layers", "num_decoder_layers")
+    contents["translation"]["network"] = {key: value for key, value in complete.items() if key not in newer}
     write_atomic(contents, tmp_path / "older.ckpt")
     assert read_checkpoint(tmp_path / "older.ckpt")["translation"]["network"] == complete
     contents["translation"]["network"]["norm"] = "rms"
     write_atomic(contents, tmp_path / "extended.ckpt")
     with pytest.raises(InputError, match=r"extended\.ckpt: network\.norm 'rms' is not registered; "):
         load_model(tmp_path / "extended.ckpt")
+
+
+def test_depths_may_be_written_in_two_ways_within_a_run(finished_run: Path, tmp_path: Path) -> None:
+    paths = step_checkpoints(finished_run)[:2]
+    contents = torch.load(paths[0], weights_only=True)
+    network = contents["translation"]["network"]
+    assert network["num_layers"] == 1
+    network |= {"num_layers": 5, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    write_atomic(contents, tmp_path / "other.ckpt")
+    assert len(load_model(tmp_path / "other.ckpt").network.decoder) == 1
+    assert average([tmp_path / "other.ckpt", paths[1]])["averaged"] == ["other.ckpt", paths[1].name]
+    network["num_encoder_layers"] = 2
+    write_atomic(contents, tmp_path / "deeper.ckpt")
+    with pytest.raises(InputError, match=r"deeper\.ckpt: has another network or vocabulary than "):
+        average([tmp_path / "deeper.ckpt", paths[1]])
+    with pytest.raises(InputError, match=r"deeper\.ckpt: its weights do not match its own settings "):
+        load_model(tmp_path / "deeper.ckpt")
 
 
 def test_the_size_of_a_checkpoint_is_that_of_weights_and_moments(trained_run: Path) -> None:

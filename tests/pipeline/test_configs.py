@@ -54,6 +54,7 @@ PARAMETERS = {
     "wmt14_en_fr_big": (209_125_376, None),
     "wmt14_en_de_many_gpus": (214_245_376, None),
     "wmt14_en_de_record": (214_249_472, None),
+    "deep_encoder": (65_180_672, None),
 }
 """Parameter counts computed by hand, and the count in millions of the paper's Table 3, if given.
 
@@ -79,10 +80,16 @@ def test_loads(path: Path) -> None:
         assert any(f"{command} {own}" in path.read_text() for command in ("fit --config", "slurm/train.sbatch"))
 
 
-def test_parameters_covers_every_paper_recipe() -> None:
-    assert {name_of(path) for path in RECIPES if "wmt14" in path.stem or path.parent.name == "table3"} == set(
-        PARAMETERS
-    )
+def test_parameters_covers_every_recipe_of_wmt14() -> None:
+    folders = {path: load_recipe([path]).corpus.folder for path in RECIPES}
+    assert {name_of(path) for path, folder in folders.items() if folder.startswith("data/wmt14/")} == set(PARAMETERS)
+
+
+def test_the_deep_encoder_differs_from_base_in_its_depths() -> None:
+    deep, base = (load_recipe([CONFIGS / f"{name}.yaml"]) for name in ("deep_encoder", "wmt14_en_de_base"))
+    assert (deep.network.encoder_layers, deep.network.decoder_layers) == (12, 2)
+    assert replace(deep, name=base.name, network=base.network) == base
+    assert replace(deep.network, num_encoder_layers=None, num_decoder_layers=None) == base.network
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

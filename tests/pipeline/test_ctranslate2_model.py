@@ -22,6 +22,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "paper": {},
     "pre-norm": {"pre_norm": True},
     "learned": {"learned_positions": True, "max_positions": 64},
+    "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
 }
 
 

@@ -26,6 +26,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pre-norm": {"pre_norm": True},
     "learned": {"learned_positions": True, "max_positions": 24},
     "d_k": {"d_k": 6, "d_v": 10},
+    "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
+    "deep decoder": {"num_encoder_layers": 1, "num_decoder_layers": 3, "pre_norm": True},
 }
 TEXT = Text("letters", [" ".join(LETTERS[: 2 + i % 6][i % 2 :]) for i in range(12)], None)
 

@@ -269,6 +269,8 @@ MAY_NOT_CHANGE = {
     "batches.batch_tokens": 50000,
     "corpus.max_tokens": 9,
     "network.dropout": 0.5,
+    "network.num_encoder_layers": 9,
+    "network.num_decoder_layers": 9,
     "training.warmup_steps": 9,
 }
 
@@ -290,6 +292,27 @@ def test_which_settings_a_run_may_change(recipe: Recipe) -> None:
     for lines, expected in ((forbidden, MAY_NOT_CHANGE), (allowed, MAY_CHANGE)):
         assert [line.split(" ")[0] for line in lines] == sorted(expected)
         assert all(line.endswith(f" -> {expected[line.split(' ')[0]]}") for line in lines)
+
+
+def test_depths_may_be_written_in_two_ways(recipe: Recipe) -> None:
+    folder = RunFolder(recipe.run_folder())
+    folder.write_config(recipe, b"")
+    folder.close()
+    depth = recipe.network.num_layers
+
+    def forbidden(**depths: int) -> list[str]:
+        return differences(folder.path, replace(recipe, network=replace(recipe.network, **depths)))[0]
+
+    assert forbidden(num_encoder_layers=depth) == []
+    assert forbidden(num_layers=9, num_encoder_layers=depth, num_decoder_layers=depth) == []
+    assert forbidden(num_decoder_layers=1) == ["network.num_decoder_layers null -> 1"]
+    # A run of an earlier version does not have these keys.
+    config = folder.path / "config.yaml"
+    values = yaml.safe_load(config.read_text())
+    del values["network"]["num_encoder_layers"], values["network"]["num_decoder_layers"]
+    config.write_text(yaml.safe_dump(values))
+    assert forbidden() == []
+    assert forbidden(num_encoder_layers=depth + 1) == [f"network.num_encoder_layers null -> {depth + 1}"]
 
 
 def test_a_key_without_effect_never_refuses_a_resume(recipe: Recipe) -> None:

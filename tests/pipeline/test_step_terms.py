@@ -19,6 +19,7 @@ aten = torch.ops.aten
 BASE = Size(NetworkSettings(), vocabulary_size=37_000, tokens=25_000)
 BIG = Size(NetworkSettings(d_model=1024, d_ff=4096, num_heads=16), vocabulary_size=37_000, tokens=25_000)
 ODD = Size(NetworkSettings(num_layers=3, d_model=24, d_ff=40, num_heads=2, d_k=6, d_v=10), 50, 60, sentence_tokens=20)
+DEEP = BASE._replace(network=NetworkSettings(num_encoder_layers=12, num_decoder_layers=2))
 ROUND = Gpu("round figures", 1e12, 1e12, 80e9, 1e11, 1e10)
 """Attains 0.7 TFLOP/s in products, 0.15 in attention, and 0.8 TB/s."""
 
@@ -42,7 +43,14 @@ def product_flops(compute: Callable[[], Tensor]) -> tuple[float, float]:
     return one, other
 
 
-@pytest.mark.parametrize("size", [ODD, Size(NetworkSettings(num_layers=2), 100, 40)])
+@pytest.mark.parametrize(
+    "size",
+    [
+        ODD,
+        Size(NetworkSettings(num_layers=2), 100, 40),
+        Size(NetworkSettings(num_encoder_layers=3, num_decoder_layers=1), 100, 40),
+    ],
+)
 def test_products_are_those_that_pytorch_counts(size: Size) -> None:
     network, ids = Transformer(size.vocabulary_size, size.network), torch.zeros(1, size.tokens, dtype=torch.long)
     forward, backward = product_flops(lambda: network(ids, ids))
@@ -65,6 +73,31 @@ def test_the_products_of_base_by_hand() -> None:
         assert inner.flops == 2 * 25_000 * 512 * 2048
         assert inner.num_bytes == 2 * 25_000 * (512 + 2048) + weight * 512 * 2048
         assert inner.in_backward == (number > 0)
+
+
+def test_a_deep_encoder_by_hand() -> None:
+    """12 encoder and 2 decoder layers, by the sums of the tests of base."""
+    assert flops(step_terms.products(DEEP)) == 3 * 2 * 25_000 * (12 * 12 + 2 * 16) * 512**2
+    # 12 attentions in the encoder, 2 in the decoder and 2 over the encoder's output; 14 fused queries, keys and values
+    # and 2 keys and values.
+    term = step_terms.flash_attention(DEEP)
+    assert flops(term) == pytest.approx(7 * 2 * 128 * 128 * 64 * 16 * 8 * 25_000 / 27)
+    assert num_bytes(term, in_backward=False) == 16 * 25_000 * 512 * 2 * 4
+    assert num_bytes(term, in_backward=True) == 25_000 * 512 * 2 * (16 * 8 + 2 * (14 * 3 + 2 * 2))
+    # Sentences of 256 have 2 x 2 tiles, 3 of them below the diagonal or on it.
+    long = step_terms.flash_attention(DEEP._replace(tokens=2_560, sentence_tokens=256.0))
+    assert flops(long) == 7 * 2 * 128 * 128 * 64 * 8 * 10 * (14 * 4 + 2 * 3)
+    # One sentence of 128: its two tiles of rows meet 2 keys' tiles, or 1 and 2 if causal; 32 keys at a time backward.
+    term = step_terms.segment_attention(DEEP._replace(tokens=128, sentence_tokens=128.0))
+    forward, backward = (flops([work for work in term if work.in_backward is one]) for one in (False, True))
+    assert forward == (14 * 4 + 2 * 3) * 2 * 64 * 64 * 2 * 512
+    assert backward == (14 * 8 + 2 * 6) * 2 * 64 * 32 * 7 * 512
+    # 30 residuals as in base, but 14 inner layers; biases of 14 fused projections of three widths and, in
+    # cross-attention, 2 of one and 2 of two; the gradient of the encoder's output from 2 layers.
+    forward_work, backward_work, _ = step_terms.pointwise(DEEP)
+    assert forward_work.num_bytes == 25_000 * 512 * (2 * 7 + 30 * 9 + 14 * 4 * 4)
+    assert backward_work.num_bytes == 25_000 * 512 * (30 * 13 + 14 * 4 * 8 + (42 + 2 + 4) * 2 + 2 * 2 + 4 + 2 * 13)
+    assert sum(step_terms.parameter_sizes(DEEP.network, 37_000)) == 65_180_672
 
 
 def test_work_takes_the_longer_of_arithmetic_and_memory() -> None:
@@ -187,6 +220,10 @@ def test_a_step_is_the_sum_of_its_terms() -> None:
     assert one.step() == Step(pytest.approx(0.6), pytest.approx(0.2), pytest.approx(0.3), 1, pytest.approx(0.006336))
     assert one.step().own_seconds() == pytest.approx(0.6)
     # Of 12 layers there are twice as many; a hundred micro-batches have 1.3 s of them.
+    # 12 encoder and 2 decoder layers have as many sub-layers as six of each; 3 and 1 have 9 of 30.
+    for encoder, decoder, launches in ((12, 2, 0.006336), (3, 1, 0.3 * 0.006336)):
+        depths = NetworkSettings(num_encoder_layers=encoder, num_decoder_layers=decoder)
+        assert line(*works, network=depths).host_seconds() == pytest.approx(launches)
     deep = line(*works, network=NetworkSettings(num_layers=12)).step(micro_batches=100)
     assert deep.own_seconds() == pytest.approx(1.2672)
     assert deep.own_seconds(3) == pytest.approx(34 * 0.012672)  # the device needs 0.4 s

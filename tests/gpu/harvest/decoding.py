@@ -1,5 +1,6 @@
-"""Stage `decoding`: beam search with a network of the base model's size and beam 4, on synthetic sources."""
+"""Stage `decoding`: beam search with networks of the base model's size and beam 4, on synthetic sources."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,14 @@ EXTRA_TOKENS = 5
 
 def run(job: Job) -> None:
     """Run the stage. The weights are random, so nearly all answers reach their limit, source length + 5."""
-    settings, pieces = NetworkSettings(), 37_000
+    base, pieces = NetworkSettings(), 37_000
     if job.tiny:
-        settings, pieces = NetworkSettings(num_layers=1, d_model=16, d_ff=16, num_heads=2), 100
+        base, pieces = NetworkSettings(num_layers=1, d_model=16, d_ff=16, num_heads=2), 100
+    for settings in (base, replace(base, num_encoder_layers=12, num_decoder_layers=2)):
+        _run(job, settings, pieces)
+
+
+def _run(job: Job, settings: NetworkSettings, pieces: int) -> None:
     torch.manual_seed(1)
     network = Transformer(pieces, settings).to(job.device)
     for dtype in (torch.bfloat16, torch.float32):
@@ -27,6 +33,7 @@ def run(job: Job) -> None:
             job.attempt(
                 "beam 4",
                 lambda s=search, n=sentences: _measured(job, s, n),
+                layers=f"{settings.encoder_layers}+{settings.decoder_layers}",
                 weights=str(dtype).removeprefix("torch."),
                 sentences=sentences,
             )
