@@ -71,7 +71,7 @@ def _progress(settings: TrainingSettings, step: int, max_steps: int) -> float:
     return min(1.0, (step - settings.warmup_steps) / (max_steps + 1 - settings.warmup_steps))
 
 
-DECAY_TO_LAST_STEP = ("linear", "cosine")
+DECAY_TO_LAST_STEP = {"linear", "cosine"}
 """Schedules that depend on `trainer.max_steps`, which therefore must stay as it is when a run is resumed."""
 
 SCHEDULES: Registry[Callable[[TrainingSettings, int, int], Schedule]] = Registry(

@@ -14,7 +14,7 @@ from pipeline.config.recipe import Recipe
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MAY_DIFFER = ("dropout",)
+_MAY_DIFFER = ("dropout", "attention_dropout", "activation_dropout")
 """Network settings that affect neither the weights' shapes nor what they compute."""
 
 
