@@ -139,7 +139,8 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
         say(f"the validation text's references {warning}")
     text_sources = data.validation_sources()
     samples = ValidationSamples(sources, references, tokenizer, bleu_tokenizer=bleu, text_sources=text_sources)
-    flops = flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
+    num_passes = 2 if recipe.training.r_drop_alpha else 1
+    flops = num_passes * flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
     monitor = TrainingMonitor(recipe.run.log_every_steps, flops)
     callbacks: list[Callback] = [
         MemoryProbe(data),

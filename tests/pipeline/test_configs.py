@@ -10,6 +10,7 @@ import yaml
 
 from data_module.noise.noise import NOISE_KINDS
 from model.loss import label_smoothed_loss
+from model.lr_schedule import build_schedule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from pipeline.config.recipe import Recipe, load_recipe
@@ -155,20 +156,26 @@ def test_a_row_changes_only_its_section(path: Path) -> None:
 
 
 def peak_learning_rate(recipe: Recipe) -> float:
-    """Return the learning rate of section 5.3's schedule at the end of warm-up."""
-    settings = recipe.training
-    return float(settings.learning_rate_factor * (recipe.network.d_model * settings.warmup_steps) ** -0.5)
+    """Return the learning rate at the end of the warm-up, which is the highest one."""
+    schedule = build_schedule(recipe.training, recipe.network.d_model, recipe.trainer["max_steps"])
+    warmup_steps = recipe.training.warmup_steps
+    assert schedule(warmup_steps) > max(schedule(warmup_steps - 1), schedule(warmup_steps + 1))
+    return schedule(warmup_steps)
 
 
 def test_modern_recipes_have_the_peak_learning_rates_of_their_sources() -> None:
-    many, record, tiny = (
+    many, record, tiny, iwslt = (
         load_recipe([CONFIGS / f"{name}.yaml"])
-        for name in ("wmt14_en_de_many_gpus", "wmt14_en_de_record", "multi30k_tiny")
+        for name in ("wmt14_en_de_many_gpus", "wmt14_en_de_record", "multi30k_tiny", "iwslt14_de_en")
     )
     assert peak_learning_rate(many) == pytest.approx(1e-3, rel=1e-3)
     assert peak_learning_rate(record) == pytest.approx(1.9e-3, rel=1e-3)
     assert peak_learning_rate(tiny) == pytest.approx(5e-3, rel=1e-3)
     assert (many.batches.batch_tokens, record.batches.batch_tokens) == (400_000, 101_000)
+    assert peak_learning_rate(iwslt) == 5e-4
+    assert (iwslt.training.weight_decay, iwslt.network.dropout, iwslt.network.d_ff) == (1e-4, 0.3, 1024)
+    assert (iwslt.network.attention_dropout, iwslt.network.activation_dropout) == (0.0, 0.0)
+    assert (record.network.attention_dropout, record.network.activation_dropout) == (0.1, 0.1)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
