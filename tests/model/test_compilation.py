@@ -123,6 +123,23 @@ def test_a_graph_runs_any_number_of_blocks() -> None:
     assert graphs.count == expected
 
 
+def test_attention_dropout_is_part_of_the_graph() -> None:
+    """It draws as without the compiler, in both passes, and is drawn anew in each step."""
+    torch.manual_seed(3)
+    net, graphs = Transformer(VOCABULARY, replace(SETTINGS, attention_dropout=0.3)).train(), Graphs()
+    forward = CompiledForward(net, backend=graphs)  # type: ignore[arg-type]
+    for count in (3, 5, 2):
+        batch = in_blocks(count)
+        results = []
+        for run, seed in ((forward, 1), (net.packed, 1), (forward, 2)):
+            torch.manual_seed(seed)
+            states = run(*arguments(batch))
+            results.append([states, *gradients(net, states, batch)])
+        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+        assert (results[0][0] - results[2][0]).abs().max() > 0.01
+    assert graphs.count == 1
+
+
 @pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_any_widths_compile_and_the_number_of_graphs_stays_bounded() -> None:
