@@ -13,7 +13,6 @@ that, so that the size of loss and gradient is that of a single pass.
 """
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,6 +88,9 @@ def label_smoothed_loss(
     # Decide here whether to compute gradients: they are always disabled inside `forward`, and a parameter requires
     # them even under inference_mode.
     with_gradient = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
+    if r_drop_alpha:
+        # The rows of both passes alternate, so that one chunk has them all.
+        states, targets = states.movedim(0, -2), targets.reshape(-1, 1).expand(-1, 2)
     states, targets = states.reshape(-1, states.size(-1)), targets.reshape(-1).long()
     options = _Options(label_smoothing, ignored_id, product_dtype, with_gradient, scale, kernels, r_drop_alpha)
     return LossSums(*_FusedLoss.apply(states, weight, targets, options))
@@ -127,7 +129,7 @@ def _forward(
     # logits. Its gradient, the same for every class, needs none either.
     weight_sum = weight.to(sum_dtype).sum(0)
     target = targets.unsqueeze(1)
-    kept = (target != ignored_id).to(sum_dtype).repeat(passes, 1)
+    kept = (target != ignored_id).to(sum_dtype)
     # Rows that are not kept are 0, so they add nothing to the gradient of the weight.
     kept_states = states.to(sum_dtype) * kept
     product_states = kept_states.to(product_dtype)
@@ -144,24 +146,25 @@ def _forward(
     grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if with_gradient else None
 
     # Only what reads logits is in this loop: each operation here is many kernels of a GPU.
-    columns: list[list[Tensor]] = []
-    for parts, own_target in _chunks(target, passes, vocabulary_size, options):
-        logits = [product_states[rows] @ projection.t() for rows in parts]
-        results, differences = _over_classes_of(logits, own_target, sum_dtype, options)
+    over_classes = _choose_kernel(states.device, options)
+    chunk_rows = _chunk_rows(len(target), vocabulary_size, states.device, product_dtype, options.kernels, passes)
+    columns = []
+    for start in range(0, len(target), chunk_rows):
+        rows = slice(start, min(start + chunk_rows, len(target)))
+        logits = product_states[rows] @ projection.t()
+        *results, difference = over_classes(logits, target[rows], sum_dtype, epsilon, with_gradient)
         columns.append(results)
-        if grad_states is not None and grad_weight is not None:
-            for rows, difference in zip(parts, differences, strict=True):
-                torch.mm(difference, projection, out=grad_states[rows])
-                _add_product(grad_weight, difference.t(), weighted_states[rows])
-        del logits, differences  # free them before the next chunk allocates its own
-    by_pass = [torch.cat(column) for column in zip(*columns, strict=True)]
-    largest, target_logits, most_probable = (torch.cat(by_pass[first : 3 * passes : 3]) for first in range(3))
+        if grad_states is not None and grad_weight is not None and difference is not None:
+            torch.mm(difference, projection, out=grad_states[rows])
+            _add_product(grad_weight, difference.t(), weighted_states[rows])
+        del logits, difference  # free them before the next chunk allocates its own
+    largest, target_logits, most_probable, *divergence = (torch.cat(column) for column in zip(*columns, strict=True))
     # The largest probability is at least 1 / V, so its logarithm is finite.
     log_normalizer = largest.to(sum_dtype) - most_probable.log()
     target_loss, mean_loss = log_normalizer - target_logits, log_normalizer - mean_logits
     smoothed = (((1.0 - epsilon) * target_loss + epsilon * mean_loss) * kept).sum()
-    if options.alpha:
-        smoothed = smoothed + options.alpha * (by_pass[-1] * kept[: len(target)]).sum()
+    if divergence:
+        smoothed = smoothed + options.alpha * (divergence[0] * kept[::2]).sum()
     likelihood, num_correct = (target_loss * kept).sum() / passes, ((target_logits == largest) * kept).sum() / passes
     if factor is not None:
         smoothed, kept = smoothed * factor, kept * factor
@@ -176,56 +179,17 @@ def _forward(
     return smoothed, likelihood, num_correct
 
 
-def _chunks(
-    target: Tensor, passes: int, vocabulary_size: int, options: _Options
-) -> Iterator[tuple[list[slice], Tensor]]:
-    """Yield the rows of each chunk, a slice a pass, and their targets."""
-    num_rows = target.size(0)
-    chunk_rows = _chunk_rows(num_rows, vocabulary_size, target.device, options.product_dtype, options.kernels, passes)
-    for start in range(0, num_rows, chunk_rows):
-        rows = slice(start, min(start + chunk_rows, num_rows))
-        yield [slice(first + rows.start, first + rows.stop) for first in (0, num_rows)[:passes]], target[rows]
-
-
-def _over_classes_of(
-    logits: list[Tensor], target: Tensor, sum_dtype: torch.dtype, options: _Options
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Compute everything that reads a chunk of logits of one or two passes, which may be overwritten.
-
-    Returns:
-        Three results of `_over_classes` for each pass and, of two passes, the divergence [rows, 1]; and the gradients
-        of the logits, a tensor a pass, or none.
-    """
-    epsilon, with_gradient, alpha = options.epsilon, options.with_gradient, options.alpha
-    kernel: Any
-    if options.kernels == "triton" and target.device.type != "cpu":
-        # A machine without a GPU may not have Triton.
-        from model.gpu import loss_kernel
-
-        kernel = loss_kernel.over_class_pairs if alpha else loss_kernel.over_classes
-    else:
-        kernel = _over_class_pairs if alpha else _over_classes
-        if target.device.type == "cpu":
-            kernel = partial(_in_cache, kernel)
-    last = (alpha,) if alpha else ()
-    found = kernel(*logits, target, sum_dtype, epsilon, with_gradient, *last)
-    num_gradients = len(logits)
-    gradients = [one for one in found[-num_gradients:] if one is not None]
-    return list(found[:-num_gradients]), gradients
-
-
 def _chunk_rows(
     num_rows: int, vocabulary_size: int, device: torch.device, product_dtype: torch.dtype, kernels: str, passes: int = 1
 ) -> int:
     """Return the number of rows of a chunk, such that chunks have about the same number."""
-    itemsize = product_dtype.itemsize
     if device.type != "cuda":
-        return max(1, _CHUNK_LOGITS // (passes * vocabulary_size))
-    # Without Triton's kernel there are probabilities and the gradient beside the logits, and several tensors of their
-    # size for a divergence.
-    bytes_per_logit = passes * itemsize
+        return max(1, _CHUNK_LOGITS // vocabulary_size // passes) * passes
+    # Without Triton's kernel there are probabilities and the gradient beside the logits, and for a divergence two more
+    # tensors of their size.
+    bytes_per_logit = product_dtype.itemsize
     if kernels != "triton":
-        bytes_per_logit = 2 * itemsize + 4 if passes == 1 else 4 * itemsize + 28
+        bytes_per_logit = 2 * product_dtype.itemsize + 4 * (1 if passes == 1 else 3)
     most = _CHUNK_SHARE * torch.cuda.get_device_properties(device).total_memory / (bytes_per_logit * vocabulary_size)
     num_chunks = math.ceil(num_rows / max(most, _CHUNK_ROWS))
     return math.ceil(num_rows / num_chunks / _CHUNK_ROWS) * _CHUNK_ROWS
@@ -237,6 +201,23 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
+
+
+def _choose_kernel(device: torch.device, options: _Options) -> Any:
+    """Return a function with the arguments and results of `_over_classes`, or of `_over_class_pairs` without its
+    last argument. It may overwrite the logits.
+    """
+    last = (options.alpha,) if options.alpha else ()
+    if device.type != "cpu" and options.kernels == "triton":
+        # A machine without a GPU may not have Triton.
+        from model.gpu import loss_kernel
+
+        kernel: Any = loss_kernel.over_class_pairs if options.alpha else loss_kernel.over_classes
+        return lambda *arguments: kernel(*arguments, *last)
+    kernel = _over_class_pairs if options.alpha else _over_classes
+    if device.type == "cpu":
+        kernel = partial(_in_cache, kernel)
+    return lambda *arguments: kernel(*arguments, *last)
 
 
 def _over_classes(
@@ -255,70 +236,75 @@ def _over_classes(
         Four tensors. The first three are [rows, 1]: the largest logit, the target's logit, and the probability of the
         most probable class. The last one is d smoothed / d logits [rows, V] without its term -epsilon / V.
     """
-    probabilities = torch.softmax(logits, -1, dtype=sum_dtype)
-    largest, target_logits = logits.amax(-1, keepdim=True), logits.gather(1, target)
-    most_probable = probabilities.amax(-1, keepdim=True)
+    probabilities, *results = _probabilities(logits, target, sum_dtype)
     difference: Tensor | None = None
     if with_gradient:
         # d loss / d logits = p - (1 - epsilon) onehot - epsilon / V. `_forward` adds the last term.
         probabilities.scatter_add_(1, target, probabilities.new_full(target.shape, epsilon - 1.0))
         difference = probabilities.to(logits.dtype)
-    return largest, target_logits, most_probable, difference
+    return results[0], results[1], results[2], difference
+
+
+def _probabilities(logits: Tensor, target: Tensor, sum_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return softmax(logits) [rows, V], and [rows, 1]: the largest logit, the target's, and the largest probability."""
+    largest = logits.amax(-1, keepdim=True)
+    # Softmax in steps, since the largest probability is 1 / (sum of exponentials).
+    exponentials = (logits.to(sum_dtype) - largest).exp_()
+    most_probable = exponentials.sum(-1, keepdim=True).reciprocal_()
+    return exponentials.mul_(most_probable), largest, logits.gather(1, target), most_probable
 
 
 def _over_class_pairs(
-    logits: Tensor, others: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool,
-    alpha: float,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Compute everything that reads a chunk of logits of two passes.
+    logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool, alpha: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute everything that reads a chunk of logits of two passes, P in even rows and Q in odd ones.
 
     Args:
-        logits: those of the first pass [rows, V].
-        others: those of the second pass [rows, V].
-        target: int64 [rows, 1].
+        logits: products of states and weights [2 rows, V].
+        target: int64 [2 rows, 1].
         sum_dtype: dtype of the probabilities.
         epsilon: the label smoothing.
-        with_gradient: compute the last two results, which are None otherwise.
+        with_gradient: compute the last result, which is None otherwise.
         alpha: weight of the divergence.
 
     Returns:
-        The first three results of `_over_classes` for the first pass and for the second one; the divergence
-        (KL(P || Q) + KL(Q || P)) / 2 [rows, 1]; and the gradients of `logits` and `others` [rows, V], where that of
-        the divergence is added to those of `_over_classes`.
+        The first three results of `_over_classes`; the divergence (KL(P || Q) + KL(Q || P)) / 2 [rows, 1]; and the last
+        result of `_over_classes`, to which the gradient of alpha times the divergence is added.
     """
-    results = []
-    log_p, log_q = (torch.log_softmax(one, -1, dtype=sum_dtype) for one in (logits, others))
-    p, q = log_p.exp(), log_q.exp()
-    for one, probabilities in ((logits, p), (others, q)):
-        results += [one.amax(-1, keepdim=True), one.gather(1, target), probabilities.amax(-1, keepdim=True)]
-    ratio = log_p.sub_(log_q)
-    divergences = (p * ratio).sum(-1, keepdim=True), -(q * ratio).sum(-1, keepdim=True)
-    gradients: list[Tensor | None] = [None, None]
-    if with_gradient:
-        # d KL(P || Q) is p * (ratio - KL(P || Q)) by P's logits and q - p by Q's.
-        difference = p - q
-        for number, (own, sign) in enumerate(((p, 1.0), (q, -1.0))):
-            gradient = ratio.mul(sign).sub_(divergences[number]).mul_(own).add_(difference, alpha=sign)
-            gradient = gradient.mul_(0.5 * alpha).add_(own)
-            gradient.scatter_add_(1, target, gradient.new_full(target.shape, epsilon - 1.0))
-            gradients[number] = gradient.to(logits.dtype)
-    return *results, (divergences[0] + divergences[1]) / 2, *gradients
+    probabilities, largest, target_logits, most_probable = _probabilities(logits, target, sum_dtype)
+    log_normalizer = largest.to(sum_dtype) - most_probable.log()
+    # log(P / Q) is the difference of the logits minus this.
+    shift, half = log_normalizer[::2] - log_normalizer[1::2], 0.5 * alpha
+    difference = (logits[::2].to(sum_dtype) - logits[1::2]).mul_(half)
+    gradient, divergences = torch.empty_like(probabilities), []
+    for first in (0, 1):
+        own, other, part = probabilities[first::2], probabilities[1 - first :: 2], gradient[first::2]
+        torch.mul(own, difference, out=part)
+        divergence = part.sum(-1, keepdim=True) / half - shift  # KL(own || other)
+        divergences.append(divergence)
+        # d KL(own || other) is own * (log(own / other) - KL) by own's logits, and other - own by other's. With the
+        # gradient of the cross-entropy: own * (1 + half + half * (log(own / other) - KL)) - half * other.
+        part.addcmul_(own, 1.0 + half - half * (shift + divergence)).sub_(other, alpha=half)
+        difference.neg_()
+        shift = -shift
+    mean = (divergences[0] + divergences[1]) / 2
+    if not with_gradient:
+        return largest, target_logits, most_probable, mean, None
+    gradient.scatter_add_(1, target, gradient.new_full(target.shape, epsilon - 1.0))
+    return largest, target_logits, most_probable, mean, gradient.to(logits.dtype)
 
 
-def _in_cache(kernel: Any, *arguments: Any) -> list[Tensor | None]:
-    """Call `_over_classes` or `_over_class_pairs` for a few rows at a time; gradients overwrite the logits."""
-    num_passes = 2 if kernel is _over_class_pairs else 1
-    logits, (target, sum_dtype, *options) = arguments[:num_passes], arguments[num_passes:]
-    # Beside logits and probabilities, a divergence needs two more tensors of their size.
-    num_rows = round(_CACHED_LOGITS * torch.get_num_threads() / logits[0].size(1) / (4 if num_passes == 2 else 1))
-    columns, gradients = [], [None] * num_passes
-    for start in range(0, len(target), max(1, num_rows)):
-        rows = slice(start, start + max(1, num_rows))
-        found = kernel(*(one[rows].to(sum_dtype) for one in logits), target[rows], sum_dtype, *options)
-        columns.append(found[:-num_passes])
-        gradients = found[-num_passes:]
-        for one, gradient in zip(logits, gradients, strict=True):
-            if gradient is not None:
-                one[rows] = gradient
-    results = [torch.cat(column) for column in zip(*columns, strict=True)]
-    return [*results, *(None if gradient is None else one for one, gradient in zip(logits, gradients, strict=True))]
+def _in_cache(kernel: Any, logits: Tensor, target: Tensor, sum_dtype: torch.dtype, *options: Any) -> Any:
+    """Call `_over_classes` or `_over_class_pairs` for a few rows at a time, and overwrite their logits."""
+    # A divergence needs two more tensors of the logits' size; with half the rows, all of them stay in the cache.
+    num_rows = max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1)))
+    if kernel is _over_class_pairs:
+        num_rows = 2 * max(1, num_rows // 4)
+    columns, difference = [], None
+    for start in range(0, logits.size(0), num_rows):
+        rows = slice(start, start + num_rows)
+        *results, difference = kernel(logits[rows].to(sum_dtype), target[rows], sum_dtype, *options)
+        columns.append(results)
+        if difference is not None:
+            logits[rows] = difference
+    return *(torch.cat(column) for column in zip(*columns, strict=True)), difference if difference is None else logits

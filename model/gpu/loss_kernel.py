@@ -48,15 +48,16 @@ def _row(
 
 @triton.jit
 def _row_pair(
-    logits, others, targets, largest_logits, target_logits, most_probable, divergences,
-    vocabulary_size, num_rows, epsilon, alpha,
+    logits, targets, largest_logits, target_logits, most_probable, divergences,
+    vocabulary_size, epsilon, alpha,
     HAS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    logits += row * vocabulary_size
-    others += row * vocabulary_size
+    first_row, second_row = 2 * row, 2 * row + 1
+    logits += first_row * vocabulary_size
+    others = logits + vocabulary_size
     columns = tl.arange(0, BLOCK)
-    target = tl.load(targets + row)
+    target = tl.load(targets + first_row)
     # The reductions below synchronize the program, so these are read before any thread overwrites them.
     target_x = tl.load(logits + target).to(tl.float32)
     target_y = tl.load(others + target).to(tl.float32)
@@ -85,12 +86,12 @@ def _row_pair(
     shift = largest_x - largest_y + tl.log(total_x) - tl.log(total_y)
     divergence_x = by_x / total_x - shift
     divergence_y = shift - by_y / total_y
-    tl.store(largest_logits + row, largest_x)
-    tl.store(largest_logits + num_rows + row, largest_y)
-    tl.store(target_logits + row, target_x)
-    tl.store(target_logits + num_rows + row, target_y)
-    tl.store(most_probable + row, 1.0 / total_x)
-    tl.store(most_probable + num_rows + row, 1.0 / total_y)
+    tl.store(largest_logits + first_row, largest_x)
+    tl.store(largest_logits + second_row, largest_y)
+    tl.store(target_logits + first_row, target_x)
+    tl.store(target_logits + second_row, target_y)
+    tl.store(most_probable + first_row, 1.0 / total_x)
+    tl.store(most_probable + second_row, 1.0 / total_y)
     tl.store(divergences + row, 0.5 * (divergence_x + divergence_y))
     if HAS_GRADIENT:
         for first in range(0, vocabulary_size, BLOCK):
@@ -104,7 +105,7 @@ def _row_pair(
             gradient_y = q + 0.5 * alpha * (q * (-ratio - divergence_y) + q - p)
             one_hot = tl.where(first + columns == target, epsilon - 1.0, 0.0)
             tl.store(logits + first + columns, (gradient_x + one_hot).to(logits.dtype.element_ty), mask=mask)
-            tl.store(others + first + columns, (gradient_y + one_hot).to(others.dtype.element_ty), mask=mask)
+            tl.store(others + first + columns, (gradient_y + one_hot).to(logits.dtype.element_ty), mask=mask)
 
 
 def over_classes(
@@ -127,24 +128,21 @@ def over_classes(
 
 
 def over_class_pairs(
-    logits: Tensor, others: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool,
-    alpha: float,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Do what `model.loss._over_class_pairs` does; both logits are contiguous and overwritten by their gradients.
+    logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool, alpha: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Do what `model.loss._over_class_pairs` does; `logits`, which must be contiguous, are overwritten.
 
-    `sum_dtype` must be float32, and so are the first seven results.
+    `sum_dtype` must be float32, and so are the first four results.
     """
     rows, vocabulary_size = logits.shape
-    largest, target_logits, most_probable = logits.new_empty(3, 2, rows, 1, dtype=sum_dtype)
-    divergences = logits.new_empty(rows, 1, dtype=sum_dtype)
-    # A program holds two rows' parts at a time.
+    largest, target_logits, most_probable = logits.new_empty(3, rows, 1, dtype=sum_dtype)
+    divergences = logits.new_empty(rows // 2, 1, dtype=sum_dtype)
+    # A program holds parts of two rows at a time.
     block = min(_BLOCK // 2, triton.next_power_of_2(vocabulary_size))
-    _row_pair[(rows,)](
-        *(logits, others, target, largest, target_logits, most_probable, divergences),
-        *(vocabulary_size, rows, epsilon, alpha),
+    _row_pair[(rows // 2,)](
+        *(logits, target, largest, target_logits, most_probable, divergences, vocabulary_size, epsilon, alpha),
         HAS_GRADIENT=with_gradient,
         BLOCK=block,
         num_warps=8,
     )
-    results = [of[number] for number in (0, 1) for of in (largest, target_logits, most_probable)]
-    return *results, divergences, *((logits, others) if with_gradient else (None, None))
+    return largest, target_logits, most_probable, divergences, logits if with_gradient else None

@@ -99,8 +99,8 @@ def loss_usage(dtype: torch.dtype, has_gradient: bool, capability: int, of_pairs
     """Compile the loss kernel, or that of R-Drop, for a compute capability."""
     kernel = loss_kernel._row_pair if of_pairs else loss_kernel._row
     types = dict.fromkeys(kernel.arg_names, "*fp32")
-    types |= dict.fromkeys(("logits", "others"), "*" + TYPES[dtype])
-    types |= {"targets": "*i64", "vocabulary_size": "i32", "num_rows": "i32", "epsilon": "fp32", "alpha": "fp32"}
+    types |= {"logits": "*" + TYPES[dtype], "targets": "*i64", "vocabulary_size": "i32"}
+    types |= {"epsilon": "fp32", "alpha": "fp32"}
     constants = {"HAS_GRADIENT": has_gradient, "BLOCK": loss_kernel._BLOCK // (2 if of_pairs else 1)}
     return _usage(kernel, types, constants, {"num_warps": 8}, capability)
 

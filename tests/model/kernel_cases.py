@@ -226,32 +226,31 @@ def check_loss_of_pairs(rows: int, vocabulary_size: int, dtype: torch.dtype, dev
     """Compare all results of R-Drop's kernel with autograd's in float64, with and without a gradient."""
     torch.manual_seed(rows)
     epsilon, alpha = 0.1, 3.0
-    pair = [torch.randn(rows, vocabulary_size).mul(3).to(device, dtype) for _ in range(2)]
-    pair[1][2:4] = pair[0][2:4]  # a divergence of 0
-    targets = torch.randint(0, vocabulary_size, (rows, 1)).to(device)
+    logits = torch.randn(2 * rows, vocabulary_size).mul(3).to(device, dtype)
+    logits[4] = logits[5]  # a divergence of 0
+    targets = torch.randint(0, vocabulary_size, (rows,))
     targets[0], targets[1] = 0, vocabulary_size - 1
-    pair[0][0, 0], pair[1][0, 0] = 20, -20  # passes that contradict each other
-    exact = [one.cpu().double().requires_grad_() for one in pair]
-    p, q = (torch.distributions.Categorical(logits=one) for one in exact)
+    targets = targets.repeat_interleave(2).unsqueeze(1)
+    logits[0, 0], logits[1, 0] = 20, -20  # passes that contradict each other
+    exact = logits.cpu().double().requires_grad_()
+    p, q = (torch.distributions.Categorical(logits=exact[first::2]) for first in (0, 1))
     divergence = (torch.distributions.kl_divergence(p, q) + torch.distributions.kl_divergence(q, p))[:, None] / 2
-    hard = sum(F.cross_entropy(one, targets.cpu()[:, 0], reduction="sum") for one in exact)
+    hard = F.cross_entropy(exact, targets[:, 0], reduction="sum")
     # Without the smoothing term's gradient, which `model.loss` adds: with targets of 1 - epsilon in sum.
-    soft = sum((one.logsumexp(1) * epsilon).sum() for one in exact)
-    gradients = torch.autograd.grad((1 - epsilon) * hard + soft + alpha * divergence.sum(), exact)
-    expected = []
-    for one in exact:
-        expected += [one.amax(1, True), one.gather(1, targets.cpu()), one.softmax(1).amax(1, True)]
+    soft = (exact.logsumexp(1) * epsilon).sum()
+    [gradient] = torch.autograd.grad((1 - epsilon) * hard + soft + alpha * divergence.sum(), exact)
+    expected = exact.amax(1, True), exact.gather(1, targets), exact.softmax(1).amax(1, True), divergence
     for with_gradient in (False, True):
-        given = [one.clone() for one in pair]
-        *found, first, second = over_class_pairs(*given, targets, torch.float32, epsilon, with_gradient, alpha)
-        for one, wanted in zip(found, [*expected, divergence], strict=True):
+        given = logits.clone()
+        *found, last = over_class_pairs(given, targets.to(device), torch.float32, epsilon, with_gradient, alpha)
+        for one, wanted in zip(found, expected, strict=True):
             assert one is not None
             assert one.dtype == torch.float32
             torch.testing.assert_close(one.cpu().double(), wanted.detach(), rtol=1e-5, atol=1e-5)
-        assert (first is None) == (second is None) == (not with_gradient)
-        for one, wanted in zip(given, gradients if with_gradient else exact, strict=True):
-            # The ratio of probabilities is a difference of logits, whose rounding it multiplies.
-            assert_near(one, wanted, 4 * TOLERANCES[dtype] if with_gradient else 0.0)
+        assert (last is None) == (not with_gradient)
+        # The ratio of probabilities is a difference of logits, whose rounding it multiplies.
+        wanted, tolerance = (gradient, 4 * TOLERANCES[dtype]) if with_gradient else (exact, 0.0)
+        assert_near(given, wanted, tolerance)
 
 
 def check_logits_that_are_not_finite(device: str) -> None:
