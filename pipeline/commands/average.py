@@ -73,6 +73,7 @@ def average_best(run: Path, count: int, output: Path) -> list[str]:
     require_enough(run, "--best", count, len(saved))
     step, bleu = best_validation(run)
     search = BestAverage(run, saved)
+    print(f"best validation: step {step}: BLEU {bleu:.2f}", file=sys.stderr)
     choice = search.choose(step, count)
     best = {"step": step, "bleu": bleu}
     selection = {"option": f"--best {count}", "run_step": max(saved), "best_validation": best, **choice}
