@@ -11,6 +11,7 @@ from data_module.errors import InputError
 from pipeline.checkpointing.checkpoint import WeightMean, average, check_same_model, load_model, read_checkpoint
 from pipeline.checkpointing.checkpoint_files import (
     around_best_checkpoints,
+    around_best_path,
     is_valid,
     nearest_steps,
     step_checkpoints,
@@ -27,8 +28,19 @@ class Saved:
     """A checkpoint of a run."""
 
     path: Path
-    contents: dict[str, Any]
-    """Memory-mapped, so that they stay readable if `fit` removes the file."""
+    step: int
+
+    def read(self) -> dict[str, Any]:
+        """Return its contents, memory-mapped; they are not kept, so that not all checkpoints are in memory.
+
+        Raises InputError when `fit` has removed or replaced the file.
+        """
+        moved = self.path.parent / around_best_path(Path(), self.step).parent.name / self.path.name
+        path = moved if not self.path.exists() and moved.exists() else self.path
+        contents = read_checkpoint(path) if path.exists() else None
+        if contents is None or int(contents.get("global_step", self.step)) != self.step:
+            raise InputError(f"{self.path}: fit has removed it during the comparison; run the same command again")
+        return contents
 
 
 def saved_checkpoints(run: Path) -> dict[int, Saved]:
@@ -39,17 +51,18 @@ def saved_checkpoints(run: Path) -> dict[int, Saved]:
     found: dict[int, Saved] = {}
     paths = {step_of(path): path for path in (*around_best_checkpoints(run), *step_checkpoints(run)) if is_valid(path)}
     for step, path in paths.items():
-        found[step] = Saved(path, read_checkpoint(path))
+        found[step] = Saved(path, step)
     best = run / "checkpoints" / "best.ckpt"
     if is_valid(best):
-        contents = read_checkpoint(best)
         # A validation need not be at a step that is saved.
-        found.setdefault(int(contents.get("global_step", 0)), Saved(best, contents))
+        step = int(read_checkpoint(best).get("global_step", 0))
+        found.setdefault(step, Saved(best, step))
     if not found:
         raise InputError(f"{run}: holds no checkpoint; give a run folder that fit wrote")
     newest = found[max(found)]
+    contents = newest.read()
     for saved in found.values():
-        check_same_model(saved.path, saved.contents, newest.path, newest.contents)
+        check_same_model(saved.path, saved.read(), newest.path, contents)
     return dict(sorted(found.items()))
 
 
@@ -139,8 +152,8 @@ class BestAverage:
 
     def average(self, steps: list[int]) -> dict[str, Any]:
         """Return the averaged checkpoint of these steps."""
-        contents = {self._saved[step].path: self._saved[step].contents for step in steps}
-        return average(list(contents), contents.__getitem__)
+        saved = {self._saved[step].path: self._saved[step] for step in steps}
+        return average(list(saved), lambda path: saved[path].read())
 
     def _search(self, count: int, alone: dict[int, float]) -> list[tuple[int, float]]:
         """Return what `greedy_search` finds; `alone` receives the score of each checkpoint by itself."""
@@ -150,18 +163,18 @@ class BestAverage:
         with progress_bar(trials * size, description="scoring averages") as bar:
 
             def score(step: int) -> float:
-                self._load(mean, self._saved[step].contents)
+                self._load(mean, self._saved[step].read())
                 found = self._scorer.negative_log_likelihood(bar)
                 if not mean.count:
                     alone[step] = found
                 return found
 
-            return greedy_search(self._saved, count, score, lambda step: mean.add(self._saved[step].contents))
+            return greedy_search(self._saved, count, score, lambda step: mean.add(self._saved[step].read()))
 
     def _scores(self, steps: list[int], name: str) -> dict[str, Any]:
         mean = WeightMean()
         for step in steps:
-            mean.add(self._saved[step].contents)
+            mean.add(self._saved[step].read())
         self._load(mean)
         with progress_bar(2 * len(self._scorer), description=f"scoring {name}") as bar:
             scores = {

@@ -258,15 +258,33 @@ def test_checkpoints_around_the_best_are_used(copied: Path) -> None:
     assert main(["average", str(copied), "--last", "5"]) == 2
 
 
-def test_files_removed_during_the_search_stay_readable(copied: Path) -> None:
-    saved = saved_checkpoints(copied)
+def test_files_that_fit_moves_or_removes_during_the_search(copied: Path) -> None:
     expected = average(step_checkpoints(copied)[:3])["state_dict"]
-    search = BestAverage(copied, saved)
-    shutil.rmtree(copied / "checkpoints")
+    search = BestAverage(copied, saved_checkpoints(copied))
+    for path in step_checkpoints(copied)[:3]:
+        target = around_best_path(copied, step_of(path))
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
     record = search.choose(2 * EVERY, 3)
     assert record["window"]["steps"] == [EVERY, 2 * EVERY, 3 * EVERY]
     mean = search.average(record["window"]["steps"])["state_dict"]
     assert all(torch.equal(mean[name], tensor) for name, tensor in expected.items())
+    around_best_path(copied, EVERY).unlink()
+    with pytest.raises(
+        InputError, match=r"step=00000020\.ckpt: fit has removed it during the comparison; run the same"
+    ):
+        search.choose(2 * EVERY, 3)
+
+
+def test_a_best_checkpoint_that_is_replaced_during_the_search(copied: Path) -> None:
+    best_path = copied / "checkpoints" / "best.ckpt"
+    contents = torch.load(best_path, weights_only=True)
+    write_atomic({**contents, "global_step": 77}, best_path)
+    saved = saved_checkpoints(copied)
+    assert saved[77].read()["global_step"] == 77
+    write_atomic({**contents, "global_step": 201}, best_path)
+    with pytest.raises(InputError, match=r"best\.ckpt: fit has removed it"):
+        saved[77].read()
 
 
 def test_the_average_is_used_until_the_run_goes_on(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
