@@ -33,6 +33,7 @@ from pipeline.checkpointing.checkpoint_files import (
     step_path,
 )
 from pipeline.inference.best_average import BestAverage, greedy_search, saved_checkpoints
+from pipeline.inference.validation_scorer import ValidationScorer
 from pipeline.monitoring.log_files import read_metrics
 from tests.conftest import pipeline, tiny_recipe
 
@@ -250,8 +251,9 @@ def test_checkpoints_around_the_best_are_used(copied: Path) -> None:
         target = around_best_path(copied, step_of(path))
         target.parent.mkdir(exist_ok=True)
         path.rename(target)
-    rewrite_scores(copied, {3 * EVERY: 50.0})
+    rewrite_scores(copied, {2 * EVERY: 49.0, 3 * EVERY: 50.0, 8 * EVERY: 50.0})
     record = best(copied, 3)
+    assert record["best_validation"] == {"step": 3 * EVERY, "bleu": 50.0}  # the first of equal ones
     assert record["window"]["steps"] == [2 * EVERY, 3 * EVERY, 4 * EVERY]
     assert [one["step"] for one in record["checkpoints"]] == [step * EVERY for step in range(1, 11)]
     # They are no newest checkpoints.
@@ -302,6 +304,35 @@ def test_the_average_is_used_until_the_run_goes_on(copied: Path, capsys: pytest.
         f"average-best-2.ckpt is of step {10 * EVERY} and the run is at step {10 * EVERY + 1}, so best.ckpt is used; "
         f"to average again, run: python -m pipeline average {copied} --best 2\n"
     )
+
+
+def test_one_checkpoint_is_mapped_at_a_time(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[set[str]] = []
+    score = ValidationScorer.negative_log_likelihood
+
+    def recorded(scorer: ValidationScorer, progress: Any) -> float:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        mapped.append({line.split()[-1] for line in lines if str(copied) in line})
+        return score(scorer, progress)
+
+    monkeypatch.setattr(ValidationScorer, "negative_log_likelihood", recorded)
+    contents = read_checkpoint(step_checkpoints(copied)[0])
+    search = BestAverage(copied, saved_checkpoints(copied))
+    search.choose(4 * EVERY, 3)
+    own = contents["state_dict"] and str(step_checkpoints(copied)[0])
+    assert len(mapped) >= 10
+    assert all(own in files for files in mapped)  # A checkpoint that is held is seen.
+    assert max(len(files - {own}) for files in mapped) <= 2
+
+
+def test_the_record_lies_beside_the_output(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "elsewhere" / "mean.ckpt"
+    before = sorted(path.name for path in copied.iterdir())
+    assert main(["average", str(copied), "--best", "1", "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    assert sorted(path.name for path in output.parent.iterdir()) == ["mean.ckpt", "mean.json"]
+    assert json.loads(output.with_suffix(".json").read_text()) == read_checkpoint(output)["selection"]
+    assert sorted(path.name for path in copied.iterdir()) == before
 
 
 def test_nothing_is_written_if_the_search_is_interrupted(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
