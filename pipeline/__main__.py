@@ -33,7 +33,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "prepare": Command("raw parallel text -> corpus folder", "pipeline.commands.prepare"),
     "fit": Command("corpus folder -> run folder; resumes when run again", "pipeline.commands.fit"),
-    "average": Command("last checkpoints of a run -> one averaged checkpoint", "pipeline.commands.average"),
+    "average": Command("last or best checkpoints of a run -> one averaged checkpoint", "pipeline.commands.average"),
     "translate": Command("sentences -> translations", "pipeline.commands.translate"),
     "evaluate": Command("source and reference text -> BLEU and chrF with signatures", "pipeline.commands.evaluate"),
     "export": Command("checkpoint -> bundle that runs without this program", "pipeline.commands.export"),

@@ -8,6 +8,7 @@ import io
 import shutil
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def resolve_checkpoint(path: Path) -> Path:
     outdated: tuple[Path, dict[str, Any]] | None = None
     while averages and newest is not None:
         contents = read_checkpoint(averages[-1])
-        if contents.get("global_step", 0) >= step_of(newest):
+        if _made_at(contents) >= step_of(newest):
             break
         outdated = outdated or (averages[-1], contents)
         averages.pop()
@@ -119,10 +120,17 @@ def resolve_checkpoint(path: Path) -> Path:
 
 def _outdated_message(run: Path, average: Path, contents: dict[str, Any], newest: Path, candidate: Path) -> str:
     last = len(contents.get("averaged", [])) or 5
+    option = contents.get("selection", {}).get("option", f"--last {last}")
     return (
-        f"{average.name} is of step {contents.get('global_step', 0)} and the run is at step {step_of(newest)}, so "
-        f"{candidate.name} is used; to average again, run: python -m pipeline average {run} --last {last}"
+        f"{average.name} is of step {_made_at(contents)} and the run is at step {step_of(newest)}, so "
+        f"{candidate.name} is used; to average again, run: python -m pipeline average {run} {option}"
     )
+
+
+def _made_at(contents: dict[str, Any]) -> int:
+    """Return the step of the newest checkpoint that an average was made of or, with `--best`, could have been."""
+    step = int(contents.get("global_step", 0))
+    return int(contents.get("selection", {}).get("run_step", step))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -204,25 +212,60 @@ def network_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def average(paths: list[Path]) -> dict[str, Any]:
+class WeightMean:
+    """The mean of checkpoints' weights, summed in float64. It takes 8 bytes a weight, however many are added."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self.count = 0
+
+    def add(self, contents: dict[str, Any]) -> None:
+        """Add a checkpoint that `read_checkpoint` has read."""
+        for name, tensor in contents["state_dict"].items():
+            if self.count:
+                self._sums[name] += tensor.double()
+            else:
+                # A copy: the memory of a checkpoint in float64 would be added to.
+                self._sums[name] = tensor.to(torch.float64, copy=True)
+        self.count += 1
+
+    def items(self, other: dict[str, Any] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and means in float64, with those of one more checkpoint if it is given, one at a time."""
+        if other is None:
+            yield from ((name, total / self.count) for name, total in self._sums.items())
+            return
+        for name, tensor in other["state_dict"].items():
+            total = self._sums[name] + tensor.double() if self.count else tensor.double()
+            yield name, total / (self.count + 1)
+
+
+def check_same_model(path: Path, contents: dict[str, Any], other: Path, other_contents: dict[str, Any]) -> None:
+    """Raise InputError if the first of two checkpoints has another network or vocabulary than the other."""
+    parts = contents["translation"], other_contents["translation"]
+    fits = _shapes(contents) == _shapes(other_contents) and not changed_keys(parts[0]["network"], parts[1]["network"])
+    if not fits or not torch.equal(parts[0]["tokenizer"], parts[1]["tokenizer"]):
+        raise InputError(f"{path}: has another network or vocabulary than {other}; average one run only")
+
+
+def average(paths: list[Path], read: Callable[[Path], dict[str, Any]] = read_checkpoint) -> dict[str, Any]:
     """Return a checkpoint whose weights are the mean of those given, summed in float64 (section 6.1).
 
     It has no optimizer state: it is for translating, or for starting another run.
 
+    Args:
+        paths: the checkpoints, the newest last.
+        read: returns the contents of one of them.
+
     Raises InputError when networks or vocabularies differ.
     """
-    first = read_checkpoint(paths[-1])
-    sums = {name: tensor.double() for name, tensor in first["state_dict"].items()}
+    first, mean = read(paths[-1]), WeightMean()
+    mean.add(first)
     for path in paths[:-1]:
-        other = read_checkpoint(path)
-        parts = first["translation"], other["translation"]
-        fits = _shapes(first) == _shapes(other) and not changed_keys(parts[0]["network"], parts[1]["network"])
-        if not fits or not torch.equal(parts[0]["tokenizer"], parts[1]["tokenizer"]):
-            raise InputError(f"{path}: has another network or vocabulary than {paths[-1]}; average one run only")
-        for name, tensor in other["state_dict"].items():
-            sums[name] += tensor.double()
+        other = read(path)
+        check_same_model(path, other, paths[-1], first)
+        mean.add(other)
     return {
-        "state_dict": {name: (total / len(paths)).to(first["state_dict"][name].dtype) for name, total in sums.items()},
+        "state_dict": {name: tensor.to(first["state_dict"][name].dtype) for name, tensor in mean.items()},
         "translation": first["translation"],
         "global_step": first.get("global_step", 0),
         "averaged": [path.name for path in paths],

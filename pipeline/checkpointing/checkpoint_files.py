@@ -2,10 +2,13 @@
 
 import re
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 AVERAGES = "average*.ckpt"
 """Averaged checkpoints in a run folder, by a pattern."""
+AVERAGE_RECORDS = "average-best-*.json"
+"""What `average --best` chose, beside its averages."""
 _STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
 
 
@@ -23,6 +26,27 @@ def step_checkpoints(run: Path) -> list[Path]:
     """Return the run's checkpoints by step, the newest last, complete or not."""
     paths = (run / "checkpoints").glob("step=*.ckpt")
     return sorted(path for path in paths if _STEP_NAME.fullmatch(path.name))
+
+
+def around_best_path(run: Path, step: int) -> Path:
+    """Return the path of a checkpoint that is kept only because it is near the best validation."""
+    return run / "checkpoints" / "around-best" / step_path(run, step).name
+
+
+def around_best_checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoints near the best validation that are no longer among the newest, by step."""
+    paths = around_best_path(run, 0).parent.glob("step=*.ckpt")
+    return sorted(path for path in paths if _STEP_NAME.fullmatch(path.name))
+
+
+def nearest_steps(steps: Iterable[int], best: int, count: int) -> list[int]:
+    """Return the `count` steps nearest to `best`, the earliest first; of two equally near ones the later is nearer."""
+    return sorted(sorted(steps, key=lambda step: (abs(step - best), -step))[:count])
+
+
+def max_checkpoints(keep_last: int) -> int:
+    """Return how many checkpoints a run has at most: the newest, as many around the best validation, and the best."""
+    return 2 * keep_last + 1
 
 
 def checkpoint_bytes(num_parameters: int, with_average: bool) -> int:

@@ -18,7 +18,7 @@ from data_module.corpus.manifest import TEXT_KEYS, changed_texts
 from data_module.errors import InputError
 from model.lr_schedule import DECAY_TO_LAST_STEP
 from model.settings import changed_keys
-from pipeline.checkpointing.checkpoint_files import AVERAGES
+from pipeline.checkpointing.checkpoint_files import AVERAGE_RECORDS, AVERAGES
 from pipeline.config.recipe import IGNORED_KEYS, Recipe, load_recipe
 from pipeline.runtime.atomic_file import atomic_file, is_temporary_file, remove_temporary_files
 from pipeline.runtime.signals import Stopped, raise_if_stopped
@@ -154,8 +154,9 @@ class RunFolder:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in (STOPPED_EARLY, METRICS, SUMMARY, STARTS):
             (self.path / name).unlink(missing_ok=True)
-        for average in self.path.glob(AVERAGES):
-            average.unlink()
+        for pattern in (AVERAGES, AVERAGE_RECORDS):
+            for average in self.path.glob(pattern):
+                average.unlink()
         for marker in self.path.glob(".fresh-*"):
             marker.unlink()
         if job is not None:

@@ -1,41 +1,111 @@
-"""Average the weights of a run's last N checkpoints (section 6.1 of the paper: 5 for base, 20 for big)."""
+"""Average the weights of a run's checkpoints: the last N, or the best by its validation text.
+
+The paper averages the last 5 for base and 20 for big (section 6.1). With --best N, two averages are compared: that of
+the N checkpoints around the best validation, and that of the up to N checkpoints that a greedy search finds. The one
+with the better BLEU on the validation text is written, with a JSON file beside it that says what was chosen and why.
+"""
 
 import argparse
+import json
 import sys
 from pathlib import Path
+
+from data_module.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("run", type=Path, help="a run folder")
-    parser.add_argument("--last", type=int, required=True, metavar="N", help="number of checkpoints, from the newest")
-    parser.add_argument("--output", type=Path, help="the file to write (default: RUN/average-last-N.ckpt)")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--last", type=int, metavar="N", help="number of checkpoints, from the newest")
+    which.add_argument("--best", type=int, metavar="N", help="number of checkpoints around the best validation")
+    parser.add_argument(
+        "--output", type=Path, help="the file to write (default: RUN/average-last-N.ckpt or RUN/average-best-N.ckpt)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the averaged checkpoint and print its path."""
-    from data_module.errors import InputError
-    from pipeline.checkpointing.checkpoint import average, write_atomic
-    from pipeline.checkpointing.checkpoint_files import is_valid, step_checkpoints
-
+    option = "last" if arguments.best is None else "best"
+    count: int = getattr(arguments, option)
     if arguments.run.is_file():
         raise InputError(f"{arguments.run}: is a file; give the run folder")
     if not arguments.run.is_dir():
         raise InputError(f"{arguments.run}: there is no such run folder; give the folder that fit wrote")
-    if arguments.last < 1:
-        raise InputError(f"--last {arguments.last} is not 1 or more")
-    paths = [path for path in step_checkpoints(arguments.run) if is_valid(path)]
-    if not paths:
-        raise InputError(f"{arguments.run}: holds no checkpoint; give a run folder that fit wrote")
-    if arguments.last > len(paths):
-        has = f"{len(paths)} valid checkpoint{'s' if len(paths) > 1 else ''}"
-        raise InputError(
-            f"{arguments.run}: has {has}, --last is {arguments.last}; give --last {len(paths)} or less, and keep more "
-            "with run.keep_last"
-        )
-    output = arguments.output or arguments.run / f"average-last-{arguments.last}.ckpt"
-    chosen = paths[-arguments.last :]
-    write_atomic(average(chosen), output)
-    print(f"averaged {', '.join(path.name for path in chosen)}", file=sys.stderr)
+    if count < 1:
+        raise InputError(f"--{option} {count} is not 1 or more")
+    output = arguments.output or arguments.run / f"average-{option}-{count}.ckpt"
+    names = (
+        average_last(arguments.run, count, output) if option == "last" else average_best(arguments.run, count, output)
+    )
+    print(f"averaged {', '.join(names)}", file=sys.stderr)
     print(output)
     return 0
+
+
+def average_last(run: Path, count: int, output: Path) -> list[str]:
+    """Write the average of the newest checkpoints, and return their names.
+
+    Raises InputError when there are fewer.
+    """
+    from pipeline.checkpointing.checkpoint import average, write_atomic
+    from pipeline.checkpointing.checkpoint_files import is_valid, step_checkpoints
+
+    paths = [path for path in step_checkpoints(run) if is_valid(path)]
+    if not paths:
+        raise InputError(f"{run}: holds no checkpoint; give a run folder that fit wrote")
+    require_enough(run, "--last", count, len(paths))
+    chosen = paths[-count:]
+    write_atomic(average(chosen), output)
+    return [path.name for path in chosen]
+
+
+def average_best(run: Path, count: int, output: Path) -> list[str]:
+    """Write the better of two averages and a JSON file that describes the choice; return the checkpoints' names.
+
+    Raises InputError when there are fewer checkpoints, no validation scores, or no validation text.
+    """
+    from pipeline.checkpointing.checkpoint import write_atomic
+    from pipeline.inference.best_average import BestAverage, saved_checkpoints
+    from pipeline.runtime.atomic_file import atomic_file
+
+    saved = saved_checkpoints(run)
+    require_enough(run, "--best", count, len(saved))
+    step, bleu = best_validation(run)
+    search = BestAverage(run, saved)
+    print(f"best validation: step {step}: BLEU {bleu:.2f}", file=sys.stderr)
+    choice = search.choose(step, count)
+    best = {"step": step, "bleu": bleu}
+    selection = {"option": f"--best {count}", "run_step": max(saved), "best_validation": best, **choice}
+    averaged = search.average(choice[choice["chosen"]]["steps"])
+    # The record comes first, so that no average lacks it.
+    with atomic_file(output.with_suffix(".json")) as file:
+        file.write((json.dumps(selection, indent=2) + "\n").encode())
+    write_atomic({**averaged, "selection": selection}, output)
+    return list(averaged["averaged"])
+
+
+def best_validation(run: Path) -> tuple[int, float]:
+    """Return step and BLEU of the best validation that the run has logged.
+
+    Raises InputError when it has logged none.
+    """
+    from pipeline.checkpointing.run_folder import METRICS
+    from pipeline.monitoring.log_files import read_metrics
+
+    key = "validation/bleu"
+    lines = list(read_metrics(run)) if (run / METRICS).is_file() else []
+    scores = [(line["step"], float(line[key])) for line in lines if key in line]
+    if not scores:
+        raise InputError(f"{run}: {METRICS} has no validation scores to choose checkpoints by; give --last N")
+    return max(scores, key=lambda score: score[1])  # The first of equal ones, as for best.ckpt.
+
+
+def require_enough(run: Path, option: str, count: int, available: int) -> None:
+    """Raise InputError when there are fewer checkpoints than are to be averaged."""
+    if count > available:
+        has = f"{available} valid checkpoint{'s' if available > 1 else ''}"
+        raise InputError(
+            f"{run}: has {has}, {option} is {count}; give {option} {available} or less, and keep more with "
+            "run.keep_last"
+        )

@@ -17,7 +17,7 @@ class RunSettings:
     checkpoint_every_minutes: float | None = None
     """Time between checkpoints, checked every `log_every_steps` steps; in addition to `checkpoint_every_steps`."""
     keep_last: int = 5
-    """Number of newest checkpoints kept; the best one by validation BLEU is kept in addition."""
+    """Number of newest checkpoints kept, and of checkpoints around the best validation; the best one is kept too."""
     patience: int | None = None
     """Stop after this many validations without a better BLEU; never if null."""
     bleu_tokenizer: Literal["13a", "intl", "char", "zh", "ja-mecab", "ko-mecab"] | None = None

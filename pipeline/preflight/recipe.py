@@ -123,11 +123,11 @@ def check_text(
 
 def check_disk_space(recipe: "Recipe") -> CheckResult:
     """Check that the run folder's disk has room for the checkpoints."""
-    from pipeline.checkpointing.checkpoint_files import checkpoint_bytes
+    from pipeline.checkpointing.checkpoint_files import checkpoint_bytes, max_checkpoints
 
     free = shutil.disk_usage(existing_parent(recipe.run_folder())).free
     size = checkpoint_bytes(_num_parameters(recipe), recipe.training.ema_decay is not None)
-    needed = size * (recipe.run.keep_last + 2)
+    needed = size * (max_checkpoints(recipe.run.keep_last) + 1)  # One more while it is written.
     enough = free > needed
     hint = "" if enough else "; lower run.keep_last or set another run.folder"
     return CheckResult(enough, f"{free / 2**30:.1f} GiB free, checkpoints need {needed / 2**30:.1f} GiB{hint}")

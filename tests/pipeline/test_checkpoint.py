@@ -154,7 +154,7 @@ def test_average_of_more_checkpoints_than_exist_is_refused(
     assert all(torch.equal(mean[name], only[name]) for name in only)
     capsys.readouterr()
     assert main(["average", str(run)]) == 2
-    assert "required: --last" in capsys.readouterr().err
+    assert "one of the arguments --last --best is required" in capsys.readouterr().err
 
 
 def test_average_skips_incomplete_checkpoints(

@@ -15,7 +15,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import callback as callback_module
 from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
 from pipeline.checkpointing.checkpoint import read_checkpoint
-from pipeline.checkpointing.checkpoint_files import step_checkpoints, step_of
+from pipeline.checkpointing.checkpoint_files import around_best_checkpoints, step_checkpoints, step_of, step_path
 from pipeline.checkpointing.ema import EMA
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock
@@ -295,3 +295,67 @@ def test_checkpoints_by_time(train: Train, tmp_path: Path, monkeypatch: pytest.M
     train(11, tick, checkpoint_every_steps=None, checkpoint_every_minutes=1.6, log_every_steps=2)
     # After 96 s, after another 160 s, and after the last step.
     assert steps(tmp_path) == [4, 8, 11]
+
+
+def around_best(run: Path) -> list[int]:
+    """Return the steps of the checkpoints in the folder for those around the best validation."""
+    return [step_of(path) for path in around_best_checkpoints(run)]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 4])
+@pytest.mark.parametrize("validate_every", [2, 3])
+def test_checkpoints_around_the_best_validation_are_kept(
+    train: Train, tmp_path: Path, keep: int, validate_every: int
+) -> None:
+    """At each end they are those that one would keep who had never removed any."""
+    scores = [5.0, 9.0, 1.0, 7.0, 12.0, 3.0, 11.0, 2.0]
+    bleu = {validate_every * number: score for number, score in enumerate(scores, 1)}
+    options = {"bleu": bleu, "validate_every": validate_every, "checkpoint_every_steps": 2, "keep_last": keep}
+    for last in range(4, 8 * validate_every + 1, 4):
+        train(last, ckpt_path=newest(tmp_path) if last > 4 else None, **options)
+        validated = {step: score for step, score in bleu.items() if step <= last}
+        best = max(validated, key=lambda step: validated[step])
+        every = range(2, last + 1, 2)
+        near = set(sorted(every, key=lambda step: (abs(step - best), -step))[:keep])
+        assert steps(tmp_path) == list(every)[-keep:]
+        assert around_best(tmp_path) == sorted(near - set(list(every)[-keep:]))
+
+
+def test_stops_do_not_change_which_checkpoints_are_kept(train: Train, tmp_path: Path) -> None:
+    options = {
+        "bleu": {3: 10.0, 6: 40.0, 9: 20.0, 12: 30.0, 15: 1.0},
+        "validate_every": 3,
+        "checkpoint_every_steps": 2,
+        "keep_last": 3,
+    }
+    train(16, StopAt(5), **options)
+    for step in (7, 8, 11, 13):
+        train(16, StopAt(step), ckpt_path=newest(tmp_path), **options)
+    train(16, ckpt_path=newest(tmp_path), **options)
+    assert steps(tmp_path) == [12, 14, 16]
+    assert around_best(tmp_path) == [4, 6, 8]
+    assert step_in(tmp_path / "checkpoints" / "best.ckpt") == 6
+
+
+def test_a_run_that_repeats_steps_keeps_the_same_checkpoints(train: Train, tmp_path: Path) -> None:
+    """Newer checkpoints are damaged: the run resumes from an earlier one, and moves the same checkpoints again."""
+    options = {"bleu": {4: 40.0, 8: 10.0}, "validate_every": 4, "checkpoint_every_steps": 1, "keep_last": 3}
+    train(9, **options)
+    assert (steps(tmp_path), around_best(tmp_path)) == ([7, 8, 9], [3, 4, 5])
+    train(9, ckpt_path=step_path(tmp_path, 7), **options)
+    assert (steps(tmp_path), around_best(tmp_path)) == ([7, 8, 9], [3, 4, 5])
+    # A run that starts again from the beginning has no use for those of an earlier start.
+    train(2, **options)
+    assert around_best(tmp_path) == []
+
+
+def test_a_run_of_an_earlier_version_keeps_them_from_its_next_best_on(train: Train, tmp_path: Path) -> None:
+    options = {"validate_every": 4, "checkpoint_every_steps": 1, "keep_last": 2}
+    train(6, bleu={4: 40.0}, **options)
+    contents = torch.load(newest(tmp_path), weights_only=True)
+    del contents["callbacks"]["CheckpointKeeper"]["best_step"]
+    torch.save(contents, newest(tmp_path))
+    train(10, bleu={8: 30.0}, ckpt_path=newest(tmp_path), **options)
+    assert (steps(tmp_path), around_best(tmp_path)) == ([9, 10], [])
+    train(16, bleu={12: 50.0}, ckpt_path=newest(tmp_path), **options)
+    assert (steps(tmp_path), around_best(tmp_path)) == ([15, 16], [12, 13])
