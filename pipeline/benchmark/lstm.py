@@ -54,7 +54,7 @@ class BidirectionalLayer(nn.Module):
             The output [B, S, W], and the last output of both directions [B, W].
         """
         # In PyTorch's bidirectional LSTM, the backward direction would begin with the padding. It avoids that for
-        # packed sequences, which take three to five times as long on a CPU: oneDNN has no kernel for them.
+        # packed sequences, which take 2.5 to 5 times as long on a CPU: oneDNN has no kernel for them.
         there = self.forwards(x)[0]
         back = _gather(self.backwards(_gather(x, reverse))[0], reverse)
         # The first token's reversed position is that of the last token.

@@ -3,23 +3,31 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
-from data_module.batching.batch import SpecialIds
+from data_module.batching.batch import PaddedBatch, SpecialIds
 from data_module.settings import BatchSettings
+from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
+from model.loss import LossSums
 from model.lr_schedule import build_schedule
-from model.settings import NetworkSettings, TrainingSettings
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.benchmark import lstm
+from pipeline.benchmark.equal_time import ValidationText, score
 from pipeline.benchmark.lstm import LSTMNetwork, lstm_loop, lstm_of_size, padded_parts, token_states
 from pipeline.benchmark.side_by_side import LoopStep
+from pipeline.config.recipe import load_recipe
+from pipeline.config.trainer_keys import trainer_signature
+from pipeline.inference.metrics import Bleu
 from pipeline.profiling.stopwatch import Stopwatch
+from pipeline.training.build import build_data, special_ids
 
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2)
 PIECES, D_MODEL, WIDTH = 30, 12, 10
@@ -40,7 +48,7 @@ def padded(rows: list[Tensor]) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=SPECIAL.pad)
 
 
-def bidirectional(layer: nn.Module) -> nn.LSTM:
+def bidirectional(layer: lstm.BidirectionalLayer) -> nn.LSTM:
     """Return PyTorch's own bidirectional LSTM with the weights of a layer of ours."""
     weights = layer.state_dict()
     theirs = nn.LSTM(layer.forwards.input_size, WIDTH // 2, batch_first=True, bidirectional=True)
@@ -56,6 +64,7 @@ def states_of_one(ours: LSTMNetwork, source: Tensor, target: Tensor) -> Tensor:
     x = ours.embedding.weight[source][None] * D_MODEL**0.5
     hidden = []
     for layer in ours.encoder:
+        assert isinstance(layer, lstm.BidirectionalLayer)
         x, (last, _) = bidirectional(layer)(x)
         hidden.append(last.flatten(0))
     memory = x[0]
@@ -90,8 +99,8 @@ def test_gradients_are_those_of_each_sentence_alone(width: int) -> None:
     ours, sources, targets = network(width=width), sentences(SOURCE_LENGTHS), sentences(TARGET_LENGTHS)
     source, target = padded(sources), padded(targets)
     ours(source, target, source != SPECIAL.pad)[target != SPECIAL.pad].square().sum().backward()
-    found = {name: parameter.grad.clone() for name, parameter in ours.named_parameters()}
-    ours.zero_grad()
+    found = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    ours.zero_grad(set_to_none=True)
     for one, other in zip(sources, targets, strict=True):
         ours(one[None], other[None], None).square().sum().backward()
     for name, parameter in ours.named_parameters():
@@ -188,7 +197,7 @@ def test_it_learns_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         text[:32, 3:] = SPECIAL.pad
         text[:32, 2] = text[32:, 4] = SPECIAL.eos
         begin = torch.full((64, 1), SPECIAL.bos)
-        part = lstm.PaddedBatch(text, text != 0, torch.cat([begin, text[:, :-1]], 1), text, torch.arange(64))
+        part = PaddedBatch(text, text != 0, torch.cat([begin, text[:, :-1]], 1), text, torch.arange(64))
         return lstm.PaddedParts([part], text[text != 0])
 
     def loss(batch: lstm.PaddedParts) -> float:
@@ -219,6 +228,11 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "mfu" not in beside
     assert figures["ratio_to_lstm"] > 0
     equal_time = figures["equal_time"]
+    recipe = load_recipe([recipe_file], (), trainer_signature())
+    tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
+    loader = build_data(recipe, tokenizer, {"accelerator": "cpu", "precision": "32-true"}).train_dataloader()
+    most = max(equal_time[name][-1]["steps"] for name in ("ours", "lstm"))
+    tokens = np.cumsum([batch.num_target_tokens for batch, _ in zip(loader, range(most), strict=False)])
     assert "tok:13a" in equal_time["bleu_signature"]
     for name in ("ours", "lstm"):
         scores = equal_time[name]
@@ -227,11 +241,32 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert set(one) == {"seconds", "steps", "target_tokens", "bleu", "negative_log_likelihood"}
             # The last step ends after the time.
             assert 0.3 * quarter <= one["seconds"] < 0.3 * quarter + 1.0
-            assert one["steps"] > 0
+            assert one["target_tokens"] == tokens[one["steps"] - 1]
             assert 0 <= one["bleu"] <= 100
         assert scores[-1]["steps"] > scores[0]["steps"]
         assert scores[-1]["negative_log_likelihood"] < scores[0]["negative_log_likelihood"]
     assert "BLEU" in printed.err
+
+
+def test_score_of_known_translations(tiny_corpus: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
+    data = TranslationDataModule(tiny_corpus, BatchSettings(batch_tokens=400), special_ids(tokenizer), 1)
+    references = data.validation_text()[1]
+    text = ValidationText(data, tokenizer, references, Bleu(), DecodingSettings())
+
+    def losses(batch: PaddedBatch) -> LossSums:
+        num_tokens = (batch.target_output != tokenizer.pad_id).sum()
+        return LossSums(torch.tensor(0.0), 2.5 * num_tokens, torch.tensor(0))
+
+    def right(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+        return batch.target_output, (batch.target_output != tokenizer.pad_id).sum(1)
+
+    def late(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+        return tuple(one.roll(1, 0) for one in right(batch))
+
+    scores = score(text, torch.device("cpu"), losses, right)
+    assert scores == {"bleu": pytest.approx(100.0), "negative_log_likelihood": pytest.approx(2.5)}
+    assert score(text, torch.device("cpu"), losses, late)["bleu"] < 50.0
 
 
 @pytest.mark.parametrize(
@@ -244,9 +279,10 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_mistakes(arguments: list[str], said: str, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code: object
     try:
         code = main(["benchmark", "train", "--config", str(recipe_file), *arguments])
-    except SystemExit as error:
+    except SystemExit as error:  # argparse
         code = error.code
     assert code == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
