@@ -264,7 +264,7 @@ def lstm_loop(
     Args:
         network: the network.
         settings: the recipe's training settings.
-        schedule: the recipe's learning rates.
+        schedule: learning rates, of which only the ratios count.
         precision: device to train on, and type of matrix products.
         pad: id of the padding symbol.
     """

@@ -38,6 +38,7 @@ minutes each, in turns. `equal_time` has, for `ours` and `lstm`, after each quar
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -105,10 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: must be 1 or more")
-    if arguments.minutes is not None and "lstm" not in arguments.baseline:
-        raise InputError("--minutes: compares with the LSTM; add --baseline lstm")
-    if arguments.minutes is not None and not arguments.minutes > 0.0:
-        raise InputError(f"--minutes {arguments.minutes}: must be more than 0")
+    if arguments.minutes is not None:
+        _check_minutes(arguments, recipe)
     device = benchmark_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
@@ -129,6 +128,26 @@ def run(arguments: argparse.Namespace) -> int:
         print(equal_time_table(figures["equal_time"]), file=sys.stderr)
     print(json.dumps(rounded(figures)))
     return 0
+
+
+def _check_minutes(arguments: argparse.Namespace, recipe: "Recipe") -> None:
+    """Raise InputError unless the recipe and the LSTM can be trained for equal time."""
+    from data_module.errors import InputError
+    from model.lr_schedule import DECAY_TO_LAST_STEP
+
+    training = recipe.training
+    if "lstm" not in arguments.baseline:
+        raise InputError("--minutes: compares with the LSTM; add --baseline lstm")
+    if not 0.0 < arguments.minutes < math.inf:
+        raise InputError(f"--minutes {arguments.minutes}: must be more than 0")
+    if training.schedule in DECAY_TO_LAST_STEP:
+        raise InputError(
+            f"--minutes: training.schedule {training.schedule} ends at a step, which is not known; use inverse_sqrt"
+        )
+    if training.r_drop_alpha:
+        raise InputError(
+            f"--minutes: the LSTM has no loss with training.r_drop_alpha {training.r_drop_alpha}; set it to 0"
+        )
 
 
 class BenchmarkDevice(NamedTuple):
@@ -208,8 +227,10 @@ def _lstm_loop(recipe: "Recipe", module: "TranslationModule", device: BenchmarkD
 
     settings, num_parameters = recipe.network, sum(p.numel() for p in module.network.parameters())
     network = lstm_of_size(num_parameters, module.network.vocabulary_size, settings.d_model, settings.dropout)
-    schedule = build_schedule(recipe.training, settings.d_model, ENDLESS)
-    return lstm_loop(network, recipe.training, schedule, device.precision, module.special.pad)
+    # The recipe's factor, which may be 0, is not the LSTM's.
+    training = replace(recipe.training, learning_rate_factor=1.0)
+    schedule = build_schedule(training, settings.d_model, ENDLESS)
+    return lstm_loop(network, training, schedule, device.precision, module.special.pad)
 
 
 def equal_time(recipe: "Recipe", tokenizer: "Tokenizer", seconds: float, device: BenchmarkDevice) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from pipeline.training.build import build_data, special_ids
 
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2)
 PIECES, D_MODEL, WIDTH = 30, 12, 10
+TWO_MINUTES = ["--minutes", "2", "--baseline", "lstm"]
 SOURCE_LENGTHS, TARGET_LENGTHS = (7, 4, 1), (3, 6, 2)
 
 
@@ -275,6 +276,12 @@ def test_score_of_known_translations(tiny_corpus: Path) -> None:
         (["--minutes", "1"], "--minutes: compares with the LSTM; add --baseline lstm"),
         (["--minutes", "0", "--baseline", "lstm"], "--minutes 0.0: must be more than 0"),
         (["--minutes", "nan", "--baseline", "lstm"], "--minutes nan"),
+        (["--minutes", "inf", "--baseline", "lstm"], "--minutes inf"),
+        (
+            [*TWO_MINUTES, "--training.schedule", "linear", "--training.peak_learning_rate", "1e-3"],
+            "--minutes: training.schedule linear ends at a step",
+        ),
+        ([*TWO_MINUTES, "--training.r_drop_alpha", "2"], "--minutes: the LSTM has no loss with training.r_drop_alpha"),
         (["--baseline", "gru"], "invalid choice: 'gru'"),
     ],
 )
