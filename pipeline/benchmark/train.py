@@ -227,10 +227,8 @@ def _lstm_loop(recipe: "Recipe", module: "TranslationModule", device: BenchmarkD
 
     settings, num_parameters = recipe.network, sum(p.numel() for p in module.network.parameters())
     network = lstm_of_size(num_parameters, module.network.vocabulary_size, settings.d_model, settings.dropout)
-    # The recipe's factor, which may be 0, is not the LSTM's.
-    training = replace(recipe.training, learning_rate_factor=1.0)
-    schedule = build_schedule(training, settings.d_model, ENDLESS)
-    return lstm_loop(network, training, schedule, device.precision, module.special.pad)
+    schedule = build_schedule(recipe.training, settings.d_model, ENDLESS)
+    return lstm_loop(network, recipe.training, schedule, device.precision, module.special.pad)
 
 
 def equal_time(recipe: "Recipe", tokenizer: "Tokenizer", seconds: float, device: BenchmarkDevice) -> dict[str, Any]:
