@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from data_module.batching.batch import PaddedBatch, RankBatch
@@ -27,6 +27,11 @@ from pipeline.profiling.stopwatch import Stopwatch
 
 NUM_SCORES = 4
 """How often both networks are scored, after equal times; the last one is at the end."""
+
+Losses = Callable[[PaddedBatch], LossSums]
+"""Returns the sums of the loss over a batch."""
+Greedy = Callable[[PaddedBatch], tuple[Tensor, Tensor]]
+"""Returns the translations of a batch, ids [B, L], and their lengths [B], end symbols included."""
 
 
 class ValidationText(NamedTuple):
@@ -117,7 +122,8 @@ class EqualTime(Callback):
         def lstm_greedy(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
             return lstm.greedy(batch.source, batch.source_mask, special, text.decoding.max_extra_tokens)
 
-        systems = {"ours": (module.network, module.losses, greedy), "lstm": (lstm, lstm_losses, lstm_greedy)}
+        systems: dict[str, tuple[nn.Module, Losses, Greedy]]
+        systems = {"ours": (module, module.losses, greedy), "lstm": (lstm, lstm_losses, lstm_greedy)}
         for name, (network, losses, translate) in systems.items():
             network.eval()
             with torch.no_grad(), torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
@@ -132,16 +138,16 @@ class EqualTime(Callback):
 def score(
     text: ValidationText,
     device: torch.device,
-    losses: Callable[[PaddedBatch], LossSums],
-    greedy: Callable[[PaddedBatch], tuple[Tensor, Tensor]],
+    losses: Losses,
+    greedy: Greedy,
 ) -> dict[str, float]:
     """Return BLEU in percent of the translations as `bleu`, and `negative_log_likelihood` a target token.
 
     Args:
         text: what is translated.
         device: device of the network.
-        losses: returns the sums of the loss over a batch.
-        greedy: returns the translations of a batch, ids [B, L], and their lengths [B], end symbols included.
+        losses: the network's losses.
+        greedy: the network's search.
     """
     hypotheses = [""] * len(text.references)
     likelihood, num_tokens = 0.0, 0

@@ -106,6 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: must be 1 or more")
+    if arguments.baseline and recipe.training.r_drop_alpha:
+        alpha = recipe.training.r_drop_alpha
+        raise InputError(
+            f"--baseline {arguments.baseline[0]}: has no loss with training.r_drop_alpha {alpha}; set it to 0"
+        )
     if arguments.minutes is not None:
         _check_minutes(arguments, recipe)
     device = benchmark_device(recipe.trainer)
@@ -143,10 +148,6 @@ def _check_minutes(arguments: argparse.Namespace, recipe: "Recipe") -> None:
     if training.schedule in DECAY_TO_LAST_STEP:
         raise InputError(
             f"--minutes: training.schedule {training.schedule} ends at a step, which is not known; use inverse_sqrt"
-        )
-    if training.r_drop_alpha:
-        raise InputError(
-            f"--minutes: the LSTM has no loss with training.r_drop_alpha {training.r_drop_alpha}; set it to 0"
         )
 
 

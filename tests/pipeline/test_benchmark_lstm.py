@@ -281,7 +281,10 @@ def test_score_of_known_translations(tiny_corpus: Path) -> None:
             [*TWO_MINUTES, "--training.schedule", "linear", "--training.peak_learning_rate", "1e-3"],
             "--minutes: training.schedule linear ends at a step",
         ),
-        ([*TWO_MINUTES, "--training.r_drop_alpha", "2"], "--minutes: the LSTM has no loss with training.r_drop_alpha"),
+        (
+            ["--baseline", "lstm", "--training.r_drop_alpha", "2"],
+            "--baseline lstm: has no loss with training.r_drop_alpha",
+        ),
         (["--baseline", "gru"], "invalid choice: 'gru'"),
     ],
 )
