@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from data_module.batching.batch import PaddedBatch, SpecialIds
 from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
+from model.decoding import BeamSearch
 from model.loss import LossSums
 from model.lr_schedule import build_schedule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
@@ -23,11 +25,12 @@ from pipeline.benchmark import lstm
 from pipeline.benchmark.equal_time import ValidationText, score
 from pipeline.benchmark.lstm import LSTMNetwork, lstm_loop, lstm_of_size, padded_parts, token_states
 from pipeline.benchmark.side_by_side import LoopStep
+from pipeline.benchmark.train import benchmark_device, equal_time
 from pipeline.config.recipe import load_recipe
 from pipeline.config.trainer_keys import trainer_signature
 from pipeline.inference.metrics import Bleu
 from pipeline.profiling.stopwatch import Stopwatch
-from pipeline.training.build import build_data, special_ids
+from pipeline.training.build import build_data, build_module, special_ids
 
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2)
 PIECES, D_MODEL, WIDTH = 30, 12, 10
@@ -227,15 +230,15 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "mfu" in figures
     assert "mfu" not in beside
     assert figures["ratio_to_lstm"] > 0
-    equal_time = figures["equal_time"]
+    scored = figures["equal_time"]
     recipe = load_recipe([recipe_file], (), trainer_signature())
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     loader = build_data(recipe, tokenizer, {"accelerator": "cpu", "precision": "32-true"}).train_dataloader()
-    most = max(equal_time[name][-1]["steps"] for name in ("ours", "lstm"))
+    most = max(scored[name][-1]["steps"] for name in ("ours", "lstm"))
     tokens = np.cumsum([batch.num_target_tokens for batch, _ in zip(loader, range(most), strict=False)])
-    assert "tok:13a" in equal_time["bleu_signature"]
+    assert "tok:13a" in scored["bleu_signature"]
     for name in ("ours", "lstm"):
-        scores = equal_time[name]
+        scores = scored[name]
         assert len(scores) == 4
         for quarter, one in enumerate(scores, start=1):
             assert set(one) == {"seconds", "steps", "target_tokens", "bleu", "negative_log_likelihood"}
@@ -246,6 +249,39 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert scores[-1]["steps"] > scores[0]["steps"]
         assert scores[-1]["negative_log_likelihood"] < scores[0]["negative_log_likelihood"]
     assert "BLEU" in printed.err
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
+def test_the_lstm_beside_it_changes_nothing_in_our_training(recipe_file: Path) -> None:
+    recipe = load_recipe([recipe_file], ("--network.dropout", "0.1"), trainer_signature())
+    tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
+    device = benchmark_device(recipe.trainer)
+    beside = equal_time(recipe, tokenizer, 1.0, device)["ours"]
+    module, data = build_module(recipe, tokenizer), build_data(recipe, tokenizer, device.options)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=beside[-1]["steps"],
+        max_epochs=-1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(module, datamodule=data)
+    module.eval()
+    text = ValidationText(data, tokenizer, data.validation_text()[1], Bleu(), recipe.decoding)
+    search = BeamSearch(module.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+
+    def greedy(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+        answers = search.greedy(batch.source.long(), batch.source_mask, recipe.decoding.max_extra_tokens)
+        return answers.tokens, answers.lengths
+
+    with torch.no_grad():
+        alone = score(text, torch.device("cpu"), module.losses, greedy)
+    assert beside[-1]["steps"] > 10
+    assert {key: beside[-1][key] for key in alone} == pytest.approx(alone, rel=1e-6)
 
 
 def test_score_of_known_translations(tiny_corpus: Path) -> None:
