@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_module.batching.batch import SpecialIds, pad_batch
+from data_module.batching.batch import RankBatch, SpecialIds, pad_batch
 from data_module.batching.length_buckets import LengthBucket, length_buckets
 from data_module.corpus.store import lengths_with_eos
 from data_module.errors import InputError
@@ -158,7 +158,13 @@ def baseline_network(
     return MarianNetwork(vocabulary_size, settings, special, longest)
 
 
-def padded_steps(data: TranslationDataModule) -> Iterator[LoopStep]:
+def padded_steps(data: TranslationDataModule, device: torch.device) -> Callable[[RankBatch], LoopStep]:
+    """Return a function that returns the next padded step, on the device, whatever our own network takes."""
+    steps = _padded_steps(data, device)
+    return lambda _: next(steps)
+
+
+def _padded_steps(data: TranslationDataModule, device: torch.device) -> Iterator[LoopStep]:
     """Yield padded batches for networks that cannot pack sentences, endlessly.
 
     A step is a random set of buckets of pairs of similar length, with up to `batch_tokens` padded tokens per side, as
@@ -170,7 +176,7 @@ def padded_steps(data: TranslationDataModule) -> Iterator[LoopStep]:
 
     def step(buckets: list[LengthBucket]) -> LoopStep:
         tokens = sum(int(target[bucket.pairs].sum()) for bucket in buckets)
-        return LoopStep([pad_batch(corpus, bucket, data.special) for bucket in buckets], tokens)
+        return LoopStep([pad_batch(corpus, bucket, data.special).to(device) for bucket in buckets], tokens)
 
     while True:
         buckets = length_buckets(source, target, max(limit // 8, data.longest), random)

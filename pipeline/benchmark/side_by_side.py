@@ -3,7 +3,7 @@
 Alternating exposes all networks to the same changes in the machine's speed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ class BareLoop:
         settings: TrainingSettings,
         schedule: Schedule,
         precision: tuple[torch.device, torch.dtype],
-        steps: Iterator[LoopStep] | None = None,
+        steps: Callable[[RankBatch], LoopStep] | None = None,
         forward: Callable[[nn.Module, Any], Tensor] = padded_forward,
     ) -> None:
         """Prepare to train `network` with the recipe's schedule, optimizer and clipping.
@@ -69,22 +69,21 @@ class BareLoop:
             settings: the recipe's training settings.
             schedule: learning rate of each step.
             precision: device to train on, and type of matrix products; float32 for no autocast.
-            steps: its batches; None for those of the network that it is compared with.
+            steps: maps a step's batch of the network that it is compared with to its own; None for the same.
             forward: maps the network and a micro-batch to the input of `loss`.
         """
         self._device, self._dtype = precision
         self.network, self._loss = network.to(self._device).train(), loss
         self._settings, self._schedule = settings, schedule
-        self._batches, self._forward = steps, forward
+        self._own_step, self._forward = steps, forward
         self._steps = 0
         self.optimizer = build_optimizer(network.parameters(), settings)
 
     def next_step(self, batch: RankBatch) -> LoopStep:
         """Return the data of the next step on the device; `batch` is what the other network has taken."""
-        if self._batches is None:
+        if self._own_step is None:
             return LoopStep(list(batch.micro_batches), batch.num_target_tokens)
-        micro_batches, num_target_tokens = next(self._batches)
-        return LoopStep([one.to(self._device) for one in micro_batches], num_target_tokens)
+        return self._own_step(batch)
 
     def step(self, batch: LoopStep, watch: Stopwatch) -> None:
         """Take one optimizer step."""
