@@ -318,8 +318,8 @@ def test_score_of_known_translations(tiny_corpus: Path) -> None:
             "--minutes: training.schedule linear ends at a step",
         ),
         (
-            ["--baseline", "lstm", "--training.r_drop_alpha", "2"],
-            "--baseline lstm: has no loss with training.r_drop_alpha",
+            ["--training.r_drop_alpha", "2"],
+            "training.r_drop_alpha 2.0: the benchmark has steps of one pass; give --training.r_drop_alpha 0",
         ),
         (["--baseline", "gru"], "invalid choice: 'gru'"),
     ],
