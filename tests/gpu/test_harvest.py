@@ -43,7 +43,8 @@ def test_every_stage_writes_its_results(tmp_path: Path) -> None:
         assert one["forward_and_backward_milliseconds"] > 0 if "refused" not in one else one["refused"]
     assert {one["name"] for one in attention if "refused" not in one} == {"blocks", "flash", "plain products"}
     loss = found(output, "loss")
-    assert [one["kernels"] for one in loss] == ["triton", "pytorch"] * 2
+    assert [one["kernels"] for one in loss] == ["triton", "triton", "pytorch", "pytorch", "triton", "pytorch"]
+    assert [one["passes"] for one in loss] == [1, 2, 1, 2, 1, 1]
     assert all(one["peak_memory_bytes"] > 0 for one in loss)
     decoding = found(output, "decoding")
     assert [one["layers"] for one in decoding] == ["1+1"] * 4 + ["12+2"] * 4
