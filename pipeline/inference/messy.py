@@ -94,7 +94,7 @@ def messy_scores(
     scores[CLEAN] = {name: round(score, 4) for name, score in clean.items()}
     symbols, lowercase = translator.tokenizer.user_symbols, translator.tokenizer.lowercase
     for kind, text in messy_texts(sources, references, symbols, lowercase=lowercase):
-        hypotheses = [translation.text for translation in translator.translate(text.sources, progress=True)]
+        hypotheses = [translation.text for translation in translator.translate(text.sources, progress=kind)]
         scores[kind] = {}
         for name, metric in metrics.items():
             score = corpus_score(metric, hypotheses, text.references)

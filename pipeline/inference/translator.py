@@ -114,13 +114,13 @@ class Translator:
         limits = [limit for limit in (self.search.max_positions, max_source_tokens) if limit]
         self.max_source_tokens: int | None = min(limits, default=None)
 
-    def translate(self, sentences: list[str], n_best: int = 1, *, progress: bool = False) -> list[Translation]:
+    def translate(self, sentences: list[str], n_best: int = 1, *, progress: bool | str = False) -> list[Translation]:
         """Translate sentences. A sentence without pieces gets an empty translation.
 
         Args:
             sentences: source sentences.
             n_best: number of hypotheses for each sentence.
-            progress: show a progress bar on standard error.
+            progress: show a progress bar on standard error; a text is shown in front of it.
 
         Raises:
             ValueError: `n_best` or a search setting is out of bounds (see `BeamSearch.beam`).
@@ -131,7 +131,8 @@ class Translator:
         for source, kept in zip(sources, cut, strict=True):
             if len(kept) < len(source):
                 kept[-1] = self.tokenizer.eos_id
-        with progress_bar(len(sources), show=progress) as bar:
+        label = progress if isinstance(progress, str) else "translating"
+        with progress_bar(len(sources), show=bool(progress), description=label) as bar:
             for batch in batches_by_length([len(source) for source in cut], self.batch_tokens):
                 for index, hypotheses in zip(batch, self._search([cut[i] for i in batch], n_best), strict=True):
                     found[index] = hypotheses
