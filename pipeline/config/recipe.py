@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,9 @@ def _unregistered_names(values: dict[str, Any], places: dict[str, str]) -> list[
     names = {}
     for key in _REGISTRY_KEYS:
         section, _, name = key.partition(".")
-        if isinstance(values.get(section), dict) and type(values[section].get(name)) in (str, int, float):
-            names[key] = str(values[section][name])
+        value = values[section].get(name) if isinstance(values.get(section), dict) else None
+        if isinstance(value, (str, int, float, date)) and not isinstance(value, bool):
+            names[key] = str(value)
     # The registries import torch, which some commands do not need.
     if all(name == _REGISTRY_KEYS[key] for key, name in names.items()):
         return []

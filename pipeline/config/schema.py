@@ -5,6 +5,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields, is_dataclass
+from datetime import date
 from typing import Any
 
 Signature = dict[str, Any]
@@ -135,7 +136,7 @@ def _parse_bool(value: Any) -> bool:
 
 
 def _parse_str(value: Any) -> str:
-    if isinstance(value, (dict, list, bool)) or value is None:
+    if not isinstance(value, (str, int, float, date)) or isinstance(value, bool):
         raise TypeError
     return str(value)
 

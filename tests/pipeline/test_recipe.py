@@ -141,6 +141,16 @@ def test_values_out_of_range(tmp_path: Path, setting: str) -> None:
     assert setting.split("=")[0] in error_message(write(tmp_path, MINIMAL), f"--{setting}")
 
 
+def test_texts_of_other_types(tmp_path: Path) -> None:
+    """A date is the text that it is written as; bytes and sets are none."""
+    dated = write(tmp_path, MINIMAL + "name: 2001-01-01\ntraining:\n  schedule: 2001-01-01\n")
+    assert "training.schedule '2001-01-01' is not registered" in error_message(dated)
+    assert load_recipe([write(tmp_path, MINIMAL + "name: 2001-01-01\n")]).name == "2001-01-01"
+    for value in ('!!binary "YQ=="', "!!set {a}"):
+        message = error_message(write(tmp_path, MINIMAL + f"training:\n  schedule: {value}\n"))
+        assert "training.schedule must be text, not" in message
+
+
 @pytest.mark.parametrize(
     ("section", "key", "name", "way_out"),
     [
