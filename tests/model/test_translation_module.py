@@ -214,7 +214,7 @@ def test_a_step_without_a_finite_gradient_is_skipped(scale_loss: bool) -> None:
     assert checkpoint == expected_state
 
 
-def test_r_drop() -> None:
+def test_r_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two passes over each micro-batch, whose dropout is that of one generator; validation has one."""
     alpha = 4.0
     module = make_module(replace(TRAINING, r_drop_alpha=alpha), dropout=0.3)
@@ -232,7 +232,16 @@ def test_r_drop() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(expected.smoothed, list(module.parameters())))
     module.eval()
     single = label_smoothed_loss(module.states(batch), weight, batch.target_output, 0.2, PAD)
+    passes: list[Tensor] = []
+    states_of = module.states
+
+    def counted(batch: Any) -> Tensor:
+        passes.append(states_of(batch))
+        return passes[-1]
+
+    monkeypatch.setattr(module, "states", counted)
     assert module.losses(batch).smoothed.item() == single.smoothed.item()
+    assert len(passes) == 1
 
 
 def test_r_drop_without_a_divergence_is_a_plain_step() -> None:
