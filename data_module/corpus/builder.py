@@ -21,8 +21,9 @@ from data_module.corpus.pair_filter import HeldOutPairs, PairFilter, Reason
 from data_module.corpus.sources import source_names
 from data_module.corpus.store import TokenStoreWriter, store_prefix, token_type
 from data_module.errors import InputError
+from data_module.noise.noise import CASINGS, with_casing
 from data_module.readers.pairs import read_pairs
-from data_module.settings import CorpusSettings, TextSource
+from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, UNK_ID, Tokenizer, train_on_words
 from data_module.tokenization.word_counts import WordCounts
 from data_module.tokenization.word_encoder import WordEncoder
@@ -44,7 +45,30 @@ def learn_tokenizer(settings: CorpusSettings, num_pairs: list[int], progress: bo
     Raises:
         InputError: see `read_pairs` and `train_on_words`.
     """
-    return Tokenizer(_train_tokenizer(settings, _count_words(settings, num_pairs, progress), progress))
+    words = _count_words(settings, num_pairs, progress)
+    if not settings.lowercase:
+        add_casings(words, settings.noise, frozenset(settings.user_symbols))
+    return Tokenizer(_train_tokenizer(settings, words, progress))
+
+
+def add_casings(words: WordCounts, noise: NoiseSettings, protected: frozenset[str] = frozenset()) -> None:
+    """Count words in the casings of `corpus.noise` too, as often as an epoch is expected to have them.
+
+    Otherwise upper-case words would be spelled in single letters: they would take several times as many tokens, and
+    what a model has learned of other words' pieces would not help with them.
+
+    Args:
+        words: counts of the training text.
+        noise: the probability of each casing.
+        protected: user symbols; words that contain one have no other casing.
+    """
+    shares = [(kind, getattr(noise, kind)) for kind in CASINGS if getattr(noise, kind) > 0.0]
+    for word, count in list(words.counts.items()):
+        for kind, share in shares:
+            expected, changed = round(count * share), with_casing(word, kind, protected)
+            if expected and changed != word:
+                words.counts[changed] += expected
+                words.add_characters(changed)
 
 
 def write_corpus(
