@@ -72,7 +72,20 @@ def check_gpus_per_task(job: "JobStep", visible: int, allocated: str | None) -> 
         yield CheckResult(False, f"the node has {visible} GPUs for {tasks} tasks; {hint}")
 
 
-CHECKS: tuple[Callable[["JobStep | None"], Iterator[CheckResult]], ...] = (check_python, check_packages, check_devices)
+def check_min_nodes(job: "JobStep | None") -> Iterator[CheckResult]:
+    """Check the number of nodes that the job script needs to go on after a failure."""
+    from pipeline.runtime.slurm import min_nodes_mistake
+
+    if job is not None and (mistake := min_nodes_mistake(job)):
+        yield CheckResult(False, mistake)
+
+
+CHECKS: tuple[Callable[["JobStep | None"], Iterator[CheckResult]], ...] = (
+    check_python,
+    check_packages,
+    check_devices,
+    check_min_nodes,
+)
 
 
 def _version_numbers(text: str) -> tuple[int, ...]:

@@ -26,6 +26,12 @@ The exit code of srun does not: it is that of the ranks that srun killed.
 FAILURES_FILE = "FAILURES_FILE"
 """Environment variable: a file in which the job script counts failures before training starts."""
 
+RESTARTS_IN_JOB = "RESTARTS_IN_JOB"
+"""Environment variable: how often the job script has started the step again since SLURM last started the job."""
+
+MIN_NODES = "MIN_NODES"
+"""Environment variable: with fewer nodes than this, the job script requeues a job that has failed; empty: all nodes."""
+
 
 @dataclass(frozen=True)
 class JobStep:
@@ -39,7 +45,7 @@ class JobStep:
     num_nodes: int
     tasks_per_node: int
     restarts: int
-    """How often the job was requeued."""
+    """How often the job has started again: requeued by SLURM, or inside the job by its script."""
 
 
 def mistakes(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -77,8 +83,21 @@ def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
         num_tasks=sum(counts),
         num_nodes=len(counts),
         tasks_per_node=counts[0],
-        restarts=int(environment.get("SLURM_RESTART_COUNT", 0)),
+        restarts=int(environment.get("SLURM_RESTART_COUNT", 0)) + int(environment.get(RESTARTS_IN_JOB, 0)),
     )
+
+
+def min_nodes_mistake(job: JobStep, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return what is wrong with MIN_NODES and what to do; None if nothing is."""
+    value = environment.get(MIN_NODES, "")
+    if not value:
+        return None
+    way_out = f"set it to a number from 1 to {job.num_nodes} or leave it empty, in slurm/train.sbatch"
+    if re.fullmatch(r"[1-9]\d*", value) is None:
+        return f"MIN_NODES '{value}' is not a number of nodes; {way_out}"
+    if int(value) > job.num_nodes:
+        return f"MIN_NODES is {value} and the job has {job.num_nodes} nodes; {way_out}, or request more nodes"
+    return None
 
 
 def node_name(environment: Mapping[str, str] = os.environ) -> str:

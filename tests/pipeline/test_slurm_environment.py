@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from data_module.errors import InputError
-from pipeline.runtime.slurm import clear_failure_count, current_step, node_name, report_mistake_to_script
+from pipeline.runtime.slurm import (
+    clear_failure_count,
+    current_step,
+    min_nodes_mistake,
+    node_name,
+    report_mistake_to_script,
+)
 
 TASK = {
     "SLURM_JOB_ID": "7",
@@ -37,6 +43,33 @@ def test_a_step_that_is_smaller_than_its_job() -> None:
     step = current_step(job)
     assert step is not None
     assert (step.num_tasks, step.num_nodes, step.tasks_per_node) == (3, 3, 1)
+
+
+def test_restarts_inside_the_job_count_as_those_by_slurm() -> None:
+    step = current_step({**TASK, "SLURM_RESTART_COUNT": "3", "RESTARTS_IN_JOB": "2"})
+    assert step is not None
+    assert step.restarts == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "mistake"),
+    [
+        ("", None),
+        ("1", None),
+        ("3", None),
+        ("4", "MIN_NODES is 4 and the job has 3 nodes; set it to a number from 1 to 3 or leave it empty"),
+        ("0", "MIN_NODES '0' is not a number of nodes; set it to a number from 1 to 3"),
+        ("-1", "MIN_NODES '-1' is not a number"),
+        ("two", "MIN_NODES 'two' is not a number"),
+        ("2.5", "MIN_NODES '2.5' is not a number"),
+    ],
+)
+def test_min_nodes(value: str, mistake: str | None) -> None:
+    step = current_step(TASK)
+    assert step is not None
+    found = min_nodes_mistake(step, {"MIN_NODES": value})
+    assert found is None if mistake is None else found is not None and found.startswith(mistake)
+    assert min_nodes_mistake(step, {}) is None
 
 
 def test_files_for_the_jobs_script(tmp_path: Path) -> None:

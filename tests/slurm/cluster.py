@@ -5,7 +5,6 @@ Each node is a slurmd with its own loopback address. Jobs are submitted with the
 
 import os
 import pwd
-import re
 import shutil
 import signal
 import socket
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from tests.conftest import ROOT
@@ -133,16 +133,26 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """Kill a node's daemon and everything that runs on the node."""
-        steps = re.escape(f"[{node}]")
         daemon = self._processes.pop(node)
         daemon.kill()
         daemon.wait()
-        for pid, arguments in processes():
-            # The command line of slurmstepd has the node's name; the processes that it started die with it.
-            if re.search(rf"slurmstepd: .*{steps}|slurmd .*-N {re.escape(node)} ", arguments):
-                os.kill(pid, signal.SIGKILL)
-        for pid in self.tasks(node=node):
-            os.kill(pid, signal.SIGKILL)
+        own = self._running_on(node)
+        # A lost node reports nothing, so none of them may see another one end.
+        parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in own}
+        daemons = [pid for pid, arguments in processes() if pid in parents and arguments.startswith("slurmstepd")]
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in (*daemons, *own):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+
+    def _running_on(self, node: str) -> list[int]:
+        """Return the process ids of what SLURM has started on a node, batch scripts among them."""
+        found = []
+        for pid, _ in processes():
+            values = environment_of(pid)
+            if values.get("SLURM_CONF") == self.environment["SLURM_CONF"] and values.get("SLURMD_NODENAME") == node:
+                found.append(pid)
+        return found
 
     def _run_forever(self, name: str, *command: str) -> None:
         with (self.folder / "logs" / name).open("a") as log:
@@ -202,11 +212,7 @@ class Cluster:
         for pid, arguments in processes():
             if "-m pipeline" not in arguments and "tests.slurm" not in arguments:
                 continue
-            try:
-                raw = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            values = dict(pair.split("=", 1) for pair in raw.split("\0") if "=" in pair)
+            values = environment_of(pid)
             if (
                 values.get("SLURM_CONF") == self.environment["SLURM_CONF"]
                 and "SLURM_STEP_ID" in values
@@ -289,3 +295,12 @@ def processes() -> list[tuple[int, str]]:
     """Return the process ids and command lines of all processes."""
     listed = subprocess.run(["ps", "-eo", "pid=,args=", "-ww"], capture_output=True, text=True, check=True).stdout
     return [(int(pid), arguments) for pid, arguments in (line.split(None, 1) for line in listed.splitlines())]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment of a process; empty if it has ended."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in raw.split("\0") if "=" in pair)

@@ -28,7 +28,7 @@ def started(num_nodes: int, links: Links | None = None) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def whole_cluster() -> Iterator[Cluster]:
-    yield from started(3)
+    yield from started(4)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.integration.runs import assert_same_state, checkpoints, step_of
+from tests.integration.runs import assert_same_state, checkpoints, scalars, step_of
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SLOWLY, resumed_from, train, wait_until_saved
 
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    """The same job goes on, on the same nodes, and ends like a run that was never interrupted."""
     run = tmp_path / "run"
     options = ["--network.dropout", 0.3, "--run.checkpoint_every_steps", 2, "--run.keep_last", 1000]
     options += ["--trainer.max_steps", 100, "--run.timeout_seconds", 6]
@@ -23,7 +24,7 @@ def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: 
     wait_until_saved(job, run, step=4)
     [rank] = cluster.tasks(job.number, rank=1)
     os.kill(rank, signal.SIGKILL)
-    job.wait_for("; requeued", times=1)
+    job.wait_for("starting again on 2 of 2 nodes: 127.0.0.11 127.0.0.12", times=1)
     killed_at = step_of(checkpoints(run)[-1])
     assert "rank 1 on 127.0.0.12 has died or hangs; rank 0 on 127.0.0.11 waited for it" in job.log
     assert "127.0.0.12: task 1: Killed" in job.log
@@ -32,45 +33,93 @@ def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: 
     # Rank 0 holds the store of the others, which does not respond either.
     [rank] = cluster.tasks(job.number, rank=0)
     os.kill(rank, signal.SIGSTOP)
-    job.wait_for("; requeued", times=2)
+    job.wait_for("starting again on 2 of 2 nodes", times=2)
     hung_at = step_of(checkpoints(run)[-1])
     assert "rank 0 on 127.0.0.11 has died or hangs; rank 1 on 127.0.0.12 waited for it" in job.log
 
     assert job.wait() == "COMPLETED", job.log
     assert resumed_from(job) == [killed_at, hung_at]
-    assert job.restarts == 2
+    assert job.restarts == 0
     assert not list(run.glob(".starts-*"))
+    assert not list(ROOT.glob(f".*-{job.number}"))
     whole = train(cluster, recipe_file, tmp_path / "whole", *options)
     assert whole.wait() == "COMPLETED", whole.log
     assert_same_state(checkpoints(run)[-1], checkpoints(tmp_path / "whole")[-1])
 
 
 def test_a_lost_node(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """The two other nodes resume the run of three."""
+    """The job goes on with its other nodes, without waiting for SLURM to give up the lost one."""
     run = tmp_path / "run"
-    options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000, "--trainer.max_steps", 60]
-    job = train(cluster, recipe_file, run, *options, nodes=3, environment=SLOWLY)
+    options = ["--network.dropout", 0.3, "--run.checkpoint_every_steps", 2, "--run.keep_last", 1000]
+    options += ["--trainer.max_steps", 60]
+    job = train(
+        cluster, recipe_file, run, *options, nodes=3, environment={**SLOWLY, "MIN_NODES": "2"}, sbatch=["--gpus=3"]
+    )
     wait_until_saved(job, run, step=4)
     try:
-        cluster.kill_node("127.0.0.13")
-        cluster.wait_until(lambda: job.state == "PENDING", 200)
-        cluster.run("scontrol", "update", f"JobId={job.number}", "NumNodes=2", "NumTasks=2")
+        cluster.kill_node("127.0.0.12")
+        job.wait_for("starting again on 2 of 3 nodes: 127.0.0.11 127.0.0.13")
         assert job.wait() == "COMPLETED", job.log
-        assert job.fields()["NumNodes"] == "2"
-        assert len(resumed_from(job)) == 1
-        assert step_of(checkpoints(run)[-1]) == 60
-        assert "rank 2 on 127.0.0.13 has died or hangs" in job.log
     finally:
-        cluster.start_node("127.0.0.13")
+        cluster.start_node("127.0.0.12")
         cluster.wait_until(cluster.is_idle, 200)
+    assert job.restarts == 0
+    [lost_at] = resumed_from(job)
+    assert "rank 1 on 127.0.0.12 has died or hangs" in job.log
+    # A run of as many ranks at each step is the same.
+    again = tmp_path / "again"
+    three = train(cluster, recipe_file, again, *options, "--trainer.max_steps", lost_at, nodes=3)
+    assert three.wait() == "COMPLETED", three.log
+    two = train(cluster, recipe_file, again, *options, nodes=2)
+    assert two.wait() == "COMPLETED", two.log
+    assert_same_state(checkpoints(run)[-1], checkpoints(again)[-1])
+    for curve in ("train/loss", "validation/bleu"):
+        assert scalars(run, curve) == scalars(again, curve)
+
+
+def test_the_first_node_is_lost(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    """With it the job's script is gone: the last node has the job requeued once SLURM has given the first one up."""
+    run = tmp_path / "run"
+    options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000, "--trainer.max_steps", 60]
+    job = train(cluster, recipe_file, run, *options, nodes=3, environment={**SLOWLY, "MIN_NODES": "2"})
+    wait_until_saved(job, run, step=4)
+    try:
+        cluster.kill_node("127.0.0.11")
+        job.wait_for("the first node 127.0.0.11 is lost; requeued")
+        assert job.wait() == "COMPLETED", job.log
+    finally:
+        cluster.start_node("127.0.0.11")
+        cluster.wait_until(cluster.is_idle, 200)
+    assert job.restarts == 1
+    assert job.hosts() == ["127.0.0.12", "127.0.0.13", "127.0.0.14"]
+    assert len(resumed_from(job)) == 1
+    assert step_of(checkpoints(run)[-1]) == 60
+
+
+def test_too_few_nodes_are_left(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    """Without MIN_NODES all nodes of the job are needed, so it is requeued, and gets another node."""
+    run = tmp_path / "run"
+    options = ["--run.checkpoint_every_steps", 2, "--trainer.max_steps", 60]
+    job = train(cluster, recipe_file, run, *options, environment=SLOWLY)
+    wait_until_saved(job, run, step=4)
+    try:
+        cluster.kill_node("127.0.0.12")
+        job.wait_for("1 of 2 nodes answer (127.0.0.11); 2 are needed, the first one among them")
+        assert job.wait() == "COMPLETED", job.log
+    finally:
+        cluster.start_node("127.0.0.12")
+        cluster.wait_until(cluster.is_idle, 200)
+    assert job.restarts == 1
+    assert "127.0.0.12" not in job.hosts()
 
 
 def test_a_crash_that_repeats_ends_the_job(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = train(cluster, recipe_file, run, environment={**SLOWLY, "CRASH_AFTER": "6"})
     assert job.wait() == "FAILED", job.log
-    # Once from the beginning, then from the checkpoint of step 4.
-    assert job.restarts == 4
+    assert job.restarts == 0
+    # Once from the beginning, then three times from the checkpoint of step 4.
+    assert job.log.count("starting again on 2 of 2 nodes") == 4
     assert job.log.count("[rank1]: step 6: rank 1 on 127.0.0.12 failed\n") == 4
     assert f"error: {run}: the job has failed 3 times from step=00000004.ckpt; " in job.log
     assert "not requeued" in job.log.splitlines()[-1]
@@ -83,7 +132,7 @@ def test_a_crash_that_repeats_ends_the_job(cluster: Cluster, recipe_file: Path, 
 def test_a_crash_before_training_repeats(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
     job = train(cluster, recipe_file, tmp_path / "run", environment={**SLOWLY, "DIES": "yes"})
     assert job.wait() == "FAILED", job.log
-    assert job.restarts == 2
+    assert job.restarts == 0
     assert "3 times before training began; fix the cause above" in job.log.splitlines()[-1]
     assert not list(ROOT.glob(f".failures-{job.number}"))
 
