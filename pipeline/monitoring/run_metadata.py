@@ -51,6 +51,7 @@ LAYOUT = {
             "Multiline",
             ["^train_perf/goodput$", "^train_perf/mfu$", "^train_perf/padding_share$"],
         ],
+        "slowest rank over the median rank": ["Multiline", ["^train_perf/slowest_rank_over_median$"]],
     },
 }
 """Category -> chart -> curves of the Custom Scalars tab."""
