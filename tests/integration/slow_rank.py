@@ -1,7 +1,7 @@
 """Run `python -m pipeline` with a slow rank: `python -m tests.integration.slow_rank fit ...`.
 
 Every rank sleeps in each step, as if it computed. SLOW_RANK, a variable of the environment, also sleeps before its
-forward pass, and again after the step: before and after it communicates with the other ranks.
+forward pass, and again in the loop after the step: before and after it communicates with the other ranks.
 """
 
 import os
@@ -15,7 +15,6 @@ from pipeline.__main__ import main
 
 ALL_SECONDS, SLOW_SECONDS = 0.03, 0.05
 original_cast_weights = TranslationModule.cast_weights
-original_training_step = TranslationModule.training_step
 
 
 def is_slow(module: TranslationModule) -> bool:
@@ -27,13 +26,11 @@ def sleep_first(module: TranslationModule) -> None:
     original_cast_weights(module)
 
 
-def sleep_last(module: TranslationModule, batch: RankBatch, batch_idx: int) -> dict[str, Any]:
-    outputs = original_training_step(module, batch, batch_idx)
+def sleep_last(module: TranslationModule, outputs: dict[str, Any], batch: RankBatch, batch_idx: int) -> None:
     time.sleep(SLOW_SECONDS * is_slow(module))
-    return outputs
 
 
 if __name__ == "__main__":
     TranslationModule.cast_weights = sleep_first  # type: ignore[method-assign]
-    TranslationModule.training_step = sleep_last  # type: ignore[method-assign]
+    TranslationModule.on_train_batch_end = sleep_last  # type: ignore[assignment, method-assign]
     sys.exit(main())
