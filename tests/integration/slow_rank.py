@@ -13,7 +13,7 @@ from data_module.batching.batch import RankBatch
 from model.translation_module import TranslationModule
 from pipeline.__main__ import main
 
-ALL_SECONDS, SLOW_SECONDS = 0.03, 0.05
+ALL_SECONDS, SLOW_SECONDS = 0.05, 0.05
 original_cast_weights = TranslationModule.cast_weights
 
 
