@@ -106,8 +106,7 @@ train() {
     need_recipe train "$@"
     count_from_here
     export MISTAKE_FILE FAILURES_FILE MIN_NODES
-    # When a collective hangs, NCCL ends the rank, and torch's flight recorder dumps the rank's collectives to a file.
-    export TORCH_NCCL_ASYNC_ERROR_HANDLING=1 TORCH_NCCL_DUMP_ON_TIMEOUT=1 TORCH_FR_BUFFER_SIZE=2000
+    # Where PyTorch dumps a rank's last collectives when NCCL hangs. The other defaults of its watchdog are right.
     export TORCH_FR_DUMP_TEMP_FILE=$PWD/nccl-$SLURM_JOB_ID-rank-
 
     # Check the job and the recipe first. A mistake that doctor reports would recur, so the job is not requeued.

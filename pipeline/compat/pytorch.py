@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 
 def lerp_all(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
@@ -27,14 +26,20 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def exposed_communication_seconds(model: DistributedDataParallel) -> float:
-    """Return the seconds per step that gradient communication was not hidden by computation, as DDP measures it.
+def call_after_backward(loss: Tensor, callback: Callable[[], None]) -> None:
+    """Call `callback` once the next backward pass from `loss` has computed all gradients of this process.
 
-    Public: none; a profiler would have to run all the time. Seen in 2.11 to 2.13.
+    Under DDP this is before the pass waits for the gradients of other ranks: the engine calls callbacks in the order in
+    which they were queued, and DDP queues its own with the last gradient. On a GPU the current stream is that of the
+    caller of the backward pass, but the thread may be another one.
+
+    Public: none; `Tensor.register_hook` on every parameter would cost a Python call each. Seen in 2.11 to 2.13.
     """
-    data = model._get_ddp_logging_data()
-    nanoseconds = data.get("avg_backward_comm_time", 0) - data.get("avg_backward_compute_comm_overlap_time", 0)
-    return max(nanoseconds, 0) / 1e9
+
+    def queue(gradient: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    loss.register_hook(queue)
 
 
 def start_compile_workers() -> None:

@@ -7,7 +7,6 @@ from datetime import datetime
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
@@ -20,7 +19,6 @@ from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.starts import first_submission
 from pipeline.monitoring.tables import code_block, key_value_table, table
 from pipeline.monitoring.training_monitor import TrainingMonitor
-from pipeline.runtime.slurm import node_name
 from pipeline.runtime.versions import versions
 
 COMPARED_METRICS = (
@@ -53,6 +51,7 @@ LAYOUT = {
             "Multiline",
             ["^train_perf/goodput$", "^train_perf/mfu$", "^train_perf/padding_share$"],
         ],
+        "slowest rank over the median rank": ["Multiline", ["^train_perf/slowest_rank_over_median$"]],
     },
 }
 """Category -> chart -> curves of the Custom Scalars tab."""
@@ -74,20 +73,17 @@ class RunMetadata(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log recipe, data, code, hosts and start records to TensorBoard."""
-        hosts: list[Any] = [node_name()]
-        if dist.is_initialized():
-            hosts = [""] * dist.get_world_size()
-            dist.all_gather_object(hosts, node_name())
         log = trainer.logger
         if not isinstance(log, RunLog) or not log.writes:
             return
         network = pl_module.network
         assert isinstance(network, nn.Module)
         self._parameters = count_parameters(network)
+        nodes = self._monitor.nodes
         device = torch.cuda.get_device_name() if pl_module.device.type == "cuda" else "CPU"
         environment = {
             **versions(),
-            "ranks": f"{len(hosts)} on {', '.join(sorted(set(hosts)))}",
+            "ranks": f"{len(nodes)} on {', '.join(sorted(set(nodes)))}",
             "device": device,
             "precision": trainer.precision,
             "threads": torch.get_num_threads(),

@@ -4,6 +4,7 @@ import atexit
 import math
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data_module.batching.batch import RankBatch
 from data_module.errors import InputError
-from pipeline.compat.pytorch import exposed_communication_seconds
+from pipeline.compat.pytorch import call_after_backward
 from pipeline.monitoring.mfu import matmul_rate
 from pipeline.monitoring.progress import Progress
-from pipeline.profiling.step_clock import StepClock
+from pipeline.monitoring.stragglers import Stragglers, node_of_each_rank, slowest_rank
+from pipeline.profiling.step_clock import OWN, StepClock
 from pipeline.runtime.console import say
 
 ANNOUNCE_AFTER_SECONDS = 10.0
@@ -54,6 +56,11 @@ class TrainingMonitor(Callback):
         self._validation_seconds: float | None = None
         self._sums: Tensor | None = None
         self._steps = self._target_tokens = self._padded_tokens = self._tokens = 0
+        self.nodes: list[str] = []
+        """The node of each rank, from the start of training on."""
+        self._ddp: DistributedDataParallel | None = None
+        self._stragglers: Stragglers | None = None
+        self._own_steps, self._own_step_seconds = 0, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the machine's rate and start the clock."""
@@ -65,6 +72,10 @@ class TrainingMonitor(Callback):
             self._progress = Progress(trainer.global_step, trainer.max_steps, int(every) if validates else None)
             self._progress.validation_seconds = self._validation_seconds
             self._announce_at = time.monotonic() + ANNOUNCE_AFTER_SECONDS
+        self.nodes = node_of_each_rank()
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel) and trainer.world_size > 1:
+            self._ddp, self._stragglers = model, Stragglers(self.nodes)
         loader = trainer.train_dataloader
         if loader is not None:
             loader.on_wait = self.clock.begin
@@ -76,6 +87,16 @@ class TrainingMonitor(Callback):
     ) -> None:
         """Count the time from here on as computation."""
         self.clock.begin("compute")
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """In the backward pass in which DDP reduces gradients, count the time after this rank's own part as waiting."""
+        if self._ddp is not None and self._ddp.require_backward_grad_sync:
+            call_after_backward(loss, partial(self.clock.begin, "communication_wait"))
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count time as computation again."""
+        if self._ddp is not None and self._ddp.require_backward_grad_sync:
+            self.clock.begin("compute")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RankBatch, batch_idx: int
@@ -106,11 +127,16 @@ class TrainingMonitor(Callback):
 
     def _log(self, trainer: Trainer, outputs: dict[str, Any], batch: RankBatch) -> None:
         assert self._sums is not None
-        counts = torch.tensor([self._padded_tokens, self._tokens], device=self._sums.device)
+        # Each rank sets its own element. The time is that of the interval before: reading this one's would be a wait.
+        own = [0.0] * len(self.nodes)
+        own[trainer.global_rank] = self._own_step_seconds
+        counts = torch.tensor([self._padded_tokens, self._tokens, *own], device=self._sums.device)
+        self.clock.begin("communication_wait")
         total = trainer.strategy.reduce(torch.cat((self._sums, counts)), reduce_op="sum")
+        self.clock.begin("between")
         # One transfer for all values: each one waits for the device.
-        values = torch.stack([*total, outputs["gradient_norm"], outputs["skipped"], outputs["skipped_in_a_row"]])
-        smoothed, likelihood, correct, loss_tokens, padded, tokens, norm, skipped, in_a_row = values.tolist()
+        values = torch.stack([outputs["gradient_norm"], outputs["skipped"], outputs["skipped_in_a_row"], *total])
+        norm, skipped, in_a_row, smoothed, likelihood, correct, loss_tokens, padded, tokens, *own = values.tolist()
         _raise_if_diverged(trainer.global_step, int(in_a_row))
         scalars = {
             "train/learning_rate": outputs["learning_rate"],
@@ -119,6 +145,7 @@ class TrainingMonitor(Callback):
             "train_perf/epoch": batch.epoch + (batch.index + 1) / batch.num_batches,
             "train_perf/padding_share": 1.0 - tokens / padded,
             "train_perf/memory_gigabytes": memory_bytes(self._sums.device) / 1e9,
+            **self._compare_ranks(own),
             **self._throughput(trainer),
         }
         shown = {"tokens/s": f"{scalars['train_perf/target_tokens_per_second']:,.0f}"}
@@ -138,21 +165,34 @@ class TrainingMonitor(Callback):
         if self._progress is not None:
             self._progress.show(shown, self.clock.median_step_seconds())
 
+    def _compare_ranks(self, own_step_seconds: list[float]) -> dict[str, float]:
+        """Return the curves of the slowest rank, and name slow ranks in the log.
+
+        Args:
+            own_step_seconds: each rank's own seconds per step in the interval before this one; 0 if there was none.
+        """
+        if self._stragglers is None or not self._own_steps:
+            return {}
+        for line in self._stragglers.add(own_step_seconds, self._own_steps):
+            say(line)
+        rank, ratio = slowest_rank(own_step_seconds)
+        return {"train_perf/slowest_rank": rank, "train_perf/slowest_rank_over_median": ratio}
+
     def _throughput(self, trainer: Trainer) -> dict[str, float]:
         """Return this rank's time per step and the throughput of all ranks, without validation and checkpoints."""
         lap = self.clock.lap()
         seconds = sum(lap.values())
         tokens_per_second = self._target_tokens / max(seconds, 1e-9)
-        communication = communication_wait(trainer)
+        self._own_steps, self._own_step_seconds = self._steps, sum(lap[phase] for phase in OWN) / self._steps
         scalars = {
             "train_perf/target_tokens_per_second": tokens_per_second,
             "train_perf/step_seconds": seconds / self._steps,
             "train_perf/step_seconds_data_wait": lap["data_wait"] / self._steps,
-            "train_perf/step_seconds_compute": lap["compute"] / self._steps - (communication or 0.0),
+            "train_perf/step_seconds_compute": lap["compute"] / self._steps,
             "train_perf/goodput": self._goodput_now(),
         }
-        if communication is not None:
-            scalars["train_perf/step_seconds_communication_wait"] = communication
+        if self._ddp is not None:
+            scalars["train_perf/step_seconds_communication_wait"] = lap["communication_wait"] / self._steps
         if self._matmul_rate:
             flops_per_second = tokens_per_second * self._flops_per_token
             scalars["train_perf/mfu"] = flops_per_second / (self._matmul_rate * trainer.world_size)
@@ -218,17 +258,6 @@ class TrainingMonitor(Callback):
     def _reset(self) -> None:
         self._sums = None
         self._steps = self._target_tokens = self._padded_tokens = self._tokens = 0
-
-
-def communication_wait(trainer: Trainer) -> float | None:
-    """Return the seconds per step that gradient communication was not hidden by computation; None without DDP.
-
-    This is DDP's own average over the steps that it times, one in a hundred.
-    """
-    model = trainer.strategy.model
-    if not isinstance(model, DistributedDataParallel):
-        return None
-    return exposed_communication_seconds(model)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -7,8 +7,10 @@ import torch
 
 from pipeline.profiling.stopwatch import Stopwatch
 
-STEP = ("data_wait", "compute", "between")
-"""Phases of a step: waiting for the loader, the step itself, and the loop around them."""
+OWN = ("data_wait", "compute", "between")
+"""Phases of a rank's own part of a step: waiting for the loader, the step itself, and the loop around them."""
+STEP = (*OWN, "communication_wait")
+"""Phases of a step: a rank's own part, and waiting for the other ranks and for the network."""
 
 RECENT_SECONDS = 300.0
 """The median step is that of the last steps that took this long together."""

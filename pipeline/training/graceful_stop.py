@@ -7,8 +7,11 @@ stop after the same step, wherever each of them was when the signal arrived.
 """
 
 import os
+import signal
+import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +28,8 @@ from pipeline.training.failure_report import FailureReport
 
 MARGIN_SECONDS = 30
 """How much longer the gradients' process group waits than this one, so that an error is raised here first."""
+POLL_SECONDS = 1.0
+"""How often a thread looks whether the ranks' reduction has failed."""
 _STATE_KEY = "Together"
 """Key of the callback's state in checkpoints: the class name in version 0.1.0."""
 
@@ -63,6 +68,17 @@ class StopConsensus:
         """Return whether any rank wants to stop now; ranks wait for one another."""
         return self.should_stop() or self.should_stop()
 
+    def failure(self) -> RuntimeError | None:
+        """Return the error of the pending reduction; None if it has none so far. Any thread may call it."""
+        pending = self._pending
+        if pending is None or not pending[1].is_completed():
+            return None
+        try:
+            pending[1].wait()
+        except RuntimeError as error:
+            return error
+        return None
+
     def _read(self) -> bool:
         if self._pending is None:
             return False
@@ -87,6 +103,7 @@ class GracefulStop(Callback):
         self._consensus: StopConsensus | None = None
         self._failure_report: FailureReport | None = None
         self._validation_pending = False
+        self._has_ended = threading.Event()
 
     @property
     def state_key(self) -> str:
@@ -95,6 +112,7 @@ class GracefulStop(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create the process group that ranks use to agree on stopping."""
+        self._has_ended.clear()
         self._consensus = StopConsensus(self._timeout_seconds)
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._failure_report = FailureReport()
@@ -109,6 +127,8 @@ class GracefulStop(Callback):
         if trainer.is_global_zero:
             clear_failure_count()
         self._started = time.monotonic()
+        if self._failure_report is not None:
+            threading.Thread(target=self._end_if_stuck, args=(trainer,), daemon=True, name="end-if-stuck").start()
         if self._validation_pending:
             run_validation(trainer)
             self._validation_pending = False
@@ -138,8 +158,36 @@ class GracefulStop(Callback):
         reason = "trainer.max_time has passed" if only_time else "asked to stop"
         raise Stopped(f"{reason}: saved after step {trainer.global_step}; run the same command to resume")
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ranks no longer wait for one another: after the last save, each of them may end."""
+        self._has_ended.set()
+
+    def _end_if_stuck(self, trainer: Trainer) -> None:
+        """End this process if another rank has failed and the main thread does not notice.
+
+        With NCCL, gradients are reduced on the GPU. If another rank dies or hangs, the reduction does not end, and the
+        main thread waits in a call of CUDA that never returns. The reduction of the stop flags fails on the CPU.
+        """
+        assert self._consensus is not None
+        assert self._failure_report is not None
+        while not self._has_ended.wait(POLL_SECONDS):
+            error = self._consensus.failure()
+            if error is None:
+                continue
+            if self._has_ended.wait(MARGIN_SECONDS):
+                return
+            message = self._failure_report.describe(error)
+            with suppress(OSError):
+                print(f"[rank{dist.get_rank()}]: step {trainer.global_step}: {message}", file=sys.stderr, flush=True)
+            if self._has_ended.wait(MARGIN_SECONDS):  # PyTorch writes NCCL's flight recorder meanwhile
+                return
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.kill(signal.SIGKILL)  # the ranks that Lightning has launched
+            os._exit(1)
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add to the error which rank failed first, and make sure that this process ends."""
+        self._has_ended.set()
         if self._failure_report is None:
             return
         if not isinstance(exception, Stopped | KeyboardInterrupt):

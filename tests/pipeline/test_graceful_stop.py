@@ -435,6 +435,51 @@ def test_a_rank_that_hangs_after_an_error_is_terminated(tiny_corpus: Path, tmp_p
     assert codes == [75, 1, 7]
 
 
+def wait_in_cuda(folder: Path, tokenizer: Path, role: str) -> str:
+    """Train a step, then wait in a call that stands for one of CUDA, which does not return.
+
+    Args:
+        folder: for checkpoints.
+        tokenizer: of a corpus.
+        role: "waits"; "dies" or "hangs" before the ranks' reduction; or "ends", if training ends after the step.
+    """
+    graceful_stop.MARGIN_SECONDS, graceful_stop.POLL_SECONDS = 1, 0.1
+    quiet_lightning()
+    callback, trainer, module = (
+        GracefulStop(make_checkpoints(folder, tokenizer), timeout_seconds=3),
+        Trainer(logger=False),
+        OneWeight(None),
+    )
+    sys.stderr = (folder / f"stderr-{os.environ['LOCAL_RANK']}").open("w")
+    callback.on_fit_start(trainer, module)
+    callback.on_train_start(trainer, module)
+    dist.barrier()
+    if role == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if role != "hangs":
+        callback.on_train_batch_end(trainer, module)
+    if role == "ends":
+        callback.on_train_end(trainer, module)
+    time.sleep({"waits": 60.0, "hangs": 10.0, "ends": 5.0}[role])
+    return "still there"
+
+
+@pytest.mark.parametrize("role", ["dies", "hangs"])
+def test_a_rank_that_waits_in_cuda_names_the_failed_one(tiny_corpus: Path, tmp_path: Path, role: str) -> None:
+    shared = tmp_path, tiny_corpus / "tokenizer.model"
+    codes = exit_codes(tmp_path, wait_in_cuda, (*shared, "waits"), (*shared, role), (*shared, "waits"))
+    assert codes == [1, -signal.SIGKILL if role == "dies" else 0, 1]
+    for rank in (0, 2):
+        message = f"step 0: rank 1 on node-1 has died or hangs; rank {rank} on node-{rank} waited for it"
+        assert (tmp_path / f"stderr-{rank}").read_text() == f"[rank{rank}]: {message}\n"
+
+
+def test_a_rank_whose_training_has_ended_waits_for_no_other(tiny_corpus: Path, tmp_path: Path) -> None:
+    shared = tmp_path, tiny_corpus / "tokenizer.model"
+    assert exit_codes(tmp_path, wait_in_cuda, (*shared, "ends"), (*shared, "dies")) == [0, -signal.SIGKILL]
+    assert (tmp_path / "stderr-0").read_text() == ""
+
+
 def stop_and_fail_alone(folder: Path, tokenizer: Path, has_process_group: bool) -> str:
     if not has_process_group:
         dist.destroy_process_group()

@@ -16,15 +16,22 @@ def test_phases_add_up_and_others_do_not_count() -> None:
     began = time.perf_counter()
     clock.start(torch.device("cpu"))
     for _ in range(2):
-        for phase, seconds in (("data_wait", 0.01), ("compute", 0.02), ("checkpoint", 0.03), ("between", 0.005)):
+        for phase, seconds in (
+            ("data_wait", 0.01),
+            ("compute", 0.02),
+            ("communication_wait", 0.01),
+            ("checkpoint", 0.03),
+            ("between", 0.005),
+        ):
             clock.begin(phase)
             time.sleep(seconds)
     clock.counted_seconds += 100.0  # of earlier processes
     lap = clock.lap()
     whole = time.perf_counter() - began
-    assert set(lap) == {"data_wait", "compute", "between"}
+    assert set(lap) == {"data_wait", "compute", "communication_wait", "between"}
     assert lap["data_wait"] >= 0.02
     assert lap["compute"] >= 0.04
+    assert lap["communication_wait"] >= 0.02
     assert lap["between"] >= 0.01
     assert sum(lap.values()) <= whole - 0.06
     assert clock.counted_seconds == 100.0 + sum(lap.values())
@@ -45,7 +52,7 @@ def test_the_median_step_is_that_of_the_last_steps(monkeypatch: pytest.MonkeyPat
     def take(seconds: float, read: str = "") -> None:
         """A step of which a tenth is waiting for data; `read` names a phase that a reading cuts in two."""
         nonlocal now
-        for phase, part in (("data_wait", 0.1), ("compute", 0.9)):
+        for phase, part in (("data_wait", 0.1), ("compute", 0.5), ("communication_wait", 0.3), ("compute", 0.1)):
             clock.begin(phase)
             now += seconds * part / 2
             if read == phase:
