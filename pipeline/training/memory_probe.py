@@ -15,6 +15,7 @@ from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
 from model.segment_attention import KEPT_WIDTH
 from model.translation_module import TranslationModule
+from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.compat.lightning import call_as_step
 from pipeline.runtime.console import say
 from pipeline.runtime.memory import (
@@ -39,8 +40,10 @@ _GB = 1e9
 class MemoryProbe(Callback):
     """Run the largest micro-batches forward and backward before the first step; end the run if they do not fit.
 
-    Gradients and Adam's moments are allocated during the probe. Weights, moments, random states and the position in the
-    data are unchanged afterwards. On a CPU the process keeps to the reported amount from then on.
+    Gradients and Adam's moments are allocated during the probe, and the copy that checkpoints are written from is in
+    memory before it. On a CPU the copy is given up if the micro-batches do not fit beside it. Weights, moments, random
+    states and the position in the data are unchanged afterwards. On a CPU the process keeps to the reported amount from
+    then on.
 
     Where sentences lie end to end, all micro-batches have the shape of the probe's. There the probe runs compiled code,
     so that all ranks compile at the same time, and nothing is compiled in a training step. Blocks differ between
@@ -71,11 +74,14 @@ class MemoryProbe(Callback):
         moments = [] if optimizer.state else [torch.ones_like(p) for p in pl_module.parameters() for _ in range(2)]
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._eager():
-            peak, limit = self._on_gpu(trainer, pl_module) if devices else self._on_cpu(trainer, pl_module)
+            if devices:
+                peak, limit = self._on_gpu(trainer, pl_module)
+            else:
+                peak, limit, fixed = self._with_or_without_copy(trainer, pl_module)
         del moments
         optimizer.zero_grad()
         if not devices:
-            peak = int(min(_SLACK * peak, max(peak, 0.95 * limit.size)))
+            peak = fixed + int(min(_SLACK * (peak - fixed), max(peak, 0.95 * limit.size) - fixed))
             self._kept_at_most = peak
         say(
             f"memory: at most {peak / _GB:.1f} of {limit.size / _GB:.1f} GB with micro-batches of "
@@ -100,6 +106,21 @@ class MemoryProbe(Callback):
         release_freed_memory()
         # What remains is in use; trying again in every step would free nothing.
         self._kept_at_most = max(self._kept_at_most, _SLACK * private_memory())
+
+    def _with_or_without_copy(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit, int]:
+        """Measure on a CPU, with the copy that checkpoints are written from; without it where both do not fit.
+
+        Returns peak and limit of `_on_cpu`, and the bytes of the copy, which are a part of the peak.
+        """
+        writer = trainer.strategy.checkpoint_io
+        if not isinstance(writer, AtomicCheckpointIO):
+            return *self._on_cpu(trainer, module), 0
+        try:
+            return *self._on_cpu(trainer, module), writer.copy_bytes
+        except InputError:
+            if not writer.release():
+                raise
+            return *self._on_cpu(trainer, module), 0
 
     def _on_cpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
         """Try growing parts of the micro-batch: a process that exceeds its limit is killed without an error."""

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader
 
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import callback as callback_module
-from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
+from pipeline.checkpointing.callback import CheckpointCallback
 from pipeline.checkpointing.checkpoint import read_checkpoint
 from pipeline.checkpointing.checkpoint_files import around_best_checkpoints, step_checkpoints, step_of, step_path
+from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.checkpointing.ema import EMA
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock

@@ -20,9 +20,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
+from pipeline.checkpointing.callback import CheckpointCallback
 from pipeline.checkpointing.checkpoint import read_checkpoint
 from pipeline.checkpointing.checkpoint_files import step_checkpoints, step_of
+from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock
