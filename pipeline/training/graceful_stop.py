@@ -113,6 +113,8 @@ class GracefulStop(Callback):
         if self._validation_pending:
             run_validation(trainer)
             self._validation_pending = False
+            # Loader workers are forked next. They would hold the file that is being written open.
+            self._checkpoints.wait(trainer)
 
     def _time_is_up(self) -> bool:
         return self._max_seconds is not None and time.monotonic() - self._started >= self._max_seconds

@@ -77,11 +77,11 @@ class MemoryProbe(Callback):
             if devices:
                 peak, limit = self._on_gpu(trainer, pl_module)
             else:
-                peak, limit, fixed = self._with_or_without_copy(trainer, pl_module)
+                peak, limit, copy = self._on_cpu(trainer, pl_module)
         del moments
         optimizer.zero_grad()
         if not devices:
-            peak = fixed + int(min(_SLACK * (peak - fixed), max(peak, 0.95 * limit.size) - fixed))
+            peak = copy + int(min(_SLACK * (peak - copy), max(peak, 0.95 * limit.size) - copy))
             self._kept_at_most = peak
         say(
             f"memory: at most {peak / _GB:.1f} of {limit.size / _GB:.1f} GB with micro-batches of "
@@ -107,38 +107,35 @@ class MemoryProbe(Callback):
         # What remains is in use; trying again in every step would free nothing.
         self._kept_at_most = max(self._kept_at_most, _SLACK * private_memory())
 
-    def _with_or_without_copy(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit, int]:
-        """Measure on a CPU, with the copy that checkpoints are written from; without it where both do not fit.
+    def _on_cpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit, int]:
+        """Try growing parts of the micro-batch: a process that exceeds its limit is killed without an error.
 
-        Returns peak and limit of `_on_cpu`, and the bytes of the copy, which are a part of the peak.
+        The copy that checkpoints are written from is given up where it and the micro-batch do not fit together.
+
+        Returns the peak, its limit, and the bytes of the copy, which are part of the peak.
         """
-        writer = trainer.strategy.checkpoint_io
-        if not isinstance(writer, AtomicCheckpointIO):
-            return *self._on_cpu(trainer, module), 0
-        try:
-            return *self._on_cpu(trainer, module), writer.copy_bytes
-        except InputError:
-            if not writer.release():
-                raise
-            return *self._on_cpu(trainer, module), 0
-
-    def _on_cpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
-        """Try growing parts of the micro-batch: a process that exceeds its limit is killed without an error."""
         keep_freed_memory()
         limit = host_memory_limit(trainer.num_devices)
+        writer = trainer.strategy.checkpoint_io
+        writer = writer if isinstance(writer, AtomicCheckpointIO) else AtomicCheckpointIO()
+        copy = writer.copy_bytes
         smaller = last = fixed = 0
-        for part in (16, 8, 4, 2, 1):
+        for part in (16, 8, 4, 2, 1, 0):
             # Each part doubles the memory that depends on its size.
-            if smaller and 2 * last - fixed > limit.size:
-                raise self._does_not_fit(limit, fixed + 2 * part * (last - fixed), fixed)
+            needed = 2 * last - fixed if part else last
+            if copy and smaller and needed > limit.size:
+                writer.release()
+                smaller, last, fixed, needed, copy = smaller - copy, last - copy, fixed - copy, needed - copy, 0
+            if smaller and needed > limit.size:
+                raise self._does_not_fit(limit, fixed + max(1, 2 * part) * (last - fixed), fixed)
+            if not part:
+                break
             reset_resident_peak()
             for length in self._lengths:
                 self._step(trainer, module, length, part)
             smaller, last = last, resident_peak()
             fixed = 2 * smaller - last
-        if last > limit.size:
-            raise self._does_not_fit(limit, last, fixed)
-        return last, limit
+        return last, limit, copy
 
     def _on_gpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
         free, total = torch.cuda.mem_get_info(module.device)

@@ -415,7 +415,7 @@ def fail(folder: Path, tokenizer: Path, error: BaseException, margin_seconds: fl
     graceful_stop.MARGIN_SECONDS = margin_seconds  # type: ignore[assignment]
     callback, trainer, module = (
         GracefulStop(make_checkpoints(folder, tokenizer), TIMEOUT_SECONDS),
-        Trainer(logger=False),
+        Trainer(logger=False, plugins=[AtomicCheckpointIO()]),
         OneWeight(None),
     )
     callback.on_fit_start(trainer, module)
