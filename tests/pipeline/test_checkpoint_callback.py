@@ -408,10 +408,13 @@ def names(run: Path) -> list[str]:
 def test_nothing_is_removed_before_its_successor_has_its_name(
     train: Train, tmp_path: Path, slow_disk: SlowDisk
 ) -> None:
-    """Training goes on while step 4 is written. Step 2 is there until then, and so is the best before the next best."""
+    """Training goes on while step 4 is written.
+
+    Until then the checkpoint of a stop after step 3, which it replaces, is there, and so is the best one so far.
+    """
     slow_disk.go_on.set()
     options = {"checkpoint_every_steps": 2, "keep_last": 1, "validate_every": 2}
-    train(2, bleu={2: 10.0}, **options)
+    train(9, StopAt(3), bleu={2: 10.0}, **options)
     slow_disk.go_on.clear()
     seen: list[tuple[list[str], int]] = []
 
@@ -422,7 +425,7 @@ def test_nothing_is_removed_before_its_successor_has_its_name(
         seen.append((names(tmp_path), step_in(tmp_path / "checkpoints" / "best.ckpt")))
 
     train(5, At(5, look), bleu={2: 10.0, 4: 20.0}, ckpt_path=newest(tmp_path), **options)
-    assert seen == [(["best.ckpt", "step=00000002.ckpt"], 2), (["best.ckpt", "step=00000004.ckpt"], 4)]
+    assert seen == [(["best.ckpt", "step=00000003.ckpt"], 2), (["best.ckpt", "step=00000004.ckpt"], 4)]
 
 
 def test_what_is_written_is_not_changed_by_later_steps(train: Train, tmp_path: Path, slow_disk: SlowDisk) -> None:
