@@ -98,8 +98,10 @@ class CheckpointCallback(Callback):
 
         Rank 0 writes. Another rank that ended meanwhile would end the whole run some seconds later.
         """
+        self._clock.begin("checkpoint")
         checkpoint_io(trainer).wait()
         trainer.strategy.barrier("CheckpointCallback.wait")
+        self._clock.begin("between")
 
     def save(self, trainer: Trainer, stopping: bool = False, best: bool = False) -> None:
         """Save this step's checkpoint and remove those that are neither among the newest nor around the best.
