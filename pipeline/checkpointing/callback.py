@@ -2,14 +2,14 @@
 
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import TorchCheckpointIO
 
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.checkpointing.checkpoint import metadata, write_atomic
+from pipeline.checkpointing.checkpoint import metadata
 from pipeline.checkpointing.checkpoint_files import (
     around_best_checkpoints,
     around_best_path,
@@ -20,17 +20,13 @@ from pipeline.checkpointing.checkpoint_files import (
     step_of,
     step_path,
 )
+from pipeline.checkpointing.checkpoint_io import WriteOptions, checkpoint_io
 from pipeline.config.recipe import Recipe
 from pipeline.profiling.step_clock import StepClock
 from pipeline.runtime.console import say
 
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Write Lightning's checkpoints under a temporary name, then rename them."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Save the whole checkpoint, or leave nothing behind."""
-        write_atomic(checkpoint, Path(path))
+_COPY_SLACK = 1 << 20
+"""Bytes of a checkpoint beside weights, moments and tokenizer: steps of the optimizer, and alignment."""
 
 
 class CheckpointCallback(Callback):
@@ -38,6 +34,10 @@ class CheckpointCallback(Callback):
 
     As many checkpoints as the newest ones are also kept around the best validation, so that they can be averaged after
     the run has gone on without improving. They move to a folder of their own when they leave the newest.
+
+    Checkpoints are written in the background where the host has room for a copy (see `AtomicCheckpointIO`). No file is
+    removed before those that replace it have their final names. An error of a write is raised after the next step, at
+    the next checkpoint, at a stop and at the end.
     """
 
     def __init__(self, run: Path, recipe: Recipe, tokenizer: Tokenizer, clock: StepClock) -> None:
@@ -48,7 +48,7 @@ class CheckpointCallback(Callback):
         self._metadata = metadata(recipe.as_dict(), recipe.network, tokenizer)
         self._last_saved = time.monotonic()
         self.saved_step = 0
-        """Step of the newest checkpoint on disk."""
+        """Step of the newest checkpoint, which may still be being written; see `wait`."""
         self._save_after_validation = False
         self._temporary_step: int | None = None
         """Step of a checkpoint between two intervals, saved only because the run had to stop there."""
@@ -62,7 +62,8 @@ class CheckpointCallback(Callback):
         return "CheckpointKeeper"
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Save when a step or time interval has passed."""
+        """Save when a step or time interval has passed. Raises the error of an earlier write."""
+        checkpoint_io(trainer).raise_error()
         every = self._settings.checkpoint_every_steps
         minutes = self._settings.checkpoint_every_minutes
         due = bool(every) and trainer.global_step % (every or 1) == 0
@@ -77,49 +78,74 @@ class CheckpointCallback(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save `best.ckpt` if BLEU improved, then the checkpoint that was waiting for this validation."""
         bleu = trainer.callback_metrics.get("validation/bleu")
-        if bleu is not None and not trainer.sanity_checking and float(bleu) > self.best_bleu:
+        improved = bleu is not None and not trainer.sanity_checking and float(bleu) > self.best_bleu
+        if bleu is not None and improved:
             self.best_bleu, self._best_step = float(bleu), trainer.global_step
-            self._write(trainer, self._run / "checkpoints" / "best.ckpt")
         if self._save_after_validation:
             self._save_after_validation = False
-            self.save(trainer)
+            self.save(trainer, best=improved)
+        elif improved:
+            self._write(trainer, self._best_path, WriteOptions())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step."""
+        """Save the last step; wait until it is on disk."""
         if trainer.global_step > self.saved_step:
             self.save(trainer)
+        self.wait(trainer)
 
-    def save(self, trainer: Trainer, stopping: bool = False) -> None:
+    def wait(self, trainer: Trainer) -> None:
+        """Wait until the newest checkpoint is on disk; raise the error of its write. All ranks call it.
+
+        Rank 0 writes. Another rank that ended meanwhile would end the whole run some seconds later.
+        """
+        self._clock.begin("checkpoint")
+        checkpoint_io(trainer).wait()
+        trainer.strategy.barrier("CheckpointCallback.wait")
+        self._clock.begin("between")
+
+    def save(self, trainer: Trainer, stopping: bool = False, best: bool = False) -> None:
         """Save this step's checkpoint and remove those that are neither among the newest nor around the best.
 
-        With `stopping`, a checkpoint between two intervals is temporary: it is there to resume from, and the next one
-        replaces it, so that the checkpoints left to average are as far apart as the recipe says.
+        Args:
+            trainer: the trainer.
+            stopping: a checkpoint between two intervals is temporary: it is there to resume from, and the next one
+                replaces it, so that the checkpoints left to average are as far apart as the recipe says.
+            best: save `best.ckpt` as well, from the same copy.
         """
         # A run that is stopped again during the validation it resumed with may have resumed from a regular checkpoint.
         was_regular = self.saved_step == trainer.global_step and self._temporary_step != trainer.global_step
         previous, regular = self._temporary_step, not stopping or self._save_after_validation or was_regular
         self._temporary_step = None if regular else trainer.global_step
-        self._write(trainer, step_path(self._run, trainer.global_step))
+        replaced = [previous] if previous not in (None, trainer.global_step) else []
+        remove = partial(self._remove_old, trainer.global_step, self._best_step, self._temporary_step, replaced)
+        copies = (self._best_path,) if best else ()
+        self._write(trainer, step_path(self._run, trainer.global_step), WriteOptions(copies, remove))
         self._last_saved, self.saved_step = time.monotonic(), trainer.global_step
-        if trainer.is_global_zero:
-            if previous is not None and previous != self.saved_step:
-                step_path(self._run, previous).unlink(missing_ok=True)
-            self._remove_old()
 
-    def _remove_old(self) -> None:
+    @property
+    def _best_path(self) -> Path:
+        return self._run / "checkpoints" / "best.ckpt"
+
+    def _remove_old(self, saved: int, best: int | None, temporary: int | None, replaced: list[int]) -> None:
         """Keep `run.keep_last` newest checkpoints, and as many nearest to the best validation.
 
         The latter are what they would be if no checkpoint had ever been removed: a new best step is among the newest
         checkpoints, and those that are saved later only replace others of the nearest.
+
+        This runs in the thread that has written the checkpoint, while training changes the callback's state. Its
+        arguments are steps at the time of the checkpoint: its own, the best one's, the temporary one's, and those that
+        it replaces.
         """
+        for step in replaced:
+            step_path(self._run, step).unlink(missing_ok=True)
         # Newer checkpoints were damaged when the run resumed from this step: they do not count.
-        newest = {step_of(path): path for path in step_checkpoints(self._run) if step_of(path) <= self.saved_step}
+        newest = {step_of(path): path for path in step_checkpoints(self._run) if step_of(path) <= saved}
         around = {step_of(path): path for path in around_best_checkpoints(self._run)}
         near: list[int] = []
-        if self._best_step is not None:
+        if best is not None:
             # A temporary checkpoint will be replaced, so it must not take the place of one that lasts.
-            steps = {step for step in (*newest, *around) if step <= self.saved_step} - {self._temporary_step}
-            near = nearest_steps(steps, self._best_step, self._settings.keep_last)
+            steps = {step for step in (*newest, *around) if step <= saved} - {temporary}
+            near = nearest_steps(steps, best, self._settings.keep_last)
         for step in sorted(newest)[: -self._settings.keep_last]:
             if step in near:
                 target = around_best_path(self._run, step)
@@ -132,9 +158,9 @@ class CheckpointCallback(Callback):
             if step not in near:
                 path.unlink(missing_ok=True)
 
-    def _write(self, trainer: Trainer, path: Path) -> None:
+    def _write(self, trainer: Trainer, path: Path, options: WriteOptions) -> None:
         self._clock.begin("checkpoint")
-        trainer.save_checkpoint(path, weights_only=False)
+        trainer.save_checkpoint(path, weights_only=False, storage_options=options)
         self._clock.begin("between")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -145,13 +171,23 @@ class CheckpointCallback(Callback):
         """Return the state that a resumed run continues with."""
         return {"best_bleu": self.best_bleu, "best_step": self._best_step, "in_passing": self._temporary_step}
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reserve the memory that checkpoints are copied to, before the memory of training is measured."""
+        if trainer.is_global_zero:
+            size = self._checkpoint_bytes(pl_module) + self._metadata["tokenizer"].nbytes + _COPY_SLACK
+            checkpoint_io(trainer).reserve(size, trainer.num_devices, pinned=pl_module.device.type == "cuda")
+
+    def _checkpoint_bytes(self, module: LightningModule) -> int:
+        return checkpoint_bytes(sum(one.numel() for one in module.parameters()), self._with_average)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the step of the checkpoint that the run resumes from, and say how much disk the run needs."""
+        """Note the step of the checkpoint that the run resumes from, and say how much disk and memory the run needs."""
         self.saved_step = trainer.global_step
-        size = checkpoint_bytes(sum(one.numel() for one in pl_module.parameters()), self._with_average) / 1e6
+        size = self._checkpoint_bytes(pl_module) / 1e6
         files = max_checkpoints(self._settings.keep_last)
         folder = self._run / "checkpoints"
-        say(f"checkpoints: at most {files} files of {size:,.1f} MB, {files * size:,.0f} MB in {folder}")
+        how = checkpoint_io(trainer).describe()
+        say(f"checkpoints: at most {files} files of {size:,.1f} MB, {files * size:,.0f} MB in {folder}; {how}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the callback's state."""

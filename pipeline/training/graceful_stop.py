@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from pipeline.checkpointing.callback import CheckpointCallback, validation_is_due
+from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
 from pipeline.compat.lightning import run_validation
 from pipeline.runtime import signals
 from pipeline.runtime.signals import Stopped
@@ -132,6 +133,8 @@ class GracefulStop(Callback):
         if self._validation_pending:
             run_validation(trainer)
             self._validation_pending = False
+            # Loader workers are forked next. They would hold the file that is being written open.
+            self._checkpoints.wait(trainer)
 
     def _time_is_up(self) -> bool:
         return self._max_seconds is not None and time.monotonic() - self._started >= self._max_seconds
@@ -154,6 +157,7 @@ class GracefulStop(Callback):
         self._validation_pending = validation_pending
         if validation_pending or self._checkpoints.saved_step < trainer.global_step:
             self._checkpoints.save(trainer, stopping=True)
+        self._checkpoints.wait(trainer)
         only_time = self._time_is_up() and signals.first_signal() is None
         reason = "trainer.max_time has passed" if only_time else "asked to stop"
         raise Stopped(f"{reason}: saved after step {trainer.global_step}; run the same command to resume")
@@ -194,7 +198,7 @@ class GracefulStop(Callback):
             exception.add_note(f"step {trainer.global_step}: {self._failure_report.describe(exception)}")
         # Threads may wait without limit for a rank that no longer answers. This process ends so that the job can.
         code = exception.exit_code if isinstance(exception, Stopped) else 1
-        end = threading.Timer(MARGIN_SECONDS, os._exit, [code])
+        end = threading.Timer(MARGIN_SECONDS, _exit_after_write, [checkpoint_io(trainer), code])
         end.daemon = True
         end.start()
 
@@ -205,3 +209,9 @@ class GracefulStop(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the callback's state."""
         self._validation_pending = state_dict["validation_pending"]
+
+
+def _exit_after_write(writer: AtomicCheckpointIO, code: int) -> None:
+    """End the process when the checkpoint that is being written is on disk."""
+    writer.join()
+    os._exit(code)

@@ -15,6 +15,7 @@ from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
 from model.segment_attention import KEPT_WIDTH
 from model.translation_module import TranslationModule
+from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.compat.lightning import call_as_step
 from pipeline.runtime.console import say
 from pipeline.runtime.memory import (
@@ -39,8 +40,10 @@ _GB = 1e9
 class MemoryProbe(Callback):
     """Run the largest micro-batches forward and backward before the first step; end the run if they do not fit.
 
-    Gradients and Adam's moments are allocated during the probe. Weights, moments, random states and the position in the
-    data are unchanged afterwards. On a CPU the process keeps to the reported amount from then on.
+    Gradients and Adam's moments are allocated during the probe, and the copy that checkpoints are written from is in
+    memory before it. On a CPU the copy is given up if the micro-batches do not fit beside it. Weights, moments, random
+    states and the position in the data are unchanged afterwards. On a CPU the process keeps to the reported amount from
+    then on.
 
     Where sentences lie end to end, all micro-batches have the shape of the probe's. There the probe runs compiled code,
     so that all ranks compile at the same time, and nothing is compiled in a training step. Blocks differ between
@@ -71,11 +74,14 @@ class MemoryProbe(Callback):
         moments = [] if optimizer.state else [torch.ones_like(p) for p in pl_module.parameters() for _ in range(2)]
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._eager():
-            peak, limit = self._on_gpu(trainer, pl_module) if devices else self._on_cpu(trainer, pl_module)
+            if devices:
+                peak, limit = self._on_gpu(trainer, pl_module)
+            else:
+                peak, limit, copy = self._on_cpu(trainer, pl_module)
         del moments
         optimizer.zero_grad()
         if not devices:
-            peak = int(min(_SLACK * peak, max(peak, 0.95 * limit.size)))
+            peak = copy + int(min(_SLACK * (peak - copy), max(peak, 0.95 * limit.size) - copy))
             self._kept_at_most = peak
         say(
             f"memory: at most {peak / _GB:.1f} of {limit.size / _GB:.1f} GB with micro-batches of "
@@ -101,23 +107,35 @@ class MemoryProbe(Callback):
         # What remains is in use; trying again in every step would free nothing.
         self._kept_at_most = max(self._kept_at_most, _SLACK * private_memory())
 
-    def _on_cpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
-        """Try growing parts of the micro-batch: a process that exceeds its limit is killed without an error."""
+    def _on_cpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit, int]:
+        """Try growing parts of the micro-batch: a process that exceeds its limit is killed without an error.
+
+        The copy that checkpoints are written from is given up where it and the micro-batch do not fit together.
+
+        Returns the peak, its limit, and the bytes of the copy, which are part of the peak.
+        """
         keep_freed_memory()
         limit = host_memory_limit(trainer.num_devices)
+        writer = trainer.strategy.checkpoint_io
+        writer = writer if isinstance(writer, AtomicCheckpointIO) else AtomicCheckpointIO()
+        copy = writer.copy_bytes
         smaller = last = fixed = 0
-        for part in (16, 8, 4, 2, 1):
+        for part in (16, 8, 4, 2, 1, 0):
             # Each part doubles the memory that depends on its size.
-            if smaller and 2 * last - fixed > limit.size:
-                raise self._does_not_fit(limit, fixed + 2 * part * (last - fixed), fixed)
+            needed = 2 * last - fixed if part else last
+            if copy and smaller and needed > limit.size:
+                writer.release()
+                smaller, last, fixed, needed, copy = smaller - copy, last - copy, fixed - copy, needed - copy, 0
+            if smaller and needed > limit.size:
+                raise self._does_not_fit(limit, fixed + max(1, 2 * part) * (last - fixed), fixed)
+            if not part:
+                break
             reset_resident_peak()
             for length in self._lengths:
                 self._step(trainer, module, length, part)
             smaller, last = last, resident_peak()
             fixed = 2 * smaller - last
-        if last > limit.size:
-            raise self._does_not_fit(limit, last, fixed)
-        return last, limit
+        return last, limit, copy
 
     def _on_gpu(self, trainer: Trainer, module: TranslationModule) -> tuple[int, MemoryLimit]:
         free, total = torch.cuda.mem_get_info(module.device)

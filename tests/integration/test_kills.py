@@ -95,7 +95,11 @@ class Victim:
             time.sleep(0.001)
 
     def check_files(self) -> None:
-        """Check that all checkpoints are complete, and that at most the steps since the newest one are lost."""
+        """Check that all checkpoints are complete, and that at most the steps since the newest one are lost.
+
+        They are more than the steps between two while the next one is being written, but less than twice as many: a
+        checkpoint that is due waits for the one before.
+        """
         for path in (self.run / "checkpoints").glob("*.ckpt"):
             assert zipfile.ZipFile(path).testzip() is None
             assert torch.load(path, weights_only=True)["global_step"] > 0
@@ -105,7 +109,7 @@ class Victim:
         steps = [step for step, _ in scalars(self.run, "train/loss")] if logged else []
         assert steps == list(range(1, len(steps) + 1))
         newest = max(map(step_of, checkpoints(self.run)), default=0)
-        assert 0 <= len(steps) - newest <= EVERY
+        assert 0 <= len(steps) - newest <= 2 * EVERY
 
 
 def size_of(path: Path) -> int:

@@ -1,5 +1,6 @@
 """Which checkpoints a run keeps, and the moving average in them, with a Trainer that trains a single weight."""
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,9 +14,11 @@ from torch.utils.data import DataLoader
 
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import callback as callback_module
-from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
-from pipeline.checkpointing.checkpoint import read_checkpoint
+from pipeline.checkpointing import checkpoint_io as io_module
+from pipeline.checkpointing.callback import CheckpointCallback
+from pipeline.checkpointing.checkpoint import read_checkpoint, write_atomic
 from pipeline.checkpointing.checkpoint_files import around_best_checkpoints, step_checkpoints, step_of, step_path
+from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
 from pipeline.checkpointing.ema import EMA
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock
@@ -226,7 +229,7 @@ def test_writing_checkpoints_is_timed_separately(train: Train) -> None:
 
     clock = RecordingClock()
     train(2, clock=clock)
-    assert clock.begun == ["checkpoint", "between"] * 2
+    assert clock.begun == ["checkpoint", "between"] * 3  # two are saved, and the end waits for the second
 
 
 def test_the_checkpoint_of_a_validated_step_is_saved_after_the_validation(train: Train, tmp_path: Path) -> None:
@@ -359,3 +362,224 @@ def test_a_run_of_an_earlier_version_keeps_them_from_its_next_best_on(train: Tra
     assert (steps(tmp_path), around_best(tmp_path)) == ([9, 10], [])
     train(16, bleu={12: 50.0}, ckpt_path=newest(tmp_path), **options)
     assert (steps(tmp_path), around_best(tmp_path)) == ([15, 16], [12, 13])
+
+
+class SlowDisk:
+    """Holds writes of checkpoints back; what is written then is written as always."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.most_at_a_time = 0
+        self._now = 0
+        self.go_on = threading.Event()
+        self.seconds = 60.0
+        """A write takes this long, or until `go_on` is set."""
+        monkeypatch.setattr(io_module, "write_atomic", self.write)
+
+    def write(self, contents: dict[str, Any], path: Path) -> None:
+        self.begun.append(path.name)
+        self._now += 1
+        self.most_at_a_time = max(self.most_at_a_time, self._now)
+        self.go_on.wait(self.seconds)
+        write_atomic(contents, path)
+        self._now -= 1
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    return SlowDisk(monkeypatch)
+
+
+class At(Callback):
+    """Call a function at the end of a step, after the checkpoint callback's turn of the step before."""
+
+    def __init__(self, step: int, function: Callable[[Trainer], None]) -> None:
+        self.step, self.function = step, function
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.function(trainer)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("*.ckpt"))
+
+
+def test_nothing_is_removed_before_its_successor_has_its_name(
+    train: Train, tmp_path: Path, slow_disk: SlowDisk
+) -> None:
+    """Training goes on while step 4 is written.
+
+    Until then the checkpoint of a stop after step 3, which it replaces, is there, and so is the best one so far.
+    """
+    slow_disk.go_on.set()
+    options = {"checkpoint_every_steps": 2, "keep_last": 1, "validate_every": 2}
+    train(9, StopAt(3), bleu={2: 10.0}, **options)
+    slow_disk.go_on.clear()
+    seen: list[tuple[list[str], int]] = []
+
+    def look(trainer: Trainer) -> None:
+        seen.append((names(tmp_path), step_in(tmp_path / "checkpoints" / "best.ckpt")))
+        slow_disk.go_on.set()
+        checkpoint_io(trainer).wait()
+        seen.append((names(tmp_path), step_in(tmp_path / "checkpoints" / "best.ckpt")))
+
+    train(5, At(5, look), bleu={2: 10.0, 4: 20.0}, ckpt_path=newest(tmp_path), **options)
+    assert seen == [(["best.ckpt", "step=00000003.ckpt"], 2), (["best.ckpt", "step=00000004.ckpt"], 4)]
+
+
+def test_what_is_written_is_not_changed_by_later_steps(train: Train, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    """Neither weights nor their average nor the state of loops and callbacks."""
+    train(4, EMA(decay=0.9), At(3, lambda _: slow_disk.go_on.set()), checkpoint_every_steps=2, validate_every=4)
+    contents = torch.load(step_path(tmp_path, 2), weights_only=True)
+    assert contents["global_step"] == 2
+    assert contents["current_model_state"]["weight"].item() == WEIGHTS[1]
+    assert contents["state_dict"]["weight"].item() == pytest.approx(AVERAGES[1])
+    progress = contents["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]
+    assert progress["ready"] == 2
+
+
+def test_one_write_is_in_flight_at_a_time(train: Train, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    slow_disk.seconds = 0.1
+    train(6, bleu={2: 1.0, 4: 2.0}, validate_every=2)
+    assert slow_disk.most_at_a_time == 1
+    # In the order of the steps; the best is written first, and the last one before training ends.
+    best = "best.ckpt"
+    steps_and_best = ["step=00000001.ckpt", best, "step=00000002.ckpt", "step=00000003.ckpt"]
+    steps_and_best += [best, *(f"step={step:08d}.ckpt" for step in (4, 5, 6))]
+    assert slow_disk.begun == steps_and_best
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_best_and_the_step_are_written_from_one_copy(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    take = io_module.HostCopy.take
+
+    def count(self: io_module.HostCopy, contents: dict[str, Any]) -> dict[str, Any] | None:
+        taken.append(contents["global_step"])
+        return take(self, contents)
+
+    monkeypatch.setattr(io_module.HostCopy, "take", count)
+    train(3, bleu={2: 10.0}, checkpoint_every_steps=2, validate_every=2)
+    assert taken == [2, 3]
+    assert (tmp_path / "checkpoints" / "best.ckpt").read_bytes() == step_path(tmp_path, 2).read_bytes()
+    train(7, bleu={5: 20.0}, checkpoint_every_steps=2, validate_every=5, ckpt_path=newest(tmp_path))
+    assert taken == [2, 3, 4, 5, 6, 7]  # the best step is not due
+    assert step_in(tmp_path / "checkpoints" / "best.ckpt") == 5
+
+
+def obstruct(step: int, run: Path) -> Path:
+    """Make a checkpoint impossible to write: a folder has its name."""
+    path = step_path(run, step)
+    (path / "something").mkdir(parents=True)
+    return path
+
+
+def test_a_failed_write_ends_training_after_the_next_step(train: Train, tmp_path: Path) -> None:
+    obstruct(4, tmp_path)
+    last: list[int] = []
+
+    class WaitForWrite(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            last.append(trainer.global_step)
+            checkpoint_io(trainer).join()
+
+    with pytest.raises(IsADirectoryError):
+        train(9, WaitForWrite(), checkpoint_every_steps=2, keep_last=1)
+    assert last[-1] == 4  # of the step that follows
+    assert step_in(step_path(tmp_path, 2)) == 2
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("last", [4, 5])
+def test_a_failed_write_is_an_error_at_the_end(train: Train, tmp_path: Path, last: int) -> None:
+    """Of the last checkpoint, or of one that is still being written when the last is due."""
+    obstruct(4, tmp_path)
+    with pytest.raises(IsADirectoryError):
+        train(last, checkpoint_every_steps=2, keep_last=1)
+    assert step_in(step_path(tmp_path, 2)) == 2
+    assert not step_path(tmp_path, 5).exists()
+
+
+def test_waiting_for_a_write_raises_its_error(train: Train, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    """As a stop does."""
+    slow_disk.seconds = 0.3
+    obstruct(4, tmp_path)
+    reached: list[int] = []
+
+    def wait(trainer: Trainer) -> None:
+        with pytest.raises(IsADirectoryError):
+            checkpoint_callback(trainer).wait(trainer)
+        reached.append(trainer.global_step)
+
+    train(5, At(5, wait), checkpoint_every_steps=4)
+    assert reached == [5]
+
+
+def checkpoint_callback(trainer: Trainer) -> CheckpointCallback:
+    [one] = [one for one in trainer.callbacks if isinstance(one, CheckpointCallback)]  # type: ignore[attr-defined]
+    return one
+
+
+def test_an_error_in_training_does_not_lose_the_checkpoint_in_flight(
+    train: Train, tmp_path: Path, slow_disk: SlowDisk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow_disk.seconds = 0.5
+
+    def fail(_: Trainer) -> None:
+        raise ArithmeticError("a bug of this step")
+
+    with pytest.raises(ArithmeticError, match="a bug of this step"):
+        train(9, At(3, fail), checkpoint_every_steps=2)
+    assert steps(tmp_path) == [2]
+    # If that cannot be written, training's own error is raised all the same.
+    obstruct(4, tmp_path)
+    with pytest.raises(ArithmeticError, match="a bug of this step"):
+        train(9, At(5, fail), checkpoint_every_steps=2, ckpt_path=step_path(tmp_path, 2))
+    [warning] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith("warning: the last checkpoint was not written: ")
+    assert str(step_path(tmp_path, 4)) in warning
+
+
+def test_the_clock_counts_the_copy_and_not_the_write(train: Train, slow_disk: SlowDisk) -> None:
+    class SecondsOfCheckpoints(StepClock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seconds: list[float] = []
+
+        def begin(self, stretch: str) -> None:
+            if stretch == "checkpoint":
+                self.began = time.perf_counter()
+            elif stretch == "between":
+                self.seconds.append(time.perf_counter() - self.began)
+
+    slow_disk.seconds = 1.0
+    clock = SecondsOfCheckpoints()
+    train(4, clock=clock, checkpoint_every_steps=3)
+    first, second, end = clock.seconds
+    assert first < 0.5
+    assert second > 0.5  # it waited for the one before
+    assert end > 0.5  # as the end does
+
+
+def test_files_of_both_ways_are_equal(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without room for the copy, training waits for the write, and one line says so."""
+    options = {"bleu": {2: 10.0, 3: 20.0}, "validate_every": 1, "checkpoint_every_steps": 2, "keep_last": 1}
+    train(4, EMA(decay=0.9), **options)
+    line = capsys.readouterr().err
+    assert "; written in the background from a copy in memory of 1 MB" in line
+    files = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.ckpt")}
+    assert len(files) == 2
+    for path in files:
+        (tmp_path / path).unlink()
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "100")
+    threads = []
+    train(4, EMA(decay=0.9), At(3, lambda _: threads.extend(t.name for t in threading.enumerate())), **options)
+    [line] = capsys.readouterr().err.splitlines()
+    assert "; training waits while they are written: a copy of 1 MB does not fit, this job has 105 MB" in line
+    assert "checkpoint-writer" not in threads
+    assert {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.ckpt")} == files

@@ -20,9 +20,11 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
 from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.checkpointing.callback import AtomicCheckpointIO, CheckpointCallback
-from pipeline.checkpointing.checkpoint import read_checkpoint
+from pipeline.checkpointing import checkpoint_io
+from pipeline.checkpointing.callback import CheckpointCallback
+from pipeline.checkpointing.checkpoint import read_checkpoint, write_atomic
 from pipeline.checkpointing.checkpoint_files import step_checkpoints, step_of
+from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock
@@ -44,6 +46,8 @@ SERVER.set_forkserver_preload([__name__])
 FORK = multiprocessing.get_context("fork")
 """For ranks that do not train, and whose parent waits for them to be stopped."""
 TIMEOUT_SECONDS = 60
+FOUND_AT_END: list[str] = []
+"""The checkpoints that exist when training ends on this rank."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*", "ignore:.*fork.*:DeprecationWarning")
 
@@ -139,6 +143,7 @@ def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, ma
         end = f"{stop} (exit code {stop.exit_code})"
     except Exception as error:
         return "\n".join([str(error), *error.__notes__])
+    FOUND_AT_END.extend(path.name for path in step_checkpoints(folder))
     dist.barrier()
     return f"{end}, validated {module.validated}"
 
@@ -189,6 +194,29 @@ def train_on_ranks(
     """Train on one rank per event; return how training ended on each rank."""
     tokenizer = corpus / "tokenizer.model"
     return results(folder, train, *((folder, tokenizer, event, max_steps, max_seconds) for event in events))
+
+
+def train_on_slow_disk(folder: Path, tokenizer: Path, event: Event | None, max_steps: int) -> str:
+    """Train with writes that take a second; return what `train` returns, and the checkpoints that exist at its end."""
+
+    def write(contents: dict[str, Any], path: Path) -> None:
+        time.sleep(1)
+        write_atomic(contents, path)
+
+    checkpoint_io.write_atomic = write
+    return f"{train(folder, tokenizer, event, max_steps, None)}; {FOUND_AT_END}"
+
+
+@pytest.mark.parametrize(("event", "max_steps", "step"), [(Event(2), 20, 3), (None, 3, 3)])
+def test_all_ranks_wait_for_the_write_of_rank_0(
+    tiny_corpus: Path, tmp_path: Path, event: Event | None, max_steps: int, step: int
+) -> None:
+    """At a stop and at the end: when one rank ends, the others are ended some seconds later."""
+    shared = tmp_path, tiny_corpus / "tokenizer.model"
+    ends = results(tmp_path, train_on_slow_disk, (*shared, event, max_steps), (*shared, None, max_steps))
+    assert ends[0] == ends[1]
+    assert ends[0].endswith(f"; ['step={step:08d}.ckpt']")
+    assert ("asked to stop" in ends[0]) == (event is not None)
 
 
 @pytest.fixture
@@ -414,7 +442,7 @@ def fail(folder: Path, tokenizer: Path, error: BaseException, margin_seconds: fl
     graceful_stop.MARGIN_SECONDS = margin_seconds  # type: ignore[assignment]
     callback, trainer, module = (
         GracefulStop(make_checkpoints(folder, tokenizer), TIMEOUT_SECONDS),
-        Trainer(logger=False),
+        Trainer(logger=False, plugins=[AtomicCheckpointIO()]),
         OneWeight(None),
     )
     callback.on_fit_start(trainer, module)

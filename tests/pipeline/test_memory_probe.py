@@ -1,5 +1,6 @@
 """The memory probe runs the largest micro-batches before the first step and restores all state afterwards."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
+from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.runtime.console import quiet_lightning
-from pipeline.runtime.memory import host_memory_limit
+from pipeline.runtime.memory import MemoryLimit, host_memory_limit, private_memory
 from pipeline.training.memory_probe import MemoryProbe
 from tests.conftest import ROOT, pipeline
 
@@ -93,7 +95,9 @@ class GradientsAndMoments(Callback):
         self.in_steps = sum(tensor.nbytes for tensor in [*gradients, *moments])
 
 
-def fit(tiny_corpus: Path, network: NetworkSettings, max_steps: int, *callbacks: Any) -> None:
+def fit(
+    tiny_corpus: Path, network: NetworkSettings, max_steps: int, *callbacks: Any, plugins: list[Any] | None = None
+) -> None:
     """Train with the given callbacks, where None stands for a probe."""
     quiet_lightning()
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
@@ -112,6 +116,7 @@ def fit(tiny_corpus: Path, network: NetworkSettings, max_steps: int, *callbacks:
         enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=[callback or MemoryProbe(data) for callback in callbacks],
+        plugins=plugins,
     )
     trainer.fit(module, datamodule=data)
 
@@ -138,6 +143,45 @@ def test_the_probe_allocates_what_a_step_allocates(tiny_corpus: Path) -> None:
     fit(tiny_corpus, NetworkSettings(num_layers=1, d_model=16, d_ff=2048, num_heads=2), 2, memory, None)
     assert memory.in_steps > 1_000_000
     assert memory.in_probe == pytest.approx(memory.in_steps, rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
+@pytest.mark.parametrize(("room", "fits"), [(20_000, True), (400, False)])
+def test_the_copy_for_checkpoints_is_counted_and_given_up_where_it_does_not_fit(
+    tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: int, fits: bool
+) -> None:
+    """600 MB beside a small network, in a process that may take so many MB more than it has."""
+    limit = MemoryLimit(private_memory() + (room << 20), "this test")
+    monkeypatch.setattr("pipeline.training.memory_probe.host_memory_limit", lambda processes: limit)
+    writer = AtomicCheckpointIO()
+    writer.reserve(600 << 20, processes=1, pinned=False)
+    before, probe = resident_memory(), RecordCopy(writer)
+    network = NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2)
+    fit(tiny_corpus, network, 1, None, probe, plugins=[writer])
+    assert probe.seen == [600 << 20 if fits else 0]
+    line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("memory: at most "))
+    reported = float(line.split()[3]) * 1e9
+    if fits:
+        # The process may keep three times what it takes, but the copy counts once.
+        assert reported == pytest.approx(before + 2 * (before - (600 << 20)), abs=0.4e9)
+    else:
+        assert reported < limit.size
+        assert "do not fit together" in writer.describe()
+
+
+def resident_memory() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class RecordCopy(Callback):
+    """Record how large the copy is when training starts."""
+
+    def __init__(self, writer: AtomicCheckpointIO) -> None:
+        self.writer = writer
+        self.seen: list[int] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        self.seen.append(self.writer.copy_bytes)
 
 
 def test_batches_that_do_not_fit_are_refused_before_the_first_step(recipe_file: Path, tmp_path: Path) -> None:
