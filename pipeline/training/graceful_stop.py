@@ -187,7 +187,7 @@ class GracefulStop(Callback):
                 return
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(signal.SIGKILL)  # the ranks that Lightning has launched
-            os._exit(1)
+            _exit_after_write(checkpoint_io(trainer), 1)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add to the error which rank failed first, and make sure that this process ends."""
