@@ -1,4 +1,4 @@
-"""Writes the parts of docs/ that repeat what the sources say: `python -m tests.docs.generate`.
+"""Writes the parts of docs/ that repeat what the sources say, and the recipes' schema: `python -m tests.docs.generate`.
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end of generated -->`; its NAME is a key of
 `PARTS`.
@@ -18,7 +18,8 @@ from data_module.settings import NoiseSettings, TextSource
 from pipeline.config.recipe import Recipe
 from pipeline.config.trainer_keys import RESERVED_KEYS, trainer_signature
 from tests.conftest import ROOT
-from tests.docs import roofline
+from tests.docs import recipe_schema, roofline
+from tests.docs.recipe_schema import MODELINE, meanings
 from tests.test_structure import ROOMS
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
@@ -36,7 +37,7 @@ def updated(page: str) -> str:
 def recipe_keys() -> str:
     """A table for each section of a recipe."""
     hints = typing.get_type_hints(Recipe)
-    texts = _meanings(Recipe)
+    texts = meanings(Recipe)
     parts = [f"`name` (text, default: the file's name): {texts['name']}"]
     for section in dataclasses.fields(Recipe):
         kind = hints[section.name]
@@ -55,30 +56,18 @@ def recipe_keys() -> str:
 def _table(kind: type, section: str) -> str:
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
-    meanings = _meanings(kind)
+    texts = meanings(kind)
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
             key = f"{section}.{name}" if section else name
-            rows.append(f"| `{key}` | {_type(node.annotation)} | {_default(node.value)} | {meanings[name]} |")
+            rows.append(f"| `{key}` | {_type(node.annotation)} | {_default(node.value)} | {_escaped(texts[name])} |")
     return "\n".join(rows)
 
 
-def _meanings(kind: type) -> dict[str, str]:
-    """Field -> the text below it in the source, as one line. Every field of a section needs one."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for node, below in zip(tree.body, [*tree.body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
-            if not isinstance(text, str):
-                if kind is Recipe and node.target.id != "name":
-                    continue
-                raise SystemExit(f"{kind.__name__}.{node.target.id} has no text below it that says what it means")
-            found[node.target.id] = " ".join(text.split()).replace("|", r"\|")
-    return found
+def _escaped(text: str) -> str:
+    return text.replace("|", r"\|")
 
 
 def _type(annotation: ast.expr) -> str:
@@ -164,7 +153,7 @@ def _comment(path: Path) -> str:
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#") or line.startswith("#   "):
             break
-        if not line.startswith("#!"):
+        if not line.startswith(("#!", MODELINE)):
             lines.append(line.removeprefix("#").strip())
     return "\n".join(lines)
 
@@ -188,12 +177,15 @@ PARTS = {
 
 
 def main() -> int:
-    """Rewrite the pages."""
+    """Rewrite the pages and the schema."""
     for page in sorted((ROOT / "docs").glob("*.md")):
         text = page.read_text(encoding="utf-8")
         if (new := updated(text)) != text:
             page.write_text(new, encoding="utf-8")
             print(page.relative_to(ROOT))
+    if recipe_schema.text() != recipe_schema.FILE.read_text(encoding="utf-8"):
+        recipe_schema.FILE.write_text(recipe_schema.text(), encoding="utf-8")
+        print(recipe_schema.FILE.relative_to(ROOT))
     return 0
 
 
