@@ -16,10 +16,11 @@ from pathlib import Path
 
 from data_module.settings import NoiseSettings, TextSource
 from pipeline.config.recipe import Recipe
+from pipeline.config.shipped import description, first_sentence, leading_comment
 from pipeline.config.trainer_keys import RESERVED_KEYS, trainer_signature
 from tests.conftest import ROOT
 from tests.docs import recipe_schema, roofline
-from tests.docs.recipe_schema import MODELINE, meanings
+from tests.docs.recipe_schema import meanings
 from tests.test_structure import ROOMS
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
@@ -107,8 +108,7 @@ def configs() -> str:
     rows = ["| file | what it is |", "| --- | --- |"]
     for path in sorted((ROOT / "configs").rglob("*.yaml"), key=lambda one: (len(one.parts), str(one))):
         name = path.relative_to(ROOT)
-        text = re.sub(r":? fit --config.*", "", _first_sentence(_comment(path)))
-        rows.append(f"| [`{name}`](../{name}) | {text} |")
+        rows.append(f"| [`{name}`](../{name}) | {description(path)} |")
     return "\n".join(rows)
 
 
@@ -127,7 +127,7 @@ def tree() -> str:
         lines += _folder(ROOT / package, 0)
     lines += ["slurm/"]
     scripts = [path for path in (ROOT / "slurm").iterdir() if path.is_file()]
-    lines += [_row(path.name, _first_sentence(_comment(path)), 1) for path in sorted(scripts)]
+    lines += [_row(path.name, first_sentence(leading_comment(path)), 1) for path in sorted(scripts)]
     return "\n".join([*lines, "```"])
 
 
@@ -138,30 +138,13 @@ def _folder(folder: Path, depth: int) -> Iterator[str]:
     yield "  " * depth + folder.name + "/"
     for path in sorted(path for path in inside if path.is_file() and path.suffix == ".py"):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        yield _row(path.name, _first_sentence(text), depth + 1)
+        yield _row(path.name, first_sentence(text), depth + 1)
     for path in sorted(path for path in inside if path.is_dir() and any(path.rglob("*.py"))):
         yield from _folder(path, depth + 1)
 
 
 def _row(name: str, text: str, depth: int) -> str:
     return f"{'  ' * depth}{name}".ljust(32) + " " + text
-
-
-def _comment(path: Path) -> str:
-    """The comment at the top of a file, up to the first command line in it."""
-    lines: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#") or line.startswith("#   "):
-            break
-        if not line.startswith(("#!", MODELINE)):
-            lines.append(line.removeprefix("#").strip())
-    return "\n".join(lines)
-
-
-def _first_sentence(text: str) -> str:
-    """Up to the first full stop that ends a sentence, or the first blank line."""
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<!et al)(?<!\.\.)\.(?= |$)", paragraph)[0].removesuffix(":")
 
 
 PARTS = {

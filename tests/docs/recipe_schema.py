@@ -21,12 +21,11 @@ from model.lr_schedule import SCHEDULES
 from model.optimizer import OPTIMIZERS
 from model.settings import NetworkSettings, TrainingSettings
 from pipeline.config.recipe import IGNORED_KEYS, Recipe
+from pipeline.config.shipped import SCHEMA
 from pipeline.config.trainer_keys import STRATEGIES, trainer_signature, validate_trainer_keys
 from tests.conftest import ROOT
 
-FILE = ROOT / "configs" / "recipe.schema.json"
-MODELINE = "# yaml-language-server: $schema="
-"""What a recipe's first line begins with; the path of the schema, relative to the recipe, follows."""
+FILE = ROOT / "configs" / SCHEMA
 Schema = dict[str, Any]
 
 _TEXT = {"type": ["string", "number"]}

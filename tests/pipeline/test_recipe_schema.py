@@ -15,6 +15,7 @@ import yaml
 
 from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
+from pipeline.config.shipped import MODELINE
 from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
 from tests.docs import recipe_schema
 from tests.pipeline.test_configs import CONFIGS, OVERLAYS, RECIPES
@@ -88,8 +89,8 @@ def test_shipped_recipes_are_valid_and_name_the_schema(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert [error.message for error in VALIDATOR.iter_errors(yaml.load(text, EditorLoader))] == []
     first = text.splitlines()[0]
-    assert first.startswith(recipe_schema.MODELINE)
-    assert (path.parent / first.removeprefix(recipe_schema.MODELINE)).resolve() == recipe_schema.FILE.resolve()
+    assert first.startswith(MODELINE)
+    assert (path.parent / first.removeprefix(MODELINE)).resolve() == recipe_schema.FILE.resolve()
 
 
 RIGHT = [
