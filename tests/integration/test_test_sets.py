@@ -62,8 +62,13 @@ def test_scores_are_those_of_sacrebleus_command(run: Path, cache: Path, tmp_path
     assert figures["test_set"] == "wmt14/full en-de"
     assert figures["sentences"] == 30
     theirs = subprocess.run(
-        [sys.executable, "-m", "sacrebleu", "-t", "wmt14/full", "-l", "en-de", "-i", tmp_path / "output"]
-        + ["-m", "bleu", "chrf", "-w", "4"],
+        [
+            sys.executable,
+            "-m",
+            "sacrebleu",
+            *"-t wmt14/full -l en-de -m bleu chrf -w 4 -i".split(),
+            tmp_path / "output",
+        ],
         env=environment,
         capture_output=True,
         text=True,
