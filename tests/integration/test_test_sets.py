@@ -66,7 +66,7 @@ def test_scores_are_those_of_sacrebleus_command(run: Path, cache: Path, tmp_path
             sys.executable,
             "-m",
             "sacrebleu",
-            *"-t wmt14/full -l en-de -m bleu chrf -w 4 -i".split(),
+            *["-t", "wmt14/full", "-l", "en-de", "-m", "bleu", "chrf", "-w", "4", "-i"],
             tmp_path / "output",
         ],
         env=environment,
