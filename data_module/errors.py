@@ -1,4 +1,15 @@
-"""Errors caused by the user, reported in one line."""
+"""Errors caused by the user, reported in one line, and the commands that such lines name."""
+
+import re
+import sys
+from pathlib import Path
+
+IN_CLONE = (Path(__file__).resolve().parent.parent / "constraints.txt").is_file()
+"""Whether the program runs from a clone, not from an installed wheel."""
+PROGRAM = "attention-pipeline" if Path(sys.argv[0]).stem == "attention-pipeline" else "python -m pipeline"
+"""What the user has typed before the command."""
+SCRIPTS = ".venv/bin/" if IN_CLONE else ""
+"""What to type before programs of other packages, such as TensorBoard."""
 
 
 class InputError(Exception):
@@ -14,5 +25,13 @@ class InputError(Exception):
 
 
 def install(extra: str) -> str:
-    """Return the command that installs one of pyproject.toml's extras, as in docs/getting-started.md."""
-    return f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"
+    """Return the command that installs the packages of one of pyproject.toml's extras."""
+    if IN_CLONE:
+        return f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"  # as in docs/getting-started.md
+    from importlib.metadata import requires
+
+    needs = (one.partition(";") for one in requires("attention-pipeline") or [])
+    packages = [
+        f"'{package.strip()}'" for package, _, when in needs if re.search(rf"""extra == ["']{extra}["']""", when)
+    ]
+    return f"{sys.executable} -m pip install {' '.join(packages)}"

@@ -1,4 +1,7 @@
-"""`python -m pipeline <command>`: each command is a file in `pipeline/commands`, imported only when it is used."""
+"""`python -m pipeline <command>`, or `attention-pipeline <command>` where a wheel is installed.
+
+Each command is a file in `pipeline/commands`, imported only when it is used.
+"""
 
 import sys
 
@@ -15,7 +18,7 @@ import os
 import threading
 from typing import Any, NamedTuple, NoReturn
 
-from data_module.errors import InputError
+from data_module.errors import PROGRAM, InputError
 from pipeline.runtime.atomic_file import disk_full_error
 from pipeline.runtime.errors import user_message
 from pipeline.runtime.slurm import report_mistake_to_script
@@ -38,6 +41,7 @@ COMMANDS = {
     "evaluate": Command("source and reference text -> BLEU and chrF with signatures", "pipeline.commands.evaluate"),
     "export": Command("checkpoint -> bundle that runs without this program", "pipeline.commands.export"),
     "benchmark": Command("speed and memory of training, decoding and the data path", "pipeline.commands.benchmark"),
+    "recipe": Command("list the recipes that come with the program, or copy one", "pipeline.commands.recipe"),
     "demo": Command("prepare to export on a generated corpus, in minutes", "pipeline.commands.demo"),
     "doctor": Command("check the machine, the job and a recipe before running", "pipeline.commands.doctor"),
 }
@@ -83,7 +87,7 @@ def parse(command: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
         raise InputError(f"'{command}' is not a command; the commands are: {', '.join(COMMANDS)}")
     module = importlib.import_module(COMMANDS[command].module)
     parser = OneLineParser(
-        prog=f"python -m pipeline {command}",
+        prog=f"{PROGRAM} {command}",
         description=module.__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -100,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 after a user's mistake, or the command's own."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: python -m pipeline <command> [--help]\n")
+        print(f"usage: {PROGRAM} <command> [--help]\n")
         for name, command in COMMANDS.items():
             print(f"  {name:10} {command.purpose}")
         return 0

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_module.errors import InputError
+from data_module.errors import PROGRAM, InputError
 
 FORMAT = "attention-pipeline corpus"
 FORMAT_VERSION = 1
@@ -15,7 +15,7 @@ TEXT_KEYS = ("corpus.train", "corpus.validation", "corpus.test")
 """Keys of a recipe that hold a list of text sources."""
 
 _MAX_LINES = 3
-_REBUILD = "run `python -m pipeline prepare` with --force to rebuild it"
+_REBUILD = f"run `{PROGRAM} prepare` with --force to rebuild it"
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         InputError: the folder does not exist, is no corpus, is truncated, or has another format version.
     """
     if not folder.exists():
-        raise InputError(f"{folder}: no such corpus; run `python -m pipeline prepare`")
+        raise InputError(f"{folder}: no such corpus; run `{PROGRAM} prepare`")
     if not is_corpus(folder):
         raise InputError(
             f"{folder}: not a corpus (it has no {MANIFEST_NAME} written by prepare); name another corpus.folder"

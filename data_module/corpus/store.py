@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_module.corpus.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
-from data_module.errors import InputError
+from data_module.errors import PROGRAM, InputError
 from data_module.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def open_corpus(folder: Path, split: str) -> ParallelCorpus:
     if Tokenizer.load(folder / TOKENIZER_NAME).sha256 != manifest["tokenizer"]["sha256"]:
         raise InputError(
             f"{folder / TOKENIZER_NAME}: not the tokenizer that the corpus was made with;"
-            " run `python -m pipeline prepare` with --force to rebuild it"
+            f" run `{PROGRAM} prepare` with --force to rebuild it"
         )
     return ParallelCorpus(
         TokenStore(store_prefix(folder, split, "source")),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from data_module.errors import InputError
+from data_module.errors import PROGRAM, InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
@@ -123,7 +123,7 @@ def _outdated_message(run: Path, average: Path, contents: dict[str, Any], newest
     option = contents.get("selection", {}).get("option", f"--last {last}")
     return (
         f"{average.name} is of step {_made_at(contents)} and the run is at step {step_of(newest)}, so "
-        f"{candidate.name} is used; to average again, run: python -m pipeline average {run} {option}"
+        f"{candidate.name} is used; to average again, run: {PROGRAM} average {run} {option}"
     )
 
 

@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from data_module.errors import SCRIPTS
+from pipeline.config.shipped import shipped_recipes
 from pipeline.runtime.signals import INTERRUPTED
 
 CONFIG = Path("configs/demo.yaml")
+"""The recipe, if it is there; else the one that is installed."""
 DATA = Path("data/demo")
 AVERAGED = 5
 SAMPLES = 6
@@ -30,11 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run all stages and print the summary."""
-    demo = Demo(arguments.folder)
+    config = CONFIG if CONFIG.is_file() else shipped_recipes()["demo"]
+    demo = Demo(arguments.folder, config)
     run_folder, averaged = arguments.folder, arguments.folder / f"average-last-{AVERAGED}.ckpt"
     demo.stage("demo corpus", ["-m", "data_module.demo.corpus", DATA])
-    demo.stage("prepare", ["-m", "pipeline", "prepare", "--config", CONFIG])
-    demo.stage("fit", ["-m", "pipeline", "fit", "--config", CONFIG, "--run.folder", run_folder])
+    demo.stage("prepare", ["-m", "pipeline", "prepare", "--config", config])
+    demo.stage("fit", ["-m", "pipeline", "fit", "--config", config, "--run.folder", run_folder])
     demo.stage("average", ["-m", "pipeline", "average", run_folder, "--last", AVERAGED])
     for name in ("test", "test_new_combinations"):
         source, reference = DATA / f"{name}.en", DATA / f"{name}.de"
@@ -51,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
 class Demo:
     """Runs stages as commands, and records their time and output in a file beside the run folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, config: Path) -> None:
         self._record = folder.parent / f"{folder.name}-stages.json"
         self.done: dict[str, Any] = json.loads(self._record.read_text()) if self._record.exists() else {}
-        recipe = CONFIG.read_text(encoding="utf-8")
+        recipe = config.read_text(encoding="utf-8")
         if not folder.exists() or not DATA.exists() or self.done.pop("recipe", None) != recipe:
             self.done = {}
         self._recipe = recipe
@@ -102,7 +106,7 @@ class Demo:
                 print(f"  {label:12} {sentence}")
             print()
         print(f"run          {run_folder}")
-        print(f"curves       .venv/bin/tensorboard --logdir {run_folder}")
+        print(f"curves       {SCRIPTS}tensorboard --logdir {run_folder}")
         print(f"export       {export} (its README.md shows how to load it without this project)")
 
 

@@ -1,7 +1,8 @@
 """Score translations with BLEU and chrF: values, 95 % bootstrap intervals and signatures.
 
-Source and reference are plain, detokenized texts with one sentence a line. Without files, the text is `corpus.test` of
-the checkpoint's recipe, and several sources are also scored apart. The last output line is JSON.
+Source and reference are plain, detokenized texts with one sentence a line. Without files, the text is a test set of
+sacreBLEU (`--test-set`), or `corpus.test` of the checkpoint's recipe; several sources of it are also scored apart. The
+last output line is JSON.
 """
 
 import argparse
@@ -28,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="a .ckpt file or a run folder")
     parser.add_argument("--source", type=Path, help="sentences to translate (plain or .gz)")
     parser.add_argument("--reference", type=Path, help="their reference translations (plain or .gz)")
+    parser.add_argument(
+        "--test-set",
+        metavar="NAME",
+        help="in place of both: a test set of sacreBLEU, such as wmt14/full, for the model's languages",
+    )
     add_prefix_argument(parser)
     add_search_arguments(parser)
     parser.add_argument("--output", type=Path, help="a file to write the translations to")
@@ -60,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
     translators = [load_translator(path, arguments.beam, arguments.length_penalty) for path in checkpoints]
     translators[0].prefixes.check(arguments.prefix)
-    text = text or recipe_text(translators[0])
+    text = text or named_text(translators[0], arguments) or recipe_text(translators[0])
     references = text.references
     for message in reference_warnings(references):
         print(f"{text.name}: its lines {message}", file=sys.stderr)
@@ -80,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_messy(figures["messy"])
     settings = translators[0].settings
     figures |= {"sources": sources} if sources else {}
+    figures |= {"test_set": text.name} if arguments.test_set else {}
     figures |= {"beam_size": settings.beam_size, "length_penalty": settings.length_penalty}
     print(json.dumps({**figures, "checkpoint": translators[0].name}))
     return 0
@@ -89,10 +96,17 @@ def given_text(arguments: argparse.Namespace) -> "EvaluationText | None":
     """Return the text of `--source` and `--reference`; None if neither is given.
 
     Raises:
-        InputError: one of them is missing, a file cannot be read, or `--prefix` is given without them.
+        InputError: one of them is missing, a file cannot be read, `--prefix` is given without a text, or `--test-set`
+            names no test set or is given with files.
     """
     from pipeline.inference.evaluation_text import text_of_files
+    from pipeline.inference.test_sets import require_test_set
 
+    if arguments.test_set is not None:
+        if arguments.source or arguments.reference:
+            raise InputError("--test-set: cannot be given with --source and --reference; give one or the other")
+        require_test_set(arguments.test_set)
+        return None
     if (arguments.source is None) != (arguments.reference is None):
         missing = "--reference" if arguments.reference is None else "--source"
         raise InputError(f"{missing}: is missing; give --source and --reference, or neither to score corpus.test")
@@ -101,6 +115,21 @@ def given_text(arguments: argparse.Namespace) -> "EvaluationText | None":
     if arguments.prefix is not None:
         raise InputError("--prefix: the sources of corpus.test have prefixes of their own; omit it, or give --source")
     return None
+
+
+def named_text(translator: "Translator", arguments: argparse.Namespace) -> "EvaluationText | None":
+    """Return the text of `--test-set` for the languages of the checkpoint's recipe; None if it is not given.
+
+    Raises:
+        InputError: see `text_of_test_set`.
+    """
+    from pipeline.inference.test_sets import text_of_test_set
+
+    if arguments.test_set is None:
+        return None
+    corpus = translator.recipe["corpus"]
+    languages = corpus["source_language"], corpus["target_language"]
+    return text_of_test_set(arguments.test_set, *languages, arguments.prefix)
 
 
 def recipe_text(translator: "Translator") -> "EvaluationText":

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from data_module.errors import InputError
+from data_module.errors import PROGRAM, InputError
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.schema import Checker, Signature
@@ -154,7 +154,7 @@ def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InputError(f"{path}: there is no such recipe; see configs/ for the ones that exist") from None
+        raise InputError(f"{path}: there is no such recipe; `{PROGRAM} recipe list` lists the shipped ones") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as a recipe ({error}); give a YAML file") from None
     try:
@@ -163,7 +163,9 @@ def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
         if values is None:
             return {}
         if not isinstance(values, dict):
-            raise InputError(f"{path}:1: a recipe must be a mapping of sections; see configs/ for examples")
+            raise InputError(
+                f"{path}:1: a recipe must be a mapping of sections; `{PROGRAM} recipe list` lists examples"
+            )
         _note_places(node, path, "", places)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1

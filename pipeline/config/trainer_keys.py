@@ -3,6 +3,9 @@
 from datetime import timedelta
 from typing import Any, Literal
 
+STRATEGIES = ("auto", "ddp")
+"""Values of `trainer.strategy` that are supported."""
+
 
 def validate_trainer_keys(options: dict[str, Any]) -> None:
     """Raise InputError for values of a recipe's `trainer:` that Lightning accepts and this program does not."""
@@ -19,7 +22,7 @@ def validate_trainer_keys(options: dict[str, Any]) -> None:
         raise InputError(f"trainer.val_check_interval {every} is not a number of steps; give 1 or more")
     if precision in ("16-true", "16", "bf16-true", "bf16"):
         raise InputError(f"trainer.precision {precision} is too coarse for Adam's updates; use 16-mixed or bf16-mixed")
-    if strategy not in ("auto", "ddp"):
+    if strategy not in STRATEGIES:
         raise InputError(f"trainer.strategy {strategy} is not supported; remove it, and DDP is used on several devices")
 
 

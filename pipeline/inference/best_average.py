@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from data_module.errors import InputError
+from data_module.errors import PROGRAM, InputError
 from pipeline.checkpointing.checkpoint import WeightMean, average, check_same_model, load_model, read_checkpoint
 from pipeline.checkpointing.checkpoint_files import (
     around_best_checkpoints,
@@ -124,7 +124,7 @@ class BestAverage:
             reason = str(error).split(";")[0]
             raise InputError(
                 f"{run}: its validation text is needed to choose checkpoints, and {reason}; prepare it again with "
-                f"python -m pipeline prepare --config {run / 'config.yaml'}, or give --last N"
+                f"{PROGRAM} prepare --config {run / 'config.yaml'}, or give --last N"
             ) from None
 
     def choose(self, best_step: int, count: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import gzip
 import sys
 import zlib
 
-from data_module.errors import InputError
+from data_module.errors import IN_CLONE, InputError
 from pipeline.runtime.atomic_file import disk_full_error, exception_chain
 
 
@@ -21,7 +21,8 @@ def user_message(error: Exception) -> str | None:
     if full:
         return f"{full.filename or 'the output'}: {full.strerror}; make room, then run the same command again"
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("data_module", "model", "pipeline")):
-        return f"{sys.executable} has no {error.name}; use .venv/bin/python, which make .venv/installed sets up"
+        clone, wheel = "use .venv/bin/python, which make .venv/installed sets up", "install the wheel with its packages"
+        return f"{sys.executable} has no {error.name}; {clone if IN_CLONE else wheel}"
     name = getattr(error, "filename", None)
     if isinstance(error, OSError) and name:
         return f"{name}: {error.strerror or error}; check that path, or give another"

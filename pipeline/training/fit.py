@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_module.errors import SCRIPTS
 from pipeline.runtime.console import quiet_lightning, say
 from pipeline.runtime.launch import process_rank
 from pipeline.runtime.slurm import current_step
@@ -81,7 +82,7 @@ def resume_or_start(start: Start) -> int:
         print(f"starting from the weights and the tokenizer of {start.initial.path}", file=sys.stderr)
     train(start)
     if report:
-        print(f"the run is in {path}; view it with: .venv/bin/tensorboard --logdir {path}", file=sys.stderr)
+        print(f"the run is in {path}; view it with: {SCRIPTS}tensorboard --logdir {path}", file=sys.stderr)
     return 0
 
 

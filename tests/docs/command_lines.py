@@ -18,6 +18,7 @@ from pipeline.config.trainer_keys import trainer_signature, validate_trainer_key
 from tests.conftest import ROOT
 
 STANDS_FOR = {f"configs/{name}.yaml": "configs/your_text.yaml" for name in ("mine", "a", "b", "c")}
+STANDS_FOR["my.yaml"] = "configs/your_text.yaml"
 """Recipes that a page asks the reader to make, and the shipped one to copy."""
 SLURM_OPTIONS = {
     "--account", "--array", "--cpus-per-task", "--gpus-per-node", "--mem", "--nodes", "--ntasks", "--ntasks-per-node",
@@ -181,6 +182,7 @@ _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "python": _python,
     "python3": _python,
     "python3.12": _python,
+    "attention-pipeline": _verb,
     "sbatch": _sbatch,
     "srun": lambda words: mistake(list(_slurm(words))),
     "slurm/submit.sh": lambda words: _verb(["fit", "--config", *words]),

@@ -1,4 +1,4 @@
-"""Writes the parts of docs/ that repeat what the sources say: `python -m tests.docs.generate`.
+"""Writes the parts of docs/ that repeat what the sources say, and the recipes' schema: `python -m tests.docs.generate`.
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end of generated -->`; its NAME is a key of
 `PARTS`.
@@ -16,9 +16,11 @@ from pathlib import Path
 
 from data_module.settings import NoiseSettings, TextSource
 from pipeline.config.recipe import Recipe
+from pipeline.config.shipped import description, first_sentence, leading_comment
 from pipeline.config.trainer_keys import RESERVED_KEYS, trainer_signature
 from tests.conftest import ROOT
-from tests.docs import roofline
+from tests.docs import recipe_schema, roofline
+from tests.docs.recipe_schema import meanings
 from tests.test_structure import ROOMS
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
@@ -36,7 +38,7 @@ def updated(page: str) -> str:
 def recipe_keys() -> str:
     """A table for each section of a recipe."""
     hints = typing.get_type_hints(Recipe)
-    texts = _meanings(Recipe)
+    texts = meanings(Recipe)
     parts = [f"`name` (text, default: the file's name): {texts['name']}"]
     for section in dataclasses.fields(Recipe):
         kind = hints[section.name]
@@ -55,30 +57,18 @@ def recipe_keys() -> str:
 def _table(kind: type, section: str) -> str:
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
-    meanings = _meanings(kind)
+    texts = meanings(kind)
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
             key = f"{section}.{name}" if section else name
-            rows.append(f"| `{key}` | {_type(node.annotation)} | {_default(node.value)} | {meanings[name]} |")
+            rows.append(f"| `{key}` | {_type(node.annotation)} | {_default(node.value)} | {_escaped(texts[name])} |")
     return "\n".join(rows)
 
 
-def _meanings(kind: type) -> dict[str, str]:
-    """Field -> the text below it in the source, as one line. Every field of a section needs one."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for node, below in zip(tree.body, [*tree.body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
-            if not isinstance(text, str):
-                if kind is Recipe and node.target.id != "name":
-                    continue
-                raise SystemExit(f"{kind.__name__}.{node.target.id} has no text below it that says what it means")
-            found[node.target.id] = " ".join(text.split()).replace("|", r"\|")
-    return found
+def _escaped(text: str) -> str:
+    return text.replace("|", r"\|")
 
 
 def _type(annotation: ast.expr) -> str:
@@ -118,8 +108,7 @@ def configs() -> str:
     rows = ["| file | what it is |", "| --- | --- |"]
     for path in sorted((ROOT / "configs").rglob("*.yaml"), key=lambda one: (len(one.parts), str(one))):
         name = path.relative_to(ROOT)
-        text = re.sub(r":? fit --config.*", "", _first_sentence(_comment(path)))
-        rows.append(f"| [`{name}`](../{name}) | {text} |")
+        rows.append(f"| [`{name}`](../{name}) | {description(path)} |")
     return "\n".join(rows)
 
 
@@ -138,7 +127,7 @@ def tree() -> str:
         lines += _folder(ROOT / package, 0)
     lines += ["slurm/"]
     scripts = [path for path in (ROOT / "slurm").iterdir() if path.is_file()]
-    lines += [_row(path.name, _first_sentence(_comment(path)), 1) for path in sorted(scripts)]
+    lines += [_row(path.name, first_sentence(leading_comment(path)), 1) for path in sorted(scripts)]
     return "\n".join([*lines, "```"])
 
 
@@ -149,30 +138,13 @@ def _folder(folder: Path, depth: int) -> Iterator[str]:
     yield "  " * depth + folder.name + "/"
     for path in sorted(path for path in inside if path.is_file() and path.suffix == ".py"):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        yield _row(path.name, _first_sentence(text), depth + 1)
+        yield _row(path.name, first_sentence(text), depth + 1)
     for path in sorted(path for path in inside if path.is_dir() and any(path.rglob("*.py"))):
         yield from _folder(path, depth + 1)
 
 
 def _row(name: str, text: str, depth: int) -> str:
     return f"{'  ' * depth}{name}".ljust(32) + " " + text
-
-
-def _comment(path: Path) -> str:
-    """The comment at the top of a file, up to the first command line in it."""
-    lines: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#") or line.startswith("#   "):
-            break
-        if not line.startswith("#!"):
-            lines.append(line.removeprefix("#").strip())
-    return "\n".join(lines)
-
-
-def _first_sentence(text: str) -> str:
-    """Up to the first full stop that ends a sentence, or the first blank line."""
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<!et al)(?<!\.\.)\.(?= |$)", paragraph)[0].removesuffix(":")
 
 
 PARTS = {
@@ -188,12 +160,15 @@ PARTS = {
 
 
 def main() -> int:
-    """Rewrite the pages."""
+    """Rewrite the pages and the schema."""
     for page in sorted((ROOT / "docs").glob("*.md")):
         text = page.read_text(encoding="utf-8")
         if (new := updated(text)) != text:
             page.write_text(new, encoding="utf-8")
             print(page.relative_to(ROOT))
+    if recipe_schema.text() != recipe_schema.FILE.read_text(encoding="utf-8"):
+        recipe_schema.FILE.write_text(recipe_schema.text(), encoding="utf-8")
+        print(recipe_schema.FILE.relative_to(ROOT))
     return 0
 
 

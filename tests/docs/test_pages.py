@@ -153,6 +153,7 @@ BROKEN_COMMANDS = {
     "echo a | python -m pipeline transalte runs/mine": "not a command",
     "python -m tests.gpu.harvest --outptu x": "--outptu",
     "python -m data_module.demo_corpus data/demo": "no module",
+    "env/bin/attention-pipeline recipe cpy your_text": "cpy",
     "sbatch --node 4 slurm/train.sbatch configs/demo.yaml": "--node",
     "sbatch slurm/trian.sbatch configs/demo.yaml": "trian",
     "sbatch slurm/train.sbatch configs/demo.yaml --trainer.max_step 3": "max_steps",

@@ -14,7 +14,7 @@ import sacrebleu
 from tests.conftest import ROOT, pipeline
 from tests.integration.runs import start
 
-COMMANDS = ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo"]
+COMMANDS = ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo", "recipe"]
 
 
 def error_line(*arguments: object, text: str | None = None) -> str:

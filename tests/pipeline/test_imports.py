@@ -86,7 +86,9 @@ def test_translate_needs_only_torch_and_the_tokenizer(trained_run: Path) -> None
     assert imported("translate", trained_run, text="the red dog\n") == (0, {"torch", "sentencepiece"})
 
 
-@pytest.mark.parametrize("command", ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo"])
+@pytest.mark.parametrize(
+    "command", ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo", "recipe"]
+)
 def test_help_imports_nothing_slow(command: str) -> None:
     assert imported(command, "--help") == (0, set())
 

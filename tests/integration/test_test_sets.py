@@ -1,0 +1,109 @@
+"""`evaluate --test-set`: a test set in sacreBLEU's folder, scored as sacreBLEU's own command scores it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import pipeline, sentences, tiny_recipe
+
+OFFLINE = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+"""A proxy that nothing listens at."""
+
+
+@pytest.fixture(scope="module")
+def run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose recipe says that it translates from English to German."""
+    folder = tmp_path_factory.mktemp("named")
+    recipe = tiny_recipe(tiny_corpus.parent)
+    recipe["corpus"] |= {"folder": str(folder / "corpus"), "source_language": "en", "target_language": "de_DE"}
+    recipe["trainer"] |= {"max_steps": 240, "val_check_interval": 240}
+    recipe["training"] |= {"warmup_steps": 100}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    done = pipeline("fit", "--config", folder / "tiny.yaml", "--run.folder", folder / "run")
+    assert done.returncode == 0, done.stderr.decode()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """sacreBLEU's folder with `wmt14/full`, whose German is English with reversed words, and `wmt20/tworefs`."""
+    folder = tmp_path_factory.mktemp("sacrebleu")
+    lines = sentences(30, seed=7)
+    reversed_lines = [" ".join(reversed(line.split())) for line in lines]
+    for name, references in (("wmt14/full", ["ref"]), ("wmt20/tworefs", ["ref-0", "ref-1"])):
+        (folder / name).mkdir(parents=True)
+        fields = {"src": lines, **dict.fromkeys(references, reversed_lines)}
+        for field in ("docid", "genre", "origlang"):
+            fields[field] = ["x"] * len(lines)
+        for field, values in fields.items():
+            path = folder / name / f"{name.replace('/', '_')}.en-de.{field}"
+            path.write_text("".join(line + "\n" for line in values))
+    return folder
+
+
+def error(run: Path, cache: Path, *options: object) -> str:
+    done = pipeline("evaluate", run, *options, environment={**OFFLINE, "SACREBLEU": str(cache)})
+    assert (done.returncode, done.stdout) == (2, b"")
+    [line] = [line for line in done.stderr.decode().splitlines() if line.startswith("error: ")]
+    assert b"Traceback" not in done.stderr
+    return line
+
+
+def test_scores_are_those_of_sacrebleus_command(run: Path, cache: Path, tmp_path: Path) -> None:
+    environment = {**OFFLINE, "SACREBLEU": str(cache)}
+    options = ["--test-set", "wmt14/full", "--output", tmp_path / "output"]
+    done = pipeline("evaluate", run, *options, environment=environment)
+    assert done.returncode == 0, done.stderr.decode()
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["test_set"] == "wmt14/full en-de"
+    assert figures["sentences"] == 30
+    theirs = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "sacrebleu",
+            *["-t", "wmt14/full", "-l", "en-de", "-m", "bleu", "chrf", "-w", "4", "-i"],
+            tmp_path / "output",
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    bleu, chrf = json.loads(theirs.stdout)
+    assert bleu["score"] > 1
+    assert figures["bleu"] == pytest.approx(bleu["score"], abs=1e-4)
+    assert figures["chrf"] == pytest.approx(chrf["score"], abs=1e-4)
+
+
+def test_mistakes(run: Path, cache: Path, tmp_path: Path) -> None:
+    assert error(run, cache, "--test-set", "wmt14/ful") == (
+        "error: --test-set wmt14/ful: sacreBLEU has no such test set; did you mean wmt14/full or wmt14?"
+    )
+    assert "`sacrebleu --list` lists them" in error(run, cache, "--test-set", "#")
+    files = ["--source", run / "config.yaml", "--reference", run / "config.yaml"]
+    assert "--test-set: cannot be given with --source" in error(run, cache, "--test-set", "wmt14/full", *files)
+    lacks = error(run, cache, "--test-set", "wmt17/ms")
+    assert lacks == (
+        "error: --test-set wmt17/ms: has no en-de (corpus.source_language and corpus.target_language of the model); it"
+        " has zh-en"
+    )
+    assert "--echo src (and ref:0), and give them as --source and --reference" in error(
+        run, cache, "--test-set", "wmt20/tworefs"
+    )
+    absent = error(run, tmp_path, "--test-set", "wmt14/full")
+    assert absent.startswith(
+        f"error: --test-set wmt14/full: is not in {tmp_path}/wmt14/full and cannot be downloaded ("
+    )
+    assert "run sacrebleu -t wmt14/full -l en-de --echo src, and copy ~/.sacrebleu/wmt14/full from there to" in absent
+    assert "set SACREBLEU" in absent
+
+
+def test_a_model_without_languages(trained_run: Path, cache: Path) -> None:
+    assert "--test-set wmt14/full: has no source-target (corpus.source_language" in error(
+        trained_run, cache, "--test-set", "wmt14/full"
+    )

@@ -1,0 +1,249 @@
+"""The JSON Schema that editors check recipes with: a real validator agrees with `load_recipe` and `doctor`.
+
+They have to differ where the schema knows less. It sees one file: it accepts a recipe without a key that another file
+may give, names that an extension may register, keys that do not fit together, and files that do not exist. It is
+stricter with numbers in quotes, which `load_recipe` converts.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from data_module.errors import InputError
+from pipeline.config.recipe import load_recipe
+from pipeline.config.shipped import MODELINE
+from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
+from tests.docs import recipe_schema
+from tests.pipeline.test_configs import CONFIGS, OVERLAYS, RECIPES
+
+FILES = [*RECIPES, *OVERLAYS, CONFIGS / "robust_text.yaml"]
+SCHEMA = yaml.safe_load(recipe_schema.FILE.read_text(encoding="utf-8"))
+VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
+MINIMAL = """\
+corpus:
+  folder: corpus
+  train: {source: a.en, target: a.de}
+  validation: {source: b.en, target: b.de}
+trainer:
+  max_steps: 9
+"""
+
+
+class EditorLoader(yaml.SafeLoader):
+    """YAML 1.2, which editors read: 1e-9 is a number, and dates, `no` and `on` are text."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
+
+
+for tag, pattern, first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+):
+    EditorLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"^(?:{pattern})$"), first)
+
+
+def schema_accepts(text: str) -> bool:
+    return VALIDATOR.is_valid(yaml.load(text, EditorLoader))
+
+
+def doctor_accepts(path: Path) -> bool:
+    """Whether the recipe passes the checks that `doctor` and `fit` make before they look at files."""
+    try:
+        validate_trainer_keys(load_recipe([path], (), trainer_signature()).trainer)
+    except InputError:
+        return False
+    return True
+
+
+def judgements(text: str, folder: Path) -> tuple[bool, bool]:
+    """What the schema and `doctor` say."""
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return schema_accepts(text), doctor_accepts(path)
+
+
+def with_value(key: str, value: str) -> str:
+    """The minimal recipe with another value for `section.key` or a deeper key."""
+    recipe = yaml.load(MINIMAL, EditorLoader)
+    *sections, last = key.split(".")
+    inner = recipe
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[last] = yaml.load(value, EditorLoader)
+    return yaml.safe_dump(recipe)
+
+
+def test_the_schema_is_the_one_that_the_settings_make() -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    assert recipe_schema.FILE.read_text(encoding="utf-8") == recipe_schema.text(), "run python -m tests.docs.generate"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid_and_name_the_schema(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert [error.message for error in VALIDATOR.iter_errors(yaml.load(text, EditorLoader))] == []
+    first = text.splitlines()[0]
+    assert first.startswith(MODELINE)
+    assert (path.parent / first.removeprefix(MODELINE)).resolve() == recipe_schema.FILE.resolve()
+
+
+RIGHT = [
+    "name: 2001-01-01",
+    "corpus.train: [{tsv: a}, {dataset: a/b, split: train, weight: 2.5}]",
+    "corpus.train: {dataset: a/b, subset: 2014, split: train}",
+    "corpus.user_symbols: '>>de<<'",
+    "corpus.noise: {typos: 1, lower_case: 0}",
+    "corpus.bpe_dropout: {source: 0.1}",
+    "corpus.max_length_ratio: null",
+    "batches.group_tokens: 5",
+    "batches.batch_tokens: 1e4",
+    "network.num_encoder_layers: 12",
+    "network.d_k: null",
+    "training.adam_epsilon: 1e-9",
+    "run.compile: null",
+    "run.bleu_tokenizer: zh",
+    "run.kernels: triton",
+    "monitoring.attention_heads: []",
+    "monitoring.attention_heads: 3",
+    "trainer.devices: [0, 1]",
+    "trainer.devices: -1",
+    "trainer.devices: auto",
+    "trainer.precision: 32",
+    "trainer.precision: 16-mixed",
+    "trainer.strategy: ddp",
+    "trainer.max_time: '00:01:00:00'",
+    "trainer.deterministic: warn",
+    "trainer.limit_test_batches: 0.5",
+]
+WRONG = [
+    "netwerk: {}",
+    "network: null",
+    "network: []",
+    "corpus: text",
+    "name: null",
+    "name: [a]",
+    "extends: [a, b]",
+    "network.d_modle: 64",
+    "network.num_layers: many",
+    "network.num_layers: 2.5",
+    "network.num_layers: true",
+    "network.num_layers: [6]",
+    "network.num_layers: null",
+    "network.num_layers: 0",
+    "network.pre_norm: 1",
+    "network.pre_norm: on",
+    "network.d_k: 0",
+    "network.dropout: 1",
+    "network.dropout: -0.1",
+    "network.norm: true",
+    "network.norm: [layer_norm]",
+    "corpus.folder: null",
+    "corpus.folder: true",
+    "corpus.train: text",
+    "corpus.train: [text]",
+    "corpus.train: {datset: a, split: train}",
+    "corpus.train: [{tsv: a}, {dataset: a, splits: train}]",
+    "corpus.train: {tsv: a, repeat: 0}",
+    "corpus.train: {tsv: a, weight: 0}",
+    "corpus.bpe_dropout: 0.1",
+    "corpus.bpe_dropout: {source: 1}",
+    "corpus.noise: {typos: 1.1}",
+    "corpus.noise: {typo: 0.1}",
+    "corpus.user_symbols: {a: b}",
+    "corpus.lowercase: 'yes'",
+    "batches.workers: -1",
+    "training.ema_decay: 1",
+    "training.ema_decay: 0",
+    "training.warmup_steps: 0",
+    "training.gradient_clip_norm: 0",
+    "decoding.length_penalty: -1",
+    "run.kernels: cuda",
+    "run.bleu_tokenizer: moses",
+    "run.seed: 2001-01-01",
+    "run.checkpoint_every_minutes: 0",
+    "monitoring.attention_heads: [-1]",
+    "monitoring.attention_heads: [a]",
+    "trainer: null",
+    "trainer.max_step: 5",
+    "trainer.max_epochs: 5",
+    "trainer.max_steps: 0",
+    "trainer.max_steps: null",
+    "trainer.val_check_interval: 0.5",
+    "trainer.val_check_interval: null",
+    "trainer.precision: 16-true",
+    "trainer.precision: bf16",
+    "trainer.precision: 8",
+    "trainer.strategy: fsdp",
+    "trainer.devices: null",
+    "trainer.devices: {}",
+    "trainer.max_time: [1]",
+    "trainer.inference_mode: 1",
+]
+ONLY_DOCTOR_REFUSES = [
+    "corpus.train: {source: a.en}",  # The target may be in the recipe that this one extends.
+    "network.norm: rms_norm",  # An extension may register it.
+    "network.num_heads: 7",  # 512 is not a multiple of 7.
+    "training.schedule: linear",  # It needs a peak learning rate.
+    "run.checkpoint_every_steps: null",
+    "corpus.noise: {lower_case: 0.6, upper_case: 0.6}",
+    "extends: no_such_recipe.yaml",
+]
+ONLY_THE_SCHEMA_REFUSES = ["network.num_layers: '6'", "training.adam_epsilon: '0.1'"]
+TABLE = [
+    *((case, (True, True)) for case in RIGHT),
+    *((case, (False, False)) for case in WRONG),
+    *((case, (True, False)) for case in ONLY_DOCTOR_REFUSES),
+    *((case, (False, True)) for case in ONLY_THE_SCHEMA_REFUSES),
+]
+
+
+@pytest.mark.parametrize(("case", "expected"), TABLE, ids=[case for case, _ in TABLE])
+def test_the_schema_agrees_with_doctor(case: str, expected: tuple[bool, bool], tmp_path: Path) -> None:
+    key, _, value = case.partition(": ")
+    assert judgements(with_value(key, value), tmp_path) == expected
+
+
+def numbers() -> list[tuple[str, Any]]:
+    """The dotted keys of all settings that hold a number, and their schemas."""
+    sections = [(name, part) for name, part in SCHEMA["properties"].items() if name != "trainer"]
+    found = []
+    while sections:
+        key, part = sections.pop()
+        if inner := part.get("properties"):
+            sections += [(f"{key}.{name}", one) for name, one in inner.items()]
+        elif "integer" in str(part) or "'number'" in str(part).replace("['string', 'number'", ""):
+            found.append((key, part))
+    return found
+
+
+@pytest.mark.parametrize(("key", "part"), numbers(), ids=lambda one: one if isinstance(one, str) else "")
+def test_the_ranges_are_those_that_the_code_checks(key: str, part: Any, tmp_path: Path) -> None:
+    """The schema finds them with the values -1, 0, 1e-9, 1 and 2; here are others."""
+    around = "network.d_k", "network.d_v"
+    for value in (-7, -0.5, 0, 1e-12, 0.25, 0.999, 1, 1.001, 3, 1_000_000):
+        recipe = yaml.safe_load(with_value(key, str(value) if isinstance(value, int) else f"{value:.12f}"))
+        for other in around:  # d_model need not be a multiple of num_heads.
+            recipe.setdefault("network", {}).setdefault(other.partition(".")[2], 8)
+        if key == "training.peak_learning_rate":
+            recipe["training"]["schedule"] = "linear"
+        schema, doctor = judgements(yaml.safe_dump(recipe), tmp_path)
+        assert schema == doctor, f"{key} {value}"
+
+
+def test_a_schema_of_another_version_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: a value out of range is accepted by a schema without ranges."""
+    monkeypatch.setattr(recipe_schema, "_limits", lambda accepts: {})
+    assert recipe_schema.text() != recipe_schema.FILE.read_text(encoding="utf-8")
+    assert jsonschema.Draft7Validator(recipe_schema.schema()).is_valid({"network": {"num_layers": 0}})
+
+
+def test_a_copy_without_the_schema_loads(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text((CONFIGS / "your_text.yaml").read_text())
+    assert load_recipe([path]).corpus == load_recipe([CONFIGS / "your_text.yaml"]).corpus

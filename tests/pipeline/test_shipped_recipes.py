@@ -1,0 +1,69 @@
+"""`recipe list` and `recipe copy`: names, and copies that are the same recipe in another folder."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.__main__ import main
+from pipeline.config.recipe import load_recipe
+from pipeline.config.shipped import MODELINE, SCHEMA, first_sentence, shipped_recipes
+from tests.pipeline.test_configs import CONFIGS, RECIPES, name_of
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_a_copy_is_the_same_recipe(path: Path, tmp_path: Path) -> None:
+    name = name_of(path)
+    assert main(["recipe", "copy", name, str(tmp_path / "own.yaml")]) == 0
+    assert load_recipe([tmp_path / "own.yaml"]) == replace(load_recipe([path]), name="own")
+    for copy in tmp_path.glob("*.yaml"):
+        assert copy.read_text().splitlines()[0] == f"{MODELINE}{SCHEMA}"
+    assert (tmp_path / SCHEMA).read_bytes() == (CONFIGS / SCHEMA).read_bytes()
+
+
+def test_a_recipe_is_copied_with_those_that_it_extends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "copy", "table3/big", str(tmp_path)]) == 0
+    printed = [Path(line).name for line in capsys.readouterr().out.splitlines()]
+    assert printed == ["big.yaml", "wmt14_en_de_big.yaml", "wmt14_en_de_base.yaml", SCHEMA]
+    assert sorted(printed) == sorted(path.name for path in tmp_path.iterdir())
+    # What is there already and is the same is left as it is.
+    assert main(["recipe", "copy", "table3/a_heads_1", str(tmp_path)]) == 0
+    assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == ["a_heads_1.yaml", SCHEMA]
+
+
+def test_the_list_has_every_recipe_and_overlay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(list(CONFIGS.rglob("*.yaml")))
+    listed = {name: text.strip() for name, text in (line.split(maxsplit=1) for line in lines)}
+    assert listed["hardware/one_gpu"] == "One GPU, in bfloat16 mixed precision (Ampere and later)"
+    assert shipped_recipes()["table3/big"] == CONFIGS / "table3" / "big.yaml"
+    assert all(listed.values())
+
+
+def test_first_sentence() -> None:
+    assert first_sentence("One (Wu et al. 2021) of a,\nb ... c. Two.") == "One (Wu et al. 2021) of a, b ... c"
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def error(*words: object) -> str:
+        assert main(["recipe", *map(str, words)]) == 2
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1
+        return message
+
+    monkeypatch.chdir(tmp_path)
+    assert error("copy", "dmo") == "error: 'dmo' is not a shipped recipe; did you mean demo?\n"
+    assert "`python -m pipeline recipe list` lists them" in error("copy", "xyzxyz")
+    (tmp_path / "demo.yaml").write_text("mine")
+    assert error("copy", "demo").startswith("error: demo.yaml: exists already; give another file")
+    assert (tmp_path / "demo.yaml").read_text() == "mine"
+    (tmp_path / "multi30k_tiny.yaml").write_text("mine")
+    assert error("copy", "multi30k_best") == (
+        "error: multi30k_tiny.yaml: multi30k_best extends it, and it is not the shipped one; copy to another folder\n"
+    )
+    assert not (tmp_path / "multi30k_best.yaml").exists()
+    assert "extends one of that name" in error("copy", "wmt14_en_de_big", "wmt14_en_de_base.yaml")
+    assert "check that path" in error("copy", "demo", "no/folder.yaml")
+    assert "invalid choice" in error("remove", "demo")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.yaml", "multi30k_tiny.yaml"]
