@@ -475,7 +475,7 @@ def wait_in_cuda(folder: Path, tokenizer: Path, role: str) -> str:
     quiet_lightning()
     callback, trainer, module = (
         GracefulStop(make_checkpoints(folder, tokenizer), timeout_seconds=3),
-        Trainer(logger=False),
+        Trainer(logger=False, plugins=[AtomicCheckpointIO()]),
         OneWeight(None),
     )
     sys.stderr = (folder / f"stderr-{os.environ['LOCAL_RANK']}").open("w")
