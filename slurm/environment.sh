@@ -47,24 +47,26 @@ need_recipe() {
 # A signal interrupts `wait`; the command handles signals itself, so wait again until it has ended.
 step() {
     # SLURM_NTASKS may be stale: a requeued job can have fewer nodes.
-    local nodes=${SLURM_NNODES:-1} where=() pid watcher code
+    # --overlap: the last step may still hold resources on a lost node, and other steps watch the first node.
+    local nodes=${SLURM_NNODES:-1} where=(--overlap) pid watcher code
     if [[ ${#NODES[@]} -gt 0 ]]; then
         nodes=${#NODES[@]}
-        # The last step may still hold resources, until SLURM has given up a lost node.
-        where=(--overlap --nodes="$nodes" --nodelist="$(IFS=, && echo "${NODES[*]}")")
+        where+=(--nodes="$nodes" --nodelist="$(IFS=, && echo "${NODES[*]}")")
     fi
     srun --ntasks=$((nodes * ${SLURM_NTASKS_PER_NODE:-1})) "${where[@]}" --kill-on-bad-exit=1 \
         bash -c "$NOTE_FIRST_TASK" "$FIRST_TASK_FILE" "${python[@]}" "${program[@]}" "$@" &
     pid=$!
     abandon_when_over "$pid" &
     watcher=$!
-    while true; do
-        wait "$pid"
-        code=$?
-        kill -0 "$pid" 2>/dev/null || break
+    while kill -0 "$pid" 2>/dev/null; do
+        wait "$pid" 2>/dev/null
     done
+    wait "$pid" 2>/dev/null
+    code=$?
     kill "$watcher" 2>/dev/null
-    rm -f "$FIRST_TASK_FILE"
+    KILLED=" (killed; is --mem too small?)"
+    [[ ! -e $ABANDONED_FILE ]] || KILLED=" (not waited for)"
+    rm -f "$FIRST_TASK_FILE" "$ABANDONED_FILE"
     return "$code"
 }
 
@@ -80,10 +82,11 @@ abandon_when_over() {
         read -r node task 2>/dev/null <"$FIRST_TASK_FILE" || continue
         [[ $node == "${SLURMD_NODENAME:-}" ]] || return
         if kill -0 "$task" 2>/dev/null; then
-            seen=yes
-        elif [[ -n $seen ]]; then
+            seen=$task
+        elif [[ $seen == "$task" ]]; then
             sleep 40
-            say "the first rank has ended 40 s ago and srun has not; a node may be lost, so it is not waited for"
+            say "the first rank has ended 40 s ago and srun has not; it is not waited for, since a node may be lost"
+            touch "$ABANDONED_FILE"
             kill -KILL "$pid"
             return
         fi
@@ -140,11 +143,12 @@ train() {
 # Prepare to start the step again inside the job, on the nodes that are left: restart_here EXIT_CODE. Fails if the job has
 # to be requeued instead.
 restart_here() {
-    local code=$1 left state needed=${MIN_NODES:-$SLURM_NNODES}
-    # It was asked to stop; see hand_back.
-    [[ $code -ne 75 && $code -ne 138 ]] || return 1
-    read -r left state <<<"$(job_state)"
-    [[ $state == RUNNING* && ! $left =~ $LESS_THAN_5_MINUTES ]] || return 1
+    local code=$1 host left state needed=${MIN_NODES:-$SLURM_NNODES}
+    # A requeued job can have fewer nodes than before.
+    [[ $needed -le $SLURM_NNODES ]] || needed=$SLURM_NNODES
+    ! asked_to_stop "$code" || return 1
+    read -r host left state <<<"$(job_state)"
+    [[ $host == "$SLURMD_NODENAME" && $state == RUNNING* && ! $left =~ $LESS_THAN_5_MINUTES ]] || return 1
     end_steps
     mapfile -t NODES < <(answering_nodes)
     if [[ ${#NODES[@]} -lt $needed || " ${NODES[*]} " != *" $SLURMD_NODENAME "* ]]; then
@@ -152,15 +156,29 @@ restart_here() {
         return 1
     fi
     count_failure "$code" ""
-    # GPUs of all nodes together: without it, the step gets those that the job has on the nodes of the step.
+    # The number of GPUs of all nodes (--gpus).
     unset SLURM_GPUS
     export RESTARTS_IN_JOB=$((${RESTARTS_IN_JOB:-0} + 1))
     say "exit code $code; starting again on ${#NODES[@]} of $SLURM_NNODES nodes: ${NODES[*]}"
     watch_first_node
 }
 
-# Print the time left, the state and its reason.
-job_state() { squeue --noheader --jobs="$(job_id)" --format='%L %T %r'; }
+# Return whether a command has ended because it was asked to: 75 is `fit`'s exit code after it has saved a checkpoint;
+# SIGUSR1 and SIGTERM end doctor and the preparation of the corpus with 138 and 143.
+asked_to_stop() { [[ $1 -eq 75 || $1 -eq 138 || $1 -eq 143 ]]; }
+
+# Print the node of the job's script, the time left, the state and its reason. SLURM's controller may be away for minutes.
+job_state() { patiently squeue --noheader --jobs="$(job_id)" --format='%B %L %T %r'; }
+
+# Run a command of SLURM until it succeeds, for at most five minutes.
+patiently() {
+    local attempt
+    for attempt in {1..10}; do
+        ! "$@" || return 0
+        [[ $attempt -eq 10 ]] || sleep 30
+    done
+    return 1
+}
 
 # Print the job's id. The last task of an array has the array's job id, which stands for all tasks.
 job_id() { echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"; }
@@ -173,62 +191,85 @@ end_steps() {
     done
 }
 
-# Print the job's nodes that answer within 20 s and whose GPUs do. SLURM may not have noticed yet that a node is lost.
+# Print the job's nodes that answer within 30 s, with all their GPUs. SLURM may not have noticed yet that a node is lost.
 answering_nodes() {
-    local node probe='! command -v nvidia-smi || nvidia-smi --list-gpus'
-    for node in $(scontrol show hostnames "$(squeue --noheader --jobs="$(job_id)" --format=%N)"); do
+    local node
+    for node in $(scontrol show hostnames "$(patiently squeue --noheader --jobs="$(job_id)" --format=%N)"); do
         {
-            timeout --kill-after=5 20 env -u SLURM_GPUS srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \
-                --input=none --quiet bash -c "$probe" &>/dev/null && echo "$node"
+            timeout --kill-after=5 30 env -u SLURM_GPUS srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \
+                --input=none --quiet bash -c "$SEES_ITS_GPUS" &>/dev/null && echo "$node"
         } &
     done | sort --version-sort
 }
 
-# Let the last node watch the first one, which runs this script: watch_first_node. SLURM takes a lost node away from a job
-# with --no-kill, also the first one, and the job would then hold its nodes without a script until its time limit.
+# What a node is asked.
+# shellcheck disable=SC2016
+SEES_ITS_GPUS='! command -v nvidia-smi || (($(nvidia-smi --list-gpus | grep --count "^GPU ") >= ${SLURM_GPUS_ON_NODE:-0}))'
+
+# Let two other nodes watch the first one, which runs this script: watch_first_node. SLURM takes a lost node away from a
+# job with --no-kill, also the first one, and the job would then hold its nodes without a script until its time limit.
 watch_first_node() {
-    local nodes=("${NODES[@]}")
+    local nodes=("${NODES[@]}") node log
     [[ ${#nodes[@]} -gt 0 ]] || mapfile -t nodes < <(scontrol show hostnames)
     [[ ${#nodes[@]} -gt 1 ]] || return 0
-    local log
-    log=$(scontrol -o show job "$SLURM_JOB_ID" | grep -o ' StdOut=[^ ]*')
-    env -u SLURM_GPUS -u SLURM_GPUS_PER_NODE -u SLURM_GPUS_PER_TASK srun --overlap --gres=none --nodes=1 --ntasks=1 \
-        --nodelist="${nodes[-1]}" --input=none --quiet \
-        bash -c "$REQUEUE_WHEN_LOST" "$SLURMD_NODENAME" "$(job_id)" "${log#*=}" &>/dev/null &
+    log=$(readlink "/proc/$$/fd/2")
+    for node in $(printf '%s\n' "${nodes[1]}" "${nodes[-1]}" | sort --unique); do
+        watch_from "$node" "$log" &
+    done
 }
 
-# What the last node runs, with the first node's name, the job's id and its log.
+# Watch the first node from another one: watch_from NODE LOG
+watch_from() {
+    local started=$SECONDS
+    env -u SLURM_GPUS -u SLURM_GPUS_PER_NODE -u SLURM_GPUS_PER_TASK -u SLURM_CPUS_PER_GPU -u SLURM_MEM_PER_GPU \
+        -u SLURM_NTASKS_PER_GPU srun --overlap --gres=none --nodes=1 --ntasks=1 --nodelist="$1" --input=none --quiet \
+        bash -c "$REQUEUE_WHEN_LOST" "$SLURMD_NODENAME" "$(job_id)" "$2" &>/dev/null
+    [[ $((SECONDS - started)) -gt 10 ]] ||
+        say "$1 cannot watch $SLURMD_NODENAME; if that node is lost, the job has to be cancelled by hand"
+}
+
+# What the other nodes run, with the first node's name, the job's id and its log. It looks twice, since SLURM may answer
+# oddly for a moment, and stops when its own node is no longer the job's.
 # shellcheck disable=SC2016
-REQUEUE_WHEN_LOST='while sleep 20; do
+REQUEUE_WHEN_LOST='lost=0
+while sleep 15; do
     read -r state nodes <<<"$(squeue --noheader --jobs="$1" --format="%T %N")"
-    if [[ $state == RUNNING && -n $nodes ]] && ! scontrol show hostnames "$nodes" | grep --quiet --line-regexp "$0"; then
-        echo "$(date "+%F %T") $SLURM_JOB_NAME $SLURM_JOB_ID: the first node $0 is lost; requeued" >>"$2"
-        scontrol requeue "$1"
+    nodes=$(scontrol show hostnames "$nodes") && [[ $state == RUNNING && -n $nodes ]] || continue
+    grep --quiet --fixed-strings --line-regexp "$SLURMD_NODENAME" <<<"$nodes" || exit
+    if grep --quiet --fixed-strings --line-regexp "$0" <<<"$nodes"; then
+        lost=0
+    elif ((++lost == 2)); then
+        echo "$(date "+%F %T") $SLURM_JOB_NAME $SLURM_JOB_ID: the first node $0 is lost; requeueing" >>"$2"
+        exec scontrol requeue "$1"
     fi
 done'
 
 # Requeue the job and exit: hand_back EXIT_CODE. For exit code 75, which means that the run was asked to stop and has
 # saved a checkpoint, and for failures.
 hand_back() {
-    local code=$1 left state why=""
+    local code=$1 host left state why=""
+    read -r host left state <<<"$(job_state)"
+    # This node was cut off, and SLURM has requeued the job meanwhile.
+    if [[ $state == RUNNING* && $host != "$SLURMD_NODENAME" ]]; then
+        say "exit code $code; the job runs on $host now"
+        exit "$code"
+    fi
     # A job that its owner has cancelled must not be requeued.
-    read -r left state <<<"$(job_state)"
     if [[ $state == CANCELLED* || $state == "COMPLETING None" ]]; then
         rm -f "$FAILURES_FILE"
         say "cancelled (exit code $code)"
         exit "$code"
     fi
-    [[ $code -ne 137 ]] || why=" (killed; is --mem too small?)"
-    # Exit code 138: SIGUSR1 ended doctor or the preparation of the corpus. A request to stop counts as a failure if it
-    # came from the time limit, less than five minutes away, since the next start would get no further; not if the job
-    # was preempted.
-    if [[ $code -ne 75 && $code -ne 138 ]]; then
+    [[ $code -ne 137 ]] || why=$KILLED
+    # A request to stop counts as a failure if it came from the time limit, less than five minutes away, since the next
+    # start would get no further; not if the job was preempted.
+    if ! asked_to_stop "$code"; then
         count_failure "$code" "$why"
     elif [[ $left =~ $LESS_THAN_5_MINUTES ]]; then
         count_failure "$code" " (time limit; is --time too short to begin training?)"
     fi
     say "exit code $code$why; requeued"
-    scontrol requeue "$(job_id)" || say "cannot be requeued; submit the job again to resume"
+    patiently scontrol requeue "$(job_id)" || say "cannot be requeued; submit the job again to resume"
     exit "$code"
 }
 
@@ -252,9 +293,12 @@ NODES=()
 LESS_THAN_5_MINUTES='^0?[0-4]:..$'
 # Node and process id of the first task of the current step.
 FIRST_TASK_FILE=$PWD/.first-task-${SLURM_JOB_ID:-}
+# There if the current step was not waited for, and why a step was killed.
+ABANDONED_FILE=$PWD/.abandoned-${SLURM_JOB_ID:-}
+KILLED=""
 # Created by a rank that ends with a user's mistake: srun's exit code may be that of the ranks it has killed.
 MISTAKE_FILE=$PWD/.mistake-${SLURM_JOB_ID:-}
 # Number of failures before training has begun, kept between the starts of a job.
 FAILURES_FILE=$PWD/.failures-${SLURM_JOB_ID:-}
-rm -f "$MISTAKE_FILE" "$FIRST_TASK_FILE"
+rm -f "$MISTAKE_FILE" "$FIRST_TASK_FILE" "$ABANDONED_FILE"
 [[ ${SLURM_RESTART_COUNT:-0} -gt 0 ]] || rm -f "$FAILURES_FILE"

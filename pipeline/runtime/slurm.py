@@ -95,7 +95,7 @@ def min_nodes_mistake(job: JobStep, environment: Mapping[str, str] = os.environ)
     way_out = f"set it to a number from 1 to {job.num_nodes} or leave it empty, in slurm/train.sbatch"
     if re.fullmatch(r"[1-9]\d*", value) is None:
         return f"MIN_NODES '{value}' is not a number of nodes; {way_out}"
-    if int(value) > job.num_nodes:
+    if int(value) > job.num_nodes and not job.restarts:  # A requeued job can have fewer nodes.
         return f"MIN_NODES is {value} and the job has {job.num_nodes} nodes; {way_out}, or request more nodes"
     return None
 

@@ -72,6 +72,13 @@ def test_min_nodes(value: str, mistake: str | None) -> None:
     assert min_nodes_mistake(step, {}) is None
 
 
+def test_a_requeued_job_may_have_fewer_nodes_than_it_needs() -> None:
+    step = current_step({**TASK, "SLURM_RESTART_COUNT": "1"})
+    assert step is not None
+    assert min_nodes_mistake(step, {"MIN_NODES": "4"}) is None
+    assert min_nodes_mistake(step, {"MIN_NODES": "0"}) is not None
+
+
 def test_files_for_the_jobs_script(tmp_path: Path) -> None:
     mistake, failures = tmp_path / "mistake", tmp_path / "failures"
     failures.touch()

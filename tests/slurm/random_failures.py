@@ -69,20 +69,21 @@ class Trial:
         else:
             self.cluster.kill_node(node)
             self.lost.append(node)
-        self.cluster.wait_until(lambda: re.search(r"starting again on|; requeued", self.job.log[len(before) :]), 200)
+        self.cluster.wait_until(lambda: re.search(r"starting again on|; requeue", self.job.log[len(before) :]), 200)
         ended = time.monotonic()
         self.cluster.wait_until(lambda: len(resumed_from(self.job)) > resumed, 200)
         start = self.job.log.rindex("resuming from")
         # The second step begins when the first one has been taken.
         self.cluster.wait_until(lambda: self.job.log[start:].count("MOMENT training") >= 2, 200)
         now = time.monotonic()
-        last_step = max(map(int, re.findall(r"training: step ([\d]+) of", before)), default=0)
+        # Steps that were begun: those that this start has taken, from where it resumed.
+        latest = before.rpartition("resuming from")[2]
+        begun = [0, *resumed_from(self.job)][resumed] + latest.count("MOMENT training")
         return {
             "failure": kind,
             "seconds_to_end_of_step": round(ended - began, 1),
             "seconds_from_end_to_next_step": round(now - ended, 1),
-            "resumed_from": resumed_from(self.job)[-1],
-            "logged_step": last_step,
+            "steps_lost": begun - 1 - resumed_from(self.job)[-1],
         }
 
     def check(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class Trial:
         assert self.job.wait() == "COMPLETED", self.job.log
         counts = [NUM_NODES] + [
             int(found) if found else NUM_NODES
-            for found in re.findall(r"starting again on (\d+) of|; requeued", self.job.log)
+            for found in re.findall(r"starting again on (\d+) of|; requeue", self.job.log)
         ]
         steps = [*resumed_from(self.job), 80]
         assert len(steps) == len(counts), (steps, counts, self.job.log)

@@ -85,7 +85,7 @@ def test_the_first_node_is_lost(cluster: Cluster, recipe_file: Path, tmp_path: P
     wait_until_saved(job, run, step=4)
     try:
         cluster.kill_node("127.0.0.11")
-        job.wait_for("the first node 127.0.0.11 is lost; requeued")
+        job.wait_for("the first node 127.0.0.11 is lost; requeueing")
         assert job.wait() == "COMPLETED", job.log
     finally:
         cluster.start_node("127.0.0.11")
