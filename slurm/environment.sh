@@ -164,8 +164,8 @@ restart_here() {
 }
 
 # Return whether a command has ended because it was asked to: 75 is `fit`'s exit code after it has saved a checkpoint;
-# SIGUSR1 and SIGTERM end doctor and the preparation of the corpus with 138 and 143.
-asked_to_stop() { [[ $1 -eq 75 || $1 -eq 138 || $1 -eq 143 ]]; }
+# SIGUSR1 ends doctor and the preparation of the corpus with 138. Not 143: srun ends tasks by SIGTERM when one has failed.
+asked_to_stop() { [[ $1 -eq 75 || $1 -eq 138 ]]; }
 
 # Print the node of the job's script, the time left, the state and its reason. SLURM's controller may be away for minutes.
 job_state() { patiently squeue --noheader --jobs="$(job_id)" --format='%B %L %T %r'; }
@@ -220,11 +220,12 @@ watch_first_node() {
 
 # Watch the first node from another one: watch_from NODE LOG
 watch_from() {
-    local started=$SECONDS
+    local started=$SECONDS code
     env -u SLURM_GPUS -u SLURM_GPUS_PER_NODE -u SLURM_GPUS_PER_TASK -u SLURM_CPUS_PER_GPU -u SLURM_MEM_PER_GPU \
         -u SLURM_NTASKS_PER_GPU srun --overlap --gres=none --nodes=1 --ntasks=1 --nodelist="$1" --input=none --quiet \
         bash -c "$REQUEUE_WHEN_LOST" "$SLURMD_NODENAME" "$(job_id)" "$2" &>/dev/null
-    [[ $((SECONDS - started)) -gt 10 ]] ||
+    code=$?
+    [[ $code -ne 1 || $((SECONDS - started)) -gt 10 ]] ||
         say "$1 cannot watch $SLURMD_NODENAME; if that node is lost, the job has to be cancelled by hand"
 }
 
