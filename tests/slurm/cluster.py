@@ -137,11 +137,12 @@ class Cluster:
         daemon.kill()
         daemon.wait()
         own = self._running_on(node)
-        # A lost node reports nothing, so none of them may see another one end.
         parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in own}
         daemons = [pid for pid, arguments in processes() if pid in parents and arguments.startswith("slurmstepd")]
+        # A lost node reports nothing, so none of them may see another one end. Children first: the kernel continues
+        # stopped processes whose parent has ended.
         for signum in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in (*daemons, *own):
+            for pid in sorted((*daemons, *own), reverse=True):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signum)
 
