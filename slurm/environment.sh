@@ -170,7 +170,7 @@ asked_to_stop() { [[ $1 -eq 75 || $1 -eq 138 ]]; }
 # Print the node of the job's script, the time left, the state and its reason. SLURM's controller may be away for minutes.
 job_state() { patiently squeue --noheader --jobs="$(job_id)" --format='%B %L %T %r'; }
 
-# Run a command of SLURM until it succeeds, for at most five minutes.
+# Run a command of SLURM until it succeeds, at most ten times in five minutes.
 patiently() {
     local attempt
     for attempt in {1..10}; do
@@ -270,7 +270,7 @@ hand_back() {
         count_failure "$code" " (time limit; is --time too short to begin training?)"
     fi
     say "exit code $code$why; requeued"
-    patiently scontrol requeue "$(job_id)" || say "cannot be requeued; submit the job again to resume"
+    scontrol requeue "$(job_id)" || say "cannot be requeued; submit the job again to resume"
     exit "$code"
 }
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,17 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SLOWLY, resumed_from, train, wait_until_saved
 
 pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def lost_node(cluster: Cluster, node: str) -> Iterator[None]:
+    """Lose a node, and bring it back at the end."""
+    cluster.kill_node(node)
+    try:
+        yield
+    finally:
+        cluster.start_node(node)
+        cluster.wait_until(cluster.is_idle, 200)
 
 
 def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
@@ -56,13 +69,9 @@ def test_a_lost_node(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> Non
         cluster, recipe_file, run, *options, nodes=3, environment={**SLOWLY, "MIN_NODES": "2"}, sbatch=["--gpus=3"]
     )
     wait_until_saved(job, run, step=4)
-    try:
-        cluster.kill_node("127.0.0.12")
+    with lost_node(cluster, "127.0.0.12"):
         job.wait_for("starting again on 2 of 3 nodes: 127.0.0.11 127.0.0.13")
         assert job.wait() == "COMPLETED", job.log
-    finally:
-        cluster.start_node("127.0.0.12")
-        cluster.wait_until(cluster.is_idle, 200)
     assert job.restarts == 0
     [lost_at] = resumed_from(job)
     assert "rank 1 on 127.0.0.12 has died or hangs" in job.log
@@ -78,18 +87,14 @@ def test_a_lost_node(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> Non
 
 
 def test_the_first_node_is_lost(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
-    """With it the job's script is gone: the last node has the job requeued once SLURM has given the first one up."""
+    """With it the job's script is gone: other nodes have the job requeued once SLURM has given the first one up."""
     run = tmp_path / "run"
     options = ["--run.checkpoint_every_steps", 2, "--run.keep_last", 1000, "--trainer.max_steps", 60]
     job = train(cluster, recipe_file, run, *options, nodes=3, environment={**SLOWLY, "MIN_NODES": "2"})
     wait_until_saved(job, run, step=4)
-    try:
-        cluster.kill_node("127.0.0.11")
+    with lost_node(cluster, "127.0.0.11"):
         job.wait_for("the first node 127.0.0.11 is lost; requeueing")
         assert job.wait() == "COMPLETED", job.log
-    finally:
-        cluster.start_node("127.0.0.11")
-        cluster.wait_until(cluster.is_idle, 200)
     assert job.restarts == 1
     assert job.hosts() == ["127.0.0.12", "127.0.0.13", "127.0.0.14"]
     assert len(resumed_from(job)) == 1
@@ -102,13 +107,9 @@ def test_too_few_nodes_are_left(cluster: Cluster, recipe_file: Path, tmp_path: P
     options = ["--run.checkpoint_every_steps", 2, "--trainer.max_steps", 60]
     job = train(cluster, recipe_file, run, *options, environment=SLOWLY)
     wait_until_saved(job, run, step=4)
-    try:
-        cluster.kill_node("127.0.0.12")
+    with lost_node(cluster, "127.0.0.12"):
         job.wait_for("1 of 2 nodes answer (127.0.0.11); 2 are needed, the first one among them")
         assert job.wait() == "COMPLETED", job.log
-    finally:
-        cluster.start_node("127.0.0.12")
-        cluster.wait_until(cluster.is_idle, 200)
     assert job.restarts == 1
     assert "127.0.0.12" not in job.hosts()
 
