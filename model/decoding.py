@@ -13,12 +13,14 @@ Shapes: B sentences, S source length, N hypotheses per sentence, M answers per s
 V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from model.attention import grow_cache
+from model.attention import grow_cache, join_memories
+from model.settings import SHORTEST
 from model.transformer import Transformer
 
 
@@ -57,6 +59,8 @@ class _Options(NamedTuple):
     length_penalty: float
     max_extra_tokens: int
     n_best: int
+    stops_at_first: bool
+    batch_tokens: int
 
 
 class _Answers(NamedTuple):
@@ -67,7 +71,46 @@ class _Answers(NamedTuple):
     log_probabilities: Tensor
     """float32."""
     ends: Tensor
-    """int64: step * N + the hypothesis that the end symbol was appended to."""
+    """int64: position * N + the hypothesis that the end symbol was appended to."""
+    counts: Tensor
+    """int64 [B], number of hypotheses that have ended."""
+
+
+class _Text(NamedTuple):
+    """All sentences of a search, T of them."""
+
+    source: Tensor
+    """int64 [T, S]."""
+    lengths: Tensor
+    """int64 [T], number of source tokens."""
+    limits: Tensor
+    """int64 [T], maximum length of an answer."""
+    offsets: Tensor
+    """int64 [T], the row of `history` that holds the sentence's position 0."""
+    history: Tensor
+    """int64 [sum of limits, N]: for each sentence, position and hypothesis, the hypothesis that it continues and the
+    token that it adds, as parent * V + token."""
+
+
+class _Batch(NamedTuple):
+    """The sentences that are being decoded. Finished sentences leave, waiting ones join."""
+
+    rows: Tensor
+    """int64 [B], the sentences' indices in the text."""
+    positions: Tensor
+    """int64 [B], position of the next token."""
+    limits: Tensor
+    """int64 [B], maximum length of an answer."""
+    limit_penalties: Tensor
+    """float32 [B], length penalty of an answer of that length."""
+    totals: Tensor
+    """float32 [B, N], log-probabilities of the open hypotheses, best first."""
+    last: Tensor
+    """int64 [B, N], their last tokens."""
+    paths: Tensor
+    """bool [B, N, slots + N], True at the cache slots on their paths. The next step writes the last N of them."""
+    source_mask: Tensor | None
+    """bool [B, S]; None if no source is padded."""
 
 
 def penalty(length: Tensor, length_penalty: float) -> Tensor:
@@ -82,6 +125,8 @@ class BeamSearch(nn.Module):
     The answers to a sentence do not depend on the other sentences in the batch, except for rounding in matrix
     products of different shapes.
     """
+
+    __jit_ignored_attributes__ = ("on_finished",)
 
     def __init__(self, network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> None:
         """Initialize the search.
@@ -108,11 +153,19 @@ class BeamSearch(nn.Module):
             )
         # 0 means unlimited.
         self.max_positions = network.positions.max_positions
+        self.shortest = SHORTEST
+        self.on_finished: Callable[[int], None] | None = None
+        """Called with a number of sentences when they have finished. TorchScript does not call it."""
+
+    @torch.jit.unused
+    def _report(self, num_finished: int) -> None:
+        if self.on_finished is not None:
+            self.on_finished(num_finished)
 
     @torch.jit.export
     def greedy(self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int) -> GreedyResult:
         """Append the most probable token at each step until the end symbol. See `beam` for the arguments."""
-        answers = self.beam(source, source_mask, 1, 0.0, max_extra_tokens, 1)
+        answers = self.beam(source, source_mask, 1, 0.0, max_extra_tokens, 1, "exact", 0)
         return GreedyResult(answers.tokens[:, 0], answers.lengths[:, 0], answers.log_probabilities[:, 0])
 
     @torch.jit.export
@@ -124,13 +177,19 @@ class BeamSearch(nn.Module):
         length_penalty: float,
         max_extra_tokens: int,
         n_best: int,
+        stop_rule: str = "exact",
+        batch_tokens: int = 0,
     ) -> BeamResult:
         """Run beam search. A beam of one hypothesis is greedy search.
 
         Each step considers the 2 * beam_size most probable continuations of a sentence, as the paper's authors' code
         does. Those that end become answers, and the best beam_size of the others stay open. The search of a sentence
-        finishes when no open hypothesis can beat its n_best-th answer: log-probabilities only decrease, so the best
-        open one, divided by the penalty of the longest allowed answer, is an upper bound on all future scores.
+        finishes by one of two rules:
+
+        - exact: no open hypothesis can beat its n_best-th answer. Log-probabilities only decrease, so the best open
+          one, divided by the penalty of the longest allowed answer, is an upper bound on all future scores.
+        - first: beam_size hypotheses have ended. Of the continuations that end, those among the beam_size most
+          probable become answers. CTranslate2, fairseq and Hugging Face's `early_stopping=True` do the same.
 
         Args:
             source: int64 ids [B, S]. Each row ends with the end symbol, then padding.
@@ -140,17 +199,23 @@ class BeamSearch(nn.Module):
             max_extra_tokens: maximum number of tokens that an answer has in addition to the number of its source's
                 tokens, both counted with end symbols. Learned positions limit the length too.
             n_best: number of answers per sentence, 1 to beam_size.
+            stop_rule: "exact" or "first".
+            batch_tokens: maximum number of padded source tokens that are decoded at the same time. Sentences are
+                taken in the order of their length, the longest first, and waiting ones join as others finish. A
+                sentence counts as at least `SHORTEST` tokens. 0 decodes all sentences at the same time.
 
         Raises:
             ValueError: an argument is out of bounds.
         """
-        options = _Options(beam_size, length_penalty, max_extra_tokens, n_best)
+        stops_at_first = stop_rule == "first"
+        if not stops_at_first and stop_rule != "exact":
+            raise ValueError(f"stop_rule {stop_rule} must be exact or first")
+        options = _Options(beam_size, length_penalty, max_extra_tokens, n_best, stops_at_first, batch_tokens)
         self._check(source, source_mask, options)
         with torch.no_grad():
             return self._beam(source, source_mask, options)
 
     def _check(self, source: Tensor, source_mask: Tensor | None, options: _Options) -> None:
-        beam_size, length_penalty, max_extra_tokens, n_best = options
         if source.dim() != 2 or source.size(0) == 0 or source.size(1) == 0:
             raise ValueError(f"source ids must be [sentences, tokens] with one or more of each, not {source.shape}")
         if source.dtype != torch.int64:
@@ -166,92 +231,138 @@ class BeamSearch(nn.Module):
             raise ValueError(
                 f"a source of {source.size(1)} tokens is longer than the network's {self.max_positions} positions"
             )
-        if beam_size < 1:
-            raise ValueError(f"beam_size {beam_size} must be 1 or more")
-        if n_best < 1 or n_best > beam_size:
-            raise ValueError(f"n_best {n_best} must be 1 .. beam_size {beam_size}")
-        if not 0.0 <= length_penalty < float("inf"):
-            raise ValueError(f"length_penalty {length_penalty} must be 0 or more")
-        if max_extra_tokens < 0:
-            raise ValueError(f"max_extra_tokens {max_extra_tokens} must be 0 or more")
-
-    def _limits(self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int) -> Tensor:
-        """Return the maximum length of each sentence's answers, int64 [B]."""
-        if source_mask is not None:
-            limits = source_mask.sum(1) + max_extra_tokens
-        else:
-            limits = torch.full_like(source[:, 0], source.size(1) + max_extra_tokens)
-        return limits.clamp(max=self.max_positions) if self.max_positions > 0 else limits
+        if options.beam_size < 1:
+            raise ValueError(f"beam_size {options.beam_size} must be 1 or more")
+        if options.n_best < 1 or options.n_best > options.beam_size:
+            raise ValueError(f"n_best {options.n_best} must be 1 .. beam_size {options.beam_size}")
+        if not 0.0 <= options.length_penalty < float("inf"):
+            raise ValueError(f"length_penalty {options.length_penalty} must be 0 or more")
+        if options.max_extra_tokens < 0:
+            raise ValueError(f"max_extra_tokens {options.max_extra_tokens} must be 0 or more")
+        if options.batch_tokens < 0:
+            raise ValueError(f"batch_tokens {options.batch_tokens} must be 0 or more")
 
     def _beam(self, source: Tensor, source_mask: Tensor | None, options: _Options) -> BeamResult:
-        batch_size, device, beam_size = source.size(0), source.device, options.beam_size
-        limits = self._limits(source, source_mask, options.max_extra_tokens)
-        shortest_limit, longest_limit = int(limits.min()), int(limits.max())
-        limit_penalties = penalty(limits, options.length_penalty)
+        lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
+        limits = lengths + options.max_extra_tokens
+        if self.max_positions > 0:
+            limits = limits.clamp(max=self.max_positions)
+        ends = limits.cumsum(0)
+        history = source.new_zeros([int(ends[-1]), options.beam_size])
+        text = _Text(source, lengths, limits, ends - limits, history)
+        results = _no_answers(source.size(0), options.n_best, source.device)
+        waiting = torch.arange(source.size(0), device=source.device)
+        if options.batch_tokens > 0:
+            waiting = lengths.argsort(descending=True, stable=True)
+        while waiting.size(0) > 0:
+            waiting = self._decode(text, waiting, results, options)
+        return self._backtrace(text, results)
+
+    def _decode(self, text: _Text, waiting: Tensor, results: _Answers, options: _Options) -> Tensor:
+        """Decode the first of the sentences `waiting`, and others that join them, until none is open.
+
+        Writes `text.history` and `results` in place and returns the indices of the sentences that still wait.
+        """
+        beam_size, device = options.beam_size, waiting.device
         # Each check synchronizes the host with a GPU.
         steps_between_checks = 1 if device.type == "cpu" else 8
-
-        cache = self.network.init_cache(self.network.encode(source, source_mask), min(longest_limit, 8) * beam_size)
-        used_slots = 0
-        # Open hypotheses, best first. A sentence starts with one. Paths are bool [B, N, slots].
-        last = torch.full([batch_size, 1], self.bos_id, device=device)
-        totals = torch.zeros([batch_size, 1], device=device)
-        paths = torch.ones([batch_size, 1, 1], dtype=torch.bool, device=device)
         own_slots = torch.eye(beam_size, dtype=torch.bool, device=device)
-        # For each step and hypothesis, the hypothesis it continues and the token it adds: parent * V + token.
-        history = torch.zeros([longest_limit, batch_size, beam_size], dtype=torch.int64, device=device)
-        # Finished sentences leave the batch. `rows` are the indices in `source` and `results` of the others.
-        rows = torch.arange(batch_size, device=device)
-        answers = _no_answers(batch_size, options.n_best, device)
-        results = _no_answers(batch_size, options.n_best, device)
-
-        for position in range(longest_limit):
-            length, num_open = position + 1, totals.size(1)
-            if used_slots + num_open > cache[0][0].size(2):
-                if beam_size == 1:
-                    paths = paths.new_ones([rows.size(0), 1, used_slots + 1])
-                cache, paths = grow_cache(cache, paths, used_slots, num_open)
-                used_slots = paths.size(2) - num_open
-            path_mask = paths if beam_size > 1 else None
-            states = self.network.decode_step(last, position, used_slots, cache, source_mask, path_mask)
-            used_slots += num_open
-            must_end = limits <= length if length >= shortest_limit else None
-            values, parents, last = self._continuations(states, totals, must_end, beam_size)
-            answers, totals, parents, last = self._select(answers, values, parents, last, position, options)
-            history[position, :, : totals.size(1)].index_copy_(0, rows, parents * self.vocabulary_size + last)
-            if beam_size > 1:
-                paths = _extend_paths(paths, parents, own_slots)
-
-            if length % steps_between_checks and length < longest_limit:
+        num_first = self._number_that_fit(text.lengths, waiting, 0, 0, options.batch_tokens)
+        batch, cache = self._begin(text, waiting[:num_first], options)
+        waiting = waiting[num_first:]
+        answers = _no_answers(num_first, options.n_best, device)
+        # Until sentences join, the path of a beam's only hypothesis has all slots.
+        has_paths = beam_size > 1
+        num_left, num_steps, steps_to_limit = num_first, 0, int(batch.limits.min())
+        while num_left > 0:
+            if batch.paths.size(2) > cache[0][0].size(2):
+                cache, batch = _grow(cache, batch, 0)
+            must_end = batch.positions + 1 >= batch.limits if steps_to_limit <= 1 else None
+            values, parents, last = self._step(batch, cache, must_end, has_paths, beam_size)
+            answers, totals, parents, last = self._select(answers, values, parents, last, batch.positions, options)
+            places = text.offsets[batch.rows] + batch.positions
+            text.history[:, : totals.size(1)].index_copy_(0, places, parents * self.vocabulary_size + last)
+            batch = _advance(batch, totals, parents, last, own_slots)
+            num_steps, steps_to_limit = num_steps + 1, steps_to_limit - 1
+            if num_steps % steps_between_checks != 0:
                 continue
-            is_open = answers.scores[:, -1] < totals[:, 0] / limit_penalties
+            is_open = batch.totals[:, 0] > float("-inf")
+            if options.stops_at_first:
+                is_open &= answers.counts < beam_size
+            else:
+                is_open &= answers.scores[:, -1] < batch.totals[:, 0] / batch.limit_penalties
             open_places = is_open.nonzero().squeeze(1)
             num_left = open_places.size(0)
-            if num_left == rows.size(0) and length < longest_limit:
+            if num_left == batch.rows.size(0):
                 continue
-            _store(results, rows, answers)
-            if num_left == 0 or length == longest_limit:
-                break
+            _store(results, batch.rows, answers)
+            if not torch.jit.is_scripting():
+                self._report(batch.rows.size(0) - num_left)
+            if num_left == 0:
+                continue
             # Move the last open sentences to the places of finished ones.
             gaps = (~is_open[:num_left]).nonzero().squeeze(1)
             movers = open_places[num_left - gaps.size(0) :]
             order = torch.arange(num_left, device=device).index_copy_(0, gaps, movers)
-            rows, limits, limit_penalties, totals = rows[order], limits[order], limit_penalties[order], totals[order]
-            paths, last = paths[order], last[order]
-            answers = _Answers(answers.scores[order], answers.log_probabilities[order], answers.ends[order])
-            source_mask = source_mask[order] if source_mask is not None else None
-            cache = _move_sentences(cache, used_slots, gaps, movers, num_left)
-        return self._backtrace(results, history)
+            cache = _move_sentences(cache, batch.paths.size(2) - batch.totals.size(1), gaps, movers, num_left)
+            batch, answers = _reordered(batch, order), _reordered_answers(answers, order)
+            width = int(text.lengths[batch.rows].max())
+            num_joining = self._number_that_fit(text.lengths, waiting, num_left, width, options.batch_tokens)
+            if num_joining > 0:
+                joining, memories = self._begin(text, waiting[:num_joining], options)
+                cache, batch = _join(cache, batch, memories, joining, text.lengths)
+                answers = _append_answers(answers, _no_answers(num_joining, options.n_best, device))
+                waiting, has_paths, num_left = waiting[num_joining:], True, num_left + num_joining
+                steps_to_limit = int((batch.limits - batch.positions).min())
+        return waiting
 
-    def _continuations(
-        self, states: Tensor, totals: Tensor, must_end: Tensor | None, beam_size: int
+    def _number_that_fit(self, lengths: Tensor, waiting: Tensor, num_open: int, width: int, batch_tokens: int) -> int:
+        """Return how many waiting sentences to decode next, beside `num_open` ones of up to `width` tokens."""
+        if batch_tokens == 0 or waiting.size(0) == 0:
+            return waiting.size(0)
+        most = max(1, batch_tokens // max(int(lengths[waiting[0]]), width, self.shortest))
+        # Each time sentences join, the cache is copied.
+        if num_open * 4 > most * 3:
+            return 0
+        return min(most - num_open, waiting.size(0))
+
+    def _begin(
+        self, text: _Text, rows: Tensor, options: _Options
+    ) -> tuple[_Batch, list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
+        """Encode sentences; each has one open hypothesis without tokens. Returns the batch and its cache."""
+        lengths, limits = text.lengths[rows], text.limits[rows]
+        width = int(lengths.max())
+        source = text.source[rows, :width]
+        source_mask = _mask(lengths, width)
+        num_slots = min(int(limits.max()), 8) * options.beam_size
+        cache = self.network.init_cache(self.network.encode(source, source_mask), num_slots)
+        batch = _Batch(
+            rows,
+            torch.zeros_like(rows),
+            limits,
+            penalty(limits, options.length_penalty),
+            torch.zeros([rows.size(0), 1], device=rows.device),
+            torch.full([rows.size(0), 1], self.bos_id, device=rows.device),
+            torch.ones([rows.size(0), 1, 1], dtype=torch.bool, device=rows.device),
+            source_mask,
+        )
+        return batch, cache
+
+    def _step(
+        self,
+        batch: _Batch,
+        cache: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+        must_end: Tensor | None,
+        has_paths: bool,
+        beam_size: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the most probable continuations of each sentence's hypotheses, best first.
+        """Run the decoder for one position and return the most probable continuations of each sentence, best first.
 
         Args:
-            states: decoder states [B, N, D].
-            totals: log-probabilities of the hypotheses [B, N].
+            batch: the sentences.
+            cache: their cache, with room for this step's slots, which are written in place.
             must_end: bool [B], True for sentences whose hypotheses have reached their limit. None if there are none.
+            has_paths: whether `batch.paths` matters. If not, all slots are on the path of every hypothesis.
             beam_size: number of open hypotheses. N is smaller in the first steps.
 
         Returns:
@@ -259,6 +370,9 @@ class BeamSearch(nn.Module):
             [B, 2 * beam_size], or smaller if there are fewer continuations. It is [B, 1] if beam_size is 1, since
             greedy search ends at the first end symbol.
         """
+        start = batch.paths.size(2) - batch.last.size(1)
+        path_mask = batch.paths if has_paths else None
+        states = self.network.decode_step(batch.last, batch.positions, start, cache, batch.source_mask, path_mask)
         steps = self.network.logits(states).float().log_softmax(-1)
         steps[:, :, self.pad_id] = float("-inf")
         steps[:, :, self.bos_id] = float("-inf")
@@ -269,18 +383,19 @@ class BeamSearch(nn.Module):
             only_end[:, :, 0] = steps[:, :, self.eos_id]
             values = torch.where(must_end[:, None, None], only_end, values)
             ids = ids.masked_fill(must_end[:, None, None], self.eos_id)
-        values, best = (values + totals.unsqueeze(-1)).flatten(1).topk(min(count, values.size(1) * values.size(2)))
+        values = (values + batch.totals.unsqueeze(-1)).flatten(1)
+        values, best = values.topk(min(count, values.size(1)))
         return values, best.div(ids.size(2), rounding_mode="floor"), ids.flatten(1).gather(1, best)
 
     def _select(
-        self, answers: _Answers, values: Tensor, parents: Tensor, last: Tensor, position: int, options: _Options
+        self, answers: _Answers, values: Tensor, parents: Tensor, last: Tensor, positions: Tensor, options: _Options
     ) -> tuple[_Answers, Tensor, Tensor, Tensor]:
         """Split continuations into answers and open hypotheses, and keep the best of each.
 
         Args:
             answers: the best answers before this step.
-            values, parents, last: what `_continuations` returned.
-            position: position of the added tokens, from 0.
+            values, parents, last: what `_step` returned.
+            positions: int64 [B], positions of the added tokens.
             options: arguments of the search.
 
         Returns:
@@ -291,39 +406,52 @@ class BeamSearch(nn.Module):
         # On a GPU the check would cost more than the work it saves.
         if last.device.type != "cpu" or bool(ends.any()):
             ended = values.masked_fill(~ends, float("-inf"))
-            new_scores = ended / ((5.0 + (position + 1)) / 6.0) ** options.length_penalty
+            if options.stops_at_first:
+                ended[:, beam_size:] = float("-inf")
+                # On a GPU a sentence takes part in some steps after it has finished.
+                ended.masked_fill_((answers.counts >= beam_size).unsqueeze(1), float("-inf"))
+            new_scores = ended / penalty(positions + 1, options.length_penalty).unsqueeze(1)
             scores, best = torch.cat([answers.scores, new_scores], 1).topk(options.n_best)
+            new_ends = parents + (positions * beam_size).unsqueeze(1)
             answers = _Answers(
                 scores,
                 torch.cat([answers.log_probabilities, ended], 1).gather(1, best),
-                torch.cat([answers.ends, parents + position * beam_size], 1).gather(1, best),
+                torch.cat([answers.ends, new_ends], 1).gather(1, best),
+                answers.counts + (ended > float("-inf")).sum(1),
             )
             values, best = values.masked_fill(ends, float("-inf")).topk(min(beam_size, values.size(1)))
             parents, last = parents.gather(1, best), last.gather(1, best)
         return answers, values[:, :beam_size], parents[:, :beam_size], last[:, :beam_size]
 
-    def _backtrace(self, answers: _Answers, history: Tensor) -> BeamResult:
-        """Read the answers' tokens from the history [L, B, N], from the last token to the first."""
-        scores, log_probabilities, ends = answers
-        beam_size = history.size(2)
+    def _backtrace(self, text: _Text, answers: _Answers) -> BeamResult:
+        """Read the answers' tokens from the history, from the last token to the first."""
+        scores, log_probabilities, ends = answers.scores, answers.log_probabilities, answers.ends
+        beam_size = text.history.size(1)
         lengths = (ends.div(beam_size, rounding_mode="floor") + 1).masked_fill(scores == float("-inf"), 0)
         longest = int(lengths.max())
-        # The hypotheses [L, B, M] on each answer's path.
-        parents = history.div(self.vocabulary_size, rounding_mode="floor")
+        # The hypotheses [T, M] on each answer's path.
         here = ends.remainder(beam_size)
-        path = here.new_zeros([longest, here.size(0), here.size(1)])
-        for step in range(longest - 2, -1, -1):
-            path[step] = here
-            here = torch.where(step < lengths - 1, parents[step].gather(1, here), here)
-        tokens = history[:longest].remainder(self.vocabulary_size).gather(2, path).permute(1, 2, 0)
-        after = torch.arange(longest, device=ends.device) - (lengths.unsqueeze(-1) - 1)
-        tokens = tokens.masked_fill(after == 0, self.eos_id).masked_fill(after > 0, self.pad_id)
-        return BeamResult(tokens, lengths, scores, log_probabilities)
+        tokens = here.new_full([longest, here.size(0), here.size(1)], self.pad_id)
+        for step in range(longest - 1, -1, -1):
+            tokens[step].masked_fill_(lengths - 1 == step, self.eos_id)
+            is_inside = step < lengths - 1
+            entries = text.history[text.offsets + (text.limits - 1).clamp(max=step)].gather(1, here)
+            tokens[step] = torch.where(is_inside, entries.remainder(self.vocabulary_size), tokens[step])
+            here = torch.where(is_inside, entries.div(self.vocabulary_size, rounding_mode="floor"), here)
+        return BeamResult(tokens.permute(1, 2, 0), lengths, scores, log_probabilities)
+
+
+def _mask(lengths: Tensor, width: int) -> Tensor | None:
+    """Return a mask [B, width], True at tokens; None if no sentence is padded."""
+    if int(lengths.min()) == width:
+        return None
+    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
 
 
 def _no_answers(batch_size: int, n_best: int, device: torch.device) -> _Answers:
     scores = torch.full([batch_size, n_best], float("-inf"), device=device)
-    return _Answers(scores, scores.clone(), torch.full_like(scores, -1, dtype=torch.int64))
+    ends = torch.full_like(scores, -1, dtype=torch.int64)
+    return _Answers(scores, scores.clone(), ends, ends.new_zeros([batch_size]))
 
 
 def _store(results: _Answers, rows: Tensor, answers: _Answers) -> None:
@@ -333,11 +461,42 @@ def _store(results: _Answers, rows: Tensor, answers: _Answers) -> None:
     results.ends.index_copy_(0, rows, answers.ends)
 
 
-def _extend_paths(paths: Tensor, parents: Tensor, own_slots: Tensor) -> Tensor:
-    """Return the paths [B, N, slots + N] of the next step's hypotheses: those of their parents and their own slots."""
+def _advance(batch: _Batch, totals: Tensor, parents: Tensor, last: Tensor, own_slots: Tensor) -> _Batch:
+    """Return the batch at the next position, with the hypotheses that continue `parents` by `last`."""
     num_open = parents.size(1)
-    paths = paths.gather(1, parents.unsqueeze(2).expand(-1, -1, paths.size(2)))
-    return torch.cat([paths, own_slots[:num_open, :num_open].expand(paths.size(0), -1, -1)], 2)
+    paths = batch.paths.gather(1, parents.unsqueeze(2).expand(-1, -1, batch.paths.size(2)))
+    paths = torch.cat([paths, own_slots[:num_open, :num_open].expand(paths.size(0), -1, -1)], 2)
+    # On a GPU a sentence takes part in some steps after it has finished.
+    positions = torch.minimum(batch.positions + 1, batch.limits - 1)
+    return _Batch(batch.rows, positions, batch.limits, batch.limit_penalties, totals, last, paths, batch.source_mask)
+
+
+def _reordered(batch: _Batch, order: Tensor) -> _Batch:
+    # TorchScript narrows the type of variables only.
+    source_mask = batch.source_mask
+    return _Batch(
+        batch.rows[order],
+        batch.positions[order],
+        batch.limits[order],
+        batch.limit_penalties[order],
+        batch.totals[order],
+        batch.last[order],
+        batch.paths[order],
+        source_mask[order] if source_mask is not None else None,
+    )
+
+
+def _reordered_answers(answers: _Answers, order: Tensor) -> _Answers:
+    return _Answers(answers.scores[order], answers.log_probabilities[order], answers.ends[order], answers.counts[order])
+
+
+def _append_answers(answers: _Answers, more: _Answers) -> _Answers:
+    return _Answers(
+        torch.cat([answers.scores, more.scores]),
+        torch.cat([answers.log_probabilities, more.log_probabilities]),
+        torch.cat([answers.ends, more.ends]),
+        torch.cat([answers.counts, more.counts]),
+    )
 
 
 def _move_sentences(
@@ -348,3 +507,55 @@ def _move_sentences(
         for entries in (keys[:, :, :used_slots], values[:, :, :used_slots], memory_keys, memory_values):
             entries.index_copy_(0, gaps, entries[movers])
     return [(k[:num_left], v[:num_left], ck[:num_left], cv[:num_left]) for k, v, ck, cv in cache]
+
+
+def _grow(
+    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], batch: _Batch, num_joining: int
+) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], _Batch]:
+    """Return a larger cache, with room for joining sentences, and the batch with its paths through that cache."""
+    num_open = batch.totals.size(1)
+    cache, paths = grow_cache(cache, batch.paths, batch.paths.size(2) - num_open, num_open, num_joining)
+    batch = _Batch(
+        batch.rows,
+        batch.positions,
+        batch.limits,
+        batch.limit_penalties,
+        batch.totals,
+        batch.last,
+        paths,
+        batch.source_mask,
+    )
+    return cache, batch
+
+
+def _join(
+    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+    batch: _Batch,
+    joining_cache: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+    joining: _Batch,
+    lengths: Tensor,
+) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], _Batch]:
+    """Append sentences that begin to a batch, and return the cache and the batch.
+
+    A sentence that begins has one open hypothesis. The others that it needs to have as many as the rest of the batch
+    have the log-probability -inf.
+    """
+    num_joining, num_open = joining.rows.size(0), batch.totals.size(1)
+    cache, batch = _grow(cache, batch, num_joining)
+    totals = torch.full([num_joining, num_open], float("-inf"), device=lengths.device)
+    totals[:, 0] = 0.0
+    paths = torch.zeros([num_joining, num_open, batch.paths.size(2)], dtype=torch.bool, device=lengths.device)
+    paths[:, :, -num_open:] = torch.eye(num_open, dtype=torch.bool, device=lengths.device)
+    rows = torch.cat([batch.rows, joining.rows])
+    width = int(lengths[rows].max())
+    batch = _Batch(
+        rows,
+        torch.cat([batch.positions, joining.positions]),
+        torch.cat([batch.limits, joining.limits]),
+        torch.cat([batch.limit_penalties, joining.limit_penalties]),
+        torch.cat([batch.totals, totals]),
+        torch.cat([batch.last, joining.last.expand(-1, num_open)]),
+        torch.cat([batch.paths, paths]),
+        _mask(lengths[rows], width),
+    )
+    return join_memories(cache, joining_cache, width), batch

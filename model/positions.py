@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -41,6 +42,16 @@ class SinusoidalPositions(nn.Module):
             return sinusoidal_table(length, self.d_model, start, self.table.device).to(self.table.dtype)
         return self.table[start : start + length]
 
+    def at(self, positions: Tensor, bound: int) -> Tensor:
+        """Return the encodings [B, D] of int64 positions [B], none of them above `bound`."""
+        # A check of the positions themselves would make the host wait for a GPU.
+        if bound >= self.table.size(0):
+            longest = int(positions.max()) + 1
+            if longest > self.table.size(0):
+                table = sinusoidal_table(longest, self.d_model, 0, self.table.device).to(self.table.dtype)
+                return F.embedding(positions, table)
+        return F.embedding(positions, self.table)
+
 
 class LearnedPositions(nn.Module):
     """One learned vector per position."""
@@ -63,3 +74,17 @@ class LearnedPositions(nn.Module):
                 "(network.max_positions); shorten the sentence or use sinusoidal positions"
             )
         return self.table[start : start + length]
+
+    def at(self, positions: Tensor, bound: int) -> Tensor:
+        """Return the encodings [B, D] of int64 positions [B], none of them above `bound`.
+
+        Raises:
+            ValueError: a position is `max_positions` or more.
+        """
+        # A check of the positions themselves would make the host wait for a GPU.
+        if bound >= self.max_positions and int(positions.max()) >= self.max_positions:
+            raise ValueError(
+                f"position {int(positions.max()) + 1} is past the {self.max_positions} learned ones "
+                "(network.max_positions); shorten the sentence or use sinusoidal positions"
+            )
+        return F.embedding(positions, self.table)

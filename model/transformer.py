@@ -166,13 +166,13 @@ class Transformer(nn.Module):
     def decode_step(
         self,
         last: Tensor,
-        position: int,
+        positions: Tensor,
         start: int,
         cache: list[tuple[Tensor, Tensor, Tensor, Tensor]],
         source_mask: Tensor | None,
         path_mask: Tensor | None,
     ) -> Tensor:
-        """Run the decoder for the next position of N hypotheses per sentence.
+        """Run the decoder for the next position of N hypotheses per sentence. Sentences may be at different positions.
 
         The hypotheses are the queries of both attentions, so the cache holds each sentence's memory once. The cache
         is a lattice that is never reordered: each position of a hypothesis has a slot, which is written once, and
@@ -180,7 +180,7 @@ class Transformer(nn.Module):
 
         Args:
             last: int64 ids [B, N], the last token of each hypothesis (the begin symbol at position 0).
-            position: position of these tokens, from 0.
+            positions: int64 [B], the position of each sentence's last tokens, from 0 to `start`.
             start: number of cache slots in use. The next N are written in place.
             cache: the cache that `init_cache` returned.
             source_mask: bool [B, S], True at tokens; or None.
@@ -190,7 +190,7 @@ class Transformer(nn.Module):
         Returns:
             Decoder states [B, N, D].
         """
-        x = self.dropout(self.embedding(last) * self.embedding_scale + self.positions(position, 1))
+        x = self.dropout(self.embedding(last) * self.embedding_scale + self.positions.at(positions, start).unsqueeze(1))
         memory_bias, path_bias = _bias(source_mask, cache[0][2].dtype), _bias(path_mask, cache[0][0].dtype)
         if memory_bias is not None:
             memory_bias = memory_bias.unsqueeze(1)

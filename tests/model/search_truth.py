@@ -95,9 +95,13 @@ def penalized(log_probability: float, length: int, alpha: float) -> float:
 
 @torch.no_grad()
 def plain_beam(
-    network: Transformer, source: Tensor, beam_size: int, alpha: float, limit: int
+    network: Transformer, source: Tensor, beam_size: int, alpha: float, limit: int, stops_at_first: bool = False
 ) -> list[tuple[float, list[int]]]:
-    """Search one sentence as in section 6.1, without a cache or early stopping."""
+    """Search one sentence as in section 6.1, without a cache.
+
+    It goes on to the limit, or if `stops_at_first` until beam_size hypotheses have ended; then only the beam_size most
+    probable continuations may end.
+    """
     hypotheses: list[tuple[float, list[int]]] = [(0.0, [])]
     answers = []
     for length in range(1, limit + 1):
@@ -111,7 +115,10 @@ def plain_beam(
             if token not in (PAD, BOS) and (length < limit or token == EOS)
         ]
         continuations = sorted(continuations, reverse=True)[: 2 * beam_size]
-        answers += [(penalized(total, length, alpha), pieces) for total, pieces in continuations if pieces[-1] == EOS]
+        may_end = continuations[:beam_size] if stops_at_first else continuations
+        answers += [(penalized(total, length, alpha), pieces) for total, pieces in may_end if pieces[-1] == EOS]
+        if stops_at_first and len(answers) >= beam_size:
+            break
         hypotheses = [(total, pieces) for total, pieces in continuations if pieces[-1] != EOS][:beam_size]
     return sorted(answers, reverse=True)
 

@@ -47,6 +47,8 @@ BAD_ARGUMENTS = {
     "length_penalty inf must be": (SOURCE, None, 4, math.inf, 5, 1),
     "length_penalty nan must be": (SOURCE, None, 4, math.nan, 5, 1),
     "max_extra_tokens -1 must be": (SOURCE, None, 4, 0.6, -1, 1),
+    "stop_rule last must be exact or first": (SOURCE, None, 4, 0.6, 5, 1, "last"),
+    "batch_tokens -1 must be": (SOURCE, None, 4, 0.6, 5, 1, "exact", -1),
 }
 
 
@@ -74,7 +76,11 @@ sys.modules["model"] = None
 import torch
 search = torch.jit.load(sys.argv[1])
 source, mask = torch.load(sys.argv[2])
-found = [tuple(search.beam(source, mask, 4, 0.6, 10, 4)), tuple(search.greedy(source, mask, 10))]
+found = [
+    tuple(search.beam(source, mask, 4, 0.6, 10, 4)),
+    tuple(search.greedy(source, mask, 10)),
+    tuple(search.beam(source, mask, 4, 0.6, 10, 4, "first", 48)),
+]
 torch.save(found, sys.argv[3])
 """
 
@@ -83,7 +89,11 @@ torch.save(found, sys.argv[3])
 def test_scripted_equals_eager_also_where_the_project_is_not(tmp_path: Path, variant: str) -> None:
     source, mask = make_sources(LENGTHS)
     search = BeamSearch(trained_network(variant), BOS, EOS, PAD).eval()
-    expected = [tuple(search.beam(source, mask, 4, 0.6, 10, 4)), tuple(search.greedy(source, mask, 10))]
+    expected = [
+        tuple(search.beam(source, mask, 4, 0.6, 10, 4)),
+        tuple(search.greedy(source, mask, 10)),
+        tuple(search.beam(source, mask, 4, 0.6, 10, 4, "first", 48)),
+    ]
     torch.jit.script(search).save(str(tmp_path / "search.ts"))
     torch.save((source, mask), tmp_path / "source.pt")
     paths = [str(tmp_path / name) for name in ("search.ts", "source.pt", "found.pt")]

@@ -150,7 +150,7 @@ def test_stacks_equal_torchs_of_their_depths(given: dict[str, int], encoder: int
     cache = own.init_cache(own.encode(source, allowed), 5)
     assert len(cache) == decoder
     for position in range(5):
-        states = own.decode_step(target[:, position, None], position, position, cache, allowed, None)
+        states = own.decode_step(target[:, position, None], torch.full([3], position), position, cache, allowed, None)
         torch.testing.assert_close(states, expected[:, position, None], rtol=0, atol=1e-10)
 
 
