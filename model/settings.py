@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+STOP_RULES = ("exact", "first")
 SHORTEST = 16
 """Minimum number of tokens that a sentence counts as in a batch. A search's memory grows with its answers too."""
 
@@ -178,8 +179,12 @@ class DecodingSettings:
     """alpha in ((5 + length) / 6) ** alpha, Wu et al. 2016."""
     max_extra_tokens: int = 50
     """An answer has at most the number of its source's tokens plus this many tokens."""
+    stop_rule: str = "exact"
+    """When the search of a sentence stops. `exact`: no open hypothesis can win. `first`: beam_size have ended."""
 
     def __post_init__(self) -> None:
+        if self.stop_rule not in STOP_RULES:
+            raise ValueError(f"decoding.stop_rule {self.stop_rule} is not {' or '.join(STOP_RULES)}")
         if self.beam_size < 1:
             raise ValueError(f"decoding.beam_size {self.beam_size} is not 1 or more")
         if self.length_penalty < 0.0:

@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
                 Path(folder),
                 arguments.beam,
                 arguments.length_penalty,
+                arguments.stop_rule,
                 baselines,
                 arguments.bundle,
             ).result()
@@ -83,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         "sentences": len(sentences),
         "beam_size": settings.beam_size,
         "length_penalty": settings.length_penalty,
+        "stop_rule": settings.stop_rule,
         "threads": settings.threads,
         "device": settings.device,
         **ours,

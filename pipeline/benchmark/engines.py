@@ -27,6 +27,7 @@ class EngineSettings(NamedTuple):
     beam_size: int
     length_penalty: float
     max_extra_tokens: int
+    stop_rule: str
     threads: int
     bundle: Path | None = None
     """Exported bundle of the checkpoint."""
@@ -57,6 +58,7 @@ def prepare(
     folder: Path,
     beam_size: int | None,
     length_penalty: float | None,
+    stop_rule: str | None,
     baselines: list[str],
     bundle: Path | None = None,
 ) -> EngineSettings:
@@ -67,6 +69,7 @@ def prepare(
         folder: folder to write to.
         beam_size: beam size; None for the recipe's.
         length_penalty: exponent alpha of the length penalty; None for the recipe's.
+        stop_rule: when a search stops, exact or first; None for the recipe's.
         baselines: keys of `FORMATS`.
         bundle: exported bundle of the checkpoint, if it is to be compared.
 
@@ -81,7 +84,7 @@ def prepare(
 
     path = resolve_checkpoint(checkpoint)
     model = load_model(path)
-    decoding = search_settings(model.decoding, beam_size, length_penalty)
+    decoding = search_settings(model.decoding, beam_size, length_penalty, stop_rule)
     if bundle is not None:
         require_bundle(bundle, model)
     (folder / "tokenizer.model").write_bytes(model.tokenizer.model)
@@ -93,6 +96,7 @@ def prepare(
         decoding.beam_size,
         decoding.length_penalty,
         decoding.max_extra_tokens,
+        decoding.stop_rule,
         torch.get_num_threads(),
         bundle,
         "cuda" if torch.cuda.is_available() else "cpu",  # as `load_translator` chooses
@@ -112,7 +116,9 @@ class PipelineEngine:
     def __init__(self, settings: EngineSettings) -> None:
         from pipeline.inference.translator import load_translator
 
-        self._translator = load_translator(settings.checkpoint, settings.beam_size, settings.length_penalty)
+        self._translator = load_translator(
+            settings.checkpoint, settings.beam_size, settings.length_penalty, settings.stop_rule
+        )
         network = self._translator.search.network
         self._sentence_steps = 0
         step = network.decode_step
@@ -142,7 +148,9 @@ class BundleEngine:
         self._translator = Translator(
             load_torchscript(settings.bundle / "model.ts", settings.device),
             Tokenizer((settings.folder / "tokenizer.model").read_bytes()),
-            DecodingSettings(settings.beam_size, settings.length_penalty, settings.max_extra_tokens),
+            DecodingSettings(
+                settings.beam_size, settings.length_penalty, settings.max_extra_tokens, settings.stop_rule
+            ),
             max_source_tokens=LONGEST,
         )
 

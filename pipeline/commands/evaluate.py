@@ -64,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.paper:
         require_sacremoses()
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
-    translators = [load_translator(path, arguments.beam, arguments.length_penalty) for path in checkpoints]
+    translators = [
+        load_translator(path, arguments.beam, arguments.length_penalty, arguments.stop_rule) for path in checkpoints
+    ]
     translators[0].prefixes.check(arguments.prefix)
     text = text or named_text(translators[0], arguments) or recipe_text(translators[0])
     references = text.references
@@ -87,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = translators[0].settings
     figures |= {"sources": sources} if sources else {}
     figures |= {"test_set": text.name} if arguments.test_set else {}
-    figures |= {"beam_size": settings.beam_size, "length_penalty": settings.length_penalty}
+    figures |= {name: getattr(settings, name) for name in ("beam_size", "length_penalty", "stop_rule")}
     print(json.dumps({**figures, "checkpoint": translators[0].name}))
     return 0
 

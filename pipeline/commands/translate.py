@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--n-best {n_best}: must be 1 or more")
     # Before the checkpoint is loaded, so that a missing file is reported at once.
     stream = open_text(arguments.input) if arguments.input else sys.stdin.buffer
-    translator = load_translator(arguments.checkpoint, arguments.beam, arguments.length_penalty)
+    translator = load_translator(arguments.checkpoint, arguments.beam, arguments.length_penalty, arguments.stop_rule)
     if n_best > translator.settings.beam_size:
         raise InputError(f"--n-best {n_best}: is more than the beam, {translator.settings.beam_size}; raise --beam")
     translator.prefixes.check(arguments.prefix)

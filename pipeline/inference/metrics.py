@@ -102,7 +102,17 @@ class MetricRegistry(dict[str, Metric]):
 
     RESERVED = (
         *("bleu_lowercase", "bleu_paper", "bleu_moses_lowercase", "exact_match"),
-        *("beam_size", "length_penalty", "sentences", "checkpoint", "versus", "sources", "messy", "copied"),
+        *(
+            "beam_size",
+            "length_penalty",
+            "stop_rule",
+            "sentences",
+            "checkpoint",
+            "versus",
+            "sources",
+            "messy",
+            "copied",
+        ),
         *("loss", "negative_log_likelihood", "perplexity", "accuracy", "best_bleu", "length_ratio", "repetition"),
     )
     """Other keys of `evaluate`'s JSON and other tags under `validation/`."""

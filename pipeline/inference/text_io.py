@@ -10,17 +10,22 @@ from typing import Any, BinaryIO
 
 from pipeline.runtime.console import print_above_bars
 
-CHUNK = 512
-"""Number of lines translated together: enough to batch by length, few enough to keep memory flat."""
+CHUNK = 2048
+"""Number of lines translated together: enough to sort them by length, few enough to keep memory flat."""
 
 _MAX_NAMED_LINES = 3
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--beam` and `--length-penalty`."""
+    """Add `--beam`, `--length-penalty` and `--stop-rule`."""
     parser.add_argument("--beam", type=int, help="beam size; 1 is greedy search (default: the recipe's)")
     parser.add_argument("--length-penalty", type=float, help="exponent alpha of the penalty (default: the recipe's)")
+    parser.add_argument(
+        "--stop-rule",
+        help="exact: search until no open hypothesis can win; first: until as many as the beam have ended, which is "
+        "faster (default: the recipe's)",
+    )
 
 
 def progress_bar(total: int | None = None, *, show: bool = True, description: str = "translating") -> Any:

@@ -1,7 +1,7 @@
 """Translation of text: encode, search in batches of similar length, decode."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.packing import can_pack, pack_linears
-from model.settings import SHORTEST, DecodingSettings
+from model.settings import SHORTEST, STOP_RULES, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.prefixes import Prefixes
 from pipeline.inference.text_io import progress_bar
@@ -53,6 +53,8 @@ class Translation(NamedTuple):
         return self.hypotheses[0].score
 
 
+SEARCHED = 2048
+"""Maximum number of sentences that a search is given, of which it decodes `batch_tokens` at the same time."""
 LONGEST = 1024
 """Source tokens that the commands keep of a sentence; the time of attention grows with the square of the length."""
 EMPTY = Hypothesis("", 0.0, 0.0, 0)
@@ -79,8 +81,8 @@ class Translator:
             network: a Transformer, or an exported `BeamSearch`.
             tokenizer: the tokenizer that the network was trained with.
             settings: search settings.
-            batch_tokens: upper bound on the padded source tokens of a batch; a longer sentence is its own batch.
-                A batch has at most `batch_tokens / SHORTEST` sentences.
+            batch_tokens: upper bound on the padded source tokens that are decoded at the same time; a longer
+                sentence is decoded alone. There are at most `batch_tokens / SHORTEST` sentences at the same time.
             max_source_tokens: longer sentences are cut to this many tokens, including the end symbol; None for the
                 network's limit.
             device: device to search on; None for the network's.
@@ -102,6 +104,8 @@ class Translator:
         if device is not None:
             search = search.to(device)
         self.search = search.eval()
+        # Those that versions up to 0.2 exported do not refill batches.
+        self._refills = not isinstance(search, torch.jit.ScriptModule) or len(search.beam.schema.arguments) > 7
         self.device = next(search.parameters()).device
         self.name, self.target_language = name, target_language
         self.bleu_tokenizer: str | None = None
@@ -114,13 +118,21 @@ class Translator:
         limits = [limit for limit in (self.search.max_positions, max_source_tokens) if limit]
         self.max_source_tokens: int | None = min(limits, default=None)
 
-    def translate(self, sentences: list[str], n_best: int = 1, *, progress: bool | str = False) -> list[Translation]:
+    def translate(
+        self,
+        sentences: list[str],
+        n_best: int = 1,
+        *,
+        progress: bool | str = False,
+        finished: Callable[[int], object] | None = None,
+    ) -> list[Translation]:
         """Translate sentences. A sentence without pieces gets an empty translation.
 
         Args:
             sentences: source sentences.
             n_best: number of hypotheses for each sentence.
             progress: show a progress bar on standard error; a text is shown in front of it.
+            finished: called with a number of sentences whenever some have been translated, in place of that bar.
 
         Raises:
             ValueError: `n_best` or a search setting is out of bounds (see `BeamSearch.beam`).
@@ -133,28 +145,56 @@ class Translator:
                 kept[-1] = self.tokenizer.eos_id
         label = progress if isinstance(progress, str) else "translating"
         with progress_bar(len(sources), show=bool(progress), description=label) as bar:
-            for batch in batches_by_length([len(source) for source in cut], self.batch_tokens):
-                for index, hypotheses in zip(batch, self._search([cut[i] for i in batch], n_best), strict=True):
+            for batch in self._batches([len(source) for source in cut]):
+                answers = self._search([cut[i] for i in batch], n_best, finished or bar.update)
+                for index, hypotheses in zip(batch, answers, strict=True):
                     found[index] = hypotheses
-                bar.update(len(batch))
         return [
             Translation(hypotheses, len(source), len(kept) < len(source))
             for hypotheses, source, kept in zip(found, sources, cut, strict=True)
         ]
 
-    def translate_lines(self, lines: Iterable[str], chunk: int, n_best: int = 1) -> Iterator[Translation]:
-        """Translate lines in order, `chunk` lines at a time, with a progress bar unless `chunk` is 1."""
-        lines = iter(lines)
-        with progress_bar(show=chunk > 1) as bar:
-            while batch := list(islice(lines, chunk)):
-                yield from self.translate(batch, n_best)
-                bar.update(len(batch))
+    def translate_lines(
+        self, lines: Iterable[str], chunk: int, n_best: int = 1, total: int | None = None
+    ) -> Iterator[Translation]:
+        """Translate lines in order, `chunk` lines at a time, with a progress bar unless `chunk` is 1.
 
-    def _search(self, sources: list[list[int]], n_best: int) -> list[list[Hypothesis]]:
+        Args:
+            lines: source lines.
+            chunk: number of lines translated together.
+            n_best: number of hypotheses for each line.
+            total: number of lines, if it is known, for the time left.
+        """
+        lines, num_tokens = iter(lines), 0
+        with progress_bar(total, show=chunk > 1) as bar:
+            while batch := list(islice(lines, chunk)):
+                done = bar.n
+                translations = self.translate(batch, n_best, finished=bar.update)
+                bar.update(done + len(batch) - bar.n)
+                num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
+                bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False)
+                yield from translations
+
+    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
+        """Yield the indices of the sentences that are searched together, longest first, without empty sentences."""
+        if not self._refills:
+            yield from batches_by_length(lengths, self.batch_tokens)
+            return
+        order = [index for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]) if lengths[index] > 1]
+        for start in range(0, len(order), SEARCHED):
+            yield order[start : start + SEARCHED]
+
+    def _search(
+        self, sources: list[list[int]], n_best: int, finished: Callable[[int], object]
+    ) -> list[list[Hypothesis]]:
         source, is_token = padded(sources, self.tokenizer.pad_id)
         mask = None if bool(is_token.all()) else is_token.to(self.device)
         settings = self.settings
         # A little faster than torch.no_grad.
+        more = (settings.stop_rule, self.batch_tokens) if self._refills else ()
+        reports = isinstance(self.search, BeamSearch)
+        if reports:
+            self.search.on_finished = finished
         with torch.inference_mode():
             answers = self.search.beam(
                 source.to(self.device),
@@ -163,7 +203,10 @@ class Translator:
                 settings.length_penalty,
                 settings.max_extra_tokens,
                 n_best,
+                *more,
             )
+        if not reports:
+            finished(len(sources))
         tokens, lengths, scores, log_probabilities = (one.flatten(0, 1).tolist() for one in answers)
         texts = self.tokenizer.decode([row[: length - 1] for row, length in zip(tokens, lengths, strict=True)])
         hypotheses = [
@@ -178,13 +221,16 @@ class Translator:
         ]
 
 
-def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: float | None) -> Translator:
+def load_translator(
+    checkpoint: Path, beam_size: int | None, length_penalty: float | None, stop_rule: str | None = None
+) -> Translator:
     """Load a checkpoint for translation, on the GPU if there is one.
 
     Args:
         checkpoint: a checkpoint or a run folder.
         beam_size: beam size; None for the recipe's.
         length_penalty: exponent alpha of the length penalty; None for the recipe's.
+        stop_rule: when a search stops, exact or first; None for the recipe's.
 
     Raises:
         InputError: the checkpoint cannot be read, or a setting is out of bounds.
@@ -194,7 +240,7 @@ def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: flo
     path = resolve_checkpoint(checkpoint)
     print(f"translating with {path}", file=sys.stderr)
     model = load_model(path)
-    settings = search_settings(model.decoding, beam_size, length_penalty)
+    settings = search_settings(model.decoding, beam_size, length_penalty, stop_rule)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and can_pack(model.network):
         pack_linears(model.network)
@@ -213,7 +259,9 @@ def load_translator(checkpoint: Path, beam_size: int | None, length_penalty: flo
     return translator
 
 
-def search_settings(recipe: DecodingSettings, beam_size: int | None, length_penalty: float | None) -> DecodingSettings:
+def search_settings(
+    recipe: DecodingSettings, beam_size: int | None, length_penalty: float | None, stop_rule: str | None
+) -> DecodingSettings:
     """Return the recipe's settings with the command line's values in place of its own.
 
     Raises:
@@ -227,6 +275,10 @@ def search_settings(recipe: DecodingSettings, beam_size: int | None, length_pena
         if not 0.0 <= length_penalty < float("inf"):
             raise InputError(f"--length-penalty {length_penalty}: must be 0 or more")
         recipe = replace(recipe, length_penalty=length_penalty)
+    if stop_rule is not None:
+        if stop_rule not in STOP_RULES:
+            raise InputError(f"--stop-rule {stop_rule}: must be {' or '.join(STOP_RULES)}")
+        recipe = replace(recipe, stop_rule=stop_rule)
     return recipe
 
 

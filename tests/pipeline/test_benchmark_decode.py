@@ -85,7 +85,7 @@ def test_weights_converted_for_transformers(tmp_path: Path, settings: dict[str, 
     model = SimpleNamespace(network=network, tokenizer=tokenizer, decoding=DecodingSettings())
     write_huggingface(model, tmp_path / "huggingface")
     (tmp_path / "tokenizer.model").write_bytes(tokenizer.model)
-    theirs = HuggingFaceEngine(EngineSettings(tmp_path, tmp_path, 1, 0.0, 50, 1)).model
+    theirs = HuggingFaceEngine(EngineSettings(tmp_path, tmp_path, 1, 0.0, 50, "exact", 1)).model
     source, mask = make_sources(LENGTHS)
     target = torch.randint(4, VOCABULARY_SIZE, (len(LENGTHS), 7))
     with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.inference.text_io import CHUNK, progress_bar, read_sentences, sentences
-from pipeline.inference.translator import Translator
+from pipeline.inference.translator import Hypothesis, Translation, Translator
 from tests.conftest import pipeline
 
 PLAIN = b"the dog sees a cat"
@@ -88,8 +88,8 @@ def test_n_best_with_scores(trained_run: Path) -> None:
 class Echo:
     """A translator that returns its input."""
 
-    def translate(self, lines: list[str], n_best: int) -> list[str]:
-        return lines
+    def translate(self, lines: list[str], n_best: int, finished: Any) -> list[Translation]:
+        return [Translation([Hypothesis(line, 0.0, 0.0, 1)], 1, False) for line in lines]
 
 
 def test_no_more_than_a_chunk_is_read_ahead() -> None:
@@ -103,7 +103,7 @@ def test_no_more_than_a_chunk_is_read_ahead() -> None:
     written = 0
     for line in Translator.translate_lines(Echo(), sentences(lines()), CHUNK):  # type: ignore[arg-type]
         written += 1
-        assert str(line) == str(written)
+        assert line.text == str(written)
         assert read - written < CHUNK
     assert written == 5 * CHUNK + 7
 
