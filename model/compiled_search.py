@@ -21,6 +21,8 @@ SOURCE = Path(__file__).parent / "cpu" / "search.cpp"
 """The program."""
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 """Arguments of the compiler, before `SOURCE -o LIBRARY`."""
+MAX_TOKENS = 1024
+"""Upper bound on the source tokens that a thread decodes at the same time; with more, less stays in its cache."""
 _NO_MEMORY = -2
 _ACTIVATIONS: dict[type[nn.Module], int] = {nn.ReLU: 1, nn.SiLU: 2}
 _Progress = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
@@ -125,7 +127,7 @@ class CompiledSearch:
         stop_rule: str = "exact",
         batch_tokens: int = 0,
     ) -> BeamResult:
-        """Run beam search; see `BeamSearch.beam`. `batch_tokens` is the number of source tokens for each thread.
+        """Run beam search; see `BeamSearch.beam`. Each of PyTorch's threads decodes up to `batch_tokens` source tokens.
 
         Raises:
             ValueError: an argument is out of bounds.
@@ -158,7 +160,7 @@ class CompiledSearch:
             beam_size=beam_size,
             num_best=n_best,
             stops_at_first=options.stops_at_first,
-            max_tokens=batch_tokens or 1 << 60,
+            max_tokens=min(batch_tokens or MAX_TOKENS, MAX_TOKENS),
             num_threads=min(torch.get_num_threads(), count),
             begin_id=self.bos_id,
             end_id=self.eos_id,
