@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from model.decoding import BeamResult, SearchOptions, check_search
+from model.decoding import BeamResult, GreedyResult, SearchOptions, check_search
 from model.layers import DecoderLayer, EncoderLayer
 from model.positions import SinusoidalPositions, sinusoidal_table
 from model.transformer import Transformer
@@ -115,6 +115,11 @@ class CompiledSearch:
     def _set_positions(self, table: Tensor) -> None:
         self._num_positions = len(table)
         self._check(self._library.set_positions(self._model, table.contiguous().data_ptr(), len(table)))
+
+    def greedy(self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int) -> GreedyResult:
+        """Run greedy search; see `BeamSearch.greedy`."""
+        answers = self.beam(source, source_mask, 1, 0.0, max_extra_tokens, 1)
+        return GreedyResult(answers.tokens[:, 0], answers.lengths[:, 0], answers.log_probabilities[:, 0])
 
     def beam(
         self,

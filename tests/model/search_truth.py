@@ -1,6 +1,8 @@
 """Networks for the tests of the search, and reference answers by teacher forcing and by a plain beam search."""
 
+import ctypes
 import random
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -9,15 +11,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.decoding import BeamResult
+from model.compiled_search import CompiledSearch
+from model.decoding import BeamResult, BeamSearch
 from model.settings import NetworkSettings
 from model.transformer import Transformer
+from pipeline.inference.compiled_code import load_compiled_search
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 TIE = 1e-5
 VOCABULARY_SIZE = 24
 LENGTHS = [9, 4, 7, 1, 12, 2, 7, 5, 3, 10]
 """Source lengths of a batch whose sentences end at different steps."""
+
+
+@cache
+def compiled_library() -> ctypes.CDLL:
+    """Return the compiled search, made by this machine's compiler."""
+    library = load_compiled_search()
+    assert library is not None, "tests need a C++ compiler"
+    return library
+
+
+SEARCHES: dict[str, Callable[[Transformer], Any]] = {
+    "operators": lambda network: BeamSearch(network, BOS, EOS, PAD).eval(),
+    "compiled": lambda network: CompiledSearch(compiled_library(), network, BOS, EOS, PAD),
+}
+"""Both implementations of the search."""
 
 
 def make_network(

@@ -17,6 +17,7 @@ from tests.model.search_truth import (
     EOS,
     LENGTHS,
     PAD,
+    SEARCHES,
     UNK,
     answers_of,
     count_ties,
@@ -30,15 +31,16 @@ from tests.model.search_truth import (
 )
 
 
+@pytest.mark.parametrize("engine", SEARCHES)
 @pytest.mark.parametrize("alpha", [0.6, 1.5])
-def test_a_wide_beam_finds_what_enumeration_finds(alpha: float) -> None:
+def test_a_wide_beam_finds_what_enumeration_finds(alpha: float, engine: str) -> None:
     # Three pieces and the end symbol give 121 answers of up to 4 pieces, and at most 81 open hypotheses.
     vocabulary_size, beam_size, extra = 6, 81, 2
     source, mask = make_sources([3, 3, 2, 3], vocabulary_size)
     greedy_is_best, penalty_matters, lengths = [], [], set()
     for seed in range(6):
         network = make_network(seed, vocabulary_size)
-        search = BeamSearch(network, BOS, EOS, PAD).eval()
+        search = SEARCHES[engine](network)
         found = search.beam(source, mask, beam_size, alpha, extra, beam_size)
         greedy = search.greedy(source, mask, extra)
         for sentence, source_length in enumerate(mask.sum(1).tolist()):
@@ -60,7 +62,8 @@ def test_a_wide_beam_finds_what_enumeration_finds(alpha: float) -> None:
     assert len(lengths) >= 3
 
 
-def test_both_rules_find_every_answer_if_the_beam_holds_all() -> None:
+@pytest.mark.parametrize("engine", SEARCHES)
+def test_both_rules_find_every_answer_if_the_beam_holds_all(engine: str) -> None:
     # Three pieces and the end symbol give 40 answers of up to 3 pieces. The first rule would stop at 48 of them.
     network, (source, _) = make_network(3, 6), make_sources([2], 6)
     every = [[*pieces, EOS] for count in range(4) for pieces in itertools.product([UNK, 4, 5], repeat=count)]
@@ -69,7 +72,7 @@ def test_both_rules_find_every_answer_if_the_beam_holds_all() -> None:
         reverse=True,
     )
     for rule in ("exact", "first"):
-        found = BeamSearch(network, BOS, EOS, PAD).eval().beam(source, None, 48, 0.6, 2, 48, rule)
+        found = SEARCHES[engine](network).beam(source, None, 48, 0.6, 2, 48, rule)
         answers = [one for one in answers_of(found, 0) if one[0] > -math.inf]
         assert len(answers) == len(every)
         assert count_ties(answers, expected) == 0
@@ -159,9 +162,10 @@ def test_the_length_penalty_by_hand() -> None:
     assert penalized(-3.0, 7, 0.6) == pytest.approx(-1.979261, abs=1e-6)
 
 
-def test_answers_that_do_not_exist_are_empty() -> None:
+@pytest.mark.parametrize("engine", SEARCHES)
+def test_answers_that_do_not_exist_are_empty(engine: str) -> None:
     source, _ = make_sources([1], 6)
-    found = BeamSearch(make_network(0, 6), BOS, EOS, PAD).eval().beam(source, None, 8, 0.6, 1, 8)
+    found = SEARCHES[engine](make_network(0, 6)).beam(source, None, 8, 0.6, 1, 8)
     # The answers with at most one piece: [], [unk], [4], [5].
     assert found.lengths.tolist()[0][4:] == [0] * 4
     assert sorted(found.lengths.tolist()[0][:4]) == [1, 2, 2, 2]
@@ -169,12 +173,13 @@ def test_answers_that_do_not_exist_are_empty() -> None:
     assert (found.tokens[0, 4:] == PAD).all()
 
 
+@pytest.mark.parametrize("engine", SEARCHES)
 @pytest.mark.parametrize("variant", ["", "pre-norm", "learned", "random"])
-def test_equals_a_plain_beam_search_without_cache_batch_or_early_stop(variant: str) -> None:
+def test_equals_a_plain_beam_search_without_cache_batch_or_early_stop(variant: str, engine: str) -> None:
     source, mask = make_sources(LENGTHS)
     ties, num_answers, lengths = 0, 0, set()
     network = make_network(1) if variant == "random" else trained_network(variant)
-    search = BeamSearch(network, BOS, EOS, PAD).eval()
+    search = SEARCHES[engine](network)
     for beam_size, alpha, extra in [(4, 0.6, 8), (2, 0.0, 4), (4, 1.5, 12)]:
         found = search.beam(source, mask, beam_size, alpha, extra, beam_size)
         for sentence, length in enumerate(LENGTHS):
@@ -186,11 +191,12 @@ def test_equals_a_plain_beam_search_without_cache_batch_or_early_stop(variant: s
     assert len(lengths) >= 4
 
 
-def test_a_beam_of_one_is_greedy() -> None:
+@pytest.mark.parametrize("engine", SEARCHES)
+def test_a_beam_of_one_is_greedy(engine: str) -> None:
     extra, lengths = 8, set()
     source, mask = make_sources(LENGTHS)
     for network in (make_network(0), make_network(1), trained_network(), trained_network("learned")):
-        search = BeamSearch(network, BOS, EOS, PAD).eval()
+        search = SEARCHES[engine](network)
         greedy, beam = search.greedy(source, mask, extra), search.beam(source, mask, 1, 0.6, extra, 1)
         assert torch.equal(greedy.tokens, beam.tokens[:, 0])
         for sentence, length in enumerate(LENGTHS):
@@ -211,10 +217,11 @@ def test_a_beam_of_one_is_greedy() -> None:
     assert len(lengths) >= 6
 
 
-def test_scores_are_those_of_teacher_forcing_and_answers_sorted_and_distinct() -> None:
+@pytest.mark.parametrize("engine", SEARCHES)
+def test_scores_are_those_of_teacher_forcing_and_answers_sorted_and_distinct(engine: str) -> None:
     source, mask = make_sources(LENGTHS)
     network = trained_network()
-    found = BeamSearch(network, BOS, EOS, PAD).eval().beam(source, mask, 5, 0.6, 10, 5)
+    found = SEARCHES[engine](network).beam(source, mask, 5, 0.6, 10, 5)
     for sentence, length in enumerate(LENGTHS):
         answers = answers_of(found, sentence)
         assert [score for score, _ in answers] == sorted((score for score, _ in answers), reverse=True)

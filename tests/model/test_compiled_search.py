@@ -1,0 +1,177 @@
+"""The compiled search beside PyTorch's operators; tests/model/test_decoding.py compares both with enumeration."""
+
+import ctypes.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from model.compiled_search import CompiledSearch, load_library, unsupported
+from model.decoding import BeamResult, BeamSearch
+from model.layers import ACTIVATIONS, NORMS
+from model.transformer import Transformer
+from tests.model.search_truth import (
+    BOS,
+    EOS,
+    LENGTHS,
+    PAD,
+    SEARCHES,
+    answers_of,
+    compiled_library,
+    make_network,
+    make_sources,
+    trained_network,
+)
+from tests.model.test_decoding_everywhere import BAD_ARGUMENTS
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
+    "odd sizes": {"d_model": 42, "d_ff": 70, "num_heads": 3, "d_k": 9, "d_v": 21},
+    "odd sizes, pre-norm": {"d_model": 42, "d_ff": 70, "num_heads": 3, "pre_norm": True},
+    "learned positions": {"learned_positions": True, "max_positions": 30},
+    "swish": {"activation": "swish"},
+}
+
+
+@pytest.fixture(autouse=True)
+def swish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACTIVATIONS, "swish", nn.SiLU)
+
+
+@pytest.fixture
+def threads() -> Any:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def both(network: Transformer) -> tuple[BeamSearch, CompiledSearch]:
+    return SEARCHES["operators"](network), SEARCHES["compiled"](network)
+
+
+def assert_same(found: BeamResult, expected: BeamResult) -> None:
+    assert torch.equal(found.lengths, expected.lengths)
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.scores, expected.scores, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(found.log_probabilities, expected.log_probabilities, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["exact", "first"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_both_find_the_same(variant: str, rule: str) -> None:
+    # The vocabulary takes two chunks and a part of a panel.
+    network = make_network(3, 1100, sharpness=1.5, **VARIANTS[variant])
+    operators, compiled = both(network)
+    source, mask = make_sources(LENGTHS * 3, 1100)
+    for beam_size, n_best in ((1, 1), (4, 4), (5, 2)):
+        arguments = (source, mask, beam_size, 0.6, 6, n_best, rule, 48)
+        assert_same(compiled.beam(*arguments), operators.beam(*arguments))
+        assert int(compiled.num_steps.min()) > 0
+
+
+def test_a_sentence_has_the_same_answers_in_all_company_to_the_last_bit(threads: Any) -> None:
+    source, mask = make_sources(LENGTHS * 4)
+    search = SEARCHES["compiled"](trained_network("pre-norm"))
+    threads(1)
+    expected = search.beam(source, mask, 4, 0.6, 8, 4)
+    for count, batch_tokens in ((1, 32), (2, 0), (3, 64)):
+        threads(count)
+        found = search.beam(source, mask, 4, 0.6, 8, 4, "exact", batch_tokens)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for number, length in enumerate(LENGTHS):
+        alone = search.beam(source[number : number + 1, :length], None, 4, 0.6, 8, 4)
+        assert answers_of(alone, 0) == answers_of(expected, number)
+        assert torch.equal(alone.log_probabilities[0], expected.log_probabilities[number])
+
+
+def test_each_sentence_has_its_own_limit() -> None:
+    network = make_network(0)
+    # The end symbol is as good as never chosen.
+    with torch.no_grad():
+        network.embedding.weight[EOS] = -network.embedding.weight[4:].mean(0) * 50
+    source, mask = make_sources(LENGTHS)
+    found = SEARCHES["compiled"](network).beam(source, mask, 4, 0.6, 5, 4)
+    assert_same(found, SEARCHES["operators"](network).beam(source, mask, 4, 0.6, 5, 4))
+    assert (found.lengths.max(1).values == torch.tensor(LENGTHS) + 5).any()
+
+
+def test_texts_longer_than_the_table_of_positions() -> None:
+    network = make_network(2, sharpness=1.0)
+    operators, compiled = both(network)
+    source, _ = make_sources([1200])
+    arguments = (source, None, 2, 0.6, 0, 1, "first")
+    assert_same(compiled.beam(*arguments), operators.beam(*arguments))
+    assert_same(compiled.beam(*arguments), operators.beam(*arguments))
+
+
+def test_learned_positions_limit_source_and_answer() -> None:
+    compiled = SEARCHES["compiled"](make_network(0, learned_positions=True, max_positions=8))
+    source, _ = make_sources([9])
+    assert int(compiled.greedy(source[:, 1:], None, 50).lengths) <= 8
+    with pytest.raises(ValueError, match="9 tokens is longer than the network's 8 positions"):
+        compiled.greedy(source, None, 50)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    compiled = SEARCHES["compiled"](make_network(0))
+    for message, arguments in BAD_ARGUMENTS.items():
+        with pytest.raises(ValueError, match=message):
+            compiled.beam(*arguments)  # type: ignore[arg-type]
+
+
+def test_finished_sentences_are_reported_and_ctrl_c_ends_the_search(threads: Any) -> None:
+    source, mask = make_sources(LENGTHS * 30)
+    search = SEARCHES["compiled"](trained_network())
+    for count in (1, 2):
+        threads(count)
+        reported: list[int] = []
+        search.on_finished = reported.append
+        search.beam(source, mask, 4, 0.6, 8, 1, "exact", 64)
+        assert sum(reported) == len(source)
+        assert len(reported) > 2
+
+        def interrupted(number: int) -> None:
+            raise KeyboardInterrupt
+
+        search.on_finished = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            search.beam(source, mask, 4, 0.6, 8, 1, "exact", 64)
+    search.on_finished = None
+    search.beam(source[:3], mask[:3], 4, 0.6, 8, 1)
+
+
+def test_the_weights_are_a_copy() -> None:
+    network = make_network(1)
+    source, mask = make_sources(LENGTHS)
+    compiled = SEARCHES["compiled"](network)
+    expected = compiled.beam(source, mask, 2, 0.6, 4, 1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.zero_()
+    assert torch.equal(compiled.beam(source, mask, 2, 0.6, 4, 1).scores, expected.scores)
+
+
+def test_layers_that_the_program_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACTIVATIONS, "tanh", nn.Tanh)
+    monkeypatch.setitem(NORMS, "rms", nn.RMSNorm)
+    assert unsupported(make_network(0)) is None
+    assert unsupported(make_network(0, activation="tanh")) == "the activation Tanh"
+    assert unsupported(make_network(0, norm="rms")) == "the norm RMSNorm"
+
+
+def test_another_library_is_refused() -> None:
+    with pytest.raises(OSError, match="is no compiled search"):
+        load_library(Path(ctypes.util.find_library("m") or "libm.so.6"))
+
+
+def test_memory_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda *_: -2) if name == "search" else getattr(compiled_library(), name)
+
+    search = CompiledSearch(Full(), make_network(0), BOS, EOS, PAD)  # type: ignore[arg-type]
+    source, mask = make_sources(LENGTHS)
+    with pytest.raises(MemoryError, match="translate fewer or shorter sentences"):
+        search.beam(source, mask, 4, 0.6, 8, 1)
