@@ -6,13 +6,15 @@ depend on the other sentences at all. Only the caller knows where a compiled pro
 """
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor, nn
 
-from model.decoding import BeamResult, SearchOptions, check_search
+from model.decoding import BeamResult, GreedyResult, SearchOptions, check_search
 from model.layers import DecoderLayer, EncoderLayer
 from model.positions import SinusoidalPositions, sinusoidal_table
 from model.transformer import Transformer
@@ -23,7 +25,8 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 """Arguments of the compiler, before `SOURCE -o LIBRARY`."""
 MAX_TOKENS = 1024
 """Upper bound on the source tokens that a thread decodes at the same time; with more, less stays in its cache."""
-_NO_MEMORY = -2
+_INVALID, _NO_MEMORY = -1, -2
+_MAGIC = b"SEARCH01"
 _ACTIVATIONS: dict[type[nn.Module], int] = {nn.ReLU: 1, nn.SiLU: 2}
 _Progress = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
@@ -34,6 +37,10 @@ class _Shape(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_decoder_layers", "vocabulary_size", "pre_norm", "activation")),
         *((name, ctypes.c_float) for name in ("embedding_scale", "norm_epsilon")),
     )
+
+
+class _Header(ctypes.Structure):
+    _fields_ = (("magic", ctypes.c_char * len(_MAGIC)), ("shape", _Shape), ("num_positions", ctypes.c_int64))
 
 
 class _Request(ctypes.Structure):
@@ -68,6 +75,7 @@ def load_library(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     try:
         library.create_model.argtypes, library.create_model.restype = [ctypes.POINTER(_Shape)], ctypes.c_void_p
+        library.load_model.argtypes, library.load_model.restype = [ctypes.c_char_p], ctypes.c_void_p
         library.destroy_model.argtypes, library.destroy_model.restype = [ctypes.c_void_p], None
         library.set_next_weight.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         library.set_positions.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
@@ -79,42 +87,84 @@ def load_library(path: Path) -> ctypes.CDLL:
     return library
 
 
+def write_weights(network: Transformer, num_positions: int, file: IO[bytes]) -> None:
+    """Write the weights of a network for which `unsupported` returns None, in the layout that `load_model` reads.
+
+    Sinusoidal positions are written up to `num_positions`, learned ones all.
+    """
+    table = network.positions.table.detach().float().contiguous()
+    if isinstance(network.positions, SinusoidalPositions):
+        table = sinusoidal_table(num_positions, network.embedding.embedding_dim)
+    file.write(bytes(_Header(_MAGIC, _shape(network), len(table))))
+    for tensor in (table, *_weights(network)):
+        file.write(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+
+
 class CompiledSearch:
     """Greedy and beam search with the weights of a Transformer, which are copied."""
 
-    def __init__(self, library: ctypes.CDLL, network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> None:
-        """Copy the weights of a network for which `unsupported` returns None; see `BeamSearch` for the ids.
+    def __init__(
+        self, library: ctypes.CDLL, network: Transformer | Path, bos_id: int, eos_id: int, pad_id: int
+    ) -> None:
+        """Copy the weights of a network for which `unsupported` returns None, or load a file of `write_weights`.
+
+        The positions of the file are the longest that a sentence may be. See `BeamSearch` for the ids.
 
         Raises:
             MemoryError: there is not enough memory for the weights.
+            ValueError: the file is not a whole file of weights.
         """
-        self.vocabulary_size, self.max_positions = network.vocabulary_size, network.positions.max_positions
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.on_finished: Callable[[int], object] | None = None
         """Called with a number of sentences when they have finished."""
         self.num_steps = torch.empty(0, dtype=torch.int64)
         """int64 [B], the decoder steps of each sentence of the last search."""
         self._library = library
-        self._model = library.create_model(_shape(network))
+        if isinstance(network, Path):
+            self._load(network)
+        else:
+            self._copy(network)
+
+    def _copy(self, network: Transformer) -> None:
+        self.vocabulary_size, self.max_positions = network.vocabulary_size, network.positions.max_positions
+        self._model = self._library.create_model(_shape(network))
         if not self._model:
             raise MemoryError("there is not enough memory for the network")
         for weight in _weights(network):
-            self._check(library.set_next_weight(self._model, weight.data_ptr()))
+            self._check(self._library.set_next_weight(self._model, weight.data_ptr()))
         self._d_model = network.embedding.embedding_dim
         self._table_grows = isinstance(network.positions, SinusoidalPositions)
         self._set_positions(network.positions.table.detach().float())
+
+    def _load(self, path: Path) -> None:
+        self._model = self._library.load_model(os.fsencode(path))
+        if not self._model:
+            raise ValueError(f"{path} is not a whole file of weights, or there is not enough memory for it")
+        with path.open("rb") as file:
+            header = _Header.from_buffer_copy(file.read(ctypes.sizeof(_Header)))
+        self.vocabulary_size, self.max_positions = header.shape.vocabulary_size, header.num_positions
+        self._d_model, self._num_positions, self._table_grows = header.shape.d_model, header.num_positions, False
 
     def __del__(self) -> None:
         if getattr(self, "_model", None):
             self._library.destroy_model(self._model)
 
     def _check(self, result: int) -> None:
+        if result == _INVALID:
+            raise ValueError("the search refuses a sentence, a number or an id that is out of bounds")
         if result == _NO_MEMORY:
-            raise MemoryError("there is not enough memory for the search; translate fewer or shorter sentences at a time")
+            raise MemoryError(
+                "there is not enough memory for the search; translate fewer or shorter sentences at a time"
+            )
 
     def _set_positions(self, table: Tensor) -> None:
         self._num_positions = len(table)
         self._check(self._library.set_positions(self._model, table.contiguous().data_ptr(), len(table)))
+
+    def greedy(self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int) -> GreedyResult:
+        """Run greedy search; see `BeamSearch.greedy`."""
+        answers = self.beam(source, source_mask, 1, 0.0, max_extra_tokens, 1)
+        return GreedyResult(answers.tokens[:, 0], answers.lengths[:, 0], answers.log_probabilities[:, 0])
 
     def beam(
         self,
@@ -177,10 +227,12 @@ class CompiledSearch:
         self._check(self._library.search(self._model, ctypes.byref(request)))
         if failure:
             raise failure[0]
-        return BeamResult(_padded(answers, limits, result_lengths, self.pad_id), result_lengths, scores, log_probabilities)
+        return BeamResult(
+            _padded(answers, limits, result_lengths, self.pad_id), result_lengths, scores, log_probabilities
+        )
 
     def _reporter(self, failure: list[BaseException]) -> Callable[[int], int]:
-        """Return a function for the program to call. What it raises, such as KeyboardInterrupt, is put into `failure`."""
+        """Return a function for the program to call. What it raises, a KeyboardInterrupt too, is put into `failure`."""
 
         def report(num_finished: int) -> int:
             try:
