@@ -213,8 +213,8 @@ int main() {
 }
 ```
 
-`Request` in `search.cpp` describes each member. A beam of 1 with a penalty of 0 is greedy search. The compiled program is
-for processors like the one that compiled it. To call it from another language, compile a library in `cpp/` with
+`Request` in `search.cpp` describes each member. A beam of 1 with a penalty of 0 is greedy search. The program runs on
+processors like the one that it is compiled on. To call it from another language, compile a library in `cpp/` with
 `g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread search.cpp -o search.so`. In Python, without PyTorch:
 
 ```python
