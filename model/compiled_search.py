@@ -9,7 +9,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +58,11 @@ class _Request(ctypes.Structure):
 
 def unsupported(network: Transformer) -> str | None:
     """Return the part of a network that the program does not have, or None if it has all of it."""
-    feed_forward = network.encoder[0].feed_forward
-    if type(feed_forward.activation) not in _ACTIVATIONS:
-        return f"the activation {type(feed_forward.activation).__name__}"
-    if type(network.encoder[0].self_attention_residual.norm) is not nn.LayerNorm:
-        return f"the norm {type(network.encoder[0].self_attention_residual.norm).__name__}"
+    layer: Any = network.encoder[0]  # members of a ModuleList are untyped
+    if type(layer.feed_forward.activation) not in _ACTIVATIONS:
+        return f"the activation {type(layer.feed_forward.activation).__name__}"
+    if type(layer.self_attention_residual.norm) is not nn.LayerNorm:
+        return f"the norm {type(layer.self_attention_residual.norm).__name__}"
     return None
 
 
@@ -188,11 +188,7 @@ class CompiledSearch:
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
         check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
-        limits = lengths + max_extra_tokens
-        if self.max_positions:
-            limits = limits.clamp(max=self.max_positions)
-        if int(limits.max()) > self._num_positions and self._table_grows:
-            self._set_positions(sinusoidal_table(int(limits.max()), self._d_model))
+        limits = self._limits(lengths, max_extra_tokens)
         tokens = source.flatten() if source_mask is None else source[source_mask]
         offsets = nn.functional.pad(lengths.cumsum(0), [1, 0])
         forbidden = torch.tensor([self.pad_id, self.bos_id])
@@ -231,6 +227,15 @@ class CompiledSearch:
             _padded(answers, limits, result_lengths, self.pad_id), result_lengths, scores, log_probabilities
         )
 
+    def _limits(self, lengths: Tensor, max_extra_tokens: int) -> Tensor:
+        """Return the maximum length of each answer, after making sure that there are as many sinusoids."""
+        limits = lengths + max_extra_tokens
+        if self.max_positions:
+            limits = limits.clamp(max=self.max_positions)
+        if int(limits.max()) > self._num_positions and self._table_grows:
+            self._set_positions(sinusoidal_table(int(limits.max()), self._d_model))
+        return limits
+
     def _reporter(self, failure: list[BaseException]) -> Callable[[int], int]:
         """Return a function for the program to call. What it raises, a KeyboardInterrupt too, is put into `failure`."""
 
@@ -257,8 +262,8 @@ def _padded(answers: Tensor, limits: Tensor, lengths: Tensor, pad_id: int) -> Te
 
 
 def _shape(network: Transformer) -> _Shape:
-    attention, feed_forward = network.encoder[0].self_attention, network.encoder[0].feed_forward
-    norm = network.encoder[0].self_attention_residual.norm
+    layer: Any = network.encoder[0]
+    attention, feed_forward, norm = layer.self_attention, layer.feed_forward, layer.self_attention_residual.norm
     return _Shape(
         d_model=network.embedding.embedding_dim,
         num_heads=attention.num_heads,
@@ -268,7 +273,7 @@ def _shape(network: Transformer) -> _Shape:
         num_encoder_layers=len(network.encoder),
         num_decoder_layers=len(network.decoder),
         vocabulary_size=network.vocabulary_size,
-        pre_norm=network.encoder[0].self_attention_residual.pre_norm,
+        pre_norm=layer.self_attention_residual.pre_norm,
         activation=_ACTIVATIONS[type(feed_forward.activation)],
         embedding_scale=network.embedding_scale,
         norm_epsilon=norm.eps,
@@ -287,7 +292,7 @@ def _parameters(network: Transformer) -> Iterator[Tensor]:
     for layers, norm in ((network.encoder, network.encoder_norm), (network.decoder, network.decoder_norm)):
         for layer in layers:
             assert isinstance(layer, EncoderLayer | DecoderLayer)
-            parts = [layer.self_attention.query_key_value, layer.self_attention.output]
+            parts: list[Any] = [layer.self_attention.query_key_value, layer.self_attention.output]
             parts.append(layer.self_attention_residual.norm)
             if isinstance(layer, DecoderLayer):
                 parts += [layer.cross_attention.query, layer.cross_attention.key_value, layer.cross_attention.output]
