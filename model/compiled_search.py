@@ -6,8 +6,10 @@ depend on the other sentences at all. Only the caller knows where a compiled pro
 """
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,8 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 """Arguments of the compiler, before `SOURCE -o LIBRARY`."""
 MAX_TOKENS = 1024
 """Upper bound on the source tokens that a thread decodes at the same time; with more, less stays in its cache."""
-_NO_MEMORY = -2
+_INVALID, _NO_MEMORY = -1, -2
+_MAGIC = b"SEARCH01"
 _ACTIVATIONS: dict[type[nn.Module], int] = {nn.ReLU: 1, nn.SiLU: 2}
 _Progress = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
@@ -34,6 +37,10 @@ class _Shape(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_decoder_layers", "vocabulary_size", "pre_norm", "activation")),
         *((name, ctypes.c_float) for name in ("embedding_scale", "norm_epsilon")),
     )
+
+
+class _Header(ctypes.Structure):
+    _fields_ = (("magic", ctypes.c_char * len(_MAGIC)), ("shape", _Shape), ("num_positions", ctypes.c_int64))
 
 
 class _Request(ctypes.Structure):
@@ -51,11 +58,11 @@ class _Request(ctypes.Structure):
 
 def unsupported(network: Transformer) -> str | None:
     """Return the part of a network that the program does not have, or None if it has all of it."""
-    feed_forward = network.encoder[0].feed_forward
-    if type(feed_forward.activation) not in _ACTIVATIONS:
-        return f"the activation {type(feed_forward.activation).__name__}"
-    if type(network.encoder[0].self_attention_residual.norm) is not nn.LayerNorm:
-        return f"the norm {type(network.encoder[0].self_attention_residual.norm).__name__}"
+    layer: Any = network.encoder[0]  # members of a ModuleList are untyped
+    if type(layer.feed_forward.activation) not in _ACTIVATIONS:
+        return f"the activation {type(layer.feed_forward.activation).__name__}"
+    if type(layer.self_attention_residual.norm) is not nn.LayerNorm:
+        return f"the norm {type(layer.self_attention_residual.norm).__name__}"
     return None
 
 
@@ -68,6 +75,7 @@ def load_library(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     try:
         library.create_model.argtypes, library.create_model.restype = [ctypes.POINTER(_Shape)], ctypes.c_void_p
+        library.load_model.argtypes, library.load_model.restype = [ctypes.c_char_p], ctypes.c_void_p
         library.destroy_model.argtypes, library.destroy_model.restype = [ctypes.c_void_p], None
         library.set_next_weight.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
         library.set_positions.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
@@ -79,38 +87,75 @@ def load_library(path: Path) -> ctypes.CDLL:
     return library
 
 
+def write_weights(network: Transformer, num_positions: int, file: IO[bytes]) -> None:
+    """Write the weights of a network for which `unsupported` returns None, in the layout that `load_model` reads.
+
+    Sinusoidal positions are written up to `num_positions`, learned ones all.
+    """
+    table = network.positions.table.detach().float().contiguous()
+    if isinstance(network.positions, SinusoidalPositions):
+        table = sinusoidal_table(num_positions, network.embedding.embedding_dim)
+    file.write(bytes(_Header(_MAGIC, _shape(network), len(table))))
+    for tensor in (table, *_weights(network)):
+        file.write(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+
+
 class CompiledSearch:
     """Greedy and beam search with the weights of a Transformer, which are copied."""
 
-    def __init__(self, library: ctypes.CDLL, network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> None:
-        """Copy the weights of a network for which `unsupported` returns None; see `BeamSearch` for the ids.
+    def __init__(
+        self, library: ctypes.CDLL, network: Transformer | Path, bos_id: int, eos_id: int, pad_id: int
+    ) -> None:
+        """Copy the weights of a network for which `unsupported` returns None, or load a file of `write_weights`.
+
+        The positions of the file are the longest that a sentence may be. See `BeamSearch` for the ids.
 
         Raises:
             MemoryError: there is not enough memory for the weights.
+            ValueError: the file is not a whole file of weights.
         """
-        self.vocabulary_size, self.max_positions = network.vocabulary_size, network.positions.max_positions
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.on_finished: Callable[[int], object] | None = None
         """Called with a number of sentences when they have finished."""
         self.num_steps = torch.empty(0, dtype=torch.int64)
         """int64 [B], the decoder steps of each sentence of the last search."""
         self._library = library
-        self._model = library.create_model(_shape(network))
+        if isinstance(network, Path):
+            self._load(network)
+        else:
+            self._copy(network)
+
+    def _copy(self, network: Transformer) -> None:
+        self.vocabulary_size, self.max_positions = network.vocabulary_size, network.positions.max_positions
+        self._model = self._library.create_model(_shape(network))
         if not self._model:
             raise MemoryError("there is not enough memory for the network")
         for weight in _weights(network):
-            self._check(library.set_next_weight(self._model, weight.data_ptr()))
+            self._check(self._library.set_next_weight(self._model, weight.data_ptr()))
         self._d_model = network.embedding.embedding_dim
         self._table_grows = isinstance(network.positions, SinusoidalPositions)
         self._set_positions(network.positions.table.detach().float())
+
+    def _load(self, path: Path) -> None:
+        self._model = self._library.load_model(os.fsencode(path))
+        if not self._model:
+            raise ValueError(f"{path} is not a whole file of weights, or there is not enough memory for it")
+        with path.open("rb") as file:
+            header = _Header.from_buffer_copy(file.read(ctypes.sizeof(_Header)))
+        self.vocabulary_size, self.max_positions = header.shape.vocabulary_size, header.num_positions
+        self._d_model, self._num_positions, self._table_grows = header.shape.d_model, header.num_positions, False
 
     def __del__(self) -> None:
         if getattr(self, "_model", None):
             self._library.destroy_model(self._model)
 
     def _check(self, result: int) -> None:
+        if result == _INVALID:
+            raise ValueError("the search refuses a sentence, a number or an id that is out of bounds")
         if result == _NO_MEMORY:
-            raise MemoryError("there is not enough memory for the search; translate fewer or shorter sentences at a time")
+            raise MemoryError(
+                "there is not enough memory for the search; translate fewer or shorter sentences at a time"
+            )
 
     def _set_positions(self, table: Tensor) -> None:
         self._num_positions = len(table)
@@ -143,11 +188,7 @@ class CompiledSearch:
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
         check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
-        limits = lengths + max_extra_tokens
-        if self.max_positions:
-            limits = limits.clamp(max=self.max_positions)
-        if int(limits.max()) > self._num_positions and self._table_grows:
-            self._set_positions(sinusoidal_table(int(limits.max()), self._d_model))
+        limits = self._limits(lengths, max_extra_tokens)
         tokens = source.flatten() if source_mask is None else source[source_mask]
         offsets = nn.functional.pad(lengths.cumsum(0), [1, 0])
         forbidden = torch.tensor([self.pad_id, self.bos_id])
@@ -182,10 +223,21 @@ class CompiledSearch:
         self._check(self._library.search(self._model, ctypes.byref(request)))
         if failure:
             raise failure[0]
-        return BeamResult(_padded(answers, limits, result_lengths, self.pad_id), result_lengths, scores, log_probabilities)
+        return BeamResult(
+            _padded(answers, limits, result_lengths, self.pad_id), result_lengths, scores, log_probabilities
+        )
+
+    def _limits(self, lengths: Tensor, max_extra_tokens: int) -> Tensor:
+        """Return the maximum length of each answer, after making sure that there are as many sinusoids."""
+        limits = lengths + max_extra_tokens
+        if self.max_positions:
+            limits = limits.clamp(max=self.max_positions)
+        if int(limits.max()) > self._num_positions and self._table_grows:
+            self._set_positions(sinusoidal_table(int(limits.max()), self._d_model))
+        return limits
 
     def _reporter(self, failure: list[BaseException]) -> Callable[[int], int]:
-        """Return a function for the program to call. What it raises, such as KeyboardInterrupt, is put into `failure`."""
+        """Return a function for the program to call. What it raises, a KeyboardInterrupt too, is put into `failure`."""
 
         def report(num_finished: int) -> int:
             try:
@@ -210,8 +262,8 @@ def _padded(answers: Tensor, limits: Tensor, lengths: Tensor, pad_id: int) -> Te
 
 
 def _shape(network: Transformer) -> _Shape:
-    attention, feed_forward = network.encoder[0].self_attention, network.encoder[0].feed_forward
-    norm = network.encoder[0].self_attention_residual.norm
+    layer: Any = network.encoder[0]
+    attention, feed_forward, norm = layer.self_attention, layer.feed_forward, layer.self_attention_residual.norm
     return _Shape(
         d_model=network.embedding.embedding_dim,
         num_heads=attention.num_heads,
@@ -221,7 +273,7 @@ def _shape(network: Transformer) -> _Shape:
         num_encoder_layers=len(network.encoder),
         num_decoder_layers=len(network.decoder),
         vocabulary_size=network.vocabulary_size,
-        pre_norm=network.encoder[0].self_attention_residual.pre_norm,
+        pre_norm=layer.self_attention_residual.pre_norm,
         activation=_ACTIVATIONS[type(feed_forward.activation)],
         embedding_scale=network.embedding_scale,
         norm_epsilon=norm.eps,
@@ -240,7 +292,7 @@ def _parameters(network: Transformer) -> Iterator[Tensor]:
     for layers, norm in ((network.encoder, network.encoder_norm), (network.decoder, network.decoder_norm)):
         for layer in layers:
             assert isinstance(layer, EncoderLayer | DecoderLayer)
-            parts = [layer.self_attention.query_key_value, layer.self_attention.output]
+            parts: list[Any] = [layer.self_attention.query_key_value, layer.self_attention.output]
             parts.append(layer.self_attention_residual.norm)
             if isinstance(layer, DecoderLayer):
                 parts += [layer.cross_attention.query, layer.cross_attention.key_value, layer.cross_attention.output]

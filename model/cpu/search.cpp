@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <limits>
 #include <memory>
 #include <new>
@@ -261,6 +262,14 @@ struct Shape {
     float embedding_scale, norm_epsilon;
 };
 
+// A file of weights, little-endian: this header, the position encodings [num_positions, D] and the weights in the order
+// of `Model::set_next`, both in float32. The version is the end of `magic`.
+struct Header {
+    char magic[8];
+    Shape shape;
+    int64_t num_positions;
+};
+
 struct Request {
     const int64_t* tokens;   // the sources, one after another
     const int64_t* offsets;  // [num_sentences + 1]: source i is tokens[offsets[i]] to tokens[offsets[i + 1] - 1]
@@ -278,7 +287,7 @@ struct Request {
     float* log_probabilities;  // [num_sentences, num_best]
     int64_t* num_steps;        // [num_sentences]: decoder steps
     // Called now and then by the calling thread, with the number of sentences that have ended since the last call.
-    // The search ends early if it returns something else than 0.
+    // The search ends early if it returns something else than 0. May be null.
     int (*progress)(int64_t num_ended);
 };
 }
@@ -323,6 +332,14 @@ struct Model {
         return int64_t(weights.size() - next);
     }
 
+    // The number of elements of the next weight; 0 if there is none.
+    size_t next_size() const { return next < weights.size() ? weights[next].size : 0; }
+
+    void set_positions(const float* data, int64_t count) {
+        std::copy_n(data, count * shape.d_model, positions.get(count * shape.d_model));
+        num_positions = count;
+    }
+
     Shape shape;
     Linear projection;  // its rows are the embeddings as well
     std::vector<Layer> encoder, decoder;
@@ -341,7 +358,7 @@ struct Model {
 
     void add_linear(Linear& linear, int outputs, int inputs) {
         linear.set_shape(outputs, inputs);
-        weights.push_back({&linear, nullptr, 0});
+        weights.push_back({&linear, nullptr, size_t(outputs) * inputs});
         weights.push_back({nullptr, &linear.bias, size_t(outputs)});
     }
 
@@ -350,6 +367,59 @@ struct Model {
         weights.push_back({nullptr, &norm.shift, size_t(shape.d_model)});
     }
 };
+
+// ------------------------------------------------------------------------------------------------ a file of weights
+
+constexpr char MAGIC[] = "SEARCH01";
+constexpr int64_t LARGEST_SIZE = 1 << 28;  // three times this is an int
+
+bool is_size(int64_t value) { return value >= 1 && value <= LARGEST_SIZE; }
+
+bool is_valid(const Header& header) {
+    const Shape& shape = header.shape;
+    for (int64_t size : {shape.d_model, shape.num_heads, shape.d_k, shape.d_v, shape.d_ff, shape.num_encoder_layers,
+                         shape.num_decoder_layers, shape.vocabulary_size, header.num_positions})
+        if (!is_size(size)) return false;
+    return std::memcmp(header.magic, MAGIC, sizeof header.magic) == 0 && is_size(shape.num_heads * shape.d_k) &&
+           is_size(shape.num_heads * shape.d_v) && (shape.pre_norm == 0 || shape.pre_norm == 1) &&
+           shape.activation >= int64_t(Activation::NONE) && shape.activation <= int64_t(Activation::SWISH);
+}
+
+// The number of position encodings and weights that follow a header. Beyond 2^53 it is rounded: no file is as long.
+double num_elements(const Header& header) {
+    const Shape& shape = header.shape;
+    const double d_model = shape.d_model, keys = shape.num_heads * shape.d_k, values = shape.num_heads * shape.d_v;
+    const auto linear = [](double outputs, double inputs) { return outputs * (inputs + 1.0); };
+    const double norm = 2.0 * d_model;
+    const double self = linear(2.0 * keys + values, d_model) + linear(d_model, values) + norm;
+    const double cross = linear(keys, d_model) + linear(keys + values, d_model) + linear(d_model, values) + norm;
+    const double feed_forward = linear(shape.d_ff, d_model) + linear(d_model, shape.d_ff) + norm;
+    return header.num_positions * d_model + linear(shape.vocabulary_size, d_model) +
+           shape.num_encoder_layers * (self + feed_forward) + shape.num_decoder_layers * (self + cross + feed_forward) +
+           shape.pre_norm * 2.0 * norm;
+}
+
+// Null if the file is not a whole file of weights.
+std::unique_ptr<Model> read_model(std::ifstream& file) {
+    const auto read = [&](void* to, size_t size) { return bool(file.read(static_cast<char*>(to), size)); };
+    Header header;
+    if (!read(&header, sizeof header) || !is_valid(header)) return nullptr;
+    file.seekg(0, std::ios::end);
+    const double size = double(file.tellg());
+    // Before memory is allocated for the weights.
+    if (size != sizeof header + num_elements(header) * sizeof(float)) return nullptr;
+    file.seekg(sizeof header);
+    auto model = std::make_unique<Model>(header.shape);
+    std::vector<float> data(header.num_positions * header.shape.d_model);
+    if (!read(data.data(), data.size() * sizeof(float))) return nullptr;
+    model->set_positions(data.data(), header.num_positions);
+    while (const size_t count = model->next_size()) {
+        data.resize(count);
+        if (!read(data.data(), count * sizeof(float))) return nullptr;
+        model->set_next(data.data());
+    }
+    return model;
+}
 
 // -------------------------------------------------------------------------------------------- sentences in a search
 
@@ -494,7 +564,7 @@ class Worker {
     }
 
     void report() {
-        if (!reports_) return;
+        if (!reports_ || !request_.progress) return;
         const int64_t ended = shared_.num_ended.exchange(0);
         if (request_.progress(ended) != 0) shared_.stop = true;
     }
@@ -871,6 +941,21 @@ void run(Shared& shared, bool reports) {
     }
 }
 
+// Whether all sentences and answers fit into the tables of the model.
+bool is_valid(const Model& model, const Request& request) {
+    const int64_t vocabulary_size = model.shape.vocabulary_size;
+    const auto is_id = [=](int64_t id) { return id >= 0 && id < vocabulary_size; };
+    if (!is_id(request.begin_id) || !is_id(request.end_id)) return false;
+    if (!is_size(request.beam_size) || !is_size(request.num_best) || request.num_threads < 1) return false;
+    for (int64_t i = 0; i < request.num_sentences; ++i) {
+        const int64_t length = request.offsets[i + 1] - request.offsets[i], limit = request.limits[i];
+        if (length < 1 || length > model.num_positions || limit < 1 || limit > model.num_positions) return false;
+        const int64_t* tokens = request.tokens + request.offsets[i];
+        if (!std::all_of(tokens, tokens + length, is_id)) return false;
+    }
+    return true;
+}
+
 }  // namespace
 
 extern "C" {
@@ -879,6 +964,17 @@ extern "C" {
 void* create_model(const Shape* shape) {
     try {
         return new Model(*shape);
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+// A model with the weights and position encodings of a file, see `Header`; null if it cannot be read, if it is not a
+// whole file of this version, or if there is not enough memory.
+void* load_model(const char* path) {
+    try {
+        std::ifstream file(path, std::ios::binary);
+        return read_model(file).release();
     } catch (...) {
         return nullptr;
     }
@@ -899,18 +995,18 @@ int64_t set_next_weight(void* model, const float* data) {
 // Returns 0, or -2 if there is not enough memory.
 int64_t set_positions(void* model, const float* data, int64_t num_positions) {
     try {
-        Model& one = *static_cast<Model*>(model);
-        std::copy_n(data, num_positions * one.shape.d_model, one.positions.get(num_positions * one.shape.d_model));
-        one.num_positions = num_positions;
+        static_cast<Model*>(model)->set_positions(data, num_positions);
         return 0;
     } catch (...) {
         return -2;
     }
 }
 
-// Returns 0, 1 if `progress` has ended the search, or -2 if there is not enough memory.
+// Returns 0; 1 if `progress` has ended the search; -1 if a sentence is empty, a sentence or a limit is longer than the
+// position encodings, or an id or a number is out of bounds; -2 if there is not enough memory.
 int64_t search(void* model, const Request* request) {
     try {
+        if (!is_valid(*static_cast<Model*>(model), *request)) return -1;
         Shared shared{*static_cast<Model*>(model), *request, {}, {}};
         const int64_t* offsets = request->offsets;
         int64_t offset = 0;

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from model.compiled_search import CompiledSearch
 from model.packing import can_pack, pack_linears
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export import exported_program, torchscript
+from pipeline.export import cpp_program, exported_program, torchscript
 from pipeline.export.ctranslate2_model import write_ctranslate2
 from pipeline.export.parity import Figures, Parity, largest, size, timed
 from pipeline.export.runners import CTranslate2Runner, ExportedProgramRunner, SearchRunner
@@ -49,6 +50,11 @@ def _ctranslate2(bundle: Bundle) -> None:
 
 def _ctranslate2_int8(bundle: Bundle) -> None:
     write_ctranslate2(bundle.model.network, bundle.model.tokenizer, bundle.folder / "ctranslate2-int8", "int8")
+
+
+def _cpp(bundle: Bundle) -> None:
+    num_positions = cpp_program.num_positions(bundle.max_positions, bundle.model.decoding.max_extra_tokens)
+    cpp_program.write_cpp(bundle.model.network, num_positions, bundle.folder / cpp_program.NAME)
 
 
 def _compare_torchscript(bundle: Bundle, parity: Parity) -> Figures:
@@ -111,6 +117,15 @@ def _compare_ctranslate2_int8(bundle: Bundle, parity: Parity) -> Figures:
     return {"int8": {"load_seconds": seconds, **_report(parity, runner.beam)}}
 
 
+def _compare_cpp(bundle: Bundle, parity: Parity) -> Figures:
+    library = cpp_program.compile_cpp(bundle.folder / cpp_program.NAME)
+    path = bundle.folder / cpp_program.NAME / cpp_program.WEIGHTS
+    tokenizer = bundle.model.tokenizer
+    ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+    seconds, search = timed(lambda: CompiledSearch(library, path, *ids))
+    return {"float32": {"load_seconds": seconds, **_compare_search(bundle, search, parity, cpp_program.NAME)}}
+
+
 def _runner(bundle: Bundle, search: Any, name: str) -> SearchRunner:
     return SearchRunner(search, bundle.model.tokenizer, bundle.model.decoding, name)
 
@@ -159,6 +174,7 @@ FORMATS = {
     exported_program.NAME: Format(_pt2, _compare_pt2),
     "ctranslate2": Format(_ctranslate2, _compare_ctranslate2),
     "ctranslate2-int8": Format(_ctranslate2_int8, _compare_ctranslate2_int8),
+    cpp_program.NAME: Format(_cpp, _compare_cpp),
 }
 
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from pipeline.export.cpp_program import num_positions
 from pipeline.inference.prefixes import Prefixes
 
 TITLE = """# {name}: {source_language} to {target_language}
@@ -161,6 +162,101 @@ the difference in BLEU.
 
 """
 
+CPP = """## cpp/
+
+The network with greedy and beam search for CPUs, from ids to ids: `search.cpp`, in C++17 without a library, and its
+weights. This program reads sentences, a line each, as ids that end with the end symbol, and prints the ids of their
+translations. Compile it in `cpp/` with `g++ -std=c++17 -O3 -march=native -pthread translate.cpp -o translate`:
+
+```cpp
+#include "search.cpp"
+
+#include <iostream>
+#include <sstream>
+#include <string>
+
+int main() {
+    void* model = load_model("weights.bin");
+    if (!model) return std::cerr << "weights.bin is not a whole file of weights\\n", 1;
+    std::vector<int64_t> tokens, offsets{0}, limits;
+    for (std::string line; std::getline(std::cin, line);) {
+        std::istringstream ids(line);
+        for (int64_t id; ids >> id;) tokens.push_back(id);
+        const int64_t length = int64_t(tokens.size()) - offsets.back();
+        offsets.push_back(int64_t(tokens.size()));
+        limits.push_back(std::min<int64_t>(length + EXTRA, ROWS));  // tokens of an answer; ROWS position encodings
+    }
+    int64_t num_places = 0;
+    for (int64_t limit : limits) num_places += limit;
+    const size_t count = limits.size();
+    std::vector<int32_t> answers(num_places);
+    std::vector<int64_t> lengths(count), num_steps(count);
+    std::vector<float> scores(count), log_probabilities(count);
+    const int64_t never[] = {PAD_ID, BOS_ID};  // padding and begin symbol
+    Request request{};
+    request.tokens = tokens.data(), request.offsets = offsets.data(), request.limits = limits.data();
+    request.num_sentences = int64_t(count), request.num_best = 1;
+    request.beam_size = BEAM, request.length_penalty = PENALTY;
+    request.max_tokens = 1024, request.num_threads = 1;  // source tokens that a thread decodes at the same time
+    request.begin_id = BOS_ID, request.end_id = EOS_ID, request.forbidden = never, request.num_forbidden = 2;
+    request.answers = answers.data(), request.lengths = lengths.data(), request.num_steps = num_steps.data();
+    request.scores = scores.data(), request.log_probabilities = log_probabilities.data();
+    const int64_t result = search(model, &request);
+    destroy_model(model);
+    if (result == -1) return std::cerr << "a sentence is empty or too long, or an id is not in the vocabulary\\n", 1;
+    if (result) return std::cerr << "there is not enough memory\\n", 1;
+    const int32_t* answer = answers.data();
+    for (size_t i = 0; i < count; answer += limits[i++]) {
+        for (int64_t j = 0; j < lengths[i]; ++j) std::cout << (j ? " " : "") << answer[j];
+        std::cout << '\\n';
+    }
+}
+```
+
+`Request` in `search.cpp` describes each member. A beam of 1 with a penalty of 0 is greedy search. The program runs on
+processors like the one that it is compiled on. To call it from another language, compile a library in `cpp/` with
+`g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread search.cpp -o search.so`. In Python, without PyTorch:
+
+```python
+import ctypes, json, sentencepiece
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+
+class Request(ctypes.Structure):
+    _fields_ = [("tokens", POINTER(c_int64)), ("offsets", POINTER(c_int64)), ("limits", POINTER(c_int64))]
+    _fields_ += [(name, c_int64) for name in ("num_sentences", "beam_size", "num_best", "stops_at_first")]
+    _fields_ += [(name, c_int64) for name in ("max_tokens", "num_threads", "begin_id", "end_id")]
+    _fields_ += [("forbidden", POINTER(c_int64)), ("num_forbidden", c_int64), ("length_penalty", c_float)]
+    _fields_ += [("answers", POINTER(c_int32)), ("lengths", POINTER(c_int64)), ("scores", POINTER(c_float))]
+    _fields_ += [("log_probabilities", POINTER(c_float)), ("num_steps", POINTER(c_int64)), ("progress", c_void_p)]
+
+library = ctypes.CDLL("cpp/search.so")
+library.load_model.restype = c_void_p
+library.search.argtypes, library.search.restype = [c_void_p, POINTER(Request)], c_int64
+card = json.load(open("card.json"))
+tokenizer = sentencepiece.SentencePieceProcessor(model_file="tokenizer.model")
+model = library.load_model(b"cpp/weights.bin")
+assert model, "weights.bin is not a whole file of weights"
+source = tokenizer.encode("A sentence.") + [card["eos_id"]]
+limit = min(len(source) + card["max_extra_tokens"], ROWS)
+answer, length, score = (c_int32 * limit)(), (c_int64 * 1)(), (c_float * 1)()
+request = Request(
+    (c_int64 * len(source))(*source), (c_int64 * 2)(0, len(source)), (c_int64 * 1)(limit),
+    num_sentences=1, beam_size=card["beam_size"], num_best=1, length_penalty=card["length_penalty"],
+    max_tokens=1024, num_threads=1, begin_id=card["bos_id"], end_id=card["eos_id"],
+    forbidden=(c_int64 * 2)(card["pad_id"], card["bos_id"]), num_forbidden=2,
+    answers=answer, lengths=length, scores=score, log_probabilities=(c_float * 1)(), num_steps=(c_int64 * 1)(),
+)
+result = library.search(model, request)
+assert result == 0, f"the search returned {result}"
+print(tokenizer.decode(answer[: length[0] - 1]))
+```
+
+`load_model` returns null if the file is not whole. `search` refuses sentences longer than ROWS tokens. `weights.bin` is
+little-endian: the `Header` of `search.cpp`, the position encodings [ROWS, d_model], and the weights in the order of
+`Model::set_next`, both in float32.
+
+"""
+
 SAFETY = """## Untrusted files
 
 A TorchScript file is a program that PyTorch runs without checks. It can read and overwrite your files by mapping them
@@ -196,6 +292,7 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         ("model.pt2", PT2),
         ("ctranslate2", CTRANSLATE2),
         ("ctranslate2-int8", CTRANSLATE2_INT8),
+        ("cpp", CPP),
     ):
         if name in names:
             sections.append(section)
@@ -206,6 +303,8 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         "PENALTY": repr(float(card["length_penalty"])),
         "EXTRA": str(card["max_extra_tokens"]),
         "POSITIONS": str(ctranslate2_positions),
+        "ROWS": str(num_positions(card["max_source_tokens"] or 0, card["max_extra_tokens"])),
+        **{name.upper(): str(card[name]) for name in ("pad_id", "bos_id", "eos_id")},
     }
     text = "".join([*sections, SAFETY])
     for name, value in values.items():

@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
 
 class SearchRunner:
-    """A `BeamSearch`, the checkpoint's or one loaded from TorchScript."""
+    """A `BeamSearch`, the checkpoint's or one loaded from TorchScript, or a `CompiledSearch`."""
 
     def __init__(self, search: Any, tokenizer: Tokenizer, settings: DecodingSettings, name: str) -> None:
         """`name` says in the progress bar which search this is."""

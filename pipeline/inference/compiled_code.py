@@ -72,7 +72,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
     except OSError:
         lines = []
-    named = [line for line in lines if line.partition(":")[0].strip() in ("vendor_id", "model name", "flags", "Features")]
+    named = [
+        line for line in lines if line.partition(":")[0].strip() in ("vendor_id", "model name", "flags", "Features")
+    ]
     return "\n".join([platform.machine(), platform.processor(), *named])
 
 
@@ -89,26 +91,36 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
+def build(compiler: list[str], source: Path, made: Path) -> None:
+    """Compile a search to `made`.
+
+    Raises:
+        OSError: the compiler fails.
+    """
+    from model.compiled_search import FLAGS
+
+    command = [*compiler, *FLAGS, str(source), "-o", str(made)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{compiler[0]} takes more than {_SECONDS} seconds") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise OSError(f"{compiler[0]} ended with {done.returncode}: {lines[0] if lines else 'no message'}")
+
+
 def _compile(compiler: list[str], path: Path) -> None:
     """Compile the search to `path`, and write its checksum.
 
     Raises:
         OSError: the compiler fails, or the program finds other translations than PyTorch's operators.
     """
-    from model.compiled_search import FLAGS, SOURCE, load_library
+    from model.compiled_search import SOURCE, load_library
 
     print("compiling the search for this processor, once", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder, path.name)
-        try:
-            done = subprocess.run(
-                [*compiler, *FLAGS, str(SOURCE), "-o", str(made)], capture_output=True, text=True, timeout=_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            raise OSError(f"{compiler[0]} takes more than {_SECONDS} seconds") from None
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise OSError(f"{compiler[0]} ended with {done.returncode}: {lines[0] if lines else 'no message'}")
+        build(compiler, SOURCE, made)
         from pipeline.inference.compiled_check import agrees
 
         if not agrees(load_library(made)):

@@ -52,16 +52,17 @@ def test_the_readme_of_a_bundle_names_prefixes() -> None:
 
     def text(recipe: dict[str, Any]) -> str:
         card = {"name": "n", "source_language": "en", "target_language": "x", "recipe": recipe, "pad_id": 0}
-        card |= {"beam_size": 1, "length_penalty": 1, "max_extra_tokens": 5}
-        return readme(["model.ts", "model.pt2", "ctranslate2"], card, [5, 3], 10, packed=True)
+        card |= {"beam_size": 1, "length_penalty": 1, "max_extra_tokens": 5, "max_source_tokens": None}
+        card |= {"bos_id": 2, "eos_id": 3}
+        return readme(["model.ts", "model.pt2", "ctranslate2", "cpp"], card, [5, 3], 10, packed=True)
 
     plain = text({"corpus": {"train": [{"tsv": "a.tsv"}]}})
     assert "A source sentence" not in plain
-    assert plain.count('encode("A sentence."') == 3
+    assert plain.count('encode("A sentence."') == 4
     several = text({"corpus": corpus('<to="de">', "<b>")})
     assert "A source sentence begins with a prefix, which" in several
     assert ': `<to="de">`, `<b>`.' in several
-    assert several.count(r'encode("<to=\"de\"> A sentence."') == 3
+    assert several.count(r'encode("<to=\"de\"> A sentence."') == 4
     assert '"A sentence."' not in several
     assert "may begin with a prefix" in text({"corpus": corpus("<a>", None)})
     assert example_sentence({"corpus": corpus("<a>", None)}) == "<a> A sentence."
