@@ -1,7 +1,8 @@
 """Export a checkpoint to a bundle that needs none of this code.
 
-Formats: TorchScript with search and tokenizer inside, torch.export, and CTranslate2. Each format's translations of real
-sentences are compared with the checkpoint's. The folder appears only when it is complete and all formats agree.
+Formats: TorchScript with search and tokenizer inside, torch.export, CTranslate2, and on request ONNX. Each format's
+translations of real sentences are compared with the checkpoint's. The folder appears only when it is complete and all
+formats agree.
 """
 
 import argparse
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from pipeline.export.bundle import (
     FILES,
+    ON_REQUEST,
     PARITY_SENTENCES,
     bundle_files,
     check_bundle_folder,
@@ -26,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="the bundle to write")
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")
     parser.add_argument(
-        "--format", action="append", choices=list(FILES), help="may be given several times (default: all formats)"
+        "--format",
+        action="append",
+        choices=list(FILES),
+        help=f"may be given several times (default: all formats but {', '.join(sorted(ON_REQUEST))})",
     )
     parser.add_argument("--quantize", choices=["int8"], help="add int8 models for CPUs beside those in float32")
     parser.add_argument(
@@ -45,12 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the bundle and print its path."""
     from data_module.errors import InputError
     from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
+    from pipeline.export.onnx_model import require_onnx
 
     folder: Path = arguments.folder
     check_bundle_folder(folder, arguments.force)
     names = bundle_files(arguments.format, arguments.quantize)
     if arguments.parity_reference and not arguments.parity_source:
         raise InputError("--parity-reference: give --parity-source, the sentences that it translates")
+    if "onnx" in names:
+        require_onnx()
     path = resolve_checkpoint(arguments.checkpoint)
     print(f"exporting {path}", file=sys.stderr)
     model = load_model(path)

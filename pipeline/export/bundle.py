@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from pipeline.checkpointing.checkpoint import TrainedModel
     from pipeline.export.parity import Text
 
-FILES = {"torchscript": "model.ts", "pt2": "model.pt2", "ctranslate2": "ctranslate2"}
+FILES = {"torchscript": "model.ts", "pt2": "model.pt2", "ctranslate2": "ctranslate2", "onnx": "onnx"}
 """File or folder of each format."""
+
+ON_REQUEST = {"onnx"}
+"""Formats that are written only if they are asked for by name."""
 
 INT8 = {"model.ts": "model.int8.ts", "ctranslate2": "ctranslate2-int8"}
 """The int8 version of a file or folder."""
@@ -60,7 +63,7 @@ def bundle_files(formats: list[str] | None, quantize: str | None) -> list[str]:
     """Return the files and folders to write.
 
     Args:
-        formats: keys of `FILES`; None for all.
+        formats: keys of `FILES`; None for all but those of `ON_REQUEST`.
         quantize: "int8" to add int8 versions.
 
     Raises:
@@ -68,7 +71,7 @@ def bundle_files(formats: list[str] | None, quantize: str | None) -> list[str]:
     """
     from data_module.errors import InputError
 
-    names = [name for key, name in FILES.items() if formats is None or key in formats]
+    names = [name for key, name in FILES.items() if key in (formats or FILES.keys() - ON_REQUEST)]
     if quantize and not INT8.keys() & names:
         raise InputError(f"--quantize {quantize}: is for torchscript and ctranslate2; add one of them as --format")
     return [one for name in names for one in (name, *([INT8[name]] if quantize and name in INT8 else []))]
