@@ -324,4 +324,3 @@ def _state_restored() -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        signals.forget()
