@@ -1,6 +1,7 @@
 """Options that `fit` chooses: precision, strategy and compilation; and which Trainer keys a recipe may set."""
 
 import re
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
