@@ -52,7 +52,7 @@ class BeamResult(NamedTuple):
     """float32 [B, M]."""
 
 
-class _Options(NamedTuple):
+class SearchOptions(NamedTuple):
     """Arguments of `BeamSearch.beam`, where they are described."""
 
     beam_size: int
@@ -116,6 +116,37 @@ class _Batch(NamedTuple):
 def penalty(length: Tensor, length_penalty: float) -> Tensor:
     """Return ((5 + length) / 6) ** length_penalty in float32 (Wu et al. 2016, equation 14)."""
     return ((5.0 + length.float()) / 6.0) ** length_penalty
+
+
+def check_search(
+    source: Tensor, source_mask: Tensor | None, options: SearchOptions, vocabulary_size: int, max_positions: int
+) -> None:
+    """Raise ValueError if an argument of `BeamSearch.beam` is out of bounds. `max_positions` is 0 for no limit."""
+    if source.dim() != 2 or source.size(0) == 0 or source.size(1) == 0:
+        raise ValueError(f"source ids must be [sentences, tokens] with one or more of each, not {source.shape}")
+    if source.dtype != torch.int64:
+        raise ValueError(f"source ids must be int64, not {source.dtype}")
+    if int(source.min()) < 0 or int(source.max()) >= vocabulary_size:
+        raise ValueError(f"source ids must be 0 .. {vocabulary_size - 1}")
+    if source_mask is not None:
+        if source_mask.dtype != torch.bool or source_mask.shape != source.shape:
+            raise ValueError(f"source_mask must be bool of shape {source.shape}")
+        if not bool(source_mask.any(1).all()):
+            raise ValueError("source_mask leaves a sentence without any token")
+    if max_positions > 0 and source.size(1) > max_positions:
+        raise ValueError(
+            f"a source of {source.size(1)} tokens is longer than the network's {max_positions} positions"
+        )
+    if options.beam_size < 1:
+        raise ValueError(f"beam_size {options.beam_size} must be 1 or more")
+    if options.n_best < 1 or options.n_best > options.beam_size:
+        raise ValueError(f"n_best {options.n_best} must be 1 .. beam_size {options.beam_size}")
+    if not 0.0 <= options.length_penalty < float("inf"):
+        raise ValueError(f"length_penalty {options.length_penalty} must be 0 or more")
+    if options.max_extra_tokens < 0:
+        raise ValueError(f"max_extra_tokens {options.max_extra_tokens} must be 0 or more")
+    if options.batch_tokens < 0:
+        raise ValueError(f"batch_tokens {options.batch_tokens} must be 0 or more")
 
 
 class BeamSearch(nn.Module):
@@ -207,42 +238,14 @@ class BeamSearch(nn.Module):
         Raises:
             ValueError: an argument is out of bounds.
         """
-        stops_at_first = stop_rule == "first"
-        if not stops_at_first and stop_rule != "exact":
+        options = SearchOptions(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first", batch_tokens)
+        if not options.stops_at_first and stop_rule != "exact":
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
-        options = _Options(beam_size, length_penalty, max_extra_tokens, n_best, stops_at_first, batch_tokens)
-        self._check(source, source_mask, options)
+        check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
         with torch.no_grad():
             return self._beam(source, source_mask, options)
 
-    def _check(self, source: Tensor, source_mask: Tensor | None, options: _Options) -> None:
-        if source.dim() != 2 or source.size(0) == 0 or source.size(1) == 0:
-            raise ValueError(f"source ids must be [sentences, tokens] with one or more of each, not {source.shape}")
-        if source.dtype != torch.int64:
-            raise ValueError(f"source ids must be int64, not {source.dtype}")
-        if int(source.min()) < 0 or int(source.max()) >= self.vocabulary_size:
-            raise ValueError(f"source ids must be 0 .. {self.vocabulary_size - 1}")
-        if source_mask is not None:
-            if source_mask.dtype != torch.bool or source_mask.shape != source.shape:
-                raise ValueError(f"source_mask must be bool of shape {source.shape}")
-            if not bool(source_mask.any(1).all()):
-                raise ValueError("source_mask leaves a sentence without any token")
-        if self.max_positions > 0 and source.size(1) > self.max_positions:
-            raise ValueError(
-                f"a source of {source.size(1)} tokens is longer than the network's {self.max_positions} positions"
-            )
-        if options.beam_size < 1:
-            raise ValueError(f"beam_size {options.beam_size} must be 1 or more")
-        if options.n_best < 1 or options.n_best > options.beam_size:
-            raise ValueError(f"n_best {options.n_best} must be 1 .. beam_size {options.beam_size}")
-        if not 0.0 <= options.length_penalty < float("inf"):
-            raise ValueError(f"length_penalty {options.length_penalty} must be 0 or more")
-        if options.max_extra_tokens < 0:
-            raise ValueError(f"max_extra_tokens {options.max_extra_tokens} must be 0 or more")
-        if options.batch_tokens < 0:
-            raise ValueError(f"batch_tokens {options.batch_tokens} must be 0 or more")
-
-    def _beam(self, source: Tensor, source_mask: Tensor | None, options: _Options) -> BeamResult:
+    def _beam(self, source: Tensor, source_mask: Tensor | None, options: SearchOptions) -> BeamResult:
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
         limits = lengths + options.max_extra_tokens
         if self.max_positions > 0:
@@ -258,7 +261,7 @@ class BeamSearch(nn.Module):
             waiting = self._decode(text, waiting, results, options)
         return self._backtrace(text, results)
 
-    def _decode(self, text: _Text, waiting: Tensor, results: _Answers, options: _Options) -> Tensor:
+    def _decode(self, text: _Text, waiting: Tensor, results: _Answers, options: SearchOptions) -> Tensor:
         """Decode the first of the sentences `waiting`, and others that join them, until none is open.
 
         Writes `text.history` and `results` in place and returns the indices of the sentences that still wait.
@@ -327,7 +330,7 @@ class BeamSearch(nn.Module):
         return min(most - num_open, waiting.size(0))
 
     def _begin(
-        self, text: _Text, rows: Tensor, options: _Options
+        self, text: _Text, rows: Tensor, options: SearchOptions
     ) -> tuple[_Batch, list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
         """Encode sentences; each has one open hypothesis without tokens. Returns the batch and its cache."""
         lengths, limits = text.lengths[rows], text.limits[rows]
@@ -388,7 +391,7 @@ class BeamSearch(nn.Module):
         return values, best.div(ids.size(2), rounding_mode="floor"), ids.flatten(1).gather(1, best)
 
     def _select(
-        self, answers: _Answers, values: Tensor, parents: Tensor, last: Tensor, positions: Tensor, options: _Options
+        self, answers: _Answers, values: Tensor, parents: Tensor, last: Tensor, positions: Tensor, options: SearchOptions
     ) -> tuple[_Answers, Tensor, Tensor, Tensor]:
         """Split continuations into answers and open hypotheses, and keep the best of each.
 

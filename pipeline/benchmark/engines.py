@@ -114,20 +114,31 @@ class PipelineEngine:
     """This project, as `translate` runs it."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        from model.compiled_search import CompiledSearch
         from pipeline.inference.translator import load_translator
 
         self._translator = load_translator(
             settings.checkpoint, settings.beam_size, settings.length_penalty, settings.stop_rule
         )
-        network = self._translator.search.network
         self._sentence_steps = 0
-        step = network.decode_step
+        search = self._translator.search
+        if isinstance(search, CompiledSearch):
+            beam = search.beam
 
-        def counted_step(last: Any, *others: Any) -> Any:
-            self._sentence_steps += len(last)
-            return step(last, *others)
+            def counted_beam(*arguments: Any) -> Any:
+                result = beam(*arguments)
+                self._sentence_steps += int(search.num_steps.sum())
+                return result
 
-        network.decode_step = counted_step
+            search.beam = counted_beam  # type: ignore[method-assign]
+        else:
+            step = search.network.decode_step
+
+            def counted_step(last: Any, *others: Any) -> Any:
+                self._sentence_steps += len(last)
+                return step(last, *others)
+
+            search.network.decode_step = counted_step
 
     def translate(self, sentences: list[str]) -> EngineOutput:
         """Translate sentences."""

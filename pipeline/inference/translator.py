@@ -12,10 +12,12 @@ from torch import Tensor
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
+from model.compiled_search import CompiledSearch, unsupported
 from model.decoding import BeamSearch
 from model.packing import can_pack, pack_linears
 from model.settings import SHORTEST, STOP_RULES, DecodingSettings
 from model.transformer import Transformer
+from pipeline.inference.compiled_code import load_compiled_search
 from pipeline.inference.prefixes import Prefixes
 from pipeline.inference.text_io import progress_bar
 
@@ -65,7 +67,7 @@ class Translator:
 
     def __init__(
         self,
-        network: Transformer | torch.jit.ScriptModule,
+        network: Transformer | CompiledSearch | torch.jit.ScriptModule,
         tokenizer: Tokenizer,
         settings: DecodingSettings,
         *,
@@ -78,14 +80,14 @@ class Translator:
         """Put the network into evaluation mode and move it to `device`.
 
         Args:
-            network: a Transformer, or an exported `BeamSearch`.
+            network: a Transformer, its `CompiledSearch`, or an exported `BeamSearch`.
             tokenizer: the tokenizer that the network was trained with.
             settings: search settings.
             batch_tokens: upper bound on the padded source tokens that are decoded at the same time; a longer
                 sentence is decoded alone. There are at most `batch_tokens / SHORTEST` sentences at the same time.
             max_source_tokens: longer sentences are cut to this many tokens, including the end symbol; None for the
                 network's limit.
-            device: device to search on; None for the network's.
+            device: device to search on; None for the network's. A `CompiledSearch` is on the CPU.
             name: name in reports.
             target_language: language code of the translations.
 
@@ -101,12 +103,13 @@ class Translator:
                 f"the network knows {search.vocabulary_size} pieces and the tokenizer "
                 f"{tokenizer.vocabulary_size}: they do not belong together"
             )
-        if device is not None:
-            search = search.to(device)
-        self.search = search.eval()
+        self.device = torch.device("cpu")
+        if isinstance(search, torch.nn.Module):
+            search = search.eval() if device is None else search.eval().to(device)
+            self.device = next(search.parameters()).device
+        self.search = search
         # Those that versions up to 0.2 exported do not refill batches.
         self._refills = not isinstance(search, torch.jit.ScriptModule) or len(search.beam.schema.arguments) > 7
-        self.device = next(search.parameters()).device
         self.name, self.target_language = name, target_language
         self.bleu_tokenizer: str | None = None
         """The recipe's `run.bleu_tokenizer`, set by `load_translator`."""
@@ -192,7 +195,7 @@ class Translator:
         settings = self.settings
         # A little faster than torch.no_grad.
         more = (settings.stop_rule, self.batch_tokens) if self._refills else ()
-        reports = isinstance(self.search, BeamSearch)
+        reports = not isinstance(self.search, torch.jit.ScriptModule)
         if reports:
             self.search.on_finished = finished
         with torch.inference_mode():
@@ -241,15 +244,12 @@ def load_translator(
     print(f"translating with {path}", file=sys.stderr)
     model = load_model(path)
     settings = search_settings(model.decoding, beam_size, length_penalty, stop_rule)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and can_pack(model.network):
-        pack_linears(model.network)
     translator = Translator(
-        model.network,
+        _search_on(model.network, model.tokenizer),
         model.tokenizer,
         settings,
         max_source_tokens=LONGEST,
-        device=device,
+        device="cuda" if torch.cuda.is_available() else "cpu",
         name=str(path),
         target_language=model.recipe["corpus"]["target_language"],
     )
@@ -257,6 +257,20 @@ def load_translator(
     translator.bleu_tokenizer = model.recipe["run"].get("bleu_tokenizer")
     translator.recipe, translator.prefixes = model.recipe, Prefixes.of_corpus(model.recipe["corpus"])
     return translator
+
+
+def _search_on(network: Transformer, tokenizer: Tokenizer) -> Transformer | CompiledSearch:
+    """Return what searches fastest on this machine; without a GPU, it can do nothing else."""
+    if torch.cuda.is_available():
+        return network
+    lacking = unsupported(network)
+    if lacking is not None:
+        print(f"translating without the compiled search, which is slower: it lacks {lacking}", file=sys.stderr)
+    elif (library := load_compiled_search()) is not None:
+        return CompiledSearch(library, network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    if can_pack(network):
+        pack_linears(network)
+    return network
 
 
 def search_settings(

@@ -4,12 +4,11 @@ import os
 import shutil
 import sys
 import sysconfig
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from data_module.batching.stateful_loader import signals_blocked
-from pipeline.runtime.console import say
+from pipeline.runtime.private_folder import compiled_code_folder
 
 
 def should_compile(requested: bool | None, accelerator: Any) -> bool:
@@ -52,51 +51,21 @@ def missing_compiler(on_gpu: bool) -> str | None:
 def keep_compiled_code() -> None:
     """Set the folder of the compilers' caches to one that outlives the job, unless the user has set it.
 
-    It is `attention-pipeline/compiled` in XDG_CACHE_HOME, or else in ~/.cache. If other users could put code into it or
-    it cannot be written, a folder of this machine replaces it. Has to be called before anything is compiled.
+    See `compiled_code_folder`. Has to be called before anything is compiled.
 
-    Raises InputError if that folder is not safe either.
+    Raises InputError if there is no safe folder.
     """
     from data_module.errors import InputError
     from pipeline.compat.pytorch import default_compiler_cache
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") not in ("", default_compiler_cache()):
         return
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "attention-pipeline", "compiled")
     try:
-        folder = _private_folder(kept)
-    except (OSError, RuntimeError) as error:
-        temporary = Path(tempfile.gettempdir(), f"attention-pipeline-{os.geteuid()}")
-        try:
-            folder = _private_folder(temporary)
-        except OSError as other:
-            raise InputError(
-                f"compiled code cannot be kept in {kept} ({_reason(error)}), nor in {temporary} ({_reason(other)}); "
-                "set TORCHINDUCTOR_CACHE_DIR to a folder that only you can write to"
-            ) from None
-        say(f"compiled code is kept in {temporary} instead of {kept}: {_reason(error)}")
+        folder = compiled_code_folder()
+    except OSError as error:
+        raise InputError(f"{error}; set TORCHINDUCTOR_CACHE_DIR to a folder that only you can write to") from None
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
-
-
-def _private_folder(path: Path) -> Path:
-    """Create a folder, unless it exists, and return its path without links.
-
-    Raises OSError if it cannot be written, or if another user could put code into it, and RuntimeError without a home.
-    """
-    folder = path.expanduser().resolve()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.geteuid():
-        raise PermissionError("it belongs to another user")
-    if found.st_mode & 0o022:
-        raise PermissionError("other users can write to it")
-    tempfile.TemporaryFile(dir=folder).close()
-    return folder
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
 
 
 def start_compiler() -> None:

@@ -1,0 +1,247 @@
+"""Greedy and beam search on a CPU by one compiled program, `cpu/search.cpp`, in place of PyTorch's operators.
+
+The search, its arguments and its results are those of `decoding.BeamSearch`, to rounding. A sentence's answers do not
+depend on the other sentences at all. Only the caller knows where a compiled program may come from: see
+`pipeline/inference/compiled_code.py`.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from model.decoding import BeamResult, SearchOptions, check_search
+from model.layers import DecoderLayer, EncoderLayer
+from model.positions import SinusoidalPositions, sinusoidal_table
+from model.transformer import Transformer
+
+SOURCE = Path(__file__).parent / "cpu" / "search.cpp"
+"""The program."""
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
+"""Arguments of the compiler, before `SOURCE -o LIBRARY`."""
+MAX_TOKENS = 1024
+"""Upper bound on the source tokens that a thread decodes at the same time; with more, less stays in its cache."""
+_NO_MEMORY = -2
+_ACTIVATIONS: dict[type[nn.Module], int] = {nn.ReLU: 1, nn.SiLU: 2}
+_Progress = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("d_model", "num_heads", "d_k", "d_v", "d_ff", "num_encoder_layers")),
+        *((name, ctypes.c_int64) for name in ("num_decoder_layers", "vocabulary_size", "pre_norm", "activation")),
+        *((name, ctypes.c_float) for name in ("embedding_scale", "norm_epsilon")),
+    )
+
+
+class _Request(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("tokens", "offsets", "limits")),
+        *((name, ctypes.c_int64) for name in ("num_sentences", "beam_size", "num_best", "stops_at_first")),
+        *((name, ctypes.c_int64) for name in ("max_tokens", "num_threads", "begin_id", "end_id")),
+        ("forbidden", ctypes.c_void_p),
+        ("num_forbidden", ctypes.c_int64),
+        ("length_penalty", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("answers", "lengths", "scores", "log_probabilities", "num_steps")),
+        ("progress", _Progress),
+    )
+
+
+def unsupported(network: Transformer) -> str | None:
+    """Return the part of a network that the program does not have, or None if it has all of it."""
+    feed_forward = network.encoder[0].feed_forward
+    if type(feed_forward.activation) not in _ACTIVATIONS:
+        return f"the activation {type(feed_forward.activation).__name__}"
+    if type(network.encoder[0].self_attention_residual.norm) is not nn.LayerNorm:
+        return f"the norm {type(network.encoder[0].self_attention_residual.norm).__name__}"
+    return None
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Load a compiled program. It runs with this process's rights: the caller vouches for its origin.
+
+    Raises:
+        OSError: the file is no such program.
+    """
+    library = ctypes.CDLL(str(path))
+    try:
+        library.create_model.argtypes, library.create_model.restype = [ctypes.POINTER(_Shape)], ctypes.c_void_p
+        library.destroy_model.argtypes, library.destroy_model.restype = [ctypes.c_void_p], None
+        library.set_next_weight.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        library.set_positions.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        library.search.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Request)]
+        for name in ("set_next_weight", "set_positions", "search"):
+            getattr(library, name).restype = ctypes.c_int64
+    except AttributeError as error:
+        raise OSError(f"{path} is no compiled search: {error}") from None
+    return library
+
+
+class CompiledSearch:
+    """Greedy and beam search with the weights of a Transformer, which are copied."""
+
+    def __init__(self, library: ctypes.CDLL, network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> None:
+        """Copy the weights of a network for which `unsupported` returns None; see `BeamSearch` for the ids.
+
+        Raises:
+            MemoryError: there is not enough memory for the weights.
+        """
+        self.vocabulary_size, self.max_positions = network.vocabulary_size, network.positions.max_positions
+        self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
+        self.on_finished: Callable[[int], object] | None = None
+        """Called with a number of sentences when they have finished."""
+        self.num_steps = torch.empty(0, dtype=torch.int64)
+        """int64 [B], the decoder steps of each sentence of the last search."""
+        self._library = library
+        self._model = library.create_model(_shape(network))
+        if not self._model:
+            raise MemoryError("there is not enough memory for the network")
+        for weight in _weights(network):
+            self._check(library.set_next_weight(self._model, weight.data_ptr()))
+        self._d_model = network.embedding.embedding_dim
+        self._table_grows = isinstance(network.positions, SinusoidalPositions)
+        self._set_positions(network.positions.table.detach().float())
+
+    def __del__(self) -> None:
+        if getattr(self, "_model", None):
+            self._library.destroy_model(self._model)
+
+    def _check(self, result: int) -> None:
+        if result == _NO_MEMORY:
+            raise MemoryError("there is not enough memory for the search; translate fewer or shorter sentences at a time")
+
+    def _set_positions(self, table: Tensor) -> None:
+        self._num_positions = len(table)
+        self._check(self._library.set_positions(self._model, table.contiguous().data_ptr(), len(table)))
+
+    def beam(
+        self,
+        source: Tensor,
+        source_mask: Tensor | None,
+        beam_size: int,
+        length_penalty: float,
+        max_extra_tokens: int,
+        n_best: int,
+        stop_rule: str = "exact",
+        batch_tokens: int = 0,
+    ) -> BeamResult:
+        """Run beam search; see `BeamSearch.beam`. Each of PyTorch's threads decodes up to `batch_tokens` source tokens.
+
+        Raises:
+            ValueError: an argument is out of bounds.
+            MemoryError: there is not enough memory for the search.
+        """
+        options = SearchOptions(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first", batch_tokens)
+        if not options.stops_at_first and stop_rule != "exact":
+            raise ValueError(f"stop_rule {stop_rule} must be exact or first")
+        check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
+        lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
+        limits = lengths + max_extra_tokens
+        if self.max_positions:
+            limits = limits.clamp(max=self.max_positions)
+        if int(limits.max()) > self._num_positions and self._table_grows:
+            self._set_positions(sinusoidal_table(int(limits.max()), self._d_model))
+        tokens = source.flatten() if source_mask is None else source[source_mask]
+        offsets = nn.functional.pad(lengths.cumsum(0), [1, 0])
+        forbidden = torch.tensor([self.pad_id, self.bos_id])
+        count = len(source)
+        result_lengths = torch.empty([count, n_best], dtype=torch.int64)
+        scores, log_probabilities = torch.empty([count, n_best]), torch.empty([count, n_best])
+        answers = torch.empty(int(limits.sum()) * n_best, dtype=torch.int32)
+        self.num_steps = torch.empty_like(lengths)
+        failure: list[BaseException] = []
+        request = _Request(
+            tokens=tokens.data_ptr(),
+            offsets=offsets.data_ptr(),
+            limits=limits.data_ptr(),
+            num_sentences=count,
+            beam_size=beam_size,
+            num_best=n_best,
+            stops_at_first=options.stops_at_first,
+            max_tokens=min(batch_tokens or MAX_TOKENS, MAX_TOKENS),
+            num_threads=min(torch.get_num_threads(), count),
+            begin_id=self.bos_id,
+            end_id=self.eos_id,
+            forbidden=forbidden.data_ptr(),
+            num_forbidden=len(forbidden),
+            length_penalty=length_penalty,
+            answers=answers.data_ptr(),
+            lengths=result_lengths.data_ptr(),
+            scores=scores.data_ptr(),
+            log_probabilities=log_probabilities.data_ptr(),
+            num_steps=self.num_steps.data_ptr(),
+            progress=_Progress(self._reporter(failure)),
+        )
+        self._check(self._library.search(self._model, ctypes.byref(request)))
+        if failure:
+            raise failure[0]
+        return BeamResult(_padded(answers, limits, result_lengths, self.pad_id), result_lengths, scores, log_probabilities)
+
+    def _reporter(self, failure: list[BaseException]) -> Callable[[int], int]:
+        """Return a function for the program to call. What it raises, such as KeyboardInterrupt, is put into `failure`."""
+
+        def report(num_finished: int) -> int:
+            try:
+                if self.on_finished is not None and num_finished:
+                    self.on_finished(num_finished)
+            except BaseException as error:
+                failure.append(error)
+                return 1
+            return 0
+
+        return report
+
+
+def _padded(answers: Tensor, limits: Tensor, lengths: Tensor, pad_id: int) -> Tensor:
+    """Return answers, which are given one after another with `limits` places each, as int64 [B, M, L]."""
+    places = limits.unsqueeze(1).expand_as(lengths).flatten()
+    starts = (places.cumsum(0) - places).view_as(lengths)
+    columns = torch.arange(int(lengths.max()))
+    is_token = columns < lengths.unsqueeze(2)
+    index = (starts.unsqueeze(2) + columns).masked_fill(~is_token, 0)
+    return answers[index].long().masked_fill(~is_token, pad_id)
+
+
+def _shape(network: Transformer) -> _Shape:
+    attention, feed_forward = network.encoder[0].self_attention, network.encoder[0].feed_forward
+    norm = network.encoder[0].self_attention_residual.norm
+    return _Shape(
+        d_model=network.embedding.embedding_dim,
+        num_heads=attention.num_heads,
+        d_k=attention.d_k,
+        d_v=attention.d_v,
+        d_ff=feed_forward.inner.out_features,
+        num_encoder_layers=len(network.encoder),
+        num_decoder_layers=len(network.decoder),
+        vocabulary_size=network.vocabulary_size,
+        pre_norm=network.encoder[0].self_attention_residual.pre_norm,
+        activation=_ACTIVATIONS[type(feed_forward.activation)],
+        embedding_scale=network.embedding_scale,
+        norm_epsilon=norm.eps,
+    )
+
+
+def _weights(network: Transformer) -> Iterator[Tensor]:
+    """Yield the weights in the order that the program's `Model` has them, each in float32 and contiguous."""
+    for weight in _parameters(network):
+        yield weight.detach().float().contiguous()
+
+
+def _parameters(network: Transformer) -> Iterator[Tensor]:
+    yield network.embedding.weight
+    yield torch.zeros(network.vocabulary_size)
+    for layers, norm in ((network.encoder, network.encoder_norm), (network.decoder, network.decoder_norm)):
+        for layer in layers:
+            assert isinstance(layer, EncoderLayer | DecoderLayer)
+            parts = [layer.self_attention.query_key_value, layer.self_attention.output]
+            parts.append(layer.self_attention_residual.norm)
+            if isinstance(layer, DecoderLayer):
+                parts += [layer.cross_attention.query, layer.cross_attention.key_value, layer.cross_attention.output]
+                parts.append(layer.cross_attention_residual.norm)
+            parts += [layer.feed_forward.inner, layer.feed_forward.outer, layer.feed_forward_residual.norm]
+            for part in parts:
+                yield from (part.weight, part.bias)
+        if isinstance(norm, nn.LayerNorm):
+            yield from (norm.weight, norm.bias)

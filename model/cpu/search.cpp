@@ -1,0 +1,938 @@
+// Greedy and beam search with a Transformer on a CPU, from token ids to token ids (sections 3 and 6.1).
+//
+// The same search as model/decoding.py, in float32 and in one program: for a small network, most of the time there is
+// spent on calling operators one by one. C++17, no library; compile with
+//     g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread search.cpp -o search.so
+//
+// A sentence's answers do not depend on the other sentences: every sum is added in the same order, whatever else is in
+// the batch. Sentences that have ended make room for waiting ones. Sentences are not padded. With several threads, each
+// decodes sentences of its own.
+//
+// Names: D d_model, H heads, K and V the size of a head's keys and values, S source tokens. Matrices are row-major.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <thread>
+#include <vector>
+
+namespace {
+
+// ------------------------------------------------------------------------------------------------------- vectors
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, MAX_ROWS = 12;  // 32 registers: 12 rows of two vectors, two weights, one input.
+#elif defined(__AVX__)
+constexpr int LANES = 8, MAX_ROWS = 6;  // 16 registers.
+#else
+constexpr int LANES = 4, MAX_ROWS = 12;  // NEON has 32 registers.
+#endif
+constexpr int COLUMNS = 2 * LANES;  // outputs of a panel
+constexpr int CHUNK = 512;          // vocabulary entries whose logits are held at a time; a multiple of COLUMNS
+constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+
+typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
+
+inline Floats load(const float* from) {
+    Floats value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+inline Floats all(float value) { return value - Floats{}; }
+
+inline Floats larger(Floats one, Floats other) { return one > other ? one : other; }
+
+// Halve a vector until one element is left.
+template <int WIDTH, class Combine>
+inline float reduce(const float* lanes, Combine combine) {
+    if constexpr (WIDTH == 1) {
+        return lanes[0];
+    } else {
+        typedef float Half __attribute__((vector_size(WIDTH / 2 * sizeof(float))));
+        Half low, high;
+        std::memcpy(&low, lanes, sizeof low);
+        std::memcpy(&high, lanes + WIDTH / 2, sizeof high);
+        low = combine(low, high);
+        float rest[WIDTH / 2];
+        std::memcpy(rest, &low, sizeof rest);
+        return reduce<WIDTH / 2>(rest, combine);
+    }
+}
+
+inline float sum(Floats value) {
+    float lanes[LANES];
+    store(lanes, value);
+    return reduce<LANES>(lanes, [](auto one, auto other) { return one + other; });
+}
+
+inline float maximum(Floats value) {
+    float lanes[LANES];
+    store(lanes, value);
+    return reduce<LANES>(lanes, [](auto one, auto other) { return one > other ? one : other; });
+}
+
+// e^x for x <= 0, with a relative error of about 1e-7 (Cephes' polynomial). Below -87 the result is about 1e-38.
+inline Floats exponential(Floats x) {
+    x = larger(x, all(-87.0f));
+    const Integers n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, Integers);  // nearest, as x <= 0
+    const Floats whole = __builtin_convertvector(n, Floats);
+    x = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    Floats y = x * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    y = y * x * x + x + 1.0f;
+    const Integers power = (n + 127) << 23;
+    Floats scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    return y * scale;
+}
+
+inline float exponential(float x) { return exponential(all(x))[0]; }
+
+// The sum of term(kind, i) for i below `count`: of LANES numbers from i on, or of one, as the type of `kind` says.
+template <class Term>
+inline float sum_of(int count, Term term) {
+    Floats total = {};
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) total += term(Floats{}, i);
+    float result = sum(total);
+    for (; i < count; ++i) result += term(0.0f, i);
+    return result;
+}
+
+inline Floats take(Floats, const float* from) { return load(from); }
+inline float take(float, const float* from) { return *from; }
+
+inline float dot(const float* one, const float* other, int count) {
+    return sum_of(count, [=](auto kind, int i) { return take(kind, one + i) * take(kind, other + i); });
+}
+
+inline void add_scaled(float* to, float factor, const float* from, int count) {
+    for (int i = 0; i < count; ++i) to[i] += factor * from[i];
+}
+
+// Memory of a vector's alignment, not initialized.
+class Buffer {
+   public:
+    float* get(size_t count) {
+        if (count > size_) {
+            data_.reset(static_cast<float*>(std::aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64)));
+            if (!data_) throw std::bad_alloc();
+            size_ = count;
+        }
+        return data_.get();
+    }
+    float* data() const { return data_.get(); }
+
+   private:
+    struct Free {
+        void operator()(float* data) const { std::free(data); }
+    };
+    std::unique_ptr<float, Free> data_;
+    size_t size_ = 0;
+};
+
+// ------------------------------------------------------------------------------------------------- linear layers
+
+enum class Activation { NONE, RELU, SWISH };
+
+// The weight [outputs, inputs] and the bias of a linear layer. The weight is stored in panels of COLUMNS outputs, each
+// of which holds the COLUMNS weights of input 0, then those of input 1, ...; missing outputs are zero.
+struct Linear {
+    int outputs = 0, inputs = 0;
+    Buffer panels, bias;
+
+    int num_panels() const { return (outputs + COLUMNS - 1) / COLUMNS; }
+
+    void set_shape(int num_outputs, int num_inputs) {
+        outputs = num_outputs, inputs = num_inputs;
+        std::fill_n(bias.get(size_t(num_panels()) * COLUMNS), size_t(num_panels()) * COLUMNS, 0.0f);
+    }
+
+    void set_weight(const float* weight) {
+        float* to = panels.get(size_t(num_panels()) * inputs * COLUMNS);
+        for (int panel = 0; panel < num_panels(); ++panel)
+            for (int i = 0; i < inputs; ++i)
+                for (int column = 0; column < COLUMNS; ++column) {
+                    const int output = panel * COLUMNS + column;
+                    *to++ = output < outputs ? weight[size_t(output) * inputs + i] : 0.0f;
+                }
+    }
+
+    // Row `output` of the weight.
+    void get_row(int output, float* to) const {
+        const float* from = panels.data() + size_t(output / COLUMNS) * inputs * COLUMNS + output % COLUMNS;
+        for (int i = 0; i < inputs; ++i) to[i] = from[size_t(i) * COLUMNS];
+    }
+};
+
+inline Floats activated(Floats x, Activation activation) {
+    if (activation == Activation::RELU) return larger(x, Floats{});
+    if (activation == Activation::SWISH) {
+        const Floats e = exponential(x < 0.0f ? x : -x);
+        return x * (x < 0.0f ? e : all(1.0f)) / (1.0f + e);
+    }
+    return x;
+}
+
+// One panel for ROWS rows of x.
+template <int ROWS>
+void multiply_panel(const float* x, size_t x_stride, const Linear& linear, int panel, float* y, size_t y_stride,
+                    Activation activation) {
+    const int inputs = linear.inputs;
+    const float* weights = linear.panels.data() + size_t(panel) * inputs * COLUMNS;
+    Floats total[ROWS][2] = {};
+    for (int i = 0; i < inputs; ++i, weights += COLUMNS) {
+        const Floats first = load(weights), second = load(weights + LANES);
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; ++row) {
+            const Floats input = all(x[row * x_stride + i]);
+            total[row][0] += input * first;
+            total[row][1] += input * second;
+        }
+    }
+    const float* bias = linear.bias.data() + panel * COLUMNS;
+    const int columns = std::min(COLUMNS, linear.outputs - panel * COLUMNS);
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; ++row) {
+        alignas(64) float result[COLUMNS];
+        store(result, activated(total[row][0] + load(bias), activation));
+        store(result + LANES, activated(total[row][1] + load(bias + LANES), activation));
+        std::memcpy(y + row * y_stride + panel * COLUMNS, result, columns * sizeof(float));
+    }
+}
+
+template <int ROWS>
+void multiply_rows(int rows, const float* x, size_t x_stride, const Linear& linear, int panel, float* y,
+                   size_t y_stride, Activation activation) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return multiply_rows<ROWS - 1>(rows, x, x_stride, linear, panel, y, y_stride, activation);
+    multiply_panel<ROWS>(x, x_stride, linear, panel, y, y_stride, activation);
+}
+
+// Panels `first` to `last` - 1 of y = activation(x W^T + b), for x [rows, inputs]. y points to output 0.
+void multiply_panels(const float* x, int rows, const Linear& linear, int first, int last, float* y, size_t y_stride,
+                     Activation activation) {
+    const int num_blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    for (int panel = first; panel < last; ++panel)
+        for (int block = 0; block < num_blocks; ++block) {
+            // Blocks of equal size: a block of few rows waits for its sums.
+            const int begin = int(int64_t(rows) * block / num_blocks), end = int(int64_t(rows) * (block + 1) / num_blocks);
+            multiply_rows<MAX_ROWS>(end - begin, x + size_t(begin) * linear.inputs, linear.inputs, linear, panel,
+                                    y + begin * y_stride, y_stride, activation);
+        }
+}
+
+// y [rows, outputs] = activation(x W^T + b), for x [rows, inputs].
+void multiply(const float* x, int rows, const Linear& linear, float* y, Activation activation = Activation::NONE) {
+    multiply_panels(x, rows, linear, 0, linear.num_panels(), y, linear.outputs, activation);
+}
+
+// ------------------------------------------------------------------------------------------------- the network
+
+struct Norm {
+    Buffer scale, shift;
+};
+
+struct Layer {
+    Linear self_input, self_output, cross_query, cross_input, cross_output, inner, outer;
+    Norm self_norm, cross_norm, outer_norm;
+};
+
+}  // namespace
+
+// Shared with the caller.
+extern "C" {
+struct Shape {
+    int64_t d_model, num_heads, d_k, d_v, d_ff, num_encoder_layers, num_decoder_layers, vocabulary_size, pre_norm,
+        activation;  // an `Activation`
+    float embedding_scale, norm_epsilon;
+};
+
+struct Request {
+    const int64_t* tokens;   // the sources, one after another
+    const int64_t* offsets;  // [num_sentences + 1]: source i is tokens[offsets[i]] to tokens[offsets[i + 1] - 1]
+    const int64_t* limits;   // [num_sentences]: maximum number of tokens of an answer, the end symbol included
+    int64_t num_sentences, beam_size, num_best, stops_at_first, max_tokens, num_threads;
+    int64_t begin_id, end_id;
+    const int64_t* forbidden;  // ids that are never chosen
+    int64_t num_forbidden;
+    float length_penalty;
+    // Results. The answers of a sentence, best first, have `limits[i]` places each, and follow those of the sentences
+    // before it.
+    int32_t* answers;
+    int64_t* lengths;          // [num_sentences, num_best]; 0 if there is no such answer
+    float* scores;             // [num_sentences, num_best]
+    float* log_probabilities;  // [num_sentences, num_best]
+    int64_t* num_steps;        // [num_sentences]: decoder steps
+    // Called now and then by the calling thread, with the number of sentences that have ended since the last call.
+    // The search ends early if it returns something else than 0.
+    int (*progress)(int64_t num_ended);
+};
+}
+
+namespace {
+
+struct Model {
+    explicit Model(const Shape& given) : shape(given) {
+        const int d_model = int(shape.d_model), keys = int(shape.num_heads * shape.d_k);
+        const int values = int(shape.num_heads * shape.d_v), d_ff = int(shape.d_ff);
+        encoder.resize(shape.num_encoder_layers);
+        decoder.resize(shape.num_decoder_layers);
+        add_linear(projection, int(shape.vocabulary_size), d_model);
+        for (auto* layers : {&encoder, &decoder}) {
+            for (Layer& layer : *layers) {
+                add_linear(layer.self_input, 2 * keys + values, d_model);
+                add_linear(layer.self_output, d_model, values);
+                add_norm(layer.self_norm);
+                if (layers == &decoder) {
+                    add_linear(layer.cross_query, keys, d_model);
+                    add_linear(layer.cross_input, keys + values, d_model);
+                    add_linear(layer.cross_output, d_model, values);
+                    add_norm(layer.cross_norm);
+                }
+                add_linear(layer.inner, d_ff, d_model);
+                add_linear(layer.outer, d_model, d_ff);
+                add_norm(layer.outer_norm);
+            }
+            if (shape.pre_norm) add_norm(layers == &encoder ? encoder_norm : decoder_norm);
+        }
+    }
+
+    // Set the next weight, in the order of the constructor: the weight of each linear layer, then its bias; the scale
+    // of each norm, then its shift. Returns the number of weights that are still missing, or -1 if there are too many.
+    int64_t set_next(const float* data) {
+        if (next == weights.size()) return -1;
+        const Weight& weight = weights[next++];
+        if (weight.linear)
+            weight.linear->set_weight(data);
+        else
+            std::copy_n(data, weight.size, weight.vector->get(weight.size));
+        return int64_t(weights.size() - next);
+    }
+
+    Shape shape;
+    Linear projection;  // its rows are the embeddings as well
+    std::vector<Layer> encoder, decoder;
+    Norm encoder_norm, decoder_norm;
+    Buffer positions;  // [num_positions, D]
+    int64_t num_positions = 0;
+
+   private:
+    struct Weight {
+        Linear* linear;
+        Buffer* vector;
+        size_t size;
+    };
+    std::vector<Weight> weights;
+    size_t next = 0;
+
+    void add_linear(Linear& linear, int outputs, int inputs) {
+        linear.set_shape(outputs, inputs);
+        weights.push_back({&linear, nullptr, 0});
+        weights.push_back({nullptr, &linear.bias, size_t(outputs)});
+    }
+
+    void add_norm(Norm& norm) {
+        weights.push_back({nullptr, &norm.scale, size_t(shape.d_model)});
+        weights.push_back({nullptr, &norm.shift, size_t(shape.d_model)});
+    }
+};
+
+// -------------------------------------------------------------------------------------------- sentences in a search
+
+// A hypothesis that is still open.
+struct Hypothesis {
+    float total;  // log-probability
+    int last;     // last token
+    int slot;     // cache slot of the token before it; -1 at the first step
+};
+
+struct Answer {
+    float score, log_probability;
+    int position;  // of the end symbol
+    int parent;    // the hypothesis that the end symbol was appended to
+};
+
+struct Candidate {
+    float value;  // logit, or log-probability of the hypothesis with the token
+    int parent;   // hypothesis
+    int token;
+};
+
+// Where a hypothesis came from: the one it continues, and the token that it added.
+struct Step {
+    int parent, token;
+};
+
+struct LayerCache {
+    std::vector<float> keys, values;               // [slots, H * K] and [slots, H * V]
+    std::vector<float> memory_keys, memory_values;  // [S, H * K] and [S, H * V]
+};
+
+// A sentence that is being decoded. Each position of a hypothesis has a slot of the cache, written once, and hypotheses
+// share the slots of their common beginning. A slot that no open hypothesis needs is used again.
+struct Sentence {
+    int index, length, limit, position;
+    float limit_penalty;
+    int num_ended;
+    std::vector<Hypothesis> open;
+    std::vector<Answer> answers;
+    std::vector<Step> history;  // [position, beam size]
+    std::vector<LayerCache> layers;
+    std::vector<int> parents, uses, unused;  // of slots: the slot before it; hypotheses and slots that refer to it
+
+    int new_slot(int parent) {
+        if (unused.empty()) {
+            unused.push_back(int(parents.size()));
+            parents.push_back(-1);
+            uses.push_back(0);
+        }
+        const int slot = unused.back();
+        unused.pop_back();
+        parents[slot] = parent, uses[slot] = 0;
+        return slot;
+    }
+
+    void release(int slot) {
+        while (slot >= 0 && uses[slot] == 0) {
+            unused.push_back(slot);
+            slot = parents[slot];
+            if (slot >= 0) --uses[slot];
+        }
+    }
+};
+
+// The tokens with the largest logits of a row, and the row's normalization, computed chunk by chunk.
+struct RowTop {
+    std::vector<Candidate> best;  // sorted, largest first; of equal logits the first id is first
+    float largest = MINUS_INFINITY, total = 0.0f;
+
+    void clear() { best.clear(), largest = MINUS_INFINITY, total = 0.0f; }
+
+    float log_normalizer() const { return largest + std::log(total); }
+
+    void add(const float* logits, int count, int first_id, size_t most, const Request& request) {
+        Floats maxima = all(MINUS_INFINITY);
+        int i = 0;
+        for (; i + LANES <= count; i += LANES) maxima = larger(maxima, load(logits + i));
+        float chunk_largest = maximum(maxima);
+        for (; i < count; ++i) chunk_largest = std::max(chunk_largest, logits[i]);
+        if (chunk_largest > largest) {
+            total = largest > MINUS_INFINITY ? total * exponential(largest - chunk_largest) : 0.0f;
+            largest = chunk_largest;
+        }
+        Floats totals = {};
+        for (i = 0; i + LANES <= count; i += LANES) totals += exponential(load(logits + i) - largest);
+        total += sum(totals);
+        for (; i < count; ++i) total += exponential(logits[i] - largest);
+        if (best.size() == most && chunk_largest <= best.back().value) return;
+        for (int begin = 0; begin < count; begin += 4 * LANES) {
+            const int end = std::min(count, begin + 4 * LANES);
+            if (best.size() == most && end - begin == 4 * LANES) {
+                const float* block = logits + begin;
+                const Floats one = larger(load(block), load(block + LANES));
+                const Floats other = larger(load(block + 2 * LANES), load(block + 3 * LANES));
+                if (maximum(larger(one, other)) <= best.back().value) continue;
+            }
+            for (i = begin; i < end; ++i)
+                if (best.size() < most || logits[i] > best.back().value) insert(logits[i], first_id + i, most, request);
+        }
+    }
+
+   private:
+    void insert(float logit, int id, size_t most, const Request& request) {
+        for (int64_t i = 0; i < request.num_forbidden; ++i)
+            if (request.forbidden[i] == id) return;
+        if (best.size() == most) best.pop_back();
+        auto place = best.end();
+        while (place != best.begin() && (place - 1)->value < logit) --place;
+        best.insert(place, {logit, 0, id});
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------- the search
+
+// What the threads of a search share.
+struct Shared {
+    const Model& model;
+    const Request& request;
+    std::vector<int64_t> order;           // sentences, longest first
+    std::vector<int64_t> answer_offsets;  // first place of each sentence's answers
+    std::atomic<int64_t> next{0}, num_ended{0};
+    std::atomic<bool> stop{false}, failed{false};
+};
+
+// Decodes sentences in one thread.
+class Worker {
+   public:
+    Worker(Shared& shared, bool reports) : shared_(shared), model_(shared.model), request_(shared.request), reports_(reports) {}
+
+    void run() {
+        // So many sentences for each thread that all have work.
+        const int64_t share = (request_.num_sentences + request_.num_threads - 1) / request_.num_threads;
+        for (int steps = 0; !shared_.stop; ++steps) {
+            // Joining sentences are encoded together: a product of few rows takes little less time.
+            if (num_active_ == 0 || free_seats_ * 8 >= int64_t(num_active_) + free_seats_) fill(share);
+            if (num_active_ == 0) return;
+            step();
+            finish();
+            if (steps % 64 == 0) report();
+        }
+    }
+
+    void report() {
+        if (!reports_) return;
+        const int64_t ended = shared_.num_ended.exchange(0);
+        if (request_.progress(ended) != 0) shared_.stop = true;
+    }
+
+   private:
+    Shared& shared_;
+    const Model& model_;
+    const Request& request_;
+    const bool reports_;
+    std::vector<std::unique_ptr<Sentence>> sentences_;  // the first `num_active_` are being decoded
+    size_t num_active_ = 0;
+    int64_t free_seats_ = 0;
+    Buffer x_, normed_, input_, heads_, output_, inner_, logits_, scores_;
+    std::vector<RowTop> tops_;
+    std::vector<int> slots_, path_, path_ends_;
+    std::vector<float> end_logits_;
+    std::vector<Candidate> candidates_;
+
+    const Shape& shape() const { return model_.shape; }
+
+    // How many tokens a sentence counts as: memory and time grow with its answers too.
+    static int64_t cost(int64_t length) { return std::max<int64_t>(length, 16); }
+
+    // Let waiting sentences join.
+    void fill(int64_t share) {
+        int64_t tokens = 0;
+        for (size_t i = 0; i < num_active_; ++i) tokens += cost(sentences_[i]->length);
+        const size_t num_before = num_active_;
+        while (int64_t(num_active_) < share) {
+            int64_t next = shared_.next.load();
+            if (next >= request_.num_sentences) break;
+            const int64_t index = shared_.order[next], length = request_.offsets[index + 1] - request_.offsets[index];
+            if (num_active_ > 0 && tokens + cost(length) > request_.max_tokens) break;
+            if (!shared_.next.compare_exchange_strong(next, next + 1)) continue;
+            tokens += cost(length);
+            if (num_active_ == sentences_.size()) sentences_.push_back(std::make_unique<Sentence>());
+            begin(*sentences_[num_active_++], int(index), int(length));
+        }
+        free_seats_ = 0;
+        encode(num_before);
+    }
+
+    void begin(Sentence& sentence, int index, int length) {
+        sentence.index = index, sentence.length = length, sentence.position = 0, sentence.num_ended = 0;
+        sentence.limit = int(request_.limits[index]);
+        sentence.limit_penalty = penalty(sentence.limit);
+        sentence.open.assign(1, {0.0f, int(request_.begin_id), -1});
+        sentence.answers.clear();
+        sentence.history.clear();
+        sentence.parents.clear(), sentence.uses.clear(), sentence.unused.clear();
+        sentence.layers.resize(model_.decoder.size());
+    }
+
+    float penalty(int length) const { return std::pow((5.0f + float(length)) / 6.0f, request_.length_penalty); }
+
+    // Embedding * scale + position encoding.
+    void embed(int token, int position, float* to) const {
+        const int d_model = int(shape().d_model);
+        model_.projection.get_row(token, to);
+        const float* encoding = model_.positions.data() + size_t(position) * d_model;
+        for (int i = 0; i < d_model; ++i) to[i] = to[i] * shape().embedding_scale + encoding[i];
+    }
+
+    void normalize(const float* x, int rows, const Norm& norm, float* y) const {
+        const int d_model = int(shape().d_model);
+        for (int row = 0; row < rows; ++row, x += d_model, y += d_model) {
+            const float mean = sum_of(d_model, [=](auto kind, int i) { return take(kind, x + i); }) / float(d_model);
+            const float variance = sum_of(d_model, [=](auto kind, int i) {
+                const auto difference = take(kind, x + i) - mean;
+                return difference * difference;
+            }) / float(d_model);
+            const float factor = 1.0f / std::sqrt(variance + shape().norm_epsilon);
+            for (int i = 0; i < d_model; ++i) y[i] = (x[i] - mean) * factor * norm.scale.data()[i] + norm.shift.data()[i];
+        }
+    }
+
+    // The input of a sub-layer: x itself, or normalized in a pre-norm network.
+    const float* before(const float* x, int rows, const Norm& norm) {
+        if (!shape().pre_norm) return x;
+        float* normed = normed_.get(size_t(rows) * shape().d_model);
+        normalize(x, rows, norm, normed);
+        return normed;
+    }
+
+    // The residual connection: x += output, normalized in a post-norm network.
+    void after(float* x, const float* output, int rows, const Norm& norm) const {
+        const size_t count = size_t(rows) * shape().d_model;
+        for (size_t i = 0; i < count; ++i) x[i] += output[i];
+        if (!shape().pre_norm) normalize(x, rows, norm, x);
+    }
+
+    void feed_forward(float* x, int rows, const Layer& layer) {
+        float* inner = inner_.get(size_t(rows) * shape().d_ff);
+        float* output = output_.get(size_t(rows) * shape().d_model);
+        multiply(before(x, rows, layer.outer_norm), rows, layer.inner, inner, Activation(shape().activation));
+        multiply(inner, rows, layer.outer, output);
+        after(x, output, rows, layer.outer_norm);
+    }
+
+    // Attention of one query [H * K] over `count` keys and values, written to `to` [H * V]. Key i begins at
+    // keys + places[i] * key_stride, or at keys + i * key_stride if places is null.
+    void attend(const float* query, const float* keys, size_t key_stride, const float* values, size_t value_stride,
+                const int* places, int count, float* to) {
+        const int num_heads = int(shape().num_heads), d_k = int(shape().d_k), d_v = int(shape().d_v);
+        const int padded = (count + LANES - 1) / LANES * LANES;
+        float* scores = scores_.get(size_t(num_heads) * padded);
+        const float scale = 1.0f / std::sqrt(float(d_k));
+        for (int i = 0; i < count; ++i) {
+            const float* key = keys + size_t(places ? places[i] : i) * key_stride;
+            for (int head = 0; head < num_heads; ++head)
+                scores[head * padded + i] = dot(query + head * d_k, key + head * d_k, d_k) * scale;
+        }
+        std::fill_n(to, num_heads * d_v, 0.0f);
+        for (int head = 0; head < num_heads; ++head) {
+            float* row = scores + head * padded;
+            std::fill(row + count, row + padded, MINUS_INFINITY);
+            Floats maxima = all(MINUS_INFINITY);
+            for (int i = 0; i < padded; i += LANES) maxima = larger(maxima, load(row + i));
+            const float largest = maximum(maxima);
+            for (int i = 0; i < padded; i += LANES) store(row + i, exponential(load(row + i) - largest));
+            std::fill(row + count, row + padded, 0.0f);
+            Floats totals = {};
+            for (int i = 0; i < padded; i += LANES) totals += load(row + i);
+            const float factor = 1.0f / sum(totals);
+            for (int i = 0; i < count; ++i) row[i] *= factor;
+        }
+        for (int i = 0; i < count; ++i) {
+            const float* value = values + size_t(places ? places[i] : i) * value_stride;
+            for (int head = 0; head < num_heads; ++head)
+                add_scaled(to + head * d_v, scores[head * padded + i], value + head * d_v, d_v);
+        }
+    }
+
+    // Encode the sentences from number `first` on, and compute the keys and values of the cross-attentions.
+    void encode(size_t first) {
+        const int d_model = int(shape().d_model), keys = int(shape().num_heads * shape().d_k);
+        const int values = int(shape().num_heads * shape().d_v), width = 2 * keys + values;
+        int rows = 0;
+        for (size_t i = first; i < num_active_; ++i) rows += sentences_[i]->length;
+        if (rows == 0) return;
+        float* x = x_.get(size_t(rows) * d_model);
+        for (size_t i = first, row = 0; i < num_active_; ++i) {
+            const int64_t* tokens = request_.tokens + request_.offsets[sentences_[i]->index];
+            for (int position = 0; position < sentences_[i]->length; ++position, ++row)
+                embed(int(tokens[position]), position, x + row * d_model);
+        }
+        for (const Layer& layer : model_.encoder) {
+            float* input = input_.get(size_t(rows) * width);
+            float* heads = heads_.get(size_t(rows) * values);
+            float* output = output_.get(size_t(rows) * d_model);
+            multiply(before(x, rows, layer.self_norm), rows, layer.self_input, input);
+            for (size_t i = first, begin = 0; i < num_active_; begin += sentences_[i++]->length) {
+                const float* own = input + begin * width;
+                for (int row = 0; row < sentences_[i]->length; ++row)
+                    attend(own + row * width, own + keys, width, own + 2 * keys, width, nullptr, sentences_[i]->length,
+                           heads + (begin + row) * values);
+            }
+            multiply(heads, rows, layer.self_output, output);
+            after(x, output, rows, layer.self_norm);
+            feed_forward(x, rows, layer);
+        }
+        if (shape().pre_norm) normalize(x, rows, model_.encoder_norm, x);
+        for (size_t number = 0; number < model_.decoder.size(); ++number) {
+            float* input = input_.get(size_t(rows) * (keys + values));
+            multiply(x, rows, model_.decoder[number].cross_input, input);
+            for (size_t i = first; i < num_active_; ++i) {
+                LayerCache& cache = sentences_[i]->layers[number];
+                cache.memory_keys.resize(size_t(sentences_[i]->length) * keys);
+                cache.memory_values.resize(size_t(sentences_[i]->length) * values);
+                for (int row = 0; row < sentences_[i]->length; ++row, input += keys + values) {
+                    std::copy_n(input, keys, cache.memory_keys.data() + size_t(row) * keys);
+                    std::copy_n(input + keys, values, cache.memory_values.data() + size_t(row) * values);
+                }
+            }
+        }
+    }
+
+    // Run the decoder for one position of all open hypotheses, and choose those that go on.
+    void step() {
+        const int d_model = int(shape().d_model);
+        int rows = 0;
+        for (size_t i = 0; i < num_active_; ++i) rows += int(sentences_[i]->open.size());
+        float* x = x_.get(size_t(rows) * d_model);
+        slots_.clear(), path_.clear(), path_ends_.assign(1, 0);
+        for (size_t i = 0, row = 0; i < num_active_; ++i) {
+            Sentence& sentence = *sentences_[i];
+            for (const Hypothesis& hypothesis : sentence.open) {
+                embed(hypothesis.last, sentence.position, x + row++ * d_model);
+                slots_.push_back(sentence.new_slot(hypothesis.slot));
+                for (int slot = slots_.back(); slot >= 0; slot = sentence.parents[slot]) path_.push_back(slot);
+                path_ends_.push_back(int(path_.size()));
+            }
+        }
+        for (size_t number = 0; number < model_.decoder.size(); ++number) {
+            self_attention(x, rows, number);
+            cross_attention(x, rows, number);
+            feed_forward(x, rows, model_.decoder[number]);
+        }
+        if (shape().pre_norm) normalize(x, rows, model_.decoder_norm, x);
+        project(x, rows);
+        for (size_t i = 0, row = 0; i < num_active_; ++i) {
+            const size_t next = row + sentences_[i]->open.size();
+            select(*sentences_[i], int(row));
+            row = next;
+        }
+    }
+
+    void self_attention(float* x, int rows, size_t number) {
+        const int keys = int(shape().num_heads * shape().d_k), values = int(shape().num_heads * shape().d_v);
+        const int width = 2 * keys + values;
+        const Layer& layer = model_.decoder[number];
+        float* input = input_.get(size_t(rows) * width);
+        float* heads = heads_.get(size_t(rows) * values);
+        float* output = output_.get(size_t(rows) * shape().d_model);
+        multiply(before(x, rows, layer.self_norm), rows, layer.self_input, input);
+        for (size_t i = 0, row = 0; i < num_active_; ++i) {
+            Sentence& sentence = *sentences_[i];
+            LayerCache& cache = sentence.layers[number];
+            if (cache.keys.size() < sentence.parents.size() * keys) {
+                const size_t num_slots = std::max<size_t>(16, sentence.parents.size() * 2);
+                cache.keys.resize(num_slots * keys);
+                cache.values.resize(num_slots * values);
+            }
+            for (size_t hypothesis = 0; hypothesis < sentence.open.size(); ++hypothesis, ++row) {
+                const float* own = input + row * width;
+                std::copy_n(own + keys, keys, cache.keys.data() + size_t(slots_[row]) * keys);
+                std::copy_n(own + 2 * keys, values, cache.values.data() + size_t(slots_[row]) * values);
+                attend(own, cache.keys.data(), keys, cache.values.data(), values, path_.data() + path_ends_[row],
+                       path_ends_[row + 1] - path_ends_[row], heads + row * values);
+            }
+        }
+        multiply(heads, rows, layer.self_output, output);
+        after(x, output, rows, layer.self_norm);
+    }
+
+    void cross_attention(float* x, int rows, size_t number) {
+        const int keys = int(shape().num_heads * shape().d_k), values = int(shape().num_heads * shape().d_v);
+        const Layer& layer = model_.decoder[number];
+        float* query = input_.get(size_t(rows) * keys);
+        float* heads = heads_.get(size_t(rows) * values);
+        float* output = output_.get(size_t(rows) * shape().d_model);
+        multiply(before(x, rows, layer.cross_norm), rows, layer.cross_query, query);
+        for (size_t i = 0, row = 0; i < num_active_; ++i) {
+            const LayerCache& cache = sentences_[i]->layers[number];
+            for (size_t hypothesis = 0; hypothesis < sentences_[i]->open.size(); ++hypothesis, ++row)
+                attend(query + row * keys, cache.memory_keys.data(), keys, cache.memory_values.data(), values, nullptr,
+                       sentences_[i]->length, heads + row * values);
+        }
+        multiply(heads, rows, layer.cross_output, output);
+        after(x, output, rows, layer.cross_norm);
+    }
+
+    // Compute the logits of all rows, a part of the vocabulary at a time, and keep each row's best.
+    void project(const float* x, int rows) {
+        const Linear& projection = model_.projection;
+        const size_t most = std::min<size_t>(num_considered(), shape().vocabulary_size);
+        if (tops_.size() < size_t(rows)) tops_.resize(rows);
+        for (int row = 0; row < rows; ++row) tops_[row].clear();
+        end_logits_.resize(rows);
+        float* logits = logits_.get(size_t(rows) * CHUNK);
+        for (int first_id = 0; first_id < projection.outputs; first_id += CHUNK) {
+            const int count = std::min(CHUNK, projection.outputs - first_id);
+            const int first = first_id / COLUMNS, last = first + (count + COLUMNS - 1) / COLUMNS;
+            multiply_panels(x, rows, projection, first, last, logits - first_id, CHUNK, Activation::NONE);
+            for (int row = 0; row < rows; ++row) {
+                const float* own = logits + size_t(row) * CHUNK;
+                tops_[row].add(own, count, first_id, most, request_);
+                if (request_.end_id >= first_id && request_.end_id < first_id + count)
+                    end_logits_[row] = own[request_.end_id - first_id];
+            }
+        }
+    }
+
+    // How many continuations of a sentence each step considers. Greedy search ends at the first end symbol.
+    int num_considered() const { return request_.beam_size > 1 ? int(2 * request_.beam_size) : 1; }
+
+    // Split the best continuations of a sentence into answers and open hypotheses. Its rows begin at `first_row`.
+    void select(Sentence& sentence, int first_row) {
+        candidates_.clear();
+        const bool must_end = sentence.position + 1 >= sentence.limit;
+        for (int number = 0; number < int(sentence.open.size()); ++number) {
+            const RowTop& top = tops_[first_row + number];
+            const float total = sentence.open[number].total, normalizer = top.log_normalizer();
+            if (must_end) {
+                candidates_.push_back({total + (end_logits_[first_row + number] - normalizer), number, int(request_.end_id)});
+                continue;
+            }
+            for (const Candidate& one : top.best)
+                candidates_.push_back({total + (one.value - normalizer), number, one.token});
+        }
+        std::stable_sort(candidates_.begin(), candidates_.end(),
+                         [](const Candidate& one, const Candidate& other) { return one.value > other.value; });
+        if (int(candidates_.size()) > num_considered()) candidates_.resize(num_considered());
+        std::vector<Hypothesis> open;
+        for (int rank = 0; rank < int(candidates_.size()); ++rank) {
+            const Candidate& one = candidates_[rank];
+            if (!(one.value > MINUS_INFINITY)) break;
+            if (one.token == request_.end_id) {
+                if (!request_.stops_at_first || rank < request_.beam_size) add_answer(sentence, one);
+            } else if (int64_t(open.size()) < request_.beam_size) {
+                open.push_back({one.value, one.token, slots_[first_row + one.parent]});
+                sentence.history.push_back({one.parent, one.token});
+            }
+        }
+        sentence.history.resize(size_t(sentence.position + 1) * request_.beam_size);
+        // The hypotheses' new slots refer to those before them.
+        const int num_rows = int(sentence.open.size());
+        for (const Hypothesis& hypothesis : open) ++sentence.uses[hypothesis.slot];
+        for (int row = first_row; row < first_row + num_rows; ++row) sentence.release(slots_[row]);
+        sentence.open.swap(open);
+        ++sentence.position;
+    }
+
+    void add_answer(Sentence& sentence, const Candidate& candidate) {
+        const float score = candidate.value / penalty(sentence.position + 1);
+        auto place = sentence.answers.end();
+        while (place != sentence.answers.begin() && (place - 1)->score < score) --place;
+        sentence.answers.insert(place, {score, candidate.value, sentence.position, candidate.parent});
+        if (int64_t(sentence.answers.size()) > request_.num_best) sentence.answers.pop_back();
+        ++sentence.num_ended;
+    }
+
+    bool has_ended(const Sentence& sentence) const {
+        if (sentence.open.empty()) return true;
+        if (request_.stops_at_first) return sentence.num_ended >= request_.beam_size;
+        // Log-probabilities only decrease, so this is an upper bound on all future scores.
+        return int64_t(sentence.answers.size()) == request_.num_best &&
+               sentence.answers.back().score >= sentence.open[0].total / sentence.limit_penalty;
+    }
+
+    void finish() {
+        for (size_t i = 0; i < num_active_;) {
+            if (!has_ended(*sentences_[i])) {
+                ++i;
+                continue;
+            }
+            write(*sentences_[i]);
+            std::swap(sentences_[i], sentences_[--num_active_]);
+            ++free_seats_;
+            ++shared_.num_ended;
+        }
+    }
+
+    // Write the answers of a sentence to the results.
+    void write(const Sentence& sentence) const {
+        const int64_t index = sentence.index, num_best = request_.num_best, beam_size = request_.beam_size;
+        request_.num_steps[index] = sentence.position;
+        for (int64_t number = 0; number < num_best; ++number) {
+            const bool exists = number < int64_t(sentence.answers.size());
+            const Answer answer = exists ? sentence.answers[number] : Answer{MINUS_INFINITY, MINUS_INFINITY, -1, 0};
+            const int64_t place = index * num_best + number;
+            request_.scores[place] = answer.score;
+            request_.log_probabilities[place] = answer.log_probability;
+            request_.lengths[place] = answer.position + 1;
+            if (!exists) continue;
+            int32_t* to = request_.answers + shared_.answer_offsets[index] + number * sentence.limit;
+            to[answer.position] = int32_t(request_.end_id);
+            for (int position = answer.position - 1, parent = answer.parent; position >= 0; --position) {
+                const Step& step = sentence.history[size_t(position) * beam_size + parent];
+                to[position] = step.token;
+                parent = step.parent;
+            }
+        }
+    }
+};
+
+void run(Shared& shared, bool reports) {
+    try {
+        Worker worker(shared, reports);
+        worker.run();
+        worker.report();
+    } catch (...) {
+        shared.failed = shared.stop = true;
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// A model without weights; null if there is not enough memory.
+void* create_model(const Shape* shape) {
+    try {
+        return new Model(*shape);
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+void destroy_model(void* model) { delete static_cast<Model*>(model); }
+
+// See `Model::set_next`; -2 if there is not enough memory.
+int64_t set_next_weight(void* model, const float* data) {
+    try {
+        return static_cast<Model*>(model)->set_next(data);
+    } catch (...) {
+        return -2;
+    }
+}
+
+// Set the position encodings [num_positions, D]. A search needs as many as its longest source or answer has tokens.
+// Returns 0, or -2 if there is not enough memory.
+int64_t set_positions(void* model, const float* data, int64_t num_positions) {
+    try {
+        Model& one = *static_cast<Model*>(model);
+        std::copy_n(data, num_positions * one.shape.d_model, one.positions.get(num_positions * one.shape.d_model));
+        one.num_positions = num_positions;
+        return 0;
+    } catch (...) {
+        return -2;
+    }
+}
+
+// Returns 0, 1 if `progress` has ended the search, or -2 if there is not enough memory.
+int64_t search(void* model, const Request* request) {
+    try {
+        Shared shared{*static_cast<Model*>(model), *request, {}, {}};
+        const int64_t* offsets = request->offsets;
+        int64_t offset = 0;
+        for (int64_t i = 0; i < request->num_sentences; ++i) {
+            shared.order.push_back(i);
+            shared.answer_offsets.push_back(offset);
+            offset += request->limits[i] * request->num_best;
+        }
+        std::stable_sort(shared.order.begin(), shared.order.end(), [=](int64_t one, int64_t other) {
+            return offsets[one + 1] - offsets[one] > offsets[other + 1] - offsets[other];
+        });
+        std::vector<std::thread> threads;
+        try {
+            for (int64_t i = 1; i < request->num_threads; ++i) threads.emplace_back(run, std::ref(shared), false);
+        } catch (...) {
+            // No more threads are to be had: those that are there do the work.
+        }
+        run(shared, true);
+        for (std::thread& thread : threads) thread.join();
+        return shared.failed ? -2 : shared.stop ? 1 : 0;
+    } catch (...) {
+        return -2;
+    }
+}
+}

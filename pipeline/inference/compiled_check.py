@@ -1,0 +1,36 @@
+"""Compares a compiled search with PyTorch's operators, before it is kept."""
+
+import ctypes
+
+import torch
+
+from model.compiled_search import CompiledSearch
+from model.decoding import BeamSearch
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+
+_PAD, _BOS, _EOS, _VOCABULARY = 0, 2, 3, 600
+
+
+def agrees(library: ctypes.CDLL) -> bool:
+    """Return whether both find the same translations with two small random networks."""
+    with torch.random.fork_rng(devices=[]), torch.inference_mode():
+        torch.manual_seed(1)
+        return all(_agrees_on(library, _network(pre_norm)) for pre_norm in (False, True))
+
+
+def _network(pre_norm: bool) -> Transformer:
+    # Sizes that are no multiples of a vector, and a vocabulary of more than one chunk.
+    settings = NetworkSettings(num_layers=2, d_model=36, d_ff=52, num_heads=3, d_k=10, d_v=14, pre_norm=pre_norm)
+    network = Transformer(_VOCABULARY, settings).eval()
+    network.embedding.weight.mul_(3)  # distributions that are far from uniform
+    return network
+
+
+def _agrees_on(library: ctypes.CDLL, network: Transformer) -> bool:
+    source = torch.randint(4, _VOCABULARY, (7, 9))
+    mask = torch.arange(9) < torch.tensor([9, 3, 7, 1, 5, 8, 2]).unsqueeze(1)
+    arguments = (source, mask, 3, 0.6, 6, 3, "exact", 20)
+    found = CompiledSearch(library, network, _BOS, _EOS, _PAD).beam(*arguments)
+    expected = BeamSearch(network, _BOS, _EOS, _PAD).eval().beam(*arguments)
+    return torch.equal(found.tokens, expected.tokens) and torch.allclose(found.scores, expected.scores, atol=1e-3)
