@@ -5,8 +5,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from data_module.errors import InputError
 from model.attention_maps import attention_maps
 from model.transformer import Transformer
+from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.loading import bundle_of, load_bundle
 from pipeline.inference.scorer import score_pairs
 from pipeline.inference.text_io import progress_bar
@@ -44,6 +46,18 @@ def _mistakes_in_one_line() -> Iterator[None]:
         raise InputError(line) from error
 
 
+class _File(NamedTuple):
+    """A checkpoint file, and what is different if another one takes its place."""
+
+    path: Path
+    identity: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> "_File":
+        found = path.stat()
+        return cls(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
 def load(
     path: str | Path,
     *,
@@ -67,7 +81,8 @@ def load(
         folder = bundle_of(Path(path))
         if folder is not None:
             return Model(load_bundle(folder, beam_size, length_penalty, stop_rule))
-        return Model(load_translator(Path(path), beam_size, length_penalty, stop_rule))
+        translator = load_translator(Path(path), beam_size, length_penalty, stop_rule)
+        return Model(translator, _File.of(Path(translator.name).absolute()))
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,8 +133,10 @@ class Attention:
 class Model:
     """A trained model, which `load` returns."""
 
-    def __init__(self, translator: Translator) -> None:
+    def __init__(self, translator: Translator, checkpoint: _File | None = None) -> None:
+        """`checkpoint` is where the network is read from if the search does not hold one."""
         self._translator = translator
+        self._checkpoint = checkpoint
 
     def __repr__(self) -> str:
         return f"<Model {self._translator.name}>"
@@ -128,6 +145,18 @@ class Model:
     def recipe(self) -> dict[str, Any]:
         """The recipe that the model was trained with."""
         return self._translator.recipe
+
+    @cached_property
+    def _network(self) -> Any:
+        """The network as a module, in evaluation mode, on the search's device."""
+        search = self._translator.search
+        if hasattr(search, "network"):
+            return search.network
+        # The compiled search has a copy of the weights only, in a layout of its own.
+        assert self._checkpoint is not None
+        if _File.of(self._checkpoint.path) != self._checkpoint:
+            raise InputError(f"{self._checkpoint.path}: has changed since it was loaded; load it again")
+        return load_model(self._checkpoint.path).network.to(self._translator.device)
 
     @overload
     def translate(self, sentences: str, *, progress: bool = True) -> str: ...
@@ -197,6 +226,7 @@ class Model:
         found = [EMPTY] * len(given)
         with _mistakes_in_one_line(), progress_bar(len(given), show=progress, description="scoring") as bar:
             hypotheses = score_pairs(
+                self._network,
                 self._translator,
                 [source_ids[i] for i in scored],
                 [target_ids[i] for i in scored],
@@ -218,7 +248,8 @@ class Model:
             InputError: the model is a bundle, which does not give its weights of attention.
         """
         translator = self._translator
-        network = translator.search.network
+        with _mistakes_in_one_line():
+            network = self._network
         if not isinstance(network, Transformer):
             raise InputError(f"{translator.name}: a bundle has no attention weights; load the checkpoint")
         if target is None:

@@ -16,6 +16,7 @@ _ROWS = 256
 
 
 def score_pairs(
+    network: Any,
     translator: Translator,
     sources: list[list[int]],
     targets: list[list[int]],
@@ -25,14 +26,13 @@ def score_pairs(
     """Return each target as the hypothesis that a search would return, had it found the target.
 
     Args:
-        translator: the model, a checkpoint's or an exported one.
+        network: the network, a `Transformer` or one in an exported search, on the translator's device.
+        translator: the search, for its tokenizer and settings.
         sources: ids, each with the end symbol.
         targets: ids, each with the end symbol, and not longer than the network's learned positions.
         texts: text of the targets.
         finished: called with a number of pairs whenever some have been scored.
     """
-    # Any: a loaded TorchScript module has no types.
-    network: Any = translator.search.network
     tokenizer, device = translator.tokenizer, translator.device
     totals = [0.0] * len(sources)
     for batch in _batches([max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]):

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,26 @@ def test_a_score_is_the_sum_over_pieces(model: pipeline.Model, trained_run: Path
         assert score.log_probability == pytest.approx(expected, abs=1e-4)
     assert model.score(TEXTS[3], targets[3]).log_probability == pytest.approx(found[3].log_probability, abs=1e-5)
     assert model.score([], []) == []
+
+
+def test_the_network_is_read_again_where_the_search_has_none(
+    model: pipeline.Model, trained_run: Path, tmp_path: Path
+) -> None:
+    """From the same file only: a run that goes on puts another best checkpoint in its place."""
+    copied = tmp_path / "copy.ckpt"
+    shutil.copy(resolve_checkpoint(trained_run), copied)
+    expected = model.score("the dog", "dog the")
+    for changes in (False, True):
+        other = pipeline.load(copied)
+        other._translator.search = SimpleNamespace(max_positions=0)
+        if changes:
+            shutil.copy(trained_run / "checkpoints" / "step=00000080.ckpt", copied)
+            assert "has changed since it was loaded; load it again" in refusal(lambda: other.score("a", "b"))  # noqa: B023
+            assert "has changed since it was loaded" in refusal(lambda: other.attention("a", "b"))  # noqa: B023
+            copied.unlink()
+            assert str(copied) in refusal(lambda: other.score("a", "b"))  # noqa: B023
+        else:
+            assert other.score("the dog", "dog the").score == pytest.approx(expected.score, abs=1e-5)
 
 
 def test_attention_is_the_networks(model: pipeline.Model, trained_run: Path) -> None:
