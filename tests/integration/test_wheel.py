@@ -68,6 +68,25 @@ def test_the_packages_are_those_of_the_wheel(environment: Path, tmp_path: Path) 
     assert "sacremoses" not in hint
 
 
+def test_the_python_api_of_the_wheel(environment: Path, tmp_path: Path) -> None:
+    code = """
+import pipeline
+names = [getattr(pipeline, name) for name in pipeline.__all__]
+try:
+    pipeline.load("nowhere")
+except pipeline.InputError as error:
+    print(error)
+print(pipeline.__file__)
+"""
+    done = subprocess.run(
+        [environment / "bin" / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    said, place = done.stdout.splitlines()
+    assert said.startswith("nowhere: there is no such checkpoint or run folder")
+    assert Path(place).is_relative_to(environment)
+    assert (Path(place).parent / "py.typed").is_file()
+
+
 def test_recipes_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     listed = run(environment, "recipe", "list", cwd=tmp_path).stdout.splitlines()
     names = [line.split()[0] for line in listed]
