@@ -66,6 +66,9 @@ def test_the_packages_are_those_of_the_wheel(environment: Path, tmp_path: Path) 
     assert hint.startswith(f"{environment}/bin/python -m pip install 'mecab-python3")
     assert "ipadic" in hint
     assert "sacremoses" not in hint
+    packed = Path(place).parent.parent
+    for source in (ROOT / "model").rglob("*.cpp"):
+        assert (packed / source.relative_to(ROOT)).is_file()
 
 
 def test_the_python_api_of_the_wheel(environment: Path, tmp_path: Path) -> None:
