@@ -188,8 +188,7 @@ class Model:
             raise InputError(f"n_best {count}: must be 1 or more")
         if count > beam_size:
             raise InputError(f"n_best {count}: is more than the beam, {beam_size}; load the model with more beam_size")
-        prefixes = self._translator.prefixes
-        _warn([number for number, text in enumerate(texts, 1) if prefixes.is_missing(text)], prefixes.missing_message)
+        self._warn_of_prefixes(texts)
         with _mistakes_in_one_line():
             found = self._translator.translate(texts, count, progress=progress)
         self._warn_of_cut([number for number, one in enumerate(found, 1) if one.truncated])
@@ -245,16 +244,19 @@ class Model:
             target: the translation; None for the model's own.
 
         Raises:
-            InputError: the model is a bundle, which does not give its weights of attention.
+            InputError: the model is a bundle, which does not give its attention weights, or the target is too long.
         """
         translator = self._translator
         with _mistakes_in_one_line():
             network = self._network
         if not isinstance(network, Transformer):
             raise InputError(f"{translator.name}: a bundle has no attention weights; load the checkpoint")
+        if not isinstance(sentence, str):
+            raise InputError(f"attention is that of one sentence; give text, not {sentence!r}")
+        [source_ids] = self._source_ids([sentence])
         if target is None:
-            target = self.translate(sentence)
-        [source_ids], [target_ids] = self._source_ids([sentence]), self._target_ids([target])
+            target = translator.translate([sentence])[0].text
+        [target_ids] = self._target_ids([target])
         tokenizer, device = translator.tokenizer, translator.device
         maps = attention_maps(
             network,
@@ -271,7 +273,8 @@ class Model:
         )
 
     def _source_ids(self, sentences: list[str]) -> list[list[int]]:
-        """Return ids with the end symbol, cut as in translation."""
+        """Return ids with the end symbol, cut as in translation, with the same warnings."""
+        self._warn_of_prefixes(sentences)
         eos, longest = self._translator.tokenizer.eos_id, self._translator.max_source_tokens
         rows = [ids.tolist() for ids in self._translator.tokenizer.encode(sentences)]
         if longest is not None:
@@ -286,6 +289,11 @@ class Model:
             if longest and len(ids) > longest:
                 raise InputError(f"target {number}: has {len(ids)} pieces and the network {longest} positions; cut it")
         return rows
+
+    def _warn_of_prefixes(self, sentences: list[str]) -> None:
+        prefixes = self._translator.prefixes
+        missing = [number for number, sentence in enumerate(sentences, 1) if prefixes.is_missing(sentence)]
+        _warn(missing, prefixes.missing_message)
 
     def _warn_of_cut(self, numbers: list[int]) -> None:
         _warn(numbers, f"longer than the {self._translator.max_source_tokens} tokens that the network reads; cut")

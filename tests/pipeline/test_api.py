@@ -245,6 +245,7 @@ def test_mistakes_have_the_commands_lines(
     assert refusal(lambda: pipeline.load(trained_run, beam_size=0)) == said
     assert "n_best 0: must be 1 or more" in refusal(lambda: model.translate("a", n_best=0))
     assert "sentences: number 2 is nan, not text" in refusal(lambda: model.translate(["a", float("nan")]))  # type: ignore[list-item]
+    assert "attention is that of one sentence" in refusal(lambda: model.attention(["a"]))  # type: ignore[arg-type]
     assert "2 sources and 1 targets" in refusal(lambda: model.score(["a", "b"], ["a"]))
     assert "1 sources and 1 targets" in refusal(lambda: model.score("a", ["a"]))  # type: ignore[call-overload]
 
@@ -263,8 +264,15 @@ def test_long_sentences_and_missing_prefixes_are_warned_of(letters: Tokenizer) -
     with pytest.raises(pipeline.InputError, match="target 2: has 13 pieces and the network 12 positions"):
         model.score(["a", "b"], ["a", "a b c d e f g"])
     translator.prefixes = Prefixes((">>x<<",), (">>x<<",), True)
-    with pytest.warns(UserWarning, match=r"1 sentence\(s\), number 1: without one of the prefixes"):
-        model.translate("a b")
+    for call in (
+        lambda: model.translate("a b"),
+        lambda: model.score("a b", "a"),
+        lambda: model.attention("a b"),
+        lambda: model.attention("a b", "a"),
+    ):
+        with pytest.warns(UserWarning, match=r"1 sentence\(s\), number 1: without one of the prefixes") as caught:
+            call()
+        assert [one.filename for one in caught] == [__file__]
 
 
 @pytest.fixture
