@@ -31,6 +31,7 @@ ROOMS = {
     "model": ["model", "cpu", "gpu", "torch_private"],
     "pipeline": [
         "__main__",
+        "api",
         "commands",
         "benchmark",
         "preflight",

@@ -1,8 +1,8 @@
 """Export a checkpoint to a bundle that needs none of this code.
 
-Formats: TorchScript with search and tokenizer inside, torch.export, CTranslate2, and on request C++ without a library.
-Each format's translations of real sentences are compared with the checkpoint's. The folder appears only when it is
-complete and all formats agree.
+Formats: TorchScript with search and tokenizer inside, torch.export, CTranslate2, and on request ONNX and C++ without a
+library. Each format's translations of real sentences are compared with the checkpoint's. The folder appears only when
+it is complete and all formats agree.
 """
 
 import argparse
@@ -51,12 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.errors import InputError
     from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
     from pipeline.export.cpp_program import require_compiled
+    from pipeline.export.onnx_model import require_onnx
 
     folder: Path = arguments.folder
     check_bundle_folder(folder, arguments.force)
     names = bundle_files(arguments.format, arguments.quantize)
     if arguments.parity_reference and not arguments.parity_source:
         raise InputError("--parity-reference: give --parity-source, the sentences that it translates")
+    if "onnx" in names:
+        require_onnx()
     path = resolve_checkpoint(arguments.checkpoint)
     print(f"exporting {path}", file=sys.stderr)
     model = load_model(path)

@@ -1,6 +1,6 @@
 """Recipes: YAML files and command-line overrides, checked against typed settings."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import date
 from pathlib import Path
@@ -80,6 +80,47 @@ def load_recipe(
     mistakes = _override(values, places, list(overrides), trainer_signature or {})
     values.setdefault("name", names[0])
     places[""] = str(paths[0])
+    return _checked(values, places, trainer_signature, mistakes)
+
+
+def recipe_from_dict(recipe: Mapping[str, Any], trainer_signature: Signature | None = None) -> Recipe:
+    """Check a recipe that is given as a dictionary with the keys of a recipe file, and leave the dictionary as it is.
+
+    Paths may be `Path`s. `extends` names a file relative to the current folder.
+
+    Args:
+        recipe: the recipe.
+        trainer_signature: as for `load_recipe`.
+
+    Raises InputError as `load_recipe` does.
+    """
+    if not isinstance(recipe, Mapping):
+        raise InputError(
+            f"a recipe is a dictionary, not {recipe!r}; for a file, give a dictionary with the keys name and extends"
+        )
+    places = {"": "the recipe"}
+    try:
+        values = _plain(recipe)
+    except RecursionError:
+        raise InputError("the recipe: values are nested too deeply, or one contains itself; write them out") from None
+    # Named as a file of the current folder would be.
+    values = _extended(values, {}, Path("the recipe"), places, ())
+    return _checked(values, places, trainer_signature, [])
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy that has only what YAML has: paths as text, tuples as lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _checked(
+    values: dict[str, Any], places: dict[str, str], trainer_signature: Signature | None, mistakes: list[str]
+) -> Recipe:
+    """Return the recipe; raise InputError that names `mistakes` and all that are found."""
     check = Checker(places, {f"trainer.{key}": why or "the pipeline sets it" for key, why in RESERVED_KEYS.items()})
     recipe = check.dataclass(values, Recipe, "")
     check.mistakes += _unregistered_names(values, places)
@@ -120,7 +161,8 @@ def _unregistered_names(values: dict[str, Any], places: dict[str, str]) -> list[
     mistakes = []
     for registry in (NORMS, ACTIVATIONS, SCHEDULES, OPTIMIZERS):
         if registry.key in names and names[registry.key] not in registry:
-            mistakes.append(f"{places[registry.key]}: {registry.unknown(names[registry.key])}")
+            place = f"{places[registry.key]}: " if registry.key in places else ""
+            mistakes.append(place + registry.unknown(names[registry.key]))
     return mistakes
 
 
@@ -128,6 +170,13 @@ def _read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = 
     """Return a file's values, merged into those of the file that it extends."""
     own_places: dict[str, str] = {}
     own = _read(path, own_places)
+    return _extended(own, own_places, path, places, seen)
+
+
+def _extended(
+    own: dict[str, Any], own_places: dict[str, str], path: Path, places: dict[str, str], seen: tuple[Path, ...]
+) -> dict[str, Any]:
+    """Return the values `own` of the file `path`, merged into those of the file that it extends."""
     base = own.pop("extends", None)
     if base is None:
         places |= own_places

@@ -12,10 +12,16 @@ if TYPE_CHECKING:
     from pipeline.checkpointing.checkpoint import TrainedModel
     from pipeline.export.parity import Text
 
-FILES = {"torchscript": "model.ts", "pt2": "model.pt2", "ctranslate2": "ctranslate2", "cpp": "cpp"}
+FILES = {
+    "torchscript": "model.ts",
+    "pt2": "model.pt2",
+    "ctranslate2": "ctranslate2",
+    "onnx": "onnx",
+    "cpp": "cpp",
+}
 """File or folder of each format."""
 
-ON_REQUEST = {"cpp"}
+ON_REQUEST = {"onnx", "cpp"}
 """Formats that are written only if they are asked for by name."""
 
 INT8 = {"model.ts": "model.int8.ts", "ctranslate2": "ctranslate2-int8"}

@@ -9,7 +9,7 @@ import io
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,14 @@ from pipeline.compat.pytorch import load_programs, save_programs
 from pipeline.runtime.atomic_file import atomic_file
 
 NAME = "model.pt2"
+
+
+class Program(NamedTuple):
+    """What torch.export has made of a module."""
+
+    exported: torch.export.ExportedProgram
+    dimensions: tuple[dict[int, Any], ...]
+    """For each input, the names of its dynamic dimensions."""
 
 
 class Positions(nn.Module):
@@ -118,7 +126,7 @@ class Step(nn.Module):
 
 def write_exported_program(network: Transformer, card: str, path: Path) -> None:
     """Write the programs `encode` and `step` and the card into one file."""
-    programs = {"encode": _encode(network), "step": _step(network)}
+    programs = {"encode": encode_program(network).exported, "step": step_program(network).exported}
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -135,13 +143,15 @@ def load_exported_program(path: Path) -> dict[str, Any]:
     return {name: program.module() for name, program in programs.items()}
 
 
-def _encode(network: Transformer) -> Any:
+def encode_program(network: Transformer) -> Program:
+    """Export `Encode` with a dynamic number of rows and source length."""
     rows, length = torch.export.Dim("rows"), _length(network, "source_length")
     source = torch.full([2, 3], 4)
     return _exported(Encode(network), (source, source > 0), ({0: rows, 1: length}, {0: rows, 1: length}))
 
 
-def _step(network: Transformer) -> Any:
+def step_program(network: Transformer) -> Program:
+    """Export `Step` with a dynamic number of rows, source length and number of previous tokens."""
     rows, length, past = torch.export.Dim("rows"), _length(network, "source_length"), _length(network, "past", -1)
     encode = Encode(network)
     source = torch.full([2, 3], 4)
@@ -163,7 +173,7 @@ def _length(network: Transformer, name: str, more: int = 0) -> Any:
     return torch.export.Dim(name, max=longest + more) if longest else torch.export.Dim(name)
 
 
-def _exported(module: nn.Module, arguments: tuple[Any, ...], dimensions: tuple[Any, ...]) -> Any:
+def _exported(module: nn.Module, arguments: tuple[Any, ...], dimensions: tuple[dict[int, Any], ...]) -> Program:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.export.export(module.eval(), arguments, dynamic_shapes=dimensions)
+        return Program(torch.export.export(module.eval(), arguments, dynamic_shapes=dimensions), dimensions)

@@ -11,10 +11,10 @@ import torch
 from model.compiled_search import CompiledSearch
 from model.packing import can_pack, pack_linears
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export import cpp_program, exported_program, torchscript
+from pipeline.export import cpp_program, exported_program, onnx_model, torchscript
 from pipeline.export.ctranslate2_model import write_ctranslate2
 from pipeline.export.parity import Figures, Parity, largest, size, timed
-from pipeline.export.runners import CTranslate2Runner, ExportedProgramRunner, SearchRunner
+from pipeline.export.runners import CTranslate2Runner, ProgramRunner, SearchRunner
 
 
 class Bundle(NamedTuple):
@@ -42,6 +42,10 @@ def _torchscript_int8(bundle: Bundle) -> None:
 
 def _pt2(bundle: Bundle) -> None:
     exported_program.write_exported_program(bundle.model.network, bundle.card, bundle.folder / exported_program.NAME)
+
+
+def _onnx(bundle: Bundle) -> None:
+    onnx_model.write_onnx(bundle.model.network, bundle.folder / onnx_model.NAME)
 
 
 def _ctranslate2(bundle: Bundle) -> None:
@@ -84,10 +88,19 @@ def _compare_torchscript_int8(bundle: Bundle, parity: Parity) -> Figures:
 
 
 def _compare_pt2(bundle: Bundle, parity: Parity) -> Figures:
-    path = bundle.folder / exported_program.NAME
-    seconds, programs = timed(lambda: exported_program.load_exported_program(path))
-    model = bundle.model
-    runner = ExportedProgramRunner(programs, model.tokenizer, model.decoding, bundle.max_positions)
+    return _compare_programs(bundle, parity, exported_program.NAME, exported_program.load_exported_program)
+
+
+def _compare_onnx(bundle: Bundle, parity: Parity) -> Figures:
+    return _compare_programs(bundle, parity, onnx_model.NAME, onnx_model.load_onnx)
+
+
+def _compare_programs(
+    bundle: Bundle, parity: Parity, name: str, load: Callable[[Path], dict[str, Callable[..., Any]]]
+) -> Figures:
+    """Compare a format that has an encoder and a decoding step."""
+    seconds, programs = timed(lambda: load(bundle.folder / name))
+    runner = ProgramRunner(programs, bundle.model.tokenizer, bundle.model.decoding, bundle.max_positions, name)
     greedy, figures = parity.measure(lambda sources: [[one] for one in runner.greedy(sources)])
     figures = {
         "load_seconds": seconds,
@@ -172,6 +185,7 @@ FORMATS = {
     torchscript.NAME: Format(_torchscript, _compare_torchscript),
     torchscript.INT8_NAME: Format(_torchscript_int8, _compare_torchscript_int8),
     exported_program.NAME: Format(_pt2, _compare_pt2),
+    onnx_model.NAME: Format(_onnx, _compare_onnx),
     "ctranslate2": Format(_ctranslate2, _compare_ctranslate2),
     "ctranslate2-int8": Format(_ctranslate2_int8, _compare_ctranslate2_int8),
     cpp_program.NAME: Format(_cpp, _compare_cpp),

@@ -133,6 +133,40 @@ axis.
 
 """
 
+ONNX = """## onnx/
+
+Encoder and decoding step as ONNX files for [ONNX Runtime](https://onnxruntime.ai), without torch. You write the loop:
+
+```python
+import json, numpy, onnxruntime, sentencepiece
+
+card = json.load(open("card.json"))
+tokenizer = sentencepiece.SentencePieceProcessor(model_file="tokenizer.model")
+load = lambda name: onnxruntime.InferenceSession(f"onnx/{name}.onnx", providers=["CPUExecutionProvider"])
+encode, step = load("encode"), load("step")
+source = numpy.array([tokenizer.encode("A sentence.") + [card["eos_id"]]], dtype=numpy.int64)
+mask = numpy.ones(source.shape, dtype=bool)
+tokens = [card["bos_id"]]
+cross_keys, cross_values = encode.run(None, {"source": source, "source_mask": mask})
+keys, values = cross_keys[:, :, :, :0], cross_values[:, :, :, :0]
+memory = {"cross_keys": cross_keys, "cross_values": cross_values, "source_mask": mask}
+longest = source.shape[1] + card["max_extra_tokens"]
+if card["max_source_tokens"]:  # learned positions end there
+    longest = min(longest, card["max_source_tokens"])
+while tokens[-1] != card["eos_id"] and len(tokens) < longest:
+    last = numpy.array(tokens[-1:], dtype=numpy.int64)
+    logits, keys, values = step.run(None, {"last": last, "keys": keys, "values": values, **memory})
+    logits[:, [card["pad_id"], card["bos_id"]]] = -numpy.inf
+    tokens.append(int(logits.argmax()))
+print(tokenizer.decode([one for one in tokens[1:] if one != card["eos_id"]]))
+```
+
+`encode` takes ids and a mask [rows, source length]; `step` takes the newest token of each row [rows]. Keys and values
+are [layers, rows, heads, length, width]; those of a row's own tokens have length 0 at the first step. Rows are
+independent: a beam search gives each hypothesis a row and reorders `keys` and `values` along their second axis.
+
+"""
+
 CTRANSLATE2 = """## ctranslate2/
 
 For [CTranslate2](https://opennmt.net/CTranslate2/). Sources include the end symbol:
@@ -290,6 +324,7 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         ("model.ts", TORCHSCRIPT + (PACKED if packed else "") + TORCHSCRIPT_ON),
         ("model.int8.ts", INT8),
         ("model.pt2", PT2),
+        ("onnx", ONNX),
         ("ctranslate2", CTRANSLATE2),
         ("ctranslate2-int8", CTRANSLATE2_INT8),
         ("cpp", CPP),

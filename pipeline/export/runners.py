@@ -63,20 +63,26 @@ class SearchRunner:
         return found
 
 
-class ExportedProgramRunner:
-    """`model.pt2` with a greedy decoding loop over batches."""
+class ProgramRunner:
+    """The programs of `model.pt2` or `onnx/` with a greedy decoding loop over batches."""
 
     def __init__(
-        self, programs: dict[str, Any], tokenizer: Tokenizer, settings: DecodingSettings, max_positions: int
+        self,
+        programs: dict[str, Callable[..., Any]],
+        tokenizer: Tokenizer,
+        settings: DecodingSettings,
+        max_positions: int,
+        name: str,
     ) -> None:
-        self.encode, self.step = programs["encode"], programs["step"]
+        """`programs` has `encode` and `step`; `name` says in the progress bar which file this is."""
+        self.encode, self.step, self.name = programs["encode"], programs["step"], name
         self.tokenizer, self.settings, self.max_positions = tokenizer, settings, max_positions
 
     @torch.no_grad()
     def greedy(self, sources: list[Ids]) -> list[Answer]:
         """Return the greedy answer of each sentence. Padding and the begin symbol are never chosen."""
         found: list[Answer] = [Answer((), 0.0) for _ in sources]
-        with progress_bar(len(sources), description="model.pt2, greedy search") as bar:
+        with progress_bar(len(sources), description=f"{self.name}, greedy search") as bar:
             for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
                 for index, answer in zip(batch, self._search([sources[index] for index in batch]), strict=True):
                     found[index] = answer

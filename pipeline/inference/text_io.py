@@ -32,8 +32,8 @@ def progress_bar(total: int | None = None, *, show: bool = True, description: st
     """Return a tqdm bar on standard error that counts translated sentences and appears after two seconds."""
     from tqdm import tqdm
 
-    # A log file gets a line every half minute instead of an animated bar.
-    interval = 0.1 if sys.stderr.isatty() else 30.0
+    # A log file gets a line every half minute instead of an animated bar; a notebook animates its output.
+    interval = 0.1 if sys.stderr.isatty() or "ipykernel" in sys.modules else 30.0
     return tqdm(total=total, desc=description, unit=" sentences", delay=2, mininterval=interval, disable=not show)
 
 

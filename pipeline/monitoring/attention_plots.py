@@ -1,6 +1,5 @@
 """Images at each validation: attention weights and position encodings, and the embeddings for the projector."""
 
-import unicodedata
 from itertools import zip_longest
 from typing import Any
 
@@ -16,7 +15,8 @@ from model.settings import NetworkSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.run_folder import EVENTS
 from pipeline.config.settings import MonitoringSettings
-from pipeline.monitoring.heatmaps import Panel, draw_matrix, draw_panels, missing_characters
+from pipeline.monitoring.attention_images import AXES, axis_labels, draw_attention, numbers
+from pipeline.monitoring.heatmaps import draw_matrix
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.tables import table
 from pipeline.monitoring.validation_samples import ValidationSamples
@@ -26,17 +26,8 @@ _MAX_PIECES = 40
 _PREFERRED_PIECES = 16
 """By default, the sentences of about this length are drawn."""
 _MAX_HEADS = 8
-_PANELS_PER_LINE = 4
 _MAX_COUNTED_TOKENS = 5_000_000
 _MAX_POSITIONS = 128
-_MAX_NAMED = 4
-"""Characters that the font lacks are named up to this number."""
-_AXES = {
-    "encoder": ("rows: source pieces (queries); columns: source pieces (keys)", "source", "source"),
-    "decoder": ("rows: the next target piece; columns: the target pieces before it", "next", "previous"),
-    "cross": ("rows: the next target piece; columns: source pieces", "next", "source"),
-}
-"""Kind of attention -> description, labels of the rows, labels of the columns."""
 
 
 class AttentionPlots(Callback):
@@ -123,30 +114,16 @@ class AttentionPlots(Callback):
             torch.tensor([previous], device=module.device),
         )
         pieces = {"source": self._labels(source[:-1]), "target": self._labels(target)}
-        shown, note = drawable(pieces)
-        if note:
-            log.add_text(f"validation_attention/pieces_{number}", f"{note}\n\n{_numbered(pieces)}", step)
-        bos, eos = self._labels([special.bos, special.eos])
-        labels = {
-            "source": [*shown["source"], eos],
-            "next": [*shown["target"], eos],
-            "previous": [bos, *shown["target"]],
-        }
-        for kind, (description, rows, columns) in _AXES.items():
-            panels = [
-                Panel(
-                    f"layer {layer + 1}, head {head + 1}",
-                    maps[kind][layer][0, head].float().cpu().numpy(),
-                    labels[rows],
-                    labels[columns],
-                )
-                for layer in self._layers[kind]
-                for head in self._heads
-            ]
-            if not panels:
+        labels = axis_labels(pieces["source"], pieces["target"], *self._labels([special.bos, special.eos]))
+        if labels.note:
+            text = f"{labels.note}\n\n{_numbered(pieces)}"
+            log.add_text(f"validation_attention/pieces_{number}", text, step)
+        for kind in AXES:
+            if not self._layers[kind]:
                 continue
-            title = f"{kind} attention, validation pair {pair}\n{description}" + (f"\n{note}" if note else "")
-            image = draw_panels(title, panels, min(_PANELS_PER_LINE, len(self._heads)))
+            weights = [layer[0].float().cpu().numpy() for layer in maps[kind]]
+            subject = f", validation pair {pair}"
+            image = draw_attention(kind, weights, labels, self._layers[kind], self._heads, subject)
             log.add_image(f"validation_attention/{kind}_{number}", image, step)
 
     def _log_positions(self, log: RunLog, module: TranslationModule, step: int) -> None:
@@ -191,34 +168,10 @@ class AttentionPlots(Callback):
         self._positions_drawn = state_dict["positions_drawn"]
 
 
-def drawable(pieces: dict[str, list[str]]) -> tuple[dict[str, list[str]], str]:
-    """Return labels that the font has signs for, and one line about those that it has not.
-
-    A side with a piece that the font cannot write has the numbers of its pieces, from 1, as labels.
-
-    Args:
-        pieces: for each side, source and target, its pieces.
-    """
-    lacking = {side: missing_characters(labels) for side, labels in pieces.items()}
-    characters = sorted({character for found in lacking.values() for character in found})
-    if not characters:
-        return pieces, ""
-    shown = {side: _numbers(len(labels)) if lacking[side] else labels for side, labels in pieces.items()}
-    sides = " and ".join(side for side, found in lacking.items() if found)
-    scripts = sorted({unicodedata.name(character, "UNNAMED").split()[0] for character in characters})
-    named = " ".join(f"U+{ord(character):04X}" for character in characters[:_MAX_NAMED])
-    more = f" and {len(characters) - _MAX_NAMED} more" if len(characters) > _MAX_NAMED else ""
-    return shown, f"{sides} pieces are numbered: the font has no signs for {named}{more} ({', '.join(scripts)})"
-
-
 def _numbered(pieces: dict[str, list[str]]) -> str:
     """Return a table of the pieces and their numbers."""
-    numbers = _numbers(max(map(len, pieces.values())))
-    return table(["number", *pieces], zip_longest(numbers, *pieces.values(), fillvalue=""))
-
-
-def _numbers(count: int) -> list[str]:
-    return [str(number) for number in range(1, count + 1)]
+    counted = numbers(max(map(len, pieces.values())))
+    return table(["number", *pieces], zip_longest(counted, *pieces.values(), fillvalue=""))
 
 
 def _most_frequent(corpus: ParallelCorpus, vocabulary_size: int, count: int) -> list[tuple[int, int]]:

@@ -3,18 +3,25 @@
 import logging
 import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from tqdm import tqdm
 
 from pipeline.runtime.launch import process_rank
 
+_LIGHTNING_LOGGERS = (
+    # Lightning sets the level of its two packages itself when it is imported.
+    "lightning.pytorch",
+    "lightning.fabric",
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.distributed",
+)
+
 
 def quiet_lightning() -> None:
     """Hide Lightning's start-up messages, and warnings that do not apply to this program."""
-    # Lightning sets the level of its two packages itself when it is imported.
-    modules = ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.distributed")
-    for name in ("lightning.pytorch", "lightning.fabric", *modules):
+    for name in _LIGHTNING_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*This DataLoader will create .* worker processes.*")
@@ -23,6 +30,18 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", ".*`srun` command is available.*")
     # Scores are summed over ranks before they are logged.
     warnings.filterwarnings("ignore", ".*recommended to use .*sync_dist=True.*")
+
+
+@contextmanager
+def lightning_noise_restored() -> Iterator[None]:
+    """Undo `quiet_lightning` at the end, for a process that is not this program's alone."""
+    levels = {name: logging.getLogger(name).level for name in _LIGHTNING_LOGGERS}
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def say(message: str) -> None:

@@ -5,6 +5,7 @@ of its work. The handler is installed before anything that takes time is importe
 """
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -55,6 +56,11 @@ def first_signal() -> int | None:
     return _received[0] if _received else None
 
 
+def forget() -> None:
+    """Forget the signals received, in a process that may train again."""
+    _received.clear()
+
+
 def raise_if_stopped(where: str) -> None:
     """Raise Stopped if a stop signal was received; for moments at which there is nothing to save."""
     if _received:
@@ -63,19 +69,25 @@ def raise_if_stopped(where: str) -> None:
 
 @contextmanager
 def default_signals() -> Iterator[None]:
-    """Let stop signals end the program at once inside: for long work that loses nothing."""
+    """Let stop signals that are recorded end the program at once inside: for long work that loses nothing."""
     raise_if_stopped("at the start")
-    for signum in _STOP_SIGNALS:
+    recorded = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) is record]
+    for signum in recorded:
         signal.signal(signum, signal.SIG_DFL)
     try:
         yield
     finally:
-        install()
+        for signum in recorded:
+            signal.signal(signum, record)
 
 
 @contextmanager
 def keyboard_interrupt_recorded() -> Iterator[None]:
     """Treat Ctrl-C as a stop signal inside; outside it ends the program."""
+    if threading.current_thread() is not threading.main_thread():
+        # Python calls handlers in the main thread, and only that one may set them.
+        yield
+        return
     before = signal.signal(signal.SIGINT, record)
     try:
         yield

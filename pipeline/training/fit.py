@@ -26,17 +26,23 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
+    from pipeline.config.recipe import load_recipe
+    from pipeline.config.trainer_keys import trainer_signature
+
+    return fit_recipe(load_recipe(configs, overrides, trainer_signature()), reset, init_from)
+
+
+def fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
+    """Do what `fit` does with a recipe whose keys have been checked."""
     from data_module.corpus.manifest import is_corpus
     from pipeline.checkpointing.checkpoint_files import latest_valid
-    from pipeline.config.recipe import load_recipe
-    from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
+    from pipeline.config.trainer_keys import validate_trainer_keys
     from pipeline.training.checks import CHECKS, CheckContext, cpu_devices_warning
     from pipeline.training.corpus import ensure_corpus
     from pipeline.training.init_from import load_initial_weights
 
     quiet_lightning()
     job = current_step()
-    recipe = load_recipe(configs, overrides, trainer_signature())
     validate_trainer_keys(recipe.trainer)
     for key in recipe.ignored_keys():
         say(f"{key} has no effect any more; remove it")

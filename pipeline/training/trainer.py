@@ -1,6 +1,7 @@
 """Options of Lightning's Trainer that depend on the machine and the SLURM job."""
 
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -52,10 +53,20 @@ def cluster_environment(job: JobStep | None) -> Any:
 
 
 def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
-    """Return DDP, with gradients as views of its buckets, for more than one device; else Lightning's choice."""
+    """Return DDP, with gradients as views of its buckets, for more than one device; else Lightning's choice.
+
+    Raises InputError for more than one device in an interactive session: other ranks could not be started there.
+    """
+    from data_module.errors import InputError
     from pipeline.compat.lightning import SingleStreamDDP
 
-    if len(device_indices(options)) * int(options.get("num_nodes", 1)) > 1:
+    num_devices = len(device_indices(options))
+    if num_devices * int(options.get("num_nodes", 1)) > 1:
+        if hasattr(sys, "ps1"):
+            raise InputError(
+                f"trainer.devices: a notebook trains on one device, not {num_devices}; set it to 1, or use the "
+                "command fit"
+            )
         timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
         return SingleStreamDDP(gradient_as_bucket_view=True, timeout=timeout)
     return "auto"

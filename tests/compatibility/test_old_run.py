@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from pipeline import load
 from pipeline.__main__ import main
 from pipeline.monitoring.log_files import read_metrics
 from tests.compatibility.make_fixture import bundle_outputs
@@ -155,3 +156,17 @@ def test_an_old_bundle_translates(old: OldRun) -> None:
     outputs = bundle_outputs(old.folder / "bundle", sentences)
     assert outputs == old.expected["bundle"]
     assert outputs[0] == [text for _, text in old.expected["translations"]]
+
+
+def test_an_old_run_and_an_old_bundle_in_python(old: OldRun) -> None:
+    """Their answers are those of the earlier version, and teacher forcing gives them the same scores."""
+    sentences = Path("texts/validation.source").read_text().splitlines()
+    expected = old.expected["translations"]
+    for path in ("run", "bundle"):
+        model = load(path)
+        found = [best for (best,) in model.translate(sentences, n_best=1)]
+        assert_same_translations([[one.score, one.text] for one in found], expected, tolerance=1e-3)
+        scored = model.score(sentences, [one.text for one in found])
+        alike = [(one, other) for one, other in zip(found, scored, strict=True) if one.num_tokens == other.num_tokens]
+        assert len(alike) > len(sentences) / 2
+        assert all(other.score == pytest.approx(one.score, abs=1e-4) for one, other in alike)

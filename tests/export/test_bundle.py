@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from data_module.tokenization.tokenizer import Tokenizer
+from pipeline.export.bundle import FILES
 from tests.conftest import ROOT, pipeline
 
 HERE = Path(__file__).resolve().parent
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def bundle(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "bundle"
-    done = pipeline("export", trained_run, folder, "--quantize", "int8", "--data-licence", "CC0 (made up)")
+    formats = [word for name in FILES for word in ("--format", name)]
+    done = pipeline("export", trained_run, folder, *formats, "--quantize", "int8", "--data-licence", "CC0 (made up)")
     assert done.returncode == 0, done.stderr.decode()
     assert [path.name for path in folder.parent.iterdir()] == ["bundle"]
     return folder
@@ -38,7 +40,7 @@ def expected(trained_run: Path) -> list[str]:
 
 def test_files_of_a_bundle(bundle: Path, tiny_corpus: Path) -> None:
     names = ["README.md", "card.json", "ctranslate2", "ctranslate2-int8", "model.int8.ts", "model.pt2", "model.ts"]
-    assert sorted(path.name for path in bundle.iterdir()) == [*names, "parity.json", "tokenizer.model"]
+    assert sorted(path.name for path in bundle.iterdir()) == [*names, "onnx", "parity.json", "tokenizer.model"]
     card = json.loads((bundle / "card.json").read_text())
     assert card["data_licences"] == ["CC0 (made up)"]
     manifest = json.loads((tiny_corpus / "manifest.json").read_text())
@@ -50,7 +52,7 @@ def test_files_of_a_bundle(bundle: Path, tiny_corpus: Path) -> None:
     torch.jit.load(bundle / "model.ts", _extra_files=extra)
     assert json.loads(extra["card.json"]) == card
     parity = json.loads((bundle / "parity.json").read_text())
-    for name in ("model.ts", "model.pt2", "ctranslate2"):
+    for name in ("model.ts", "model.pt2", "onnx", "ctranslate2"):
         exact = parity[name]["float32"]
         assert exact["broken"] == []
         assert exact["greedy_equal"] + exact["greedy_tied"] == parity["sentences"] == 40
@@ -74,10 +76,10 @@ def output_of(program: str, sentence: str, folder: Path) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3])
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4])
 def test_python_programs_of_the_readme(bundle: Path, trained_run: Path, expected: list[str], number: int) -> None:
     programs = re.findall(r"```python\n(.*?)```", (bundle / "README.md").read_text(), re.DOTALL)
-    assert len(programs) == 4
+    assert len(programs) == 5
     program = programs[number]
     if "packed.ts" in program:
         # Continues after the first program has loaded the model.
@@ -91,7 +93,12 @@ def test_python_programs_of_the_readme(bundle: Path, trained_run: Path, expected
         answers = [output_of(program.replace('card["beam_size"]', "1"), line, bundle) for line in SENTENCES[:2]]
         done = pipeline("translate", trained_run, "--beam", 1, text="".join(line + "\n" for line in SENTENCES))
         expected = done.stdout.decode().splitlines()
-    if "load_pt2" in program:  # greedy
+    if "onnxruntime" in program:  # greedy, as those of model.pt2
+        program += "assert 'torch' not in __import__('sys').modules"
+        assert answers == [
+            output_of(programs[2].replace('"A sentence."', repr(line)), line, bundle) for line in SENTENCES[:2]
+        ]
+    elif "load_pt2" in program:  # greedy
         assert all(answers)
     else:
         assert answers == expected[:2]

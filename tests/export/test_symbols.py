@@ -14,7 +14,7 @@ from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export.bundle import bundle_files, write_bundle
+from pipeline.export.bundle import FILES, bundle_files, write_bundle
 from pipeline.export.parity import Text
 from pipeline.inference.translator import Translator, padded
 
@@ -60,12 +60,12 @@ def test_translations_hold_each_symbol_and_character_once(model: TrainedModel) -
 @pytest.mark.slow
 def test_every_format_of_a_bundle_repeats_symbols_and_bytes(model: TrainedModel, tmp_path: Path) -> None:
     """By the programs of the bundle's README, which use sentencepiece and none of this project."""
-    write_bundle(model, tmp_path, bundle_files(None, None), Text("symbols", SENTENCES, SENTENCES), [])
+    write_bundle(model, tmp_path, bundle_files(list(FILES), None), Text("symbols", SENTENCES, SENTENCES), [])
     readme = (tmp_path / "README.md").read_text(encoding="utf-8")
     programs = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     head, tail = programs[0].split("source = ")
     programs[1] = head + programs[1] + "source = " + tail
-    assert len(programs) == 4
+    assert len(programs) == 5
     for program in programs:
         # One process per program: importing PyTorch takes longer than a translation.
         repeated = (

@@ -66,6 +66,28 @@ def test_the_packages_are_those_of_the_wheel(environment: Path, tmp_path: Path) 
     assert hint.startswith(f"{environment}/bin/python -m pip install 'mecab-python3")
     assert "ipadic" in hint
     assert "sacremoses" not in hint
+    packed = Path(place).parent.parent
+    for source in (ROOT / "model").rglob("*.cpp"):
+        assert (packed / source.relative_to(ROOT)).is_file()
+
+
+def test_the_python_api_of_the_wheel(environment: Path, tmp_path: Path) -> None:
+    code = """
+import pipeline
+names = [getattr(pipeline, name) for name in pipeline.__all__]
+try:
+    pipeline.load("nowhere")
+except pipeline.InputError as error:
+    print(error)
+print(pipeline.__file__)
+"""
+    done = subprocess.run(
+        [environment / "bin" / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    said, place = done.stdout.splitlines()
+    assert said.startswith("nowhere: there is no such checkpoint or run folder")
+    assert Path(place).is_relative_to(environment)
+    assert (Path(place).parent / "py.typed").is_file()
 
 
 def test_recipes_from_the_wheel(environment: Path, tmp_path: Path) -> None:

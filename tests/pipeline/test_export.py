@@ -14,8 +14,8 @@ from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export import exported_program, formats, torchscript
-from pipeline.export.bundle import bundle_files, write_bundle
+from pipeline.export import exported_program, formats, onnx_model, torchscript
+from pipeline.export.bundle import FILES, bundle_files, write_bundle
 from pipeline.export.parity import Text
 from tests.model.search_truth import VOCABULARY_SIZE
 
@@ -53,7 +53,7 @@ def make_model(tokenizer: Tokenizer, **shape: Any) -> TrainedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path, shape: str) -> None:
-    names = bundle_files(None, None)
+    names = bundle_files(list(FILES), None)
     if shape == "d_k":
         names.remove("ctranslate2")
     model = make_model(tokenizer, **SHAPES[shape])
@@ -63,20 +63,25 @@ def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path
     assert parity["model.ts"]["float32"]["equal"] == len(TEXT.sources)
     assert parity["model.ts"]["float32, packed"]["equal"] == len(TEXT.sources)
     search = torchscript.load_torchscript(tmp_path / "model.ts", packed=False)
-    programs = exported_program.load_exported_program(tmp_path / "model.pt2")
+    loaded = [
+        exported_program.load_exported_program(tmp_path / "model.pt2"),
+        onnx_model.load_onnx(tmp_path / "onnx"),
+    ]
     source = torch.randint(4, VOCABULARY_SIZE, (1, 1100))
     mask = torch.ones_like(source, dtype=torch.bool)
     if shape == "learned":
         with pytest.raises(torch.jit.Error, match="longer than the network's 24 positions"):
             search.greedy(source, None, 1)
-        with pytest.raises(Exception, match="24"):
-            programs["encode"](source, mask)
+        for programs in loaded:
+            with pytest.raises(Exception, match="24"):
+                programs["encode"](source, mask)
     else:
         # Positions beyond those in training: sinusoids have no limit.
         with torch.no_grad():
             memory = model.network.encode(source, mask)
             keys = model.network.decoder[0].cross_attention.keys_values(memory)[0]  # type: ignore
-            assert (programs["encode"](source, mask)[0][0] - keys).abs().max() < 1e-4
+            for programs in loaded:
+                assert (programs["encode"](source, mask)[0][0] - keys).abs().max() < 1e-4
         assert search.greedy(source, None, 0).lengths.item() > 0
 
 

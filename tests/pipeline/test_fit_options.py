@@ -1,6 +1,7 @@
 """Options that `fit` chooses: precision, strategy and compilation; and which Trainer keys a recipe may set."""
 
 import re
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,13 @@ def test_ddp_with_more_than_one_process() -> None:
         chosen = strategy({"accelerator": "cpu", **options})
         assert isinstance(chosen, SingleStreamDDP)
         assert chosen._ddp_kwargs == {"gradient_as_bucket_view": True}
+
+
+def test_a_notebook_trains_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert strategy({"accelerator": "cpu", "devices": 1}) == "auto"
+    with pytest.raises(InputError, match=r"^trainer.devices: a notebook trains on one device, not 2; set it to 1"):
+        strategy({"accelerator": "cpu", "devices": 2})
 
 
 def test_help_names_the_page_that_lists_all_settings() -> None:

@@ -93,6 +93,21 @@ def test_help_imports_nothing_slow(command: str) -> None:
     assert imported(command, "--help") == (0, set())
 
 
+def test_importing_the_package_imports_nothing_slow() -> None:
+    """Its names are imported when they are used."""
+    code = "import json, sys, pipeline; dir(pipeline); pipeline.InputError; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    modules = set(json.loads(done.stdout))
+    assert not modules & {*SLOW, "numpy", "yaml"}
+    assert "pipeline.api" not in modules
+
+
 def plain(kind: Any) -> set[Any]:
     """Return the members of a union, without classes that YAML has no values for."""
     members = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_module.errors import InputError
-from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.recipe import Recipe, load_recipe, recipe_from_dict
 from pipeline.config.trainer_keys import trainer_signature
 from tests.conftest import pipeline
 
@@ -368,3 +368,38 @@ def test_any_text_yields_a_recipe_or_one_line_of_error(
     path = tmp_path_factory.getbasetemp() / "text.yaml"
     read_or_refuse(path, text)
     read_or_refuse(path, MINIMAL, override)
+
+
+def test_a_dictionary_is_read_as_a_file_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[str, Any] = {"name": "mine", **yaml.safe_load(MINIMAL), "training": {"warmup_steps": 5}}
+    assert recipe_from_dict(values) == load_recipe([write(tmp_path, yaml.safe_dump(values))])
+    given = {"name": "mine", "extends": "base.yaml", "corpus": {"folder": Path("other")}, "network": {"d_ff": 64}}
+    kept = {**given, "corpus": dict(given["corpus"])}  # type: ignore[call-overload]
+    write(tmp_path, MINIMAL + "network: {d_model: 32}\n", "base.yaml")
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_from_dict(given)
+    assert (recipe.name, recipe.corpus.folder, recipe.network.d_ff, recipe.network.d_model) == ("mine", "other", 64, 32)
+    assert recipe.corpus.train[0].source == "a.en"
+    assert given == kept
+    sources = ({"source": "a", "target": "b"}, {"source": Path("c"), "target": "d"})
+    recipe = recipe_from_dict({**values, "corpus": {**values["corpus"], "train": sources}})
+    assert [one.source for one in recipe.corpus.train] == ["a", "c"]
+
+
+def test_mistakes_in_a_dictionary() -> None:
+    values: dict[str, Any] = {"name": "mine", **yaml.safe_load(MINIMAL)}
+    endless: dict[str, Any] = {}
+    endless["corpus"] = endless
+    for wrong, said in (
+        ({}, "2 mistakes: the recipe: name is missing; add it; the recipe: corpus is missing; add it"),
+        (values | {"network": {"d_modell": 5}}, "network.d_modell is not a key; did you mean network.d_model?"),
+        (values | {"network": {"num_heads": 7}}, "network.d_model 512 is not a multiple"),
+        (values | {"extends": "none.yaml"}, "the recipe: extends none.yaml, which does not exist"),
+        (values | {"extends": 3}, "the recipe: extends must name one recipe"),
+        (values | {"network": {"norm": "nosuch"}}, "network.norm 'nosuch'"),
+        (endless, "the recipe: values are nested too deeply"),
+        ("recipe.yaml", "a recipe is a dictionary, not 'recipe.yaml'"),
+    ):
+        with pytest.raises(InputError) as caught:
+            recipe_from_dict(wrong)  # type: ignore[arg-type]
+        assert str(caught.value).startswith(said)

@@ -71,6 +71,17 @@ def test_default_signals_end_the_process_immediately() -> None:
         pass
 
 
+def test_default_signals_leave_another_programs_handlers() -> None:
+    def theirs(*_: object) -> None:
+        pass
+
+    for signum in SIGNALS[:2]:
+        signal.signal(signum, theirs)
+    with default_signals():
+        assert [signal.getsignal(signum) for signum in SIGNALS[:2]] == [theirs] * 2
+    assert [signal.getsignal(signum) for signum in SIGNALS[:2]] == [theirs] * 2
+
+
 def test_ignored_signals_are_not_recorded() -> None:
     install()
     signals.ignore()

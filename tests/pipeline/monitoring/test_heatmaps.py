@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.monitoring.attention_plots import drawable
+from pipeline.monitoring.attention_images import drawable
 from pipeline.monitoring.heatmaps import CELL_SIZE, Panel, _font, draw_matrix, draw_panels, missing_characters
 
 

@@ -1,0 +1,365 @@
+"""The Python API: load a trained model and use it, or train one. `import pipeline` gives these names."""
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_module.errors import InputError
+from model.attention_maps import attention_maps
+from model.transformer import Transformer
+from pipeline.checkpointing.checkpoint import load_model
+from pipeline.export.loading import bundle_of, load_bundle
+from pipeline.inference.scorer import score_pairs
+from pipeline.inference.text_io import progress_bar
+from pipeline.inference.translator import EMPTY, Hypothesis, Translator, load_translator
+from pipeline.runtime import signals
+from pipeline.runtime.console import lightning_noise_restored
+from pipeline.runtime.errors import user_message
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_MOST_NAMED = 3
+"""Sentences that a warning names."""
+
+
+@contextmanager
+def _mistakes_in_one_line() -> Iterator[None]:
+    """Raise InputError with the line that a command would print for a mistake."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        line = user_message(error)
+        if line is None:
+            raise
+        raise InputError(line) from error
+
+
+class _File(NamedTuple):
+    """A checkpoint file, and what is different if another one takes its place."""
+
+    path: Path
+    identity: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> "_File":
+        found = path.stat()
+        return cls(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+def load(
+    path: str | Path,
+    *,
+    beam_size: int | None = None,
+    length_penalty: float | None = None,
+    stop_rule: str | None = None,
+) -> "Model":
+    """Load a model, on the GPU if there is one, and say on standard error which file was chosen.
+
+    Args:
+        path: a run folder, a checkpoint, or an exported bundle that has `model.ts`. That file is a program: load
+            bundles that you trust.
+        beam_size: number of open hypotheses; None for the recipe's.
+        length_penalty: exponent alpha of the length penalty; None for the recipe's.
+        stop_rule: when a search stops, "exact" or "first"; None for the recipe's.
+
+    Raises:
+        InputError: the model cannot be read, or a setting is out of bounds.
+    """
+    with _mistakes_in_one_line():
+        folder = bundle_of(Path(path))
+        if folder is not None:
+            return Model(load_bundle(folder, beam_size, length_penalty, stop_rule))
+        translator = load_translator(Path(path), beam_size, length_penalty, stop_rule)
+        return Model(translator, _File.of(Path(translator.name).absolute()))
+
+
+@dataclass(frozen=True, repr=False)
+class Attention:
+    """Attention weights of one sentence and its translation. Rows sum to one.
+
+    The axes of an array are layers, heads, queries and keys. S is the number of source pieces, T that of target pieces,
+    both with the end symbol.
+    """
+
+    source: list[str]
+    """Source pieces, S with the end symbol. U+2581 in a piece stands for a space."""
+    target: list[str]
+    """Target pieces, T with the end symbol."""
+    encoder: NDArray[np.float32]
+    """[layers, heads, S, S]: from each source piece to each source piece."""
+    decoder: NDArray[np.float32]
+    """[layers, heads, T, T]: when predicting each target piece, to the begin symbol and the pieces before it."""
+    cross: NDArray[np.float32]
+    """[layers, heads, T, S]: when predicting each target piece, to each source piece."""
+    bos: str
+    """The begin symbol."""
+
+    def __repr__(self) -> str:
+        return f"<Attention: {len(self.source)} source pieces, {len(self.target)} target pieces>"
+
+    def picture(self, kind: Literal["cross", "encoder", "decoder"] = "cross", layer: int = -1) -> "Image":
+        """Draw the heads of one layer as an image of Pillow, which a notebook shows.
+
+        Args:
+            kind: which attention.
+            layer: counted from 0, or from the end if it is negative.
+
+        Raises:
+            InputError: there is no such kind or layer.
+        """
+        from pipeline.monitoring.attention_images import AXES, axis_labels, draw_attention
+
+        if kind not in AXES:
+            raise InputError(f"kind {kind!r}: must be {', '.join(sorted(AXES))}")
+        weights = getattr(self, kind)
+        if not -len(weights) <= layer < len(weights):
+            raise InputError(f"layer {layer}: there are {len(weights)}; give one from 0 to {len(weights) - 1}")
+        labels = axis_labels(self.source[:-1], self.target[:-1], self.bos, self.source[-1])
+        return draw_attention(kind, weights, labels, [layer % len(weights)], range(weights.shape[1]), "")
+
+
+class Model:
+    """A trained model, which `load` returns."""
+
+    def __init__(self, translator: Translator, checkpoint: _File | None = None) -> None:
+        """`checkpoint` is where the network is read from if the search does not hold one."""
+        self._translator = translator
+        self._checkpoint = checkpoint
+
+    def __repr__(self) -> str:
+        return f"<Model {self._translator.name}>"
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The recipe that the model was trained with."""
+        return self._translator.recipe
+
+    @cached_property
+    def _network(self) -> Any:
+        """The network as a module, in evaluation mode, on the search's device."""
+        search = self._translator.search
+        if hasattr(search, "network"):
+            return search.network
+        # The compiled search has a copy of the weights only, in a layout of its own.
+        assert self._checkpoint is not None
+        if _File.of(self._checkpoint.path) != self._checkpoint:
+            raise InputError(f"{self._checkpoint.path}: has changed since it was loaded; load it again")
+        return load_model(self._checkpoint.path).network.to(self._translator.device)
+
+    @overload
+    def translate(self, sentences: str, *, progress: bool = True) -> str: ...
+    @overload
+    def translate(self, sentences: list[str], *, progress: bool = True) -> list[str]: ...
+    @overload
+    def translate(self, sentences: str, n_best: int, *, progress: bool = True) -> list[Hypothesis]: ...
+    @overload
+    def translate(self, sentences: list[str], n_best: int, *, progress: bool = True) -> list[list[Hypothesis]]: ...
+    def translate(self, sentences: str | list[str], n_best: int | None = None, *, progress: bool = True) -> Any:
+        """Translate a sentence or a list of sentences. An empty sentence has an empty translation.
+
+        Warns of sentences that are too long for the model, and of those without a prefix that it needs.
+
+        Args:
+            sentences: one sentence or a list.
+            n_best: number of hypotheses for each sentence, at most the beam size.
+            progress: show a progress bar on standard error, after two seconds.
+
+        Returns:
+            The translation of each sentence; with `n_best`, a list of hypotheses with scores, best first.
+
+        Raises:
+            InputError: `n_best` is out of bounds, or a sentence is not text.
+        """
+        texts = _texts(sentences, "sentences")
+        count, beam_size = 1 if n_best is None else n_best, self._translator.settings.beam_size
+        if count < 1:
+            raise InputError(f"n_best {count}: must be 1 or more")
+        if count > beam_size:
+            raise InputError(f"n_best {count}: is more than the beam, {beam_size}; load the model with more beam_size")
+        self._warn_of_prefixes(texts)
+        with _mistakes_in_one_line():
+            found = self._translator.translate(texts, count, progress=progress)
+        self._warn_of_cut([number for number, one in enumerate(found, 1) if one.truncated])
+        answers: list[Any] = [one.text if n_best is None else one.hypotheses for one in found]
+        return answers[0] if isinstance(sentences, str) else answers
+
+    @overload
+    def score(self, sources: str, targets: str, *, progress: bool = True) -> Hypothesis: ...
+    @overload
+    def score(self, sources: list[str], targets: list[str], *, progress: bool = True) -> list[Hypothesis]: ...
+    def score(self, sources: str | list[str], targets: str | list[str], *, progress: bool = True) -> Any:
+        """Score given translations: what the model assigns to each of them, piece by piece, by teacher forcing.
+
+        A target's score is that of `translate` if the search spelled the same text with the same pieces.
+
+        Args:
+            sources: one source sentence or a list.
+            targets: its translation, or a list of as many.
+            progress: show a progress bar on standard error, after two seconds.
+
+        Returns:
+            For each pair, the target with its log-probability, its score, which is the log-probability divided by the
+            length penalty, and its number of pieces.
+
+        Raises:
+            InputError: there are not as many targets as sources, or a target is too long for the model.
+        """
+        given, wanted = _texts(sources, "sources"), _texts(targets, "targets")
+        if isinstance(sources, str) != isinstance(targets, str) or len(given) != len(wanted):
+            raise InputError(f"{len(given)} sources and {len(wanted)} targets; give one target for each source")
+        source_ids, target_ids = self._source_ids(given), self._target_ids(wanted)
+        # The search does not run for an empty sentence, whose translation is empty.
+        scored = [i for i, pair in enumerate(zip(source_ids, target_ids, strict=True)) if max(map(len, pair)) > 1]
+        found = [EMPTY] * len(given)
+        with _mistakes_in_one_line(), progress_bar(len(given), show=progress, description="scoring") as bar:
+            hypotheses = score_pairs(
+                self._network,
+                self._translator,
+                [source_ids[i] for i in scored],
+                [target_ids[i] for i in scored],
+                [wanted[i] for i in scored],
+                bar.update,
+            )
+        for index, hypothesis in zip(scored, hypotheses, strict=True):
+            found[index] = hypothesis
+        return found[0] if isinstance(sources, str) else found
+
+    def attention(self, sentence: str, target: str | None = None) -> Attention:
+        """Return the attention weights of a sentence while the model writes a translation.
+
+        Args:
+            sentence: the source sentence.
+            target: the translation; None for the model's own.
+
+        Raises:
+            InputError: the model is a bundle, which does not give its attention weights, or the target is too long.
+        """
+        translator = self._translator
+        with _mistakes_in_one_line():
+            network = self._network
+        if not isinstance(network, Transformer):
+            raise InputError(f"{translator.name}: a bundle has no attention weights; load the checkpoint")
+        if not isinstance(sentence, str):
+            raise InputError(f"attention is that of one sentence; give text, not {sentence!r}")
+        [source_ids] = self._source_ids([sentence])
+        if target is None:
+            target = translator.translate([sentence])[0].text
+        [target_ids] = self._target_ids([target])
+        tokenizer, device = translator.tokenizer, translator.device
+        maps = attention_maps(
+            network,
+            torch.tensor([source_ids], device=device),
+            torch.tensor([[tokenizer.bos_id, *target_ids[:-1]]], device=device),
+        )
+        arrays = {kind: torch.cat(layers).float().cpu().numpy() for kind, layers in maps.items()}
+        pieces = tokenizer.pieces()
+        return Attention(
+            source=[pieces[one] for one in source_ids],
+            target=[pieces[one] for one in target_ids],
+            bos=pieces[tokenizer.bos_id],
+            **arrays,
+        )
+
+    def _source_ids(self, sentences: list[str]) -> list[list[int]]:
+        """Return ids with the end symbol, cut as in translation, with the same warnings."""
+        self._warn_of_prefixes(sentences)
+        eos, longest = self._translator.tokenizer.eos_id, self._translator.max_source_tokens
+        rows = [ids.tolist() for ids in self._translator.tokenizer.encode(sentences)]
+        if longest is not None:
+            self._warn_of_cut([number for number, ids in enumerate(rows, 1) if len(ids) >= longest])
+        return [[*ids[: None if longest is None else longest - 1], eos] for ids in rows]
+
+    def _target_ids(self, sentences: list[str]) -> list[list[int]]:
+        """Return ids with the end symbol; raise InputError for a sentence that the network has no positions for."""
+        eos, longest = self._translator.tokenizer.eos_id, self._translator.search.max_positions
+        rows = [[*ids.tolist(), eos] for ids in self._translator.tokenizer.encode(sentences)]
+        for number, ids in enumerate(rows, 1):
+            if longest and len(ids) > longest:
+                raise InputError(f"target {number}: has {len(ids)} pieces and the network {longest} positions; cut it")
+        return rows
+
+    def _warn_of_prefixes(self, sentences: list[str]) -> None:
+        prefixes = self._translator.prefixes
+        missing = [number for number, sentence in enumerate(sentences, 1) if prefixes.is_missing(sentence)]
+        _warn(missing, prefixes.missing_message)
+
+    def _warn_of_cut(self, numbers: list[int]) -> None:
+        _warn(numbers, f"longer than the {self._translator.max_source_tokens} tokens that the network reads; cut")
+
+
+def _texts(given: str | list[str], name: str) -> list[str]:
+    """Return a list of sentences; raise InputError for a member that is not text."""
+    texts = [given] if isinstance(given, str) else list(given)
+    for number, text in enumerate(texts, 1):
+        if not isinstance(text, str):
+            raise InputError(f"{name}: number {number} is {text!r}, not text")
+    return texts
+
+
+def _warn(numbers: list[int], what: str) -> None:
+    """Warn of sentences by number, from 1, in the code that has called this file."""
+    if not numbers:
+        return
+    named = ", ".join(map(str, numbers[:_MOST_NAMED])) + (" ..." if len(numbers) > _MOST_NAMED else "")
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"{len(numbers)} sentence(s), number {named}: {what}", stacklevel=level)
+
+
+def train(recipe: Mapping[str, Any]) -> Path:
+    """Train a model as `fit` does: prepare the corpus if necessary, and start the run or resume it.
+
+    The process keeps its signal handlers, warning filters and random state. A keyboard interrupt saves a checkpoint
+    before it is raised; the same call then resumes.
+
+    Args:
+        recipe: a dictionary with the keys of a recipe file and its name. It is not changed.
+
+    Returns:
+        The run folder, for `load`. The run may have stopped before its last step if `trainer.max_time` has passed.
+
+    Raises:
+        InputError: a mistake in the recipe or its text, on which `fit` would end as well.
+        KeyboardInterrupt: after the checkpoint is saved.
+    """
+    from pipeline.config.recipe import recipe_from_dict
+    from pipeline.config.trainer_keys import trainer_signature
+    from pipeline.training.fit import fit_recipe
+
+    with _mistakes_in_one_line(), _state_restored():
+        checked = recipe_from_dict(recipe, trainer_signature())
+        try:
+            fit_recipe(checked, reset=False, init_from=None)
+        except signals.Stopped as stop:
+            if signals.first_signal() is not None:
+                raise KeyboardInterrupt(str(stop)) from None
+            print(stop, file=sys.stderr)
+        except SystemExit:  # by Lightning, after a second interrupt
+            raise KeyboardInterrupt from None
+    return checked.run_folder()
+
+
+@contextmanager
+def _state_restored() -> Iterator[None]:
+    """Restore at the end what training changes for the whole process."""
+    signals.forget()
+    precision = torch.get_float32_matmul_precision()
+    devices = range(torch.cuda.device_count())
+    try:
+        with lightning_noise_restored(), torch.random.fork_rng(devices):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)

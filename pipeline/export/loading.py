@@ -1,0 +1,75 @@
+"""Load a bundle for translation, with this project's code around its TorchScript file."""
+
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_module.errors import InputError
+from data_module.tokenization.tokenizer import Tokenizer
+from model.settings import DecodingSettings
+from pipeline.export import torchscript
+from pipeline.inference.prefixes import Prefixes
+from pipeline.inference.translator import LONGEST, Translator, search_settings
+
+
+def bundle_of(path: Path) -> Path | None:
+    """Return the folder of the bundle that a path names, the folder itself or its `model.ts`; None if it is none."""
+    folder = path.parent if path.name == torchscript.NAME else path
+    return folder if (folder / "card.json").is_file() else None
+
+
+def load_bundle(
+    folder: Path, beam_size: int | None = None, length_penalty: float | None = None, stop_rule: str | None = None
+) -> Translator:
+    """Load `model.ts` of a bundle for translation, on the GPU if there is one. That file is a program.
+
+    Args:
+        folder: the bundle.
+        beam_size: beam size; None for the card's.
+        length_penalty: exponent alpha of the length penalty; None for the card's.
+        stop_rule: when a search stops, exact or first; None for the recipe's.
+
+    Raises:
+        InputError: a file is missing or damaged, or a setting is out of bounds.
+    """
+    path = folder / torchscript.NAME
+    if not path.is_file():
+        raise InputError(f"{folder}: has no {path.name}, which translates; export it again with --format torchscript")
+    recipe, decoding, target_language = _card(folder / "card.json")
+    settings = search_settings(decoding, beam_size, length_penalty, stop_rule)
+    print(f"translating with {path}", file=sys.stderr)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        search = torchscript.load_torchscript(path, device)
+    except RuntimeError:
+        raise InputError(f"{path}: is damaged or not a TorchScript file; export it again") from None
+    translator = Translator(
+        search,
+        Tokenizer.load(folder / "tokenizer.model"),
+        settings,
+        max_source_tokens=LONGEST,
+        device=device,
+        name=str(path),
+        target_language=target_language,
+    )
+    translator.bleu_tokenizer = recipe["run"].get("bleu_tokenizer")
+    translator.recipe, translator.prefixes = recipe, Prefixes.of_corpus(recipe["corpus"])
+    return translator
+
+
+def _card(path: Path) -> tuple[dict[str, Any], DecodingSettings, str]:
+    """Return a card's recipe, search settings and target language; raise InputError if it is no card."""
+    known = {one.name for one in fields(DecodingSettings)}
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+        recipe: dict[str, Any] = card["recipe"]
+        decoding = {name: value for name, value in recipe["decoding"].items() if name in known}
+        if not all(isinstance(recipe[section], dict) for section in ("run", "corpus")):
+            raise TypeError
+        return recipe, DecodingSettings(**decoding), str(card["target_language"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"{path}: is no card of a bundle; export it again") from None

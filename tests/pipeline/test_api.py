@@ -1,0 +1,438 @@
+"""The Python API: the same answers, scores and mistakes as the commands', in a process that is somebody else's."""
+
+import copy
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import pipeline
+from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from model.attention_maps import attention_maps
+from pipeline import api
+from pipeline.__main__ import main
+from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
+from pipeline.inference.prefixes import Prefixes
+from pipeline.inference.translator import Translator, load_translator
+from pipeline.training import fit
+from tests.conftest import ROOT, sentences, tiny_recipe
+from tests.conftest import pipeline as run_command
+from tests.model.search_truth import VOCABULARY_SIZE
+from tests.pipeline.test_export import make_model
+
+TEXTS = [*sentences(40, seed=40), "", "the dog"]
+
+
+@pytest.fixture(scope="module")
+def bundle(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "bundle"
+    assert main(["export", str(trained_run), str(folder), "--format", "torchscript"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(trained_run: Path) -> pipeline.Model:
+    return pipeline.load(trained_run)
+
+
+@pytest.fixture(scope="module")
+def letters() -> Tokenizer:
+    return Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(pipeline.InputError) as caught:
+        call()
+    [line] = str(caught.value).splitlines()
+    return line
+
+
+def test_there_are_five_names() -> None:
+    assert sorted(pipeline.__all__) == ["Hypothesis", "InputError", "Model", "load", "train"]
+    assert set(pipeline.__all__) <= set(dir(pipeline))
+    assert all(hasattr(pipeline, name) for name in pipeline.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'translate'"):
+        pipeline.translate  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_translations_are_the_commands(model: pipeline.Model, trained_run: Path) -> None:
+    done = run_command("translate", trained_run, text="".join(text + "\n" for text in TEXTS))
+    expected = done.stdout.decode().removesuffix("\n").split("\n")
+    assert model.translate(TEXTS) == expected
+    assert model.translate(TEXTS[0]) == expected[0]
+    assert (model.translate(""), model.translate([])) == ("", [])
+    best = load_translator(trained_run, None, None).translate(TEXTS, n_best=3)
+    assert model.translate(TEXTS, n_best=3) == [one.hypotheses for one in best]
+    [hypothesis] = model.translate(TEXTS[0], n_best=1)
+    assert isinstance(hypothesis, pipeline.Hypothesis)
+    assert hypothesis.text == expected[0]
+    assert model.recipe["network"]["d_model"] == 16
+
+
+def test_settings_and_kinds_of_paths(trained_run: Path, model: pipeline.Model) -> None:
+    greedy = pipeline.load(str(trained_run / "checkpoints" / "best.ckpt"), beam_size=1, length_penalty=0.0)
+    expected = load_translator(trained_run / "checkpoints" / "best.ckpt", 1, 0.0).translate(TEXTS)
+    assert greedy.translate(TEXTS) == [one.text for one in expected]
+    hypothesis = greedy.translate(TEXTS[0], n_best=1)[0]
+    assert hypothesis.score == hypothesis.log_probability != 0.0
+    assert "best.ckpt" in repr(greedy)
+    assert "exact" not in pipeline.load(trained_run, stop_rule="first")._translator.settings.stop_rule
+
+
+def own_answers(model: pipeline.Model) -> list[tuple[str, pipeline.Hypothesis]]:
+    """Answers of the search whose text the tokenizer spells with as many pieces as the search did."""
+    tokenizer = model._translator.tokenizer
+    found = [
+        (text, one) for text, n_best in zip(TEXTS, model.translate(TEXTS, n_best=4), strict=True) for one in n_best
+    ]
+    texts = tokenizer.encode([one.text for _, one in found])
+    return [pair for pair, ids in zip(found, texts, strict=True) if len(ids) + 1 == max(pair[1].num_tokens, 1)]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "bundle"])
+def test_scores_of_the_searchs_answers_are_the_searchs(kind: str, model: pipeline.Model, bundle: Path) -> None:
+    used = model if kind == "checkpoint" else pipeline.load(bundle)
+    pairs = own_answers(used)
+    assert len(pairs) > 100
+    scored = used.score([source for source, _ in pairs], [one.text for _, one in pairs])
+    for (_, expected), found in zip(pairs, scored, strict=True):
+        assert (found.text, found.num_tokens) == (expected.text, expected.num_tokens)
+        assert found.score == pytest.approx(expected.score, abs=1e-4)
+        assert found.log_probability == pytest.approx(expected.log_probability, abs=1e-4)
+    assert any(abs(one.score - one.log_probability) > 0.1 for one in scored)
+
+
+def test_a_score_is_the_sum_over_pieces(model: pipeline.Model, trained_run: Path) -> None:
+    """Beside the plain network, one pair after another; a pair's score does not depend on the others."""
+    plain = load_model(resolve_checkpoint(trained_run))
+    targets = [" ".join(reversed(text.split())) for text in TEXTS]
+    found = model.score(TEXTS, targets, progress=False)
+    ids = [
+        [torch.tensor([[*row.tolist(), plain.tokenizer.eos_id]]) for row in plain.tokenizer.encode(texts)]
+        for texts in (TEXTS, targets)
+    ]
+    for text, source, target, score in zip(TEXTS, *ids, found, strict=True):
+        previous = torch.nn.functional.pad(target, [1, 0], value=plain.tokenizer.bos_id)[:, :-1]
+        with torch.no_grad():
+            chances = plain.network.logits(plain.network(source, previous)).log_softmax(-1)
+        expected = float(chances.gather(2, target.unsqueeze(2)).sum()) if text else 0.0
+        assert score.log_probability == pytest.approx(expected, abs=1e-4)
+    assert model.score(TEXTS[3], targets[3]).log_probability == pytest.approx(found[3].log_probability, abs=1e-5)
+    assert model.score([], []) == []
+
+
+def test_the_network_is_read_again_where_the_search_has_none(
+    model: pipeline.Model, trained_run: Path, tmp_path: Path
+) -> None:
+    """From the same file only: a run that goes on puts another best checkpoint in its place."""
+    copied = tmp_path / "copy.ckpt"
+    shutil.copy(resolve_checkpoint(trained_run), copied)
+    expected = model.score("the dog", "dog the")
+    for changes in (False, True):
+        other = pipeline.load(copied)
+        other._translator.search = SimpleNamespace(max_positions=0)
+        if changes:
+            shutil.copy(trained_run / "checkpoints" / "step=00000080.ckpt", copied)
+            assert "has changed since it was loaded; load it again" in refusal(lambda: other.score("a", "b"))  # noqa: B023
+            assert "has changed since it was loaded" in refusal(lambda: other.attention("a", "b"))  # noqa: B023
+            copied.unlink()
+            assert str(copied) in refusal(lambda: other.score("a", "b"))  # noqa: B023
+        else:
+            assert other.score("the dog", "dog the").score == pytest.approx(expected.score, abs=1e-5)
+
+
+def test_attention_is_the_networks(model: pipeline.Model, trained_run: Path) -> None:
+    plain = load_model(resolve_checkpoint(trained_run))
+    found = model.attention(TEXTS[0])
+    target = model.translate(TEXTS[0])
+    tokenizer, pieces = plain.tokenizer, plain.tokenizer.pieces()
+    source_ids, target_ids = ([*ids.tolist(), tokenizer.eos_id] for ids in tokenizer.encode([TEXTS[0], target]))
+    assert found.source == [pieces[one] for one in source_ids]
+    assert found.target == [pieces[one] for one in target_ids]
+    maps = attention_maps(
+        plain.network, torch.tensor([source_ids]), torch.tensor([[tokenizer.bos_id, *target_ids[:-1]]])
+    )
+    for kind, rows, columns in (
+        ("encoder", found.source, found.source),
+        ("decoder", found.target, found.target),
+        ("cross", found.target, found.source),
+    ):
+        weights = getattr(found, kind)
+        assert weights.shape == (1, 2, len(rows), len(columns))
+        assert weights.dtype == np.float32
+        assert np.abs(weights[0] - maps[kind][0][0].numpy()).max() < 1e-5
+        assert np.abs(weights.sum(-1) - 1.0).max() < 1e-5
+    assert not np.triu(found.decoder[0, 0], 1).any()
+    other = model.attention(TEXTS[0], target="the dog")
+    assert len(other.target) < len(found.target)
+    assert "".join(other.target[:-1]).replace("\u2581", " ").strip() == "the dog"
+
+
+def test_pictures_of_attention(model: pipeline.Model, letters: Tokenizer) -> None:
+    trained = make_model(letters)
+    deep = pipeline.Model(Translator(trained.network, letters, trained.decoding))
+    attention = model.attention(TEXTS[0])
+    pictures = [attention.picture(), attention.picture("encoder", layer=0), attention.picture("decoder")]
+    assert all(isinstance(picture, Image.Image) for picture in pictures)
+    assert len({picture.tobytes() for picture in pictures}) == 3
+    assert attention.picture("cross", 0).tobytes() == pictures[0].tobytes()
+    both = [deep.attention("a b c").picture(layer=layer).tobytes() for layer in (0, 1, -1)]
+    assert both[0] != both[1] == both[2]
+    # The darkest color is a weight of one: the picture depends on the array.
+    changed = copy.copy(attention)
+    object.__setattr__(changed, "cross", np.zeros_like(attention.cross))
+    assert changed.picture().tobytes() != pictures[0].tobytes()
+    assert "kind 'self': must be cross, decoder, encoder" in refusal(lambda: attention.picture("self"))  # type: ignore[arg-type]
+    assert "layer 1: there are 1" in refusal(lambda: attention.picture(layer=1))
+    assert "layer -2" in refusal(lambda: attention.picture(layer=-2))
+
+
+def test_a_bundle_translates_as_its_checkpoint(model: pipeline.Model, bundle: Path) -> None:
+    for path in (bundle, str(bundle), bundle / "model.ts"):
+        assert pipeline.load(path).translate(TEXTS) == model.translate(TEXTS)
+    greedy = pipeline.load(bundle, beam_size=1)
+    assert "n_best 2: is more than the beam, 1" in refusal(lambda: greedy.translate("the dog", n_best=2))
+    assert "a bundle has no attention weights; load the checkpoint" in refusal(lambda: greedy.attention("the dog"))
+    assert greedy.recipe == model.recipe
+
+
+@pytest.mark.parametrize("damage", ["no model.ts", "truncated", "no card", "another card"])
+def test_damaged_bundles(damage: str, bundle: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    if damage == "no model.ts":
+        (folder / "model.ts").unlink()
+        assert "has no model.ts, which translates; export it again" in refusal(lambda: pipeline.load(folder))
+    elif damage == "truncated":
+        (folder / "model.ts").write_bytes((bundle / "model.ts").read_bytes()[:5000])
+        assert "is damaged or not a TorchScript file" in refusal(lambda: pipeline.load(folder))
+    elif damage == "no card":
+        (folder / "card.json").unlink()
+        assert "holds no checkpoint" in refusal(lambda: pipeline.load(folder))
+    else:
+        for text in ("[]", "{", '{"recipe": {"decoding": []}}', '{"recipe": {"decoding": {}}}'):
+            (folder / "card.json").write_text(text)
+            assert "card.json: is no card of a bundle" in refusal(lambda: pipeline.load(folder))
+
+
+def test_mistakes_have_the_commands_lines(
+    model: pipeline.Model, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command_line(*words: object) -> str:
+        assert main(list(map(str, words))) == 2
+        return capsys.readouterr().err.splitlines()[-1].removeprefix("error: ")
+
+    missing, text = tmp_path / "none", tmp_path / "text.ckpt"
+    text.write_text("no checkpoint")
+    for path in (missing, text, tmp_path):
+        assert refusal(lambda path=path: pipeline.load(path)) == command_line("translate", path)  # type: ignore[misc]
+    said = command_line("translate", trained_run, "--beam", 0)
+    assert refusal(lambda: pipeline.load(trained_run, beam_size=0)) == said
+    assert "n_best 0: must be 1 or more" in refusal(lambda: model.translate("a", n_best=0))
+    assert "sentences: number 2 is nan, not text" in refusal(lambda: model.translate(["a", float("nan")]))  # type: ignore[list-item]
+    assert "attention is that of one sentence" in refusal(lambda: model.attention(["a"]))  # type: ignore[arg-type]
+    assert "2 sources and 1 targets" in refusal(lambda: model.score(["a", "b"], ["a"]))
+    assert "1 sources and 1 targets" in refusal(lambda: model.score("a", ["a"]))  # type: ignore[call-overload]
+
+
+def test_long_sentences_and_missing_prefixes_are_warned_of(letters: Tokenizer) -> None:
+    trained = make_model(letters, learned_positions=True, max_positions=12)
+    translator = Translator(trained.network, letters, trained.decoding, max_source_tokens=6)
+    model = pipeline.Model(translator)
+    with pytest.warns(UserWarning, match=r"2 sentence\(s\), number 2, 3: longer than the 6 tokens") as caught:
+        model.translate(["a b", "a b c d e f g", "g f e d c b a", "a"])
+    assert caught[0].filename == __file__
+    assert [len(ids) for ids in letters.encode(["a b c", "a b cc"])] == [5, 6]
+    with pytest.warns(UserWarning, match=r"number 2: longer than the 6 tokens") as caught:
+        model.score(["a b c", "a b cc"], ["a", "a"])
+    assert caught[0].filename == __file__
+    with pytest.raises(pipeline.InputError, match="target 2: has 13 pieces and the network 12 positions"):
+        model.score(["a", "b"], ["a", "a b c d e f g"])
+    translator.prefixes = Prefixes((">>x<<",), (">>x<<",), True)
+    for call in (
+        lambda: model.translate("a b"),
+        lambda: model.score("a b", "a"),
+        lambda: model.attention("a b"),
+        lambda: model.attention("a b", "a"),
+    ):
+        with pytest.warns(UserWarning, match=r"1 sentence\(s\), number 1: without one of the prefixes") as caught:
+            call()
+        assert [one.filename for one in caught] == [__file__]
+
+
+@pytest.fixture
+def recipe(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(tmp_path)
+    return {**tiny_recipe(tiny_corpus.parent), "name": "tiny"}
+
+
+def process_state() -> dict[str, Any]:
+    """What belongs to the caller."""
+    names = ["lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero", "data_module", ""]
+    return {
+        "signals": [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        "warnings": list(warnings.filters),
+        "levels": [logging.getLogger(name).level for name in names],
+        "random": torch.get_rng_state().tolist(),
+        "precision": torch.get_float32_matmul_precision(),
+        "hook": threading.excepthook,
+    }
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path / "checkpoints" / "step=00000012.ckpt", weights_only=True)["state_dict"]
+
+
+def test_training_gives_the_commands_weights_and_leaves_the_process_as_it_was(
+    recipe: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import lightning.pytorch  # noqa: F401  sets the levels of its loggers
+
+    given, before = copy.deepcopy(recipe), process_state()
+    # A recipe with a corpus that is not there yet, as a Path.
+    given["corpus"]["folder"] = Path("new")
+    kept = copy.deepcopy(given)
+    run = pipeline.train(given)
+    assert run == Path("runs/tiny")
+    assert given == kept
+    assert process_state() == before
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe | {"corpus": {**recipe["corpus"], "folder": "new"}}))
+    assert main(["fit", "--config", "tiny.yaml", "--run.folder", "other"]) == 0
+    ours, theirs = weights(run), weights(Path("other"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    capfd.readouterr()
+    assert pipeline.train(given) == run
+    assert "finished at step 12" in capfd.readouterr().err
+    assert isinstance(pipeline.load(run).translate("the dog"), str)
+
+
+def test_mistakes_in_a_recipe(recipe: dict[str, Any], tmp_path: Path) -> None:
+    before = process_state()
+    recipe["corpus"]["vocabulary_sise"] = 60
+    assert refusal(lambda: pipeline.train(recipe)) == (
+        "corpus.vocabulary_sise is not a key; did you mean corpus.vocabulary_size?"
+    )
+    del recipe["corpus"]["vocabulary_sise"], recipe["name"]
+    assert refusal(lambda: pipeline.train(recipe)) == "the recipe: name is missing; add it"
+    assert "a recipe is a dictionary, not 'tiny.yaml'" in refusal(lambda: pipeline.train("tiny.yaml"))  # type: ignore[arg-type]
+    recipe |= {"name": "tiny", "training": {"schedule": "nosuch"}}
+    assert "nosuch" in refusal(lambda: pipeline.train(recipe))
+    recipe["training"] = {}
+    recipe["corpus"] |= {"folder": "new", "train": {"source": "no.en", "target": "no.de"}}
+    assert "no.en" in refusal(lambda: pipeline.train(recipe))
+    assert process_state() == before
+    assert not (tmp_path / "runs").exists()
+
+
+def interrupt_after_first_checkpoint(run: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not list(run.glob("checkpoints/step=*.ckpt")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_saves_and_the_next_call_resumes(
+    recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = process_state()
+    recipe["trainer"] |= {"max_steps": 100_000, "val_check_interval": 50_000}
+    recipe["run"] |= {"checkpoint_every_steps": 4}
+    thread = threading.Thread(target=interrupt_after_first_checkpoint, args=(Path("runs/tiny"),))
+    thread.start()
+    with pytest.raises(KeyboardInterrupt, match="asked to stop: saved after step"):
+        pipeline.train(recipe)
+    thread.join()
+    assert process_state() == before
+    newest = max(Path("runs/tiny/checkpoints").glob("step=*.ckpt"))
+    step = int(newest.stem.partition("=")[2])
+    recipe["trainer"]["max_steps"] = step + 4
+    capfd.readouterr()
+    pipeline.train(recipe)
+    assert f"resuming from {newest}" in capfd.readouterr().err
+    assert f"step={step + 4:08d}.ckpt" in {path.name for path in newest.parent.iterdir()}
+
+
+def test_the_end_of_max_time_is_no_error(recipe: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    recipe["trainer"] |= {"max_steps": 100_000, "val_check_interval": 50_000, "max_time": "00:00:00:01"}
+    assert pipeline.train(recipe) == Path("runs/tiny")
+    assert "trainer.max_time has passed: saved after step" in capfd.readouterr().err
+
+
+def test_nothing_ends_the_process(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(*_: object, **__: object) -> None:
+        torch.set_float32_matmul_precision("high")  # as on a GPU
+        raise SystemExit(1)
+
+    before = process_state()
+    monkeypatch.setattr(fit, "fit_recipe", leave)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.train(recipe)
+    assert process_state() == before
+    assert not hasattr(api, "exit")
+
+
+def test_training_in_a_thread(recipe: dict[str, Any]) -> None:
+    """As in a web application: only the main thread can set signal handlers."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(pipeline.train(recipe)))
+    thread.start()
+    thread.join()
+    assert found == [Path("runs/tiny")]
+
+
+TYPED = """
+from pathlib import Path
+import pipeline
+
+model = pipeline.load("runs/mine", beam_size=4)
+reveal_type(model)
+reveal_type(model.translate("a"))
+reveal_type(model.translate(["a"]))
+reveal_type(model.translate("a", n_best=2))
+reveal_type(model.translate(["a"], 2))
+reveal_type(model.score("a", "b"))
+reveal_type(model.score(["a"], ["b"]))
+reveal_type(model.attention("a").picture())
+reveal_type(pipeline.train({"name": "a"}))
+model.translate(3)
+pipeline.load(Path("a"), beam=3)
+"""
+
+
+@pytest.mark.slow
+def test_the_types_are_known_to_mypy(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(TYPED)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", os.devnull, "--follow-imports", "silent", "user.py"],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    kinds = [line.partition('"')[2].rstrip('"') for line in done.stdout.splitlines() if "Revealed type" in line]
+    assert [kind.replace("builtins.", "").split(", fallback")[0].removeprefix("tuple[") for kind in kinds][:3] == [
+        "pipeline.api.Model",
+        "str",
+        "list[str]",
+    ]
+    assert all("Any" not in kind for kind in kinds), kinds
+    assert kinds[-2:] == ["PIL.Image.Image", "pathlib.Path"]
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line and line.startswith("user.py")]
+    assert len(errors) == 2, done.stdout

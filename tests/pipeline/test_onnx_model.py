@@ -1,0 +1,124 @@
+"""`onnx/` of a bundle: its decoding step and encoder beside the network's, at short and long positions."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_module.errors import InputError
+from model.decoding import BeamSearch
+from model.settings import DecodingSettings, NetworkSettings
+from model.transformer import Transformer
+from pipeline.__main__ import main
+from pipeline.export import onnx_model
+from pipeline.export.bundle import bundle_files
+from pipeline.export.onnx_model import load_onnx, write_onnx
+from pipeline.export.runners import ProgramRunner
+from tests.conftest import ROOT
+from tests.model.search_truth import BOS, EOS, LENGTHS, PAD, make_sources, trained_network
+
+LONG = 3000
+"""Past the network's table of positions."""
+
+
+class Ids:
+    """What a runner needs of a tokenizer."""
+
+    pad_id, bos_id, eos_id = PAD, BOS, EOS
+
+
+@pytest.fixture(scope="module")
+def network() -> Transformer:
+    return trained_network()
+
+
+@pytest.fixture(scope="module")
+def written(network: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle") / "onnx"
+    write_onnx(network, folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_greedy_answers_and_logits_are_the_networks(network: Transformer, written: Path) -> None:
+    runner = ProgramRunner(load_onnx(written), Ids(), DecodingSettings(max_extra_tokens=10), 0, "onnx")  # type: ignore[arg-type]
+    source, mask = make_sources([length for length in LENGTHS if length > 1])
+    rows = [row[: int(length)].tolist() for row, length in zip(source, mask.sum(1), strict=True)]
+    answers = BeamSearch(network, BOS, EOS, PAD).eval().greedy(source, mask, 10)
+    expected = [tuple(row[:length]) for row, length in zip(answers.tokens.tolist(), answers.lengths, strict=True)]
+    found = runner.greedy(rows)
+    assert [answer.tokens for answer in found] == expected
+    assert [answer.score for answer in found] == pytest.approx(answers.log_probabilities.tolist(), abs=1e-4)
+    target = torch.nn.functional.pad(answers.tokens, [1, 0], value=BOS)[:, :-1]
+    with torch.no_grad():
+        logits = network.logits(network(source, target, mask))
+    assert (runner.logits(source, mask, target) - logits).abs().max() < 1e-4
+
+
+@pytest.mark.slow
+def test_sinusoids_are_exact_at_late_positions(network: Transformer, written: Path) -> None:
+    """In float32, their angles would be wrong by 1e-4 at position 1,000."""
+    programs = load_onnx(written)
+    torch.manual_seed(1)
+    source = torch.randint(4, network.vocabulary_size, (1, LONG))
+    mask = torch.ones_like(source, dtype=torch.bool)
+    with torch.no_grad():
+        memory = network.encode(source, mask)
+        cross = [layer.cross_attention.keys_values(memory) for layer in network.decoder]  # type: ignore[operator, union-attr]
+        keys, values = programs["encode"](source, mask)
+        for layer, (expected_keys, expected_values) in enumerate(cross):
+            assert (keys[layer] - expected_keys).abs().max() < 3e-5
+            assert (values[layer] - expected_values).abs().max() < 3e-5
+        # The step's position is the number of previous tokens.
+        width = keys.size(2), keys.size(4)
+        past = torch.zeros(len(network.decoder), 1, width[0], LONG, width[1])
+        few, one = source[:, :5], mask[:, :5]
+        cross_keys, cross_values = programs["encode"](few, one)
+        logits = programs["step"](source[:, 0], past, past.clone(), cross_keys, cross_values, one)[0]
+        cache = network.init_cache(network.encode(few, one), LONG + 1)
+        for own_keys, own_values, _, _ in cache:
+            own_keys.zero_()
+            own_values.zero_()
+        states = network.decode_step(source[:, :1], torch.tensor([LONG]), LONG, cache, None, None)
+        assert (logits - network.logits(states)[:, 0]).abs().max() < 3e-5
+
+
+@pytest.mark.slow
+def test_the_files_hold_no_path_of_this_machine(written: Path) -> None:
+    for path in written.iterdir():
+        contents = path.read_bytes()
+        assert str(ROOT).encode() not in contents
+        assert b"site-packages" not in contents
+
+
+class Odd(torch.nn.Module):
+    """An activation with an operator that ONNX lacks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.special.i1e(x)
+
+
+@pytest.mark.slow
+def test_an_operator_that_onnx_lacks_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from model.layers import ACTIVATIONS
+
+    monkeypatch.setitem(ACTIVATIONS, "odd", Odd)
+    settings = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=2, activation="odd")
+    with pytest.raises(InputError, match=r"PyTorch cannot write the encode program .*i1e.* leave out --format onnx"):
+        write_onnx(Transformer(20, settings).eval(), tmp_path / "onnx")
+
+
+@pytest.mark.parametrize("package", ["onnxruntime", "onnxscript"])
+def test_without_the_packages(
+    package: str, trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked for by name, it is refused before the checkpoint is read; else it is not written."""
+    monkeypatch.setitem(sys.modules, package, None)
+    code = main(["export", str(trained_run), str(tmp_path / "bundle"), "--format", "onnx"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert line.startswith(f"error: {package} is not installed; run: ")
+    assert ".[onnx]" in line
+    assert not (tmp_path / "bundle").exists()
+    assert onnx_model.NAME not in bundle_files(None, None)
