@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipeline.inference.prefixes import Prefixes, add_prefix_argument, with_prefix
-from pipeline.inference.text_io import CHUNK, LineWarning, add_search_arguments, open_text, sentences
+from pipeline.inference.text_io import CHUNK, LineWarning, add_search_arguments, count_lines, open_text, sentences
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     truncated = LineWarning(f"longer than the {translator.max_source_tokens} tokens that the network reads; cut")
     missing = LineWarning(translator.prefixes.missing_message)
     lines = _checked(with_prefix(arguments.prefix, sentences(stream)), translator.prefixes, missing)
-    for number, translation in enumerate(translator.translate_lines(lines, chunk, n_best), 1):
+    total = count_lines(arguments.input) if arguments.input else None
+    for number, translation in enumerate(translator.translate_lines(lines, chunk, n_best, total), 1):
         if translation.truncated:
             truncated.add(number)
         for hypothesis in translation.hypotheses:

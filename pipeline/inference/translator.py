@@ -17,7 +17,7 @@ from model.packing import can_pack, pack_linears
 from model.settings import SHORTEST, STOP_RULES, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.prefixes import Prefixes
-from pipeline.inference.text_io import progress_bar
+from pipeline.inference.text_io import progress_bar, show_token_rate
 
 
 class Hypothesis(NamedTuple):
@@ -166,13 +166,14 @@ class Translator:
             total: number of lines, if it is known, for the time left.
         """
         lines, num_tokens = iter(lines), 0
-        with progress_bar(total, show=chunk > 1) as bar:
+        # The mean rate: within a chunk, the longest sentences are translated first and the rate rises.
+        with progress_bar(total, show=chunk > 1, smoothing=0) as bar:
             while batch := list(islice(lines, chunk)):
                 done = bar.n
                 translations = self.translate(batch, n_best, finished=bar.update)
                 bar.update(done + len(batch) - bar.n)
                 num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
-                bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False)
+                show_token_rate(bar, num_tokens)
                 yield from translations
 
     def _batches(self, lengths: list[int]) -> Iterator[list[int]]:

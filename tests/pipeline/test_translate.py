@@ -1,13 +1,19 @@
 """`translate` writes one line for each input line, whatever it holds, and warns about what was lost."""
 
+import gzip
+import os
+import random
+import re
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
-from pipeline.inference.text_io import CHUNK, progress_bar, read_sentences, sentences
+from pipeline.inference import translator
+from pipeline.inference.text_io import CHUNK, count_lines, progress_bar, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
 from tests.conftest import pipeline
 
@@ -106,6 +112,33 @@ def test_no_more_than_a_chunk_is_read_ahead() -> None:
         assert line.text == str(written)
         assert read - written < CHUNK
     assert written == 5 * CHUNK + 7
+
+
+@pytest.mark.parametrize("text", [b"", b"a", b"a\n", b"\n\nb", b"a \xff\r\n" * 300_000 + b"b"], ids=len)
+def test_lines_are_counted_as_they_are_read(text: bytes, tmp_path: Path) -> None:
+    plain, packed = tmp_path / "text", tmp_path / "text.gz"
+    plain.write_bytes(text)
+    packed.write_bytes(gzip.compress(text))
+    assert count_lines(plain) == count_lines(packed) == len(list(sentences(BytesIO(text))))
+
+
+def test_a_damaged_file_and_a_pipe_have_no_number_of_lines(tmp_path: Path) -> None:
+    damaged, pipe = tmp_path / "text.gz", tmp_path / "pipe"
+    damaged.write_bytes(gzip.compress(random.Random(1).randbytes(1 << 12))[:-20])
+    os.mkfifo(pipe)
+    assert count_lines(damaged) is None
+    assert count_lines(pipe) is None  # Opening it would wait for a writer, and reading would take the text away.
+
+
+def test_the_bar_has_lines_tokens_a_second_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(translator, "progress_bar", lambda total, **_: tqdm(total=total, mininterval=0, smoothing=0))
+    lines = iter(["a"] * 8)
+    translations = Translator.translate_lines(Echo(), lines, 2, total=8)  # type: ignore[arg-type]
+    for _ in range(5):
+        next(translations)
+    assert re.search(r"6/8 \[.*<\d\d:\d\d.*, [\d,]+ tokens/s\]", capsys.readouterr().err.split("\r")[-1])
 
 
 def test_a_byte_order_mark_is_removed() -> None:
