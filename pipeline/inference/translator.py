@@ -236,13 +236,31 @@ def load_translator(
     Raises:
         InputError: the checkpoint cannot be read, or a setting is out of bounds.
     """
-    from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load_on_device(announced_checkpoint(checkpoint), device, beam_size, length_penalty, stop_rule)
+
+
+def announced_checkpoint(checkpoint: Path) -> Path:
+    """Return the checkpoint that a path stands for, and print it on standard error.
+
+    Raises:
+        InputError: there is none.
+    """
+    from pipeline.checkpointing.checkpoint import resolve_checkpoint
 
     path = resolve_checkpoint(checkpoint)
     print(f"translating with {path}", file=sys.stderr)
+    return path
+
+
+def load_on_device(
+    path: Path, device: str, beam_size: int | None, length_penalty: float | None, stop_rule: str | None
+) -> Translator:
+    """Load a checkpoint file for translation on a device; see `load_translator` for the other arguments."""
+    from pipeline.checkpointing.checkpoint import load_model
+
     model = load_model(path)
     settings = search_settings(model.decoding, beam_size, length_penalty, stop_rule)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and can_pack(model.network):
         pack_linears(model.network)
     translator = Translator(
