@@ -18,6 +18,7 @@ from model.settings import SHORTEST, STOP_RULES, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.prefixes import Prefixes
 from pipeline.inference.text_io import progress_bar, show_token_rate
+from pipeline.runtime.memory import keep_few_matrix_products
 
 
 class Hypothesis(NamedTuple):
@@ -261,6 +262,7 @@ def load_on_device(
 
     model = load_model(path)
     settings = search_settings(model.decoding, beam_size, length_penalty, stop_rule)
+    keep_few_matrix_products()
     if device == "cpu" and can_pack(model.network):
         pack_linears(model.network)
     translator = Translator(

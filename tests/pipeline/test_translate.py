@@ -4,6 +4,8 @@ import gzip
 import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +17,7 @@ from tqdm import tqdm
 from pipeline.inference import translator
 from pipeline.inference.text_io import CHUNK, count_lines, progress_bar, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
-from tests.conftest import pipeline
+from tests.conftest import ROOT, pipeline
 
 PLAIN = b"the dog sees a cat"
 BAD_LINES = {
@@ -143,3 +145,35 @@ def test_the_bar_has_lines_tokens_a_second_and_the_time_left(
 
 def test_a_byte_order_mark_is_removed() -> None:
     assert list(sentences(BytesIO(b"\xef\xbb\xbfa\r\nb\n\n"))) == ["a", "b", ""]
+
+
+PRODUCTS = """
+import sys
+from pathlib import Path
+import torch
+from model.cpu.packed_linear import PackedLinear
+from pipeline.inference.translator import load_translator
+load_translator(Path(sys.argv[1]), None, None)
+layer = PackedLinear(torch.ones(512, 512), None)
+for time in range(2):
+    print("time", time, flush=True)
+    for rows in range(8, 108):
+        layer(torch.ones(rows, 512))
+"""
+
+
+def test_few_prepared_products_are_kept(trained_run: Path) -> None:
+    """A search has products of thousands of sizes, and oneDNN would keep 0.2 MB for each of the last 1,024."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCTS, str(trained_run)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ONEDNN_VERBOSE": "profile_create"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second = (
+        re.findall(r"create:cache_(\w+),cpu,inner_product", part) for part in done.stdout.split("time ")[1:]
+    )
+    assert len(first) >= 100
+    assert len(second) >= 100
+    assert set(second) == {"miss"}
