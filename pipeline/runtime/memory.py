@@ -30,12 +30,14 @@ def release_freed_memory() -> None:
 
 
 def keep_few_matrix_products() -> None:
-    """Make oneDNN keep few of the products that it has prepared; call this before the first product on a CPU.
+    """Keep few of the matrix products that were prepared on the CPU; call this before the first of them.
 
-    It prepares a product for each number of rows and keeps 1,024 of them: 0.2 MB each, measured in a search, where the
-    number changes in each step. Preparing one again takes no time that can be measured beside a step of the decoder.
+    A product is prepared for one number of rows, and in a search this number changes in each step. oneDNN keeps 1,024
+    of them, and so does PyTorch's interface to it: together half a gigabyte. To prepare one again takes no time that
+    can be measured beside the product itself.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
 
 
 class MemoryLimit(NamedTuple):
