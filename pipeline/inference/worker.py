@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,8 +49,10 @@ class Ready(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A request. The answers are numbers of sentences that have been translated since the last one, then the list of
-    translations."""
+    """A request: lines to translate together.
+
+    The answers are numbers of lines, each time some more have been translated, and at last the list of translations.
+    """
 
     lines: list[str]
     n_best: int
@@ -63,7 +66,8 @@ def run_worker(job: Job, connection: Connection) -> None:
     # A terminal sends Ctrl-C to this process as well, but the other process decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Only the other process writes to the output, and its reader shall see the end of it.
-    os.dup2(2, 1)
+    with suppress(OSError):  # Standard error may be closed.
+        os.dup2(2, 1)
     # By default tqdm shares a lock with other processes, which a process that is killed leaves behind.
     tqdm.set_lock(threading.RLock())
     chunks: SimpleQueue[Chunk] = SimpleQueue()
