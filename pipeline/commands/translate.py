@@ -9,10 +9,16 @@ follows its score (log-probability divided by the length penalty) and a tab.
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 from pipeline.inference.prefixes import Prefixes, add_prefix_argument, with_prefix
-from pipeline.inference.text_io import CHUNK, LineWarning, add_search_arguments, open_text, sentences
+from pipeline.inference.text_io import CHUNK, LineWarning, add_search_arguments, count_lines, open_text, sentences
+
+if TYPE_CHECKING:
+    from pipeline.inference.parallel import ParallelTranslator
+    from pipeline.inference.translator import Translator
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,29 +28,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prefix_argument(parser)
     add_search_arguments(parser)
     parser.add_argument("--n-best", type=int, metavar="N", help="print the N best translations; at most the beam size")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="translate with N processes: on N GPUs, or without a GPU on N equal parts of the processors (default: 1)",
+    )
     parser.add_argument("--scores", action="store_true", help="print the score of each translation")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Translate until the input ends."""
+    """Translate until the input ends; the exit code is 1 if a translation process has ended before."""
     from data_module.errors import InputError
-    from pipeline.inference.translator import load_translator
+    from pipeline.inference.parallel import WorkerError
 
     n_best = 1 if arguments.n_best is None else arguments.n_best
     if n_best < 1:
         raise InputError(f"--n-best {n_best}: must be 1 or more")
     # Before the checkpoint is loaded, so that a missing file is reported at once.
-    stream = open_text(arguments.input) if arguments.input else sys.stdin.buffer
-    translator = load_translator(arguments.checkpoint, arguments.beam, arguments.length_penalty, arguments.stop_rule)
-    if n_best > translator.settings.beam_size:
-        raise InputError(f"--n-best {n_best}: is more than the beam, {translator.settings.beam_size}; raise --beam")
-    translator.prefixes.check(arguments.prefix)
+    stream = open_text(arguments.input) if arguments.input else _standard_input()
     # Someone who types sentences needs each translation at once.
     chunk = 1 if stream.isatty() else CHUNK
+    try:
+        with _translator(arguments, one_process=chunk == 1) as translator:
+            if n_best > translator.settings.beam_size:
+                beam = translator.settings.beam_size
+                raise InputError(f"--n-best {n_best}: is more than the beam, {beam}; raise --beam")
+            translator.prefixes.check(arguments.prefix)
+            _translate(arguments, translator, stream, chunk)
+    except WorkerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _standard_input() -> BinaryIO:
+    # Not sys.stdin: the interpreter cannot exit while another thread waits for input from that.
+    return open(sys.stdin.fileno(), "rb", closefd=False)
+
+
+@contextmanager
+def _translator(arguments: argparse.Namespace, one_process: bool) -> Iterator["Translator | ParallelTranslator"]:
+    """Load the checkpoint, in this process or in one for each device."""
+    from pipeline.inference.parallel import ParallelTranslator, choose_devices
+    from pipeline.inference.translator import load_translator
+
+    settings = arguments.beam, arguments.length_penalty, arguments.stop_rule
+    devices = choose_devices(arguments.devices)
+    if len(devices) == 1 or one_process:
+        yield load_translator(arguments.checkpoint, *settings)
+        return
+    with ParallelTranslator(arguments.checkpoint, devices, *settings) as translator:
+        yield translator
+
+
+def _translate(
+    arguments: argparse.Namespace, translator: "Translator | ParallelTranslator", stream: BinaryIO, chunk: int
+) -> None:
     truncated = LineWarning(f"longer than the {translator.max_source_tokens} tokens that the network reads; cut")
     missing = LineWarning(translator.prefixes.missing_message)
     lines = _checked(with_prefix(arguments.prefix, sentences(stream)), translator.prefixes, missing)
-    for number, translation in enumerate(translator.translate_lines(lines, chunk, n_best), 1):
+    total = count_lines(arguments.input) if arguments.input else None
+    translations = translator.translate_lines(lines, chunk, arguments.n_best or 1, total)
+    for number, translation in enumerate(translations, 1):
         if translation.truncated:
             truncated.add(number)
         for hypothesis in translation.hypotheses:
@@ -53,7 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
             print(*line_number, *score, hypothesis.text, sep="\t", flush=chunk == 1)
     for warning in (truncated, missing):
         warning.print()
-    return 0
 
 
 def _checked(lines: Iterable[str], prefixes: Prefixes, missing: LineWarning) -> Iterator[str]:

@@ -5,6 +5,7 @@ loaded from the user's private folder only, and only if it is the program that w
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -31,8 +32,11 @@ def load_compiled_search() -> ctypes.CDLL | None:
         compiler = find_compiler()
         folder = compiled_code_folder()
         path = folder / f"search-{_key(compiler)}.so"
-        if not _is_whole(path):
-            _compile(compiler, path)
+        # Several processes of one command begin at the same time.
+        with Path(folder, "search.lock").open("w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            if not _is_whole(path):
+                _compile(compiler, path)
         from model.compiled_search import load_library
 
         return load_library(path)

@@ -5,6 +5,7 @@ import gzip
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +15,8 @@ CHUNK = 2048
 """Number of lines translated together: enough to sort them by length, few enough to keep memory flat."""
 
 _MAX_NAMED_LINES = 3
+_BLOCK = 1 << 20
+"""Bytes that are read at a time to count lines."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -28,13 +31,35 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def progress_bar(total: int | None = None, *, show: bool = True, description: str = "translating") -> Any:
-    """Return a tqdm bar on standard error that counts translated sentences and appears after two seconds."""
+def progress_bar(
+    total: int | None = None, *, show: bool = True, description: str = "translating", smoothing: float = 0.3
+) -> Any:
+    """Return a tqdm bar on standard error that counts translated sentences and appears after two seconds.
+
+    Args:
+        total: number of sentences; None if it is not known.
+        show: whether the bar is shown at all.
+        description: text in front of the bar.
+        smoothing: weight of the last sentences in the rate that the time left is computed from; 0 for the mean rate.
+    """
     from tqdm import tqdm
 
     # A log file gets a line every half minute instead of an animated bar; a notebook animates its output.
     interval = 0.1 if sys.stderr.isatty() or "ipykernel" in sys.modules else 30.0
-    return tqdm(total=total, desc=description, unit=" sentences", delay=2, mininterval=interval, disable=not show)
+    return tqdm(
+        total=total,
+        desc=description,
+        unit=" sentences",
+        delay=2,
+        mininterval=interval,
+        smoothing=smoothing,
+        disable=not show,
+    )
+
+
+def show_token_rate(bar: Any, num_tokens: int) -> None:
+    """Put the mean number of tokens a second since the bar was created behind it, the next time it is drawn."""
+    bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False)
 
 
 class LineWarning:
@@ -82,6 +107,21 @@ def open_text(path: Path) -> BinaryIO:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give a text file") from None
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def count_lines(path: Path) -> int | None:
+    """Return the number of lines of a file that `open_text` can open, from one pass over it in constant memory.
+
+    None if the file can be read only once, such as a pipe, or is damaged, which is reported when it is read.
+    """
+    if not path.is_file():
+        return None
+    count, last = 0, b"\n"
+    with suppress(gzip.BadGzipFile, EOFError, zlib.error), open_text(path) as stream:
+        while block := stream.read(_BLOCK):
+            count, last = count + block.count(b"\n"), block[-1:]
+        return count + (last != b"\n")
+    return None
 
 
 def sentences(stream: BinaryIO, name: str = "") -> Iterator[str]:

@@ -19,7 +19,8 @@ from model.settings import SHORTEST, STOP_RULES, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.compiled_code import load_compiled_search
 from pipeline.inference.prefixes import Prefixes
-from pipeline.inference.text_io import progress_bar
+from pipeline.inference.text_io import progress_bar, show_token_rate
+from pipeline.runtime.memory import keep_few_matrix_products
 
 
 class Hypothesis(NamedTuple):
@@ -169,13 +170,14 @@ class Translator:
             total: number of lines, if it is known, for the time left.
         """
         lines, num_tokens = iter(lines), 0
-        with progress_bar(total, show=chunk > 1) as bar:
+        # The mean rate: within a chunk, the longest sentences are translated first and the rate rises.
+        with progress_bar(total, show=chunk > 1, smoothing=0) as bar:
             while batch := list(islice(lines, chunk)):
                 done = bar.n
                 translations = self.translate(batch, n_best, finished=bar.update)
                 bar.update(done + len(batch) - bar.n)
                 num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
-                bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False)
+                show_token_rate(bar, num_tokens)
                 yield from translations
 
     def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
@@ -238,14 +240,33 @@ def load_translator(
     Raises:
         InputError: the checkpoint cannot be read, or a setting is out of bounds.
     """
-    from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load_on_device(announced_checkpoint(checkpoint), device, beam_size, length_penalty, stop_rule)
+
+
+def announced_checkpoint(checkpoint: Path) -> Path:
+    """Return the checkpoint that a path stands for, and print it on standard error.
+
+    Raises:
+        InputError: there is none.
+    """
+    from pipeline.checkpointing.checkpoint import resolve_checkpoint
 
     path = resolve_checkpoint(checkpoint)
     print(f"translating with {path}", file=sys.stderr)
+    return path
+
+
+def load_on_device(
+    path: Path, device: str, beam_size: int | None, length_penalty: float | None, stop_rule: str | None
+) -> Translator:
+    """Load a checkpoint file for translation on a device; see `load_translator` for the other arguments."""
+    from pipeline.checkpointing.checkpoint import load_model
+
     model = load_model(path)
     settings = search_settings(model.decoding, beam_size, length_penalty, stop_rule)
     translator = Translator(
-        _search_on(model.network, model.tokenizer),
+        _search_on(device, model.network, model.tokenizer),
         model.tokenizer,
         settings,
         max_source_tokens=LONGEST,
@@ -259,15 +280,16 @@ def load_translator(
     return translator
 
 
-def _search_on(network: Transformer, tokenizer: Tokenizer) -> Transformer | CompiledSearch:
-    """Return what searches fastest on this machine; without a GPU, it can do nothing else."""
-    if torch.cuda.is_available():
+def _search_on(device: str, network: Transformer, tokenizer: Tokenizer) -> Transformer | CompiledSearch:
+    """Return what searches fastest on a device. On a CPU, the network can do nothing else afterwards."""
+    if device != "cpu":
         return network
     lacking = unsupported(network)
     if lacking is not None:
         print(f"translating without the compiled search, which is slower: it lacks {lacking}", file=sys.stderr)
     elif (library := load_compiled_search()) is not None:
         return CompiledSearch(library, network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    keep_few_matrix_products()
     if can_pack(network):
         pack_linears(network)
     return network

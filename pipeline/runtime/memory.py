@@ -29,6 +29,17 @@ def release_freed_memory() -> None:
         malloc_trim(0)
 
 
+def keep_few_matrix_products() -> None:
+    """Keep few of the matrix products that were prepared on the CPU; call this before the first of them.
+
+    A product is prepared for one number of rows, and in a search this number changes in each step. oneDNN keeps 1,024
+    of them, and so does PyTorch's interface to it: together half a gigabyte. To prepare one again takes no time that
+    can be measured beside the product itself.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
+
+
 class MemoryLimit(NamedTuple):
     """How much memory a process may use, and what sets the limit."""
 

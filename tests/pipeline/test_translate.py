@@ -1,15 +1,23 @@
 """`translate` writes one line for each input line, whatever it holds, and warns about what was lost."""
 
+import gzip
+import os
+import random
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
-from pipeline.inference.text_io import CHUNK, progress_bar, read_sentences, sentences
+from pipeline.inference import translator
+from pipeline.inference.text_io import CHUNK, count_lines, progress_bar, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
-from tests.conftest import pipeline
+from tests.conftest import ROOT, pipeline
 
 PLAIN = b"the dog sees a cat"
 BAD_LINES = {
@@ -108,5 +116,63 @@ def test_no_more_than_a_chunk_is_read_ahead() -> None:
     assert written == 5 * CHUNK + 7
 
 
+@pytest.mark.parametrize("text", [b"", b"a", b"a\n", b"\n\nb", b"a \xff\r\n" * 300_000 + b"b"], ids=len)
+def test_lines_are_counted_as_they_are_read(text: bytes, tmp_path: Path) -> None:
+    plain, packed = tmp_path / "text", tmp_path / "text.gz"
+    plain.write_bytes(text)
+    packed.write_bytes(gzip.compress(text))
+    assert count_lines(plain) == count_lines(packed) == len(list(sentences(BytesIO(text))))
+
+
+def test_a_damaged_file_and_a_pipe_have_no_number_of_lines(tmp_path: Path) -> None:
+    damaged, pipe = tmp_path / "text.gz", tmp_path / "pipe"
+    damaged.write_bytes(gzip.compress(random.Random(1).randbytes(1 << 12))[:-20])
+    os.mkfifo(pipe)
+    assert count_lines(damaged) is None
+    assert count_lines(pipe) is None  # Opening it would wait for a writer, and reading would take the text away.
+
+
+def test_the_bar_has_lines_tokens_a_second_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(translator, "progress_bar", lambda total, **_: tqdm(total=total, mininterval=0, smoothing=0))
+    lines = iter(["a"] * 8)
+    translations = Translator.translate_lines(Echo(), lines, 2, total=8)  # type: ignore[arg-type]
+    for _ in range(5):
+        next(translations)
+    assert re.search(r"6/8 \[.*<\d\d:\d\d.*, [\d,]+ tokens/s\]", capsys.readouterr().err.split("\r")[-1])
+
+
 def test_a_byte_order_mark_is_removed() -> None:
     assert list(sentences(BytesIO(b"\xef\xbb\xbfa\r\nb\n\n"))) == ["a", "b", ""]
+
+
+PRODUCTS = """
+import ctypes, sys
+from pathlib import Path
+import torch
+from model.cpu.packed_linear import PackedLinear
+from pipeline.inference.translator import load_translator
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c mapped d e used f g".split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Mallinfo
+load_translator(Path(sys.argv[1]), None, None)
+layer = PackedLinear(torch.ones(512, 512), None)
+for first in (8, 48, 88):
+    for rows in range(first, first + 40):
+        layer(torch.ones(rows, 512))
+    memory = libc.mallinfo2()
+    print(memory.used + memory.mapped)
+"""
+
+
+def test_products_of_many_sizes_take_no_memory(trained_run: Path) -> None:
+    """A search has products of thousands of sizes, and PyTorch and oneDNN would keep half a megabyte for each."""
+    words = [sys.executable, "-c", PRODUCTS, str(trained_run)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    first, second, third = map(int, done.stdout.split())
+    assert max(second, third) - first < 2e6
