@@ -11,7 +11,7 @@ import io
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,7 @@ def train_on_words(
 ) -> bytes:
     """Train a tokenizer as `train_tokenizer` does, from the words and characters of a text. The GIL is released."""
     options = _options(words, vocabulary_size, lowercase, character_coverage, byte_fallback, user_symbols)
-    with _LowercaseRules(lowercase) as rules:
+    with RuleFile(lowercase_rules() if lowercase else {}) as rules:
         options |= rules
         try:
             model = _train(words, options)
@@ -286,27 +286,31 @@ def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
     return model.getvalue()
 
 
-class _LowercaseRules:
-    """A context manager that returns the training options for lower-casing, or none if it is not wanted."""
+class RuleFile:
+    """A context manager that returns the training options for replacing characters, or none if there are no rules."""
 
-    def __init__(self, lowercase: bool) -> None:
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        """`rules` maps characters to the text that takes their place."""
         self._path = ""
-        self._lowercase = lowercase
+        self._rules = rules
 
     def __enter__(self) -> dict[str, Any]:
-        if not self._lowercase:
+        if not self._rules:
             return {}
         descriptor, self._path = tempfile.mkstemp(suffix=".tsv")
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            for code in range(0x110000):
-                lower = chr(code).lower()
-                if lower != chr(code):
-                    file.write(f"{code:X}\t{' '.join(f'{ord(character):X}' for character in lower)}\n")
+            for character, text in self._rules.items():
+                file.write(f"{ord(character):X}\t{' '.join(f'{ord(one):X}' for one in text)}\n")
         return {"normalization_rule_tsv": self._path}
 
     def __exit__(self, *_: object) -> None:
         if self._path:
             Path(self._path).unlink()
+
+
+def lowercase_rules() -> dict[str, str]:
+    """Return the characters that lower-casing changes, and what it changes them to."""
+    return {character: character.lower() for character in map(chr, range(0x110000)) if character.lower() != character}
 
 
 def _without_rule_path(model: bytes) -> bytes:

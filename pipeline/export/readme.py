@@ -161,6 +161,27 @@ the difference in BLEU.
 
 """
 
+HUGGINGFACE_PROGRAM = """```python
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("huggingface")
+model = AutoModelForSeq2SeqLM.from_pretrained("huggingface")
+batch = tokenizer(["A sentence."], return_tensors="pt", padding=True)
+answers = model.generate(**batch, max_length=batch["input_ids"].shape[1] + EXTRA + 1)
+print(tokenizer.decode(answers[0], skip_special_tokens=True))
+```
+"""
+
+HUGGINGFACE = f"""## huggingface/
+
+A Marian model of [Transformers](https://huggingface.co/docs/transformers), with a model card in its README:
+
+{HUGGINGFACE_PROGRAM}
+Probabilities are the same. As in CTranslate2, `length_penalty` is for another formula than the checkpoint's, and is set
+to come nearest.
+
+"""
+
 SAFETY = """## Untrusted files
 
 A TorchScript file is a program that PyTorch runs without checks. It can read and overwrite your files by mapping them
@@ -196,6 +217,7 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         ("model.pt2", PT2),
         ("ctranslate2", CTRANSLATE2),
         ("ctranslate2-int8", CTRANSLATE2_INT8),
+        ("huggingface", HUGGINGFACE),
     ):
         if name in names:
             sections.append(section)

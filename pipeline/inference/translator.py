@@ -172,7 +172,9 @@ class Translator:
                 translations = self.translate(batch, n_best, finished=bar.update)
                 bar.update(done + len(batch) - bar.n)
                 num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
-                bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False)
+                bar.set_postfix_str(
+                    f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False
+                )
                 yield from translations
 
     def _batches(self, lengths: list[int]) -> Iterator[list[int]]:

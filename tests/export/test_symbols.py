@@ -20,12 +20,12 @@ from pipeline.inference.translator import Translator, padded
 
 SENTENCES = [
     "A sentence.",
-    ">>de<< <b>Anna</b> likes 😀 and 👍🏽.",
+    "<2de> <b>Anna</b> likes 😀 and 👍🏽.",
     "pre__NAME__post «__NAME__» __NAME__",
     "Ꮳꮃꭹ 語 <i></i><b>é</b>",
     "𝕏 ▅ <0x41> </s>",
 ]
-SYMBOLS = ["<b>", "</b>", "<i>", "</i>", "__NAME__", ">>de<<", 'a,"b']
+SYMBOLS = ["<b>", "</b>", "<i>", "</i>", "__NAME__", "<2de>", 'a,"b']
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_every_format_of_a_bundle_repeats_symbols_and_bytes(model: TrainedModel,
     programs = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     head, tail = programs[0].split("source = ")
     programs[1] = head + programs[1] + "source = " + tail
-    assert len(programs) == 4
+    assert len(programs) == 5
     for program in programs:
         # One process per program: importing PyTorch takes longer than a translation.
         repeated = (
