@@ -21,7 +21,7 @@ from model.transformer import Transformer
 from pipeline.export.marian_weights import to_marian
 from pipeline.inference.translator import LONGEST
 
-ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu"}
+ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "swish"}
 """Transformers' names of the activations that it shares with this project."""
 
 
@@ -65,6 +65,8 @@ def _unsupported_settings(trained: Transformer) -> list[str]:
 
 
 def _unsupported_symbols(tokenizer: Tokenizer) -> list[str]:
+    if tokenizer.pair:  # an imported one, which does the same
+        return []
     # Marian's tokenizer takes them off the beginning of a sentence before sentencepiece sees it, which then does not
     # mark the beginning of a word before them.
     codes = [symbol for symbol in tokenizer.user_symbols if symbol.startswith(">>") and "<<" in symbol]
@@ -165,8 +167,9 @@ def write_huggingface(
 def _write_tokenizer(transformers: Any, tokenizer: Tokenizer, languages: tuple[str, str], folder: Path) -> None:
     pieces = tokenizer.pieces()
     paths = [folder / name for name in ("source.spm", "target.spm", "vocab.json")]
-    for path in paths[:2]:
-        path.write_bytes(standalone_model(tokenizer))
+    models = tokenizer.pair or [standalone_model(tokenizer)] * 2
+    for path, model in zip(paths[:2], models, strict=True):
+        path.write_bytes(model)
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     paths[2].write_text(json.dumps(vocabulary, ensure_ascii=False, indent=0), encoding="utf-8")
     source_language, target_language = languages

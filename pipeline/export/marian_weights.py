@@ -94,3 +94,15 @@ def halves(d_model: int) -> Tensor:
 def _reordered(tensor: Tensor, order: Tensor, axis: int) -> Tensor:
     """Reorder d_model, which is an axis of a weight, or all of a bias if it is axis 0."""
     return tensor.index_select(axis, order) if axis < tensor.dim() else tensor
+
+
+def marian_shapes(depths: tuple[int, int], vocabulary_size: int, d_model: int, d_ff: int) -> dict[str, list[int]]:
+    """Return the shape of each weight by its name there, without weights that are computed or tied to another."""
+    found = {SHARED: [vocabulary_size, d_model], BIAS: [1, vocabulary_size]}
+    for part in parts(*depths):
+        rows = d_ff if part.ours.endswith(".inner") else d_model
+        columns = d_ff if part.ours.endswith(".outer") else d_model
+        for name in part.theirs:
+            found[f"{name}.weight"] = [rows] if part.ours.endswith(".norm") else [rows, columns]
+            found[f"{name}.bias"] = [rows]
+    return found

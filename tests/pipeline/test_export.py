@@ -28,6 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "d_k": {"d_k": 6, "d_v": 10},
     "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
     "deep decoder": {"num_encoder_layers": 1, "num_decoder_layers": 3, "pre_norm": True},
+    "as Marian": {"activation": "swish", "output_bias": True},
 }
 LEFT_OUT = {
     "pre-norm": ["huggingface"],

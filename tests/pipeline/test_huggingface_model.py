@@ -29,6 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "base": {"num_heads": 4},
     "one head, odd width": {"num_heads": 1, "d_model": 33},
     "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
+    "as Marian": {"activation": "swish", "output_bias": True},
 }
 TEXTS = [
     "the dog sees a cat",
@@ -134,7 +135,10 @@ def test_generation_settings(tokenizer: Tokenizer) -> None:
             {"pre_norm": True, "learned_positions": True, "d_k": 6, "d_v": 10},
             ["pre_norm is true", "learned_positions is true", "d_k is 6, not d_model / num_heads, 16", "d_v is 10"],
         ),
-        ({"norm": "rms", "activation": "tanh"}, ["norm is RMSNorm, not LayerNorm", "activation is Tanh, not ReLU"]),
+        (
+            {"norm": "rms", "activation": "tanh"},
+            ["norm is RMSNorm, not LayerNorm", "activation is Tanh, not ReLU or SiLU"],
+        ),
     ],
 )
 def test_unsupported_networks_are_refused(
