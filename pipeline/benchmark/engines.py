@@ -83,6 +83,10 @@ def prepare(
 
     path = resolve_checkpoint(checkpoint)
     model = load_model(path)
+    if baselines and model.tokenizer.pair:
+        raise InputError(
+            f"{path}: has two tokenizers with one vocabulary, which no baseline reads; leave out --baseline"
+        )
     decoding = search_settings(model.decoding, beam_size, length_penalty, stop_rule)
     if bundle is not None:
         require_bundle(bundle, model)

@@ -178,6 +178,8 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
         print(f"writing {name}", file=sys.stderr)
         formats.FORMATS[name].write(bundle)
     (folder / "tokenizer.model").write_bytes(model.tokenizer.model)
+    if model.tokenizer.pair:
+        (folder / "source.spm").write_bytes(model.tokenizer.pair[0])
     (folder / "card.json").write_text(card_text, encoding="utf-8")
     figures = formats.compare_formats(bundle, names, parity)
     if failures := formats.broken_bounds(figures):
@@ -195,5 +197,6 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     }
     (folder / "parity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     example = [*model.tokenizer.encode([example_sentence(model.recipe)])[0].tolist(), model.tokenizer.eos_id]
-    readme_text = readme(names, card, example, max_positions or NUM_POSITIONS, can_pack(model.network))
+    options = max_positions or NUM_POSITIONS, can_pack(model.network), model.tokenizer.pair is not None
+    readme_text = readme(names, card, example, *options)
     (folder / "README.md").write_text(readme_text, encoding="utf-8")

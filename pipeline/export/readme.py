@@ -182,6 +182,23 @@ to come nearest.
 
 """
 
+TWO_MODELS = """The model has two sentencepiece models with one vocabulary: `source.spm` splits sentences into pieces,
+`tokenizer.model` maps pieces to ids and ids to text. A language code such as `>>de<<`, with which the sentences of some
+models begin, is a piece that `source.spm` does not know: put its id first.
+
+"""
+
+_PIECES = """
+pieces = sentencepiece.SentencePieceProcessor(model_file="source.spm").encode_as_pieces
+"""
+WITH_TWO_MODELS = {
+    'model_proto=extra["tokenizer.model"])\n': 'model_proto=extra["tokenizer.model"])' + _PIECES,
+    'model_file="tokenizer.model")\n': 'model_file="tokenizer.model")' + _PIECES,
+    'tokenizer.encode("A sentence.", out_type=str)': 'pieces("A sentence.")',
+    'tokenizer.encode("A sentence.")': 'tokenizer.piece_to_id(pieces("A sentence."))',
+}
+"""What the programs have otherwise if `source.spm` encodes."""
+
 SAFETY = """## Untrusted files
 
 A TorchScript file is a program that PyTorch runs without checks. It can read and overwrite your files by mapping them
@@ -195,7 +212,14 @@ def example_sentence(recipe: dict[str, Any]) -> str:
     return " ".join([*Prefixes.of_corpus(recipe["corpus"]).trained[:1], "A sentence."])
 
 
-def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslate2_positions: int, packed: bool) -> str:
+def readme(
+    names: list[str],
+    card: dict[str, Any],
+    example: list[int],
+    ctranslate2_positions: int,
+    packed: bool,
+    two_models: bool = False,
+) -> str:
     """Return the README, with a section for each format in `names`.
 
     Args:
@@ -204,6 +228,7 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         example: ids of what `example_sentence` returns, with the end symbol.
         ctranslate2_positions: upper bound on the tokens of a sentence for `ctranslate2/`.
         packed: whether model.ts contains `packed.ts`.
+        two_models: whether `source.spm` encodes, and tokenizer.model decodes only.
     """
     sections = [TITLE.format(**card)]
     prefixes = Prefixes.of_corpus(card["recipe"]["corpus"])
@@ -211,6 +236,8 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         begins = "begins" if prefixes.always else "may begin"
         known = ", ".join(f"`{prefix}`" for prefix in prefixes.trained)
         sections.append(PREFIXES.format(begins=begins, prefixes=known))
+    if two_models:
+        sections.append(TWO_MODELS)
     for name, section in (
         ("model.ts", TORCHSCRIPT + (PACKED if packed else "") + TORCHSCRIPT_ON),
         ("model.int8.ts", INT8),
@@ -230,6 +257,8 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         "POSITIONS": str(ctranslate2_positions),
     }
     text = "".join([*sections, SAFETY])
+    for name, value in WITH_TWO_MODELS.items() if two_models else ():
+        text = text.replace(name, value)
     for name, value in values.items():
         text = text.replace(name, value)
     return text

@@ -1,7 +1,10 @@
 """`--init-from` with a Marian model: the same translations, then a run like any other, and back to Transformers."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,7 @@ def recipe(recipe_file: Path, tmp_path: Path) -> list[object]:
     return ["--config", recipe_file, "--run.folder", tmp_path / "run", *NETWORK]
 
 
+@pytest.mark.slow
 def test_a_run_from_a_marian_model(marian: Path, recipe: list[object], tmp_path: Path) -> None:
     # With a learning rate of 0, a step does not change the weights.
     once = ["--trainer.max_steps", 1, "--training.learning_rate_factor", 0]
@@ -98,6 +102,18 @@ def test_a_run_from_a_marian_model(marian: Path, recipe: list[object], tmp_path:
     for name in ("source.spm", "target.spm"):
         assert (folder / name).read_bytes() == (marian / name).read_bytes()
     assert generated(folder) == run("translate", trained, "--beam", 1, text=LINES)[0] != expected
+
+    # The programs of the bundle's README, without this project.
+    programs = re.findall(r"```python\n(.*?)```", (tmp_path / "bundle" / "README.md").read_text(), re.DOTALL)
+    greedy = {'card["beam_size"]': "1", '"A sentence."': "__import__('sys').argv[1]"}
+    for program in (programs[0], programs[2], programs[3]):
+        for word, value in greedy.items():
+            program = program.replace(word, value)
+        line = "the old dog sees a"
+        command = [sys.executable, "-I", "-W", "ignore", "-c", program, line]
+        done = subprocess.run(command, cwd=tmp_path / "bundle", capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert [done.stdout.strip()] == run("translate", trained, "--beam", 1, text=[line])[0]
 
     # That folder can be a starting point as well.
     again = ["--run.folder", tmp_path / "again", "--init-from", folder]
