@@ -288,7 +288,8 @@ def _weights(network: Transformer) -> Iterator[Tensor]:
 
 def _parameters(network: Transformer) -> Iterator[Tensor]:
     yield network.embedding.weight
-    yield torch.zeros(network.vocabulary_size)
+    bias = network.projection.bias
+    yield bias if isinstance(bias, Tensor) else torch.zeros(network.vocabulary_size)
     for layers, norm in ((network.encoder, network.encoder_norm), (network.decoder, network.decoder_norm)):
         for layer in layers:
             assert isinstance(layer, EncoderLayer | DecoderLayer)

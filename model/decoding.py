@@ -134,9 +134,7 @@ def check_search(
         if not bool(source_mask.any(1).all()):
             raise ValueError("source_mask leaves a sentence without any token")
     if max_positions > 0 and source.size(1) > max_positions:
-        raise ValueError(
-            f"a source of {source.size(1)} tokens is longer than the network's {max_positions} positions"
-        )
+        raise ValueError(f"a source of {source.size(1)} tokens is longer than the network's {max_positions} positions")
     if options.beam_size < 1:
         raise ValueError(f"beam_size {options.beam_size} must be 1 or more")
     if options.n_best < 1 or options.n_best > options.beam_size:
@@ -391,7 +389,13 @@ class BeamSearch(nn.Module):
         return values, best.div(ids.size(2), rounding_mode="floor"), ids.flatten(1).gather(1, best)
 
     def _select(
-        self, answers: _Answers, values: Tensor, parents: Tensor, last: Tensor, positions: Tensor, options: SearchOptions
+        self,
+        answers: _Answers,
+        values: Tensor,
+        parents: Tensor,
+        last: Tensor,
+        positions: Tensor,
+        options: SearchOptions,
     ) -> tuple[_Answers, Tensor, Tensor, Tensor]:
         """Split continuations into answers and open hypotheses, and keep the best of each.
 

@@ -18,7 +18,7 @@ from model.settings import NetworkSettings
 
 NORMS: Registry[Callable[[int], nn.Module]] = Registry("network.norm", layer_norm=nn.LayerNorm)
 """Functions that take d_model and return a module [..., D] -> [..., D], by the name that `network.norm` holds."""
-ACTIVATIONS: Registry[Callable[[], nn.Module]] = Registry("network.activation", relu=nn.ReLU)
+ACTIVATIONS: Registry[Callable[[], nn.Module]] = Registry("network.activation", relu=nn.ReLU, swish=nn.SiLU)
 """Functions that return a module [..., D] -> [..., D], by the name that `network.activation` holds."""
 
 

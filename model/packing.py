@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.cpu.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
 from model.transformer import Transformer
@@ -18,7 +18,7 @@ def can_pack(network: Transformer) -> bool:
 def pack_linears(network: Transformer) -> None:
     """Replace all linear layers and the output projection, in place. The network can only decode afterwards."""
     _replace_linears(network, PackedLinear)
-    network.projection = PackedProjection(network.embedding.weight, None)
+    network.projection = PackedProjection(network.embedding.weight, _bias(network))
 
 
 def strip_weights(network: Transformer) -> Transformer:
@@ -29,11 +29,18 @@ def strip_weights(network: Transformer) -> Transformer:
     """
     stripped = copy.deepcopy(network)
     _replace_linears(stripped, LazyPackedLinear)
-    stripped.projection = LazyPackedProjection()
+    stripped.projection = LazyPackedProjection(_bias(network))
     for parameter in stripped.parameters():
         parameter.requires_grad_(False)
         parameter.data = torch.zeros(1).expand(parameter.shape)
     return stripped
+
+
+def _bias(network: Transformer) -> Tensor | None:
+    """Return the output projection's bias, None if it has none."""
+    bias = network.projection.bias
+    assert bias is None or isinstance(bias, Tensor)
+    return bias
 
 
 def _replace_linears(network: Transformer, kind: type[PackedLinear] | type[LazyPackedLinear]) -> None:

@@ -47,7 +47,9 @@ class NetworkSettings:
     norm: str = "layer_norm"
     """`layer_norm`, or a name registered in `model.layers.NORMS`."""
     activation: str = "relu"
-    """Of the feed-forward networks: `relu`, or a name registered in `model.layers.ACTIVATIONS`."""
+    """Of the feed-forward networks: `relu`, `swish`, or a name registered in `model.layers.ACTIVATIONS`."""
+    output_bias: bool = False
+    """Add a bias to the logits. The paper has none. `--init-from` of a Marian model sets it and `activation`."""
 
     @property
     def encoder_layers(self) -> int:

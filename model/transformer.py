@@ -18,13 +18,23 @@ from model.positions import LearnedPositions, SinusoidalPositions
 from model.segment_attention import Segments
 from model.settings import NetworkSettings
 
+_BIAS_COLUMNS = 8
+"""Number of columns that `Transformer.as_product` adds for an output bias."""
+
 
 class Projection(nn.Module):
     """The output projection. Its weight is the embedding matrix, which `forward` receives."""
 
+    bias: Tensor | None
+
+    def __init__(self, bias_size: int) -> None:
+        """Initialize the bias with zeros. A size of 0 means none."""
+        super().__init__()
+        self.register_parameter("bias", nn.Parameter(torch.zeros(bias_size)) if bias_size else None)
+
     def forward(self, states: Tensor, weight: Tensor) -> Tensor:
         """Map states [..., D] to logits [..., V] by the weight [V, D]."""
-        return F.linear(states, weight)
+        return F.linear(states, weight, self.bias)
 
 
 class Transformer(nn.Module):
@@ -48,7 +58,7 @@ class Transformer(nn.Module):
         # Pre-norm leaves the output of the last layer unnormalized, so each stack ends with a norm.
         norm = NORMS[settings.norm] if settings.pre_norm else nn.Identity
         self.encoder_norm, self.decoder_norm = norm(d_model), norm(d_model)
-        self.projection: nn.Module = Projection()
+        self.projection: nn.Module = Projection(vocabulary_size if settings.output_bias else 0)
 
     def embed(self, ids: Tensor, start: int) -> Tensor:
         """Return dropout(embeddings * sqrt(D) + positions) [B, L, D] of ids [B, L] at positions from `start` on."""
@@ -134,6 +144,20 @@ class Transformer(nn.Module):
     def logits(self, states: Tensor) -> Tensor:
         """Map decoder states [..., D] to logits of the next piece [..., V]."""
         return self.projection(states, self.embedding.weight)
+
+    @torch.jit.unused
+    def as_product(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return states [..., D'] and a weight [V, D'] whose product is `logits(states)`, for the loss.
+
+        With an output bias, D' is D + 8: the states get a column of ones, and the weight the bias. The other columns
+        are zeros, because a GPU multiplies widths that are a multiple of 8 faster.
+        """
+        weight, bias = self.embedding.weight, self.projection.bias
+        if bias is None:
+            return states, weight
+        ones = F.pad(states.new_ones([*states.shape[:-1], 1]), [0, _BIAS_COLUMNS - 1])
+        columns = F.pad(bias.unsqueeze(1), [0, _BIAS_COLUMNS - 1])  # type: ignore
+        return torch.cat([states, ones], -1), torch.cat([weight, columns], 1)
 
     @torch.jit.export
     def init_cache(self, memory: Tensor, num_slots: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

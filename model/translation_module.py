@@ -112,9 +112,9 @@ class TranslationModule(LightningModule):
         With R-Drop, in training mode, the batch passes through the network twice, each time with other dropout.
         """
         alpha = self.training_settings.r_drop_alpha if self.training else 0.0
+        states = torch.stack([self.states(batch), self.states(batch)]) if alpha else self.states(batch)
         return label_smoothed_loss(
-            torch.stack([self.states(batch), self.states(batch)]) if alpha else self.states(batch),
-            self.network.embedding.weight,
+            *self.network.as_product(states),
             batch.target_output,
             self.training_settings.label_smoothing,
             self.special.pad,

@@ -96,17 +96,21 @@ def write_corpus(
         InputError: see `read_pairs`; or a split keeps no pair.
     """
     (folder / TOKENIZER_NAME).write_bytes(tokenizer.model)
-    encoder = WordEncoder(tokenizer, token_type(tokenizer.vocabulary_size))
+    dtype = token_type(tokenizer.vocabulary_size)
+    source_encoder = target_encoder = WordEncoder(tokenizer, dtype)
+    if tokenizer.target is not tokenizer:
+        target_encoder = WordEncoder(tokenizer.target, dtype)
+    encoders = source_encoder, target_encoder
     # Read first, because training pairs are compared with them.
     held_out = HeldOutPairs(validation=set(), test=_test_pairs(settings))
-    validation = _write_validation(settings, encoder, held_out.validation, folder, progress)
-    train = _write_train(settings, encoder, held_out, num_pairs, folder, progress)
+    validation = _write_validation(settings, encoders, held_out.validation, folder, progress)
+    train = _write_train(settings, encoders, held_out, num_pairs, folder, progress)
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         **inputs,
         "tokenizer": {"sha256": tokenizer.sha256, "vocabulary_size": tokenizer.vocabulary_size},
-        "token_type": encoder.dtype.name,
+        "token_type": dtype.name,
         "train": train,
         "validation": validation,
     }
@@ -168,7 +172,7 @@ def _test_pairs(settings: CorpusSettings) -> set[tuple[str, str]]:
 
 def _write_validation(
     settings: CorpusSettings,
-    encoder: WordEncoder,
+    encoders: tuple[WordEncoder, WordEncoder],
     validation_pairs: set[tuple[str, str]],
     folder: Path,
     progress: bool,
@@ -177,7 +181,7 @@ def _write_validation(
     pair_filter = PairFilter(settings)
     unknown, pairs = 0, []
     with ExitStack() as stack:
-        writers = _writers(stack, folder, "validation", encoder.dtype)
+        writers = _writers(stack, folder, "validation", encoders[0].dtype)
         source_text, target_text = (
             stack.enter_context((folder / f"validation.{side}.txt").open("w", encoding="utf-8", newline="\n"))
             for side in ("source", "target")
@@ -186,7 +190,7 @@ def _write_validation(
         for text in settings.validation:
             start = len(writers[0])
             lines: list[tuple[str, str]] = []
-            for encoded in _encoded(settings, encoder, pair_filter, text):
+            for encoded in _encoded(settings, encoders, pair_filter, text):
                 unknown += _append(writers, encoded)
                 validation_pairs.update(encoded.text)
                 lines += encoded.text
@@ -210,7 +214,7 @@ def _write_validation(
 
 def _write_train(
     settings: CorpusSettings,
-    encoder: WordEncoder,
+    encoders: tuple[WordEncoder, WordEncoder],
     held_out: HeldOutPairs,
     num_pairs: list[int],
     folder: Path,
@@ -219,12 +223,12 @@ def _write_train(
     pair_filter = PairFilter(settings, held_out)
     unknown, pairs = 0, []
     with ExitStack() as stack:
-        writers = _writers(stack, folder, "train", encoder.dtype)
+        writers = _writers(stack, folder, "train", encoders[0].dtype)
         kept_text = stack.enter_context(KeptTextWriter(folder)) if settings.has_views() else None
         bar = stack.enter_context(_bar("encoding", sum(num_pairs), progress))
         for text in settings.train:
             start = len(writers[0])
-            for encoded in _encoded(settings, encoder, pair_filter, text):
+            for encoded in _encoded(settings, encoders, pair_filter, text):
                 unknown += _append(writers, encoded)
                 if kept_text is not None:
                     kept_text.append(encoded.text)
@@ -270,12 +274,12 @@ class _EncodedChunk:
 
 
 def _encoded(
-    settings: CorpusSettings, encoder: WordEncoder, pair_filter: PairFilter, text: TextSource
+    settings: CorpusSettings, encoders: tuple[WordEncoder, WordEncoder], pair_filter: PairFilter, text: TextSource
 ) -> Iterator[_EncodedChunk]:
     """Read a source once, and yield its chunks cleaned and encoded."""
     for chunk in read_pairs(text, settings):
-        source_ids, source_lengths = _encode(encoder, chunk.source, settings)
-        target_ids, target_lengths = _encode(encoder, chunk.target, settings)
+        source_ids, source_lengths = _encode(encoders[0], chunk.source, settings)
+        target_ids, target_lengths = _encode(encoders[1], chunk.target, settings)
         kept = pair_filter.keep(chunk, source_lengths, target_lengths, text.repeat)
         indices = kept.tolist()
         yield _EncodedChunk(

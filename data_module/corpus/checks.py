@@ -113,6 +113,11 @@ def check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer) -> None:
             f"corpus.user_symbols: {_few(missing)}: not in the tokenizer of the run to start from, and a tokenizer"
             " cannot grow; leave it out, or start without --init-from"
         )
+    if settings.has_views() and tokenizer.pair:
+        raise InputError(
+            "corpus.bpe_dropout, corpus.noise: need a tokenizer of this project, and the model to start from has its"
+            " own; leave them out, or start without --init-from"
+        )
     if settings.byte_fallback and not tokenizer.byte_fallback:
         raise InputError(
             "corpus.byte_fallback: the tokenizer of the run to start from has no bytes, and a tokenizer cannot grow;"

@@ -45,7 +45,7 @@ class MergeTable:
         from sentencepiece import sentencepiece_model_pb2
 
         proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)  # type: ignore[attr-defined]
-        if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
+        if tokenizer.pair or proto.trainer_spec.model_type != proto.trainer_spec.BPE:
             raise InputError("corpus.bpe_dropout: the tokenizer is no byte-pair encoding; create one with prepare")
         piece_types = proto.SentencePiece
         ids = {p.piece: i for i, p in enumerate(proto.pieces) if p.type == piece_types.NORMAL}

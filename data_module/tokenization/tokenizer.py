@@ -11,7 +11,7 @@ import io
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from data_module.errors import InputError
+from data_module.tokenization.pair import PairEncoder, is_code, split_models
 from data_module.tokenization.word_counts import WordCounts, normalize_white_space
 
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
@@ -46,8 +47,12 @@ class Tokenizer:
 
     pad_id, unk_id, bos_id, eos_id = PAD_ID, UNK_ID, BOS_ID, EOS_ID
 
-    def __init__(self, model: bytes) -> None:
+    def __init__(self, model: bytes, encodes_target: bool = False) -> None:
         """Load a sentencepiece model from its bytes.
+
+        Args:
+            model: the bytes.
+            encodes_target: encode target sentences, if there are two models; see `target`.
 
         Raises:
             InputError: the bytes are no sentencepiece model, or its special ids are not this project's.
@@ -63,6 +68,9 @@ class Tokenizer:
             processor.load_from_serialized_proto(model or b"none")
         except RuntimeError as error:
             raise InputError("not a tokenizer: no sentencepiece model; run prepare again") from error
+        # The models that encode, if they are two with one vocabulary; `model` then decodes only.
+        self.pair = split_models(model)
+        self._encodes_target = encodes_target
         self._processor = processor
         special_ids = (processor.pad_id(), processor.unk_id(), processor.bos_id(), processor.eos_id())
         if special_ids != (PAD_ID, UNK_ID, BOS_ID, EOS_ID):
@@ -71,8 +79,8 @@ class Tokenizer:
                 " create one with prepare"
             )
         self.vocabulary_size: int = processor.get_piece_size()
-        self.lowercase: bool = processor.normalize("A").endswith("a")
-        self.byte_fallback: bool = processor.is_byte(processor.piece_to_id(BYTE_NAMES[0]))
+        self.lowercase: bool = self._encoder.normalize("A").endswith("a")
+        self.byte_fallback: bool = self._encoder.is_byte(self._encoder.piece_to_id(BYTE_NAMES[0]))
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
@@ -88,19 +96,35 @@ class Tokenizer:
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
 
-    def __reduce__(self) -> tuple[type["Tokenizer"], tuple[bytes]]:
-        return Tokenizer, (self.model,)
+    def __reduce__(self) -> tuple[type["Tokenizer"], tuple[bytes, bool]]:
+        return Tokenizer, (self.model, self._encodes_target)
+
+    @cached_property
+    def target(self) -> "Tokenizer":
+        """The tokenizer that encodes target sentences: this one, unless it has two models."""
+        return self if self.pair is None else Tokenizer(self.model, encodes_target=True)
+
+    @cached_property
+    def _pair_encoder(self) -> PairEncoder | None:
+        return PairEncoder(self.pair[self._encodes_target], self.pieces(), self.unk_id) if self.pair else None
+
+    @property
+    def _encoder(self) -> Any:
+        """The sentencepiece processor that encodes."""
+        return self._pair_encoder.processor if self._pair_encoder else self._processor
 
     def encode(self, sentences: list[str], num_threads: int = 1) -> list[np.ndarray]:
-        """Return the piece ids of each sentence, int32 without special ids. Unknown characters become `unk_id`.
+        """Return the piece ids of each source sentence, int32 without special ids. Unknown characters become `unk_id`.
 
-        With byte fallback no character is unknown.
+        With byte fallback no character is unknown. For target sentences, see `target`.
         The GIL is released.
         """
         lines = "\n".join(sentences)
         if lines.count("\n") >= len(sentences):
             lines = "\n".join(sentence.replace("\n", " ") for sentence in sentences)
         normalized = normalize_white_space(lines).split("\n") if sentences else []
+        if self._pair_encoder:
+            return self._pair_encoder.encode(normalized, num_threads)
         return self._processor.encode(normalized, out_type="numpy", num_threads=num_threads)
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
@@ -110,14 +134,17 @@ class Tokenizer:
         normalized, because bytes can also spell line breaks and tabs.
         """
         text = [[int(piece) for piece in row if piece >= NUM_SPECIAL_IDS] for row in ids]
-        decoded: list[str] = self._processor.decode(text) if text else []
+        if self._pair_encoder:
+            decoded = self._pair_encoder.decode([[self._pieces[piece] for piece in row] for row in text])
+        else:
+            decoded = self._processor.decode(text) if text else []
         if not self.byte_fallback or not decoded:
             return decoded
         return normalize_white_space("\n".join(line.replace("\n", " ") for line in decoded)).split("\n")
 
     def normalize(self, words: Sequence[str]) -> list[str]:
         """Return text as the model's pieces spell it: in lower case if the model lower-cases, U+2581 for a space."""
-        return self._processor.normalize(list(words))
+        return self._encoder.normalize(list(words))
 
     def lower(self, sentences: Sequence[str]) -> list[str]:
         """Return sentences in lower case as a tokenizer that lower-cases decodes them: user symbols keep their case."""
@@ -125,7 +152,12 @@ class Tokenizer:
 
     @cached_property
     def user_symbols(self) -> list[str]:
-        """The user symbols that the tokenizer was trained with, in the order of their ids."""
+        """The user symbols that the tokenizer was trained with, in the order of their ids.
+
+        Of two models with one vocabulary, these are the language codes in the vocabulary.
+        """
+        if self.pair:
+            return [piece for piece in self._pieces if is_code(piece)]
         from sentencepiece import sentencepiece_model_pb2
 
         proto = sentencepiece_model_pb2.ModelProto.FromString(self.model)  # type: ignore[attr-defined]
@@ -134,6 +166,10 @@ class Tokenizer:
 
     def pieces(self) -> list[str]:
         """Return the vocabulary in the order of the ids. U+2581 in a piece represents a space."""
+        return list(self._pieces)
+
+    @cached_property
+    def _pieces(self) -> list[str]:
         return [self._processor.id_to_piece(i) for i in range(self.vocabulary_size)]
 
 
@@ -191,7 +227,7 @@ def train_on_words(
 ) -> bytes:
     """Train a tokenizer as `train_tokenizer` does, from the words and characters of a text. The GIL is released."""
     options = _options(words, vocabulary_size, lowercase, character_coverage, byte_fallback, user_symbols)
-    with _LowercaseRules(lowercase) as rules:
+    with RuleFile(lowercase_rules() if lowercase else {}) as rules:
         options |= rules
         try:
             model = _train(words, options)
@@ -286,27 +322,31 @@ def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
     return model.getvalue()
 
 
-class _LowercaseRules:
-    """A context manager that returns the training options for lower-casing, or none if it is not wanted."""
+class RuleFile:
+    """A context manager that returns the training options for replacing characters, or none if there are no rules."""
 
-    def __init__(self, lowercase: bool) -> None:
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        """`rules` maps characters to the text that takes their place."""
         self._path = ""
-        self._lowercase = lowercase
+        self._rules = rules
 
     def __enter__(self) -> dict[str, Any]:
-        if not self._lowercase:
+        if not self._rules:
             return {}
         descriptor, self._path = tempfile.mkstemp(suffix=".tsv")
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            for code in range(0x110000):
-                lower = chr(code).lower()
-                if lower != chr(code):
-                    file.write(f"{code:X}\t{' '.join(f'{ord(character):X}' for character in lower)}\n")
+            for character, text in self._rules.items():
+                file.write(f"{ord(character):X}\t{' '.join(f'{ord(one):X}' for one in text)}\n")
         return {"normalization_rule_tsv": self._path}
 
     def __exit__(self, *_: object) -> None:
         if self._path:
             Path(self._path).unlink()
+
+
+def lowercase_rules() -> dict[str, str]:
+    """Return the characters that lower-casing changes, and what it changes them to."""
+    return {character: character.lower() for character in map(chr, range(0x110000)) if character.lower() != character}
 
 
 def _without_rule_path(model: bytes) -> bytes:

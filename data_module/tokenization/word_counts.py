@@ -8,7 +8,7 @@ import numpy as np
 
 # All characters that some program treats as the end of a line or column; NUL; U+001F, which sentencepiece does not
 # learn; and U+2581, by which it represents a space. Other white space, such as U+00A0, is part of the text.
-_SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029\u2581"
+SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029\u2581"
 # Training takes about 0.7 kB per distinct word. Beyond this number, the rarest words are dropped.
 _MAX_COUNTED_WORDS = 2_000_000
 _CHUNK_WORDS = 100_000
@@ -20,7 +20,7 @@ def normalize_white_space(lines: str) -> str:
     Tabs, NUL, U+001F, U+2581 and all line ends of Unicode except "\n" count as white space. The function takes many
     lines at once, which is a hundred times faster than a call per line.
     """
-    for character in _SPACE_LIKE:
+    for character in SPACE_LIKE:
         lines = lines.replace(character, " ")
     while "  " in lines:
         lines = lines.replace("  ", " ")

@@ -68,12 +68,15 @@ class LazyPackedLinear(nn.Module):
 class LazyPackedProjection(nn.Module):
     """`PackedProjection` for TorchScript. It packs the matrix of its first call."""
 
-    def __init__(self) -> None:
+    bias: Tensor | None
+
+    def __init__(self, bias: Tensor | None) -> None:
         super().__init__()
+        self.register_parameter("bias", nn.Parameter(bias.detach(), requires_grad=False) if bias is not None else None)
         self.packed = torch.empty(0)
 
     def forward(self, states: Tensor, weight: Tensor) -> Tensor:
         """Map states [..., D] to logits [..., V] by the weight [V, D]."""
         if self.packed.numel() == 0:
             self.packed = pack_weight(weight)
-        return packed_linear(states, self.packed, None)
+        return packed_linear(states, self.packed, self.bias)

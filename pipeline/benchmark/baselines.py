@@ -22,8 +22,8 @@ from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
 from model.positions import SinusoidalPositions
 from model.settings import NetworkSettings
-from pipeline.benchmark.engines import require_transformers
 from pipeline.benchmark.side_by_side import LoopStep
+from pipeline.export.huggingface_model import require_transformers
 
 _DEPTHS = ("num_layers", "num_encoder_layers", "num_decoder_layers")
 _SHARED = (*_DEPTHS, "d_model", "d_ff", "num_heads", "dropout", "max_positions")

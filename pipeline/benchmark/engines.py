@@ -5,13 +5,12 @@ measured. Heavy packages are therefore imported only by the engine that needs th
 read; only this project's own engine reads the checkpoint.
 """
 
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from data_module.errors import InputError, install
+from data_module.errors import InputError
 from data_module.tokenization.word_counts import normalize_white_space
 
 BATCH_TOKENS = 4096
@@ -84,6 +83,10 @@ def prepare(
 
     path = resolve_checkpoint(checkpoint)
     model = load_model(path)
+    if baselines and model.tokenizer.pair:
+        raise InputError(
+            f"{path}: has two tokenizers with one vocabulary, which no baseline reads; leave out --baseline"
+        )
     decoding = search_settings(model.decoding, beam_size, length_penalty, stop_rule)
     if bundle is not None:
         require_bundle(bundle, model)
@@ -130,7 +133,7 @@ class PipelineEngine:
                 self._sentence_steps += int(search.num_steps.sum())
                 return result
 
-            search.beam = counted_beam  # type: ignore[method-assign]
+            search.beam = counted_beam  # type: ignore
         else:
             step = search.network.decode_step
 
@@ -227,23 +230,13 @@ def _write_ctranslate2(model: Any, folder: Path) -> None:
     write_ctranslate2(model.network, model.tokenizer, folder)
 
 
-def require_transformers() -> Any:
-    """Return the package `transformers`; raise InputError if it is not installed."""
-    try:
-        # By name, because type checking the package takes minutes.
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError:
-        raise InputError(f"transformers is not installed; run: {install('benchmark')}") from None
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
-
-
 class HuggingFaceEngine:
     """`generate` of Transformers in float32, with this network's weights and this project's batches."""
 
     def __init__(self, settings: EngineSettings) -> None:
         import torch
+
+        from pipeline.export.huggingface_model import require_transformers
 
         self._torch, self._settings = torch, settings
         self._tokenizer = load_pieces(settings.folder)
@@ -298,71 +291,32 @@ def write_huggingface(model: Any, folder: Path) -> None:
     import torch
 
     from pipeline.export.ctranslate2_model import require_paper_layers
+    from pipeline.export.huggingface_model import marian_config, require_transformers
+    from pipeline.export.marian_weights import SHARED, to_marian
 
     transformers, network, tokenizer = require_transformers(), model.network, model.tokenizer
     require_paper_layers(network, "Transformers")
     attention = network.encoder[0].self_attention
-    d_model = network.embedding.embedding_dim
-    if not attention.d_k == attention.d_v == d_model / attention.num_heads:
+    if not attention.d_k == attention.d_v == network.embedding.embedding_dim / attention.num_heads:
         raise InputError(
             "--baseline huggingface: Transformers needs d_k = d_v = d_model / num_heads; leave this baseline out"
         )
     pre_norm = isinstance(network.encoder_norm, torch.nn.LayerNorm)
     num_positions = 1024 + model.decoding.max_extra_tokens
     num_positions = min(num_positions, network.positions.max_positions or num_positions)
-    shape: dict[str, Any] = {"activation_function": "relu", "scale_embedding": True, "d_model": d_model}
-    for side, layers in (("encoder", network.encoder), ("decoder", network.decoder)):
-        shape |= {
-            f"{side}_layers": len(layers),
-            f"{side}_attention_heads": attention.num_heads,
-            f"{side}_ffn_dim": layers[0].feed_forward.inner.out_features,
-        }
     config = (transformers.PegasusConfig if pre_norm else transformers.MarianConfig)(
         architectures=["PegasusForConditionalGeneration" if pre_norm else "MarianMTModel"],
-        vocab_size=tokenizer.vocabulary_size,
-        max_position_embeddings=num_positions,
-        pad_token_id=tokenizer.pad_id,
-        bos_token_id=tokenizer.bos_id,
-        eos_token_id=tokenizer.eos_id,
-        decoder_start_token_id=tokenizer.bos_id,
-        forced_eos_token_id=None,
-        **shape,
+        **marian_config(network, tokenizer, num_positions),
     )
     config.save_pretrained(folder)
-    torch.save(_huggingface_weights(network, num_positions), folder / "weights.pt")
-
-
-def _huggingface_weights(network: Any, num_positions: int) -> dict[str, Any]:
-    weights = {"model.shared.weight": network.embedding.weight}
-    weights |= {f"model.{side}.embed_tokens.weight": network.embedding.weight for side in ("encoder", "decoder")}
-    weights["lm_head.weight"] = network.embedding.weight
-
-    def put(name: str, module: Any, parts: tuple[str, ...] = ("",)) -> None:
-        for kind in ("weight", "bias"):
-            for part, tensor in zip(parts, getattr(module, kind).chunk(len(parts)), strict=True):
-                weights[f"{name}{part}.{kind}"] = tensor
-
-    for side, layers, norm in (
-        ("encoder", network.encoder, network.encoder_norm),
-        ("decoder", network.decoder, network.decoder_norm),
-    ):
+    # Positions of any kind can be given as a table, in the order of dimensions that they have.
+    weights = to_marian(network.state_dict(), (len(network.encoder), len(network.decoder)), reorder=False)
+    for side, norm in (("encoder", network.encoder_norm), ("decoder", network.decoder_norm)):
+        weights[f"model.{side}.embed_tokens.weight"] = weights[SHARED]
         weights[f"model.{side}.embed_positions.weight"] = network.positions(0, num_positions)
-        if hasattr(norm, "weight"):
-            put(f"model.{side}.layer_norm", norm)
-        for number, layer in enumerate(layers):
-            name = f"model.{side}.layers.{number}"
-            put(f"{name}.self_attn.", layer.self_attention.query_key_value, ("q_proj", "k_proj", "v_proj"))
-            put(f"{name}.self_attn.out_proj", layer.self_attention.output)
-            put(f"{name}.self_attn_layer_norm", layer.self_attention_residual.norm)
-            if side == "decoder":
-                put(f"{name}.encoder_attn.q_proj", layer.cross_attention.query)
-                put(f"{name}.encoder_attn.", layer.cross_attention.key_value, ("k_proj", "v_proj"))
-                put(f"{name}.encoder_attn.out_proj", layer.cross_attention.output)
-                put(f"{name}.encoder_attn_layer_norm", layer.cross_attention_residual.norm)
-            put(f"{name}.fc1", layer.feed_forward.inner)
-            put(f"{name}.fc2", layer.feed_forward.outer)
-            put(f"{name}.final_layer_norm", layer.feed_forward_residual.norm)
-    return weights
+        if pre_norm:
+            weights |= {f"model.{side}.layer_norm.{name}": one for name, one in norm.state_dict().items()}
+    torch.save({**weights, "lm_head.weight": weights[SHARED]}, folder / "weights.pt")
 
 
 FORMATS: dict[str, Callable[[Any, Path], None]] = {

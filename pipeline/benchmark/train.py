@@ -276,8 +276,8 @@ def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", device: Benchmark
     bare = build_module(tiny, tokenizer)
 
     def loss(states: "Tensor", targets: "Tensor") -> "Tensor":
-        smoothing, weight = recipe.training.label_smoothing, bare.network.embedding.weight
-        return label_smoothed_loss(states, weight, targets, smoothing, tokenizer.pad_id).smoothed
+        smoothing = recipe.training.label_smoothing
+        return label_smoothed_loss(*bare.network.as_product(states), targets, smoothing, tokenizer.pad_id).smoothed
 
     schedule = build_schedule(recipe.training, network.d_model, LOOP_STEPS)
     forward = lambda _, batch: bare.states(batch)  # noqa: E731

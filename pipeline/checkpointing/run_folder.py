@@ -177,7 +177,8 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     config = path / "config.yaml"
     if not is_run(path):
         return [], []
-    written, new = yaml.safe_load(config.read_text()), recipe.as_dict()
+    written = yaml.safe_load(config.read_text())
+    new = recipe.inherit_network(written.get("network", {})).as_dict()
     with suppress(InputError):  # A recipe that this version cannot read is compared as it is.
         # Settings that are newer than the run get their defaults.
         written = load_recipe([config]).as_dict()
@@ -201,6 +202,13 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
         f"{name} {before.get(name)} -> {version}" for name, version in now.items() if before.get(name) != version
     ]
     return forbidden, allowed
+
+
+def inherit_network(path: Path, recipe: Recipe) -> Recipe:
+    """Return the recipe with the settings that the network of the run in a folder has brought along."""
+    if not is_run(path):
+        return recipe
+    return recipe.inherit_network(yaml.safe_load((path / "config.yaml").read_text()).get("network", {}))
 
 
 def check_same_run(path: Path, recipe: Recipe) -> list[str]:

@@ -1,8 +1,8 @@
 """Export a checkpoint to a bundle that needs none of this code.
 
-Formats: TorchScript with search and tokenizer inside, torch.export, CTranslate2, and on request ONNX and C++ without a
-library. Each format's translations of real sentences are compared with the checkpoint's. The folder appears only when
-it is complete and all formats agree.
+Formats: TorchScript with search and tokenizer inside, torch.export, CTranslate2, Hugging Face's Transformers, and on
+request ONNX and C++ without a library. Each format's translations of real sentences are compared with the checkpoint's.
+The folder appears only when it is complete and all formats agree.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pipeline.export.bundle import (
     PARITY_SENTENCES,
     bundle_files,
     check_bundle_folder,
-    ctranslate2_obstacle,
+    obstacles,
     parity_text,
     replaced_folder,
     write_bundle,
@@ -66,9 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
     if "cpp" in names:
         require_compiled(model.network)
     text = parity_text(model, arguments.parity_source, arguments.parity_reference)
-    if "ctranslate2" in names and not arguments.format and (reason := ctranslate2_obstacle(model)):
-        print(f"without ctranslate2/: {reason}", file=sys.stderr)
-        names = [name for name in names if not name.startswith("ctranslate2")]
+    if not arguments.format:
+        left_out = obstacles(model, names)
+        for name, reason in left_out.items():
+            print(f"without {name}/: {reason}", file=sys.stderr)
+        names = [name for name in names if name.removesuffix("-int8") not in left_out]
     with replaced_folder(folder) as new:
         write_bundle(model, new, names, text, arguments.data_licence)
     print(folder)

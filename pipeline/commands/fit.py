@@ -19,7 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--fresh", action="store_true", help="start over: remove the run that is there")
     parser.add_argument(
-        "--init-from", type=Path, metavar="CHECKPOINT", help="begin a new run from another's weights and tokenizer"
+        "--init-from",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="begin a new run from another's weights and tokenizer, or a Marian model's",
     )
 
 

@@ -1,7 +1,7 @@
 """Recipes: YAML files and command-line overrides, checked against typed settings."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,20 @@ class Recipe:
         values = self.as_dict()
         split = ((key, key.split(".")) for key in IGNORED_KEYS)
         return [key for key, (section, name) in split if values[section][name] is not None]
+
+    def inherit_network(self, network: Mapping[str, Any]) -> "Recipe":
+        """Return the recipe with the settings that a network has brought along from another program.
+
+        Such a network has an output bias. A recipe need not repeat that, nor the activation.
+
+        Args:
+            network: the network's settings.
+        """
+        if not network.get("output_bias"):
+            return self
+        own = self.network.activation
+        activation = network["activation"] if own == NetworkSettings.activation else own
+        return replace(self, network=replace(self.network, output_bias=True, activation=activation))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as they are written to YAML and to checkpoints."""

@@ -16,6 +16,7 @@ FILES = {
     "torchscript": "model.ts",
     "pt2": "model.pt2",
     "ctranslate2": "ctranslate2",
+    "huggingface": "huggingface",
     "onnx": "onnx",
     "cpp": "cpp",
 }
@@ -83,16 +84,26 @@ def bundle_files(formats: list[str] | None, quantize: str | None) -> list[str]:
     return [one for name in names for one in (name, *([INT8[name]] if quantize and name in INT8 else []))]
 
 
-def ctranslate2_obstacle(model: "TrainedModel") -> str | None:
-    """Return why the model cannot be converted to CTranslate2, or None if it can."""
+def obstacles(model: "TrainedModel", names: list[str]) -> dict[str, str]:
+    """Return the formats among `names` that the model cannot be exported to, and why.
+
+    Those are formats of programs that are not installed or do not support its network or tokenizer.
+    """
     from data_module.errors import InputError
     from pipeline.export.ctranslate2_model import require_shape
+    from pipeline.export.huggingface_model import require_marian
 
-    try:
-        require_shape(model.network)
-    except InputError as reason:
-        return str(reason)
-    return None
+    checks = {
+        "ctranslate2": lambda: require_shape(model.network),
+        "huggingface": lambda: require_marian(model.network, model.tokenizer),
+    }
+    found = {}
+    for name in names:
+        try:
+            checks.get(name, lambda: None)()
+        except InputError as reason:
+            found[name] = str(reason)
+    return found
 
 
 def parity_text(model: "TrainedModel", source: Path | None, reference: Path | None) -> "Text":
@@ -168,16 +179,17 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     parity = Parity(model.network, model.tokenizer, model.decoding, text, longest)
     scores: dict[str, Any] = {"text": text.name, "sentences": len(parity.sources)}
     scores |= {name: value for name, value in parity.figures.items() if name.startswith("bleu")}
-    card = make_card(model, scores, licences, max_positions)
+    card, penalty = make_card(model, scores, licences, max_positions), parity.power_penalty()
     if any(name.startswith("ctranslate2") for name in names):
-        card["ctranslate2_length_penalty"] = parity.ctranslate2_penalty()
+        card["ctranslate2_length_penalty"] = penalty
     card_text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
-    penalty = card.get("ctranslate2_length_penalty", 0.0)
     bundle = formats.Bundle(model, folder, card_text, penalty, max_positions)
     for name in names:
         print(f"writing {name}", file=sys.stderr)
         formats.FORMATS[name].write(bundle)
     (folder / "tokenizer.model").write_bytes(model.tokenizer.model)
+    if model.tokenizer.pair:
+        (folder / "source.spm").write_bytes(model.tokenizer.pair[0])
     (folder / "card.json").write_text(card_text, encoding="utf-8")
     figures = formats.compare_formats(bundle, names, parity)
     if failures := formats.broken_bounds(figures):
@@ -195,5 +207,6 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     }
     (folder / "parity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     example = [*model.tokenizer.encode([example_sentence(model.recipe)])[0].tolist(), model.tokenizer.eos_id]
-    readme_text = readme(names, card, example, max_positions or NUM_POSITIONS, can_pack(model.network))
+    options = max_positions or NUM_POSITIONS, can_pack(model.network), model.tokenizer.pair is not None
+    readme_text = readme(names, card, example, *options)
     (folder / "README.md").write_text(readme_text, encoding="utf-8")

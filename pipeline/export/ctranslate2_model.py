@@ -33,7 +33,7 @@ def require_ctranslate2() -> Any:
 def require_shape(trained: Transformer) -> None:
     """Raise InputError if CTranslate2 is not installed or does not support the network."""
     require_ctranslate2()
-    require_paper_layers(trained, "CTranslate2")
+    require_paper_layers(trained, "CTranslate2", (nn.ReLU, nn.SiLU))
     network: Any = trained
     attention = network.encoder[0].self_attention
     d_model = network.embedding.embedding_dim
@@ -44,17 +44,20 @@ def require_shape(trained: Transformer) -> None:
         )
 
 
-def require_paper_layers(trained: Transformer, program: str) -> None:
-    """Raise InputError if the network has another norm than layer normalization or another activation than ReLU."""
+def require_paper_layers(
+    trained: Transformer, program: str, activations: tuple[type[nn.Module], ...] = (nn.ReLU,)
+) -> None:
+    """Raise InputError if the network has another norm than layer normalization, or none of the activations."""
     network: Any = trained
     layer = network.encoder[0]
     for key, expected, module in (
-        ("norm", nn.LayerNorm, layer.feed_forward_residual.norm),
-        ("activation", nn.ReLU, layer.feed_forward.activation),
+        ("norm", (nn.LayerNorm,), layer.feed_forward_residual.norm),
+        ("activation", activations, layer.feed_forward.activation),
     ):
-        if type(module) is not expected:
+        if type(module) not in expected:
+            names = " and ".join(kind.__name__ for kind in expected)
             raise InputError(
-                f"{program} export knows {expected.__name__} as network.{key} only; this network has "
+                f"{program} export knows {names} as network.{key} only; this network has "
                 f"{type(module).__name__}; leave network.{key} out of the recipe to export it"
             )
 
@@ -92,11 +95,12 @@ def _specification(trained: Transformer, tokenizer: Tokenizer) -> Any:
     attention = network.encoder[0].self_attention
     d_model = network.embedding.embedding_dim
     is_pre_norm = isinstance(network.encoder_norm, nn.LayerNorm)
+    activation = network.encoder[0].feed_forward.activation
     spec = TransformerSpec.from_config(
         (len(network.encoder), len(network.decoder)),
         attention.num_heads,
         pre_norm=is_pre_norm,
-        activation=Activation.RELU,
+        activation=Activation.SWISH if isinstance(activation, nn.SiLU) else Activation.RELU,
     )
     table = (
         network.positions.table
@@ -109,6 +113,8 @@ def _specification(trained: Transformer, tokenizer: Tokenizer) -> Any:
     spec.encoder.embeddings[0].weight = _array(network.embedding.weight)
     spec.decoder.embeddings.weight = _array(network.embedding.weight)
     spec.decoder.projection.weight = _array(network.embedding.weight)
+    if network.projection.bias is not None:
+        spec.decoder.projection.bias = _array(network.projection.bias)
     for target, layer in zip(spec.encoder.layer, network.encoder, strict=True):
         _self_attention(target.self_attention, layer.self_attention, layer.self_attention_residual)
         _feed_forward(target.ffn, layer.feed_forward, layer.feed_forward_residual)

@@ -1,6 +1,7 @@
 """The formats of a bundle: how each is written, loaded and compared with the checkpoint."""
 
 import copy
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,10 @@ from model.packing import can_pack, pack_linears
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import cpp_program, exported_program, onnx_model, torchscript
 from pipeline.export.ctranslate2_model import write_ctranslate2
-from pipeline.export.parity import Figures, Parity, largest, size, timed
-from pipeline.export.runners import CTranslate2Runner, ProgramRunner, SearchRunner
+from pipeline.export.huggingface_model import write_huggingface
+from pipeline.export.model_card import model_card
+from pipeline.export.parity import Figures, Parity, different, largest, size, timed
+from pipeline.export.runners import CTranslate2Runner, HuggingFaceRunner, ProgramRunner, SearchRunner
 
 
 class Bundle(NamedTuple):
@@ -24,8 +27,8 @@ class Bundle(NamedTuple):
     folder: Path
     card: str
     """Text of `card.json`, which some formats hold as well."""
-    ctranslate2_penalty: float
-    """Length penalty for CTranslate2's beam search."""
+    power_penalty: float
+    """Length penalty for the beam search of CTranslate2 and Transformers."""
     max_positions: int
     """Upper bound on the tokens of a source; 0 for none."""
 
@@ -59,6 +62,14 @@ def _ctranslate2_int8(bundle: Bundle) -> None:
 def _cpp(bundle: Bundle) -> None:
     num_positions = cpp_program.num_positions(bundle.max_positions, bundle.model.decoding.max_extra_tokens)
     cpp_program.write_cpp(bundle.model.network, num_positions, bundle.folder / cpp_program.NAME)
+
+
+def _huggingface(bundle: Bundle) -> None:
+    model, card = bundle.model, json.loads(bundle.card)
+    languages = card["source_language"], card["target_language"]
+    folder = bundle.folder / "huggingface"
+    write_huggingface(model.network, model.tokenizer, model.decoding, bundle.power_penalty, languages, folder)
+    (folder / "README.md").write_text(model_card(card), encoding="utf-8")
 
 
 def _compare_torchscript(bundle: Bundle, parity: Parity) -> Figures:
@@ -117,7 +128,7 @@ def _compare_ctranslate2(bundle: Bundle, parity: Parity) -> Figures:
     pairs = zip(parity.log_probabilities(), runner.forced(parity.sources, parity.greedy), strict=True)
     figures = {
         "load_seconds": seconds,
-        "length_penalty": bundle.ctranslate2_penalty,
+        "length_penalty": bundle.power_penalty,
         "largest_forced_score_difference": largest(abs(one - other) for one, other in pairs),
         **parity.greedy_against(runner.greedy(parity.sources)),
         **_report(parity, runner.beam),
@@ -139,6 +150,25 @@ def _compare_cpp(bundle: Bundle, parity: Parity) -> Figures:
     return {"float32": {"load_seconds": seconds, **_compare_search(bundle, search, parity, cpp_program.NAME)}}
 
 
+def _compare_huggingface(bundle: Bundle, parity: Parity) -> Figures:
+    seconds, runner = timed(
+        lambda: HuggingFaceRunner(bundle.folder / "huggingface", bundle.model.tokenizer, bundle.model.decoding)
+    )
+    tokens = [answer.tokens[:-1] for answer in parity.greedy]
+    # Transformers leaves no white space at the end of a text.
+    expected = [text.strip() for text in bundle.model.tokenizer.decode(tokens)]
+    figures = {
+        "load_seconds": seconds,
+        "length_penalty": bundle.power_penalty,
+        "tokenizer_sources_different": different(runner.encode(parity.texts, parity.longest), parity.sources),
+        "tokenizer_answers_different": different(runner.decode(tokens), expected),
+        "largest_logit_difference": parity.logits_difference(runner.logits),
+        **parity.greedy_against(runner.greedy(parity.sources)),
+        **_report(parity, runner.beam),
+    }
+    return {"float32": _with_bounds(parity, figures)}
+
+
 def _runner(bundle: Bundle, search: Any, name: str) -> SearchRunner:
     return SearchRunner(search, bundle.model.tokenizer, bundle.model.decoding, name)
 
@@ -149,7 +179,7 @@ def _ctranslate2_runner(bundle: Bundle, name: str, compute_type: str) -> CTransl
         compute_type,
         bundle.model.tokenizer,
         bundle.model.decoding,
-        bundle.ctranslate2_penalty,
+        bundle.power_penalty,
         bundle.max_positions,
     )
 
@@ -189,6 +219,7 @@ FORMATS = {
     "ctranslate2": Format(_ctranslate2, _compare_ctranslate2),
     "ctranslate2-int8": Format(_ctranslate2_int8, _compare_ctranslate2_int8),
     cpp_program.NAME: Format(_cpp, _compare_cpp),
+    "huggingface": Format(_huggingface, _compare_huggingface),
 }
 
 

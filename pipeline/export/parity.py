@@ -8,7 +8,7 @@ network, the first tokens that differ have the same log-probability (greedy sear
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,10 +62,11 @@ class Parity:
     ) -> None:
         """Search the text with the checkpoint. Sources are cut to `longest` tokens; empty sources are left out."""
         self.network, self.tokenizer, self.settings = network, tokenizer, settings
-        self.name = "checkpoint"
+        self.name, self.longest = "checkpoint", longest
         encoded = [[*ids.tolist()[: longest - 1], tokenizer.eos_id] for ids in tokenizer.encode(text.sources)]
         kept = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         self.sources = [encoded[index] for index in kept]
+        self.texts = [text.sources[index] for index in kept]
         self.references = [text.references[index] for index in kept] if text.references else None
         self.bleu_tokenizer = text.bleu_tokenizer
         self._search()
@@ -90,6 +91,7 @@ class Parity:
         other = copy.copy(self)
         kept = slice(None, None, REPORTED_SHARE)
         other.sources, other.beam, other.greedy = self.sources[kept], self.beam[kept], self.greedy[kept]
+        other.texts = self.texts[kept]
         other.references = self.references[kept] if self.references else None
         other.bleu = other._bleu([answers[0] for answers in other.beam]).get("bleu")
         return other
@@ -183,10 +185,10 @@ class Parity:
             differences.append(float(difference.masked_fill(~is_token, 0.0).max()))
         return largest(differences)
 
-    def ctranslate2_penalty(self) -> float:
-        """Return the length penalty for CTranslate2 that comes nearest to the checkpoint's.
+    def power_penalty(self) -> float:
+        """Return the length penalty for CTranslate2 and Transformers that comes nearest to the checkpoint's.
 
-        CTranslate2 divides by length ** alpha, the paper by ((5 + length) / 6) ** alpha. Around a length L, both change
+        They divide by length ** alpha, the paper by ((5 + length) / 6) ** alpha. Around a length L, both change
         at the same rate if the first alpha is L / (5 + L) times the second. L is the mean length of the answers.
         """
         length = statistics.mean(len(answers[0].tokens) for answers in self.beam)
@@ -206,6 +208,9 @@ class Parity:
         ):
             if not figures.get(name, 0.0) <= bound:
                 messages.append(f"{name.replace('_', ' ')} {figures[name]:.2g} is more than {bound}")
+        for kind, what in (("sources", "encodes"), ("answers", "decodes")):
+            if count := figures.get(f"tokenizer_{kind}_different"):
+                messages.append(f"its tokenizer {what} {count} of {len(self.sources)} {kind} differently")
         difference = figures.get("bleu_difference", 0.0)
         if not abs(difference) <= BLEU and len(self.sources) >= ENOUGH_SENTENCES:
             messages.append(f"BLEU differs by {difference:+.2f}, more than {BLEU}")
@@ -215,6 +220,11 @@ class Parity:
 def largest(differences: Iterable[float]) -> float:
     """Return the largest difference, 0 if there is none, and NaN if one is NaN, which Python's `max` may ignore."""
     return float(torch.tensor([0.0, *differences], dtype=torch.float64).max())
+
+
+def different(found: Sequence[object], expected: Sequence[object]) -> int:
+    """Return how many items of two sequences of one length differ."""
+    return sum(one != other for one, other in zip(found, expected, strict=True))
 
 
 def timed(work: Callable[[], Result]) -> tuple[float, Result]:

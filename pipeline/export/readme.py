@@ -291,6 +291,45 @@ little-endian: the `Header` of `search.cpp`, the position encodings [ROWS, d_mod
 
 """
 
+
+HUGGINGFACE_PROGRAM = """```python
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("huggingface")
+model = AutoModelForSeq2SeqLM.from_pretrained("huggingface")
+batch = tokenizer(["A sentence."], return_tensors="pt", padding=True)
+answers = model.generate(**batch, max_length=batch["input_ids"].shape[1] + EXTRA + 1)
+print(tokenizer.decode(answers[0], skip_special_tokens=True))
+```
+"""
+
+HUGGINGFACE = f"""## huggingface/
+
+A Marian model of [Transformers](https://huggingface.co/docs/transformers), with a model card in its README:
+
+{HUGGINGFACE_PROGRAM}
+Probabilities are the same. As in CTranslate2, `length_penalty` is for another formula than the checkpoint's, and is set
+to come nearest.
+
+"""
+
+TWO_MODELS = """The model has two sentencepiece models with one vocabulary: `source.spm` splits sentences into pieces,
+`tokenizer.model` maps pieces to ids and ids to text. A language code such as `>>de<<`, with which the sentences of some
+models begin, is a piece that `source.spm` does not know: put its id first.
+
+"""
+
+_PIECES = """
+pieces = sentencepiece.SentencePieceProcessor(model_file="source.spm").encode_as_pieces
+"""
+WITH_TWO_MODELS = {
+    'model_proto=extra["tokenizer.model"])\n': 'model_proto=extra["tokenizer.model"])' + _PIECES,
+    'model_file="tokenizer.model")\n': 'model_file="tokenizer.model")' + _PIECES,
+    'tokenizer.encode("A sentence.", out_type=str)': 'pieces("A sentence.")',
+    'tokenizer.encode("A sentence.")': 'tokenizer.piece_to_id(pieces("A sentence."))',
+}
+"""What the programs have otherwise if `source.spm` encodes."""
+
 SAFETY = """## Untrusted files
 
 A TorchScript file is a program that PyTorch runs without checks. It can read and overwrite your files by mapping them
@@ -304,7 +343,14 @@ def example_sentence(recipe: dict[str, Any]) -> str:
     return " ".join([*Prefixes.of_corpus(recipe["corpus"]).trained[:1], "A sentence."])
 
 
-def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslate2_positions: int, packed: bool) -> str:
+def readme(
+    names: list[str],
+    card: dict[str, Any],
+    example: list[int],
+    ctranslate2_positions: int,
+    packed: bool,
+    two_models: bool = False,
+) -> str:
     """Return the README, with a section for each format in `names`.
 
     Args:
@@ -313,6 +359,7 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         example: ids of what `example_sentence` returns, with the end symbol.
         ctranslate2_positions: upper bound on the tokens of a sentence for `ctranslate2/`.
         packed: whether model.ts contains `packed.ts`.
+        two_models: whether `source.spm` encodes, and tokenizer.model decodes only.
     """
     sections = [TITLE.format(**card)]
     prefixes = Prefixes.of_corpus(card["recipe"]["corpus"])
@@ -320,6 +367,8 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         begins = "begins" if prefixes.always else "may begin"
         known = ", ".join(f"`{prefix}`" for prefix in prefixes.trained)
         sections.append(PREFIXES.format(begins=begins, prefixes=known))
+    if two_models:
+        sections.append(TWO_MODELS)
     for name, section in (
         ("model.ts", TORCHSCRIPT + (PACKED if packed else "") + TORCHSCRIPT_ON),
         ("model.int8.ts", INT8),
@@ -328,6 +377,7 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         ("ctranslate2", CTRANSLATE2),
         ("ctranslate2-int8", CTRANSLATE2_INT8),
         ("cpp", CPP),
+        ("huggingface", HUGGINGFACE),
     ):
         if name in names:
             sections.append(section)
@@ -342,6 +392,8 @@ def readme(names: list[str], card: dict[str, Any], example: list[int], ctranslat
         **{name.upper(): str(card[name]) for name in ("pad_id", "bos_id", "eos_id")},
     }
     text = "".join([*sections, SAFETY])
+    for name, value in WITH_TWO_MODELS.items() if two_models else ():
+        text = text.replace(name, value)
     for name, value in values.items():
         text = text.replace(name, value)
     return text

@@ -1,7 +1,7 @@
 """Runners that translate ids with each format of a bundle, so that their answers can be compared."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,3 +198,50 @@ class CTranslate2Runner:
         """Return the log-probability of each answer, including the end symbol."""
         targets = self._pieces([list(answer.tokens[:-1]) for answer in answers])
         return [sum(one.log_probs) for one in self.translator.score_batch(self._pieces(sources), targets)]
+
+
+class HuggingFaceRunner:
+    """A `huggingface/` folder, loaded as its README describes, with the generation settings that it holds."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, settings: DecodingSettings) -> None:
+        from pipeline.export.huggingface_model import require_transformers
+
+        transformers = require_transformers()
+        self.marian = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True).eval()
+        self.tokenizer, self.settings = tokenizer, settings
+
+    def encode(self, sentences: list[str], longest: int) -> list[Ids]:
+        """Return the ids of each sentence, cut to `longest` tokens, with the end symbol."""
+        return self.marian(sentences, truncation=True, max_length=longest)["input_ids"]
+
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each sequence of ids."""
+        return self.marian.batch_decode([list(row) for row in ids], skip_special_tokens=True)
+
+    def beam(self, sources: list[Ids]) -> list[list[Answer]]:
+        """Return the best answer of each sentence, without its score."""
+        return [[answer] for answer in self._all(sources, "beam search")]
+
+    def greedy(self, sources: list[Ids]) -> list[Answer]:
+        """Return the greedy answer of each sentence, without its score."""
+        return self._all(sources, "greedy search", num_beams=1)
+
+    @torch.no_grad()
+    def logits(self, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        """Return logits [B, T, vocabulary] for source and target ids [B, S] and [B, T], by teacher forcing."""
+        return self.model(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target).logits
+
+    def _all(self, sources: list[Ids], kind: str, **options: Any) -> list[Answer]:
+        """Search sentences of one length together, because a call has one length limit."""
+        tokenizer, found = self.tokenizer, [Answer((), 0.0) for _ in sources]
+        with progress_bar(len(sources), description=f"huggingface, {kind}") as bar:
+            for length in sorted({len(source) for source in sources}):
+                indices = [index for index, source in enumerate(sources) if len(source) == length]
+                ids = torch.tensor([sources[index] for index in indices])
+                limit = length + self.settings.max_extra_tokens + 1  # the begin symbol counts
+                output = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_length=limit, **options)
+                for index, row in zip(indices, output[:, 1:].tolist(), strict=True):
+                    found[index] = Answer(tuple(row[: row.index(tokenizer.eos_id) + 1]), 0.0)
+                bar.update(len(indices))
+        return found

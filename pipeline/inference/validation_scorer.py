@@ -75,8 +75,7 @@ class ValidationScorer:
         total, tokens = 0.0, 0
         for batch in self._batches():
             states = self.network(batch.source, batch.target_input, batch.source_mask)
-            weight = self.network.embedding.weight
-            sums = label_smoothed_loss(states, weight, batch.target_output, 0.0, self._special.pad)
+            sums = label_smoothed_loss(*self.network.as_product(states), batch.target_output, 0.0, self._special.pad)
             total += float(sums.negative_log_likelihood)
             tokens += int((batch.target_output != self._special.pad).sum())
             progress.update(len(batch.pairs))

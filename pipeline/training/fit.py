@@ -22,7 +22,7 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
         configs: a recipe and its overlays.
         overrides: settings from the command line.
         reset: remove the run that is in the run folder (`--fresh`).
-        init_from: checkpoint or run folder whose weights and tokenizer a new run takes over.
+        init_from: checkpoint, run folder or Marian model whose weights and tokenizer a new run takes over.
 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
@@ -36,6 +36,7 @@ def fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
     """Do what `fit` does with a recipe whose keys have been checked."""
     from data_module.corpus.manifest import is_corpus
     from pipeline.checkpointing.checkpoint_files import latest_valid
+    from pipeline.checkpointing.run_folder import inherit_network
     from pipeline.config.trainer_keys import validate_trainer_keys
     from pipeline.training.checks import CHECKS, CheckContext, cpu_devices_warning
     from pipeline.training.corpus import ensure_corpus
@@ -56,6 +57,7 @@ def fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
     initial = tokenizer = None
     checkpoint = None if reset else latest_valid(recipe.run_folder())[0]
     if checkpoint is not None:
+        recipe = inherit_network(recipe.run_folder(), recipe)
         if not is_corpus(recipe.corpus_folder()):
             # A corpus that is prepared anew for the run needs the run's vocabulary.
             from data_module.tokenization.tokenizer import Tokenizer
@@ -66,7 +68,7 @@ def fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
             say(f"{recipe.run_folder()}: resuming this run; --init-from is ignored")
     elif init_from is not None:
         initial = load_initial_weights(init_from, recipe)
-        tokenizer = initial.tokenizer
+        tokenizer, recipe = initial.tokenizer, recipe.inherit_network(initial.network)
     manifest = ensure_corpus(recipe.corpus, tokenizer)
     with open_start(recipe, job, reset, initial, manifest) as start:
         return resume_or_start(start)

@@ -20,12 +20,12 @@ from pipeline.inference.translator import Translator, padded
 
 SENTENCES = [
     "A sentence.",
-    ">>de<< <b>Anna</b> likes 😀 and 👍🏽.",
+    "<2de> <b>Anna</b> likes 😀 and 👍🏽.",
     "pre__NAME__post «__NAME__» __NAME__",
     "Ꮳꮃꭹ 語 <i></i><b>é</b>",
     "𝕏 ▅ <0x41> </s>",
 ]
-SYMBOLS = ["<b>", "</b>", "<i>", "</i>", "__NAME__", ">>de<<", 'a,"b']
+SYMBOLS = ["<b>", "</b>", "<i>", "</i>", "__NAME__", "<2de>", 'a,"b']
 
 
 @pytest.fixture(scope="module")

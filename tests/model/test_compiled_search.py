@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.compiled_search import CompiledSearch, load_library, unsupported
 from model.decoding import BeamResult, BeamSearch
@@ -31,13 +31,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "odd sizes": {"d_model": 42, "d_ff": 70, "num_heads": 3, "d_k": 9, "d_v": 21},
     "odd sizes, pre-norm": {"d_model": 42, "d_ff": 70, "num_heads": 3, "pre_norm": True},
     "learned positions": {"learned_positions": True, "max_positions": 30},
-    "swish": {"activation": "swish"},
+    "swish and an output bias": {"activation": "swish", "output_bias": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def swish(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ACTIVATIONS, "swish", nn.SiLU)
 
 
 @pytest.fixture
@@ -63,6 +58,8 @@ def assert_same(found: BeamResult, expected: BeamResult) -> None:
 def test_both_find_the_same(variant: str, rule: str) -> None:
     # The vocabulary takes two chunks and a part of a panel.
     network = make_network(3, 1100, sharpness=1.5, **VARIANTS[variant])
+    if isinstance(network.projection.bias, Tensor):
+        nn.init.normal_(network.projection.bias)
     operators, compiled = both(network)
     source, mask = make_sources(LENGTHS * 3, 1100)
     for beam_size, n_best in ((1, 1), (4, 4), (5, 2)):

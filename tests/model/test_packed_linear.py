@@ -79,7 +79,7 @@ def test_packed_layers_equal_torchs(kind: type[nn.Module], rows: int, num_produc
 @torch.no_grad()
 def test_packed_projections_equal_a_product() -> None:
     weight, states = torch.randn(600, 1000), torch.randn(2, 3, 1000)
-    for packed in (PackedProjection(weight, None), LazyPackedProjection()):
+    for packed in (PackedProjection(weight, None), LazyPackedProjection(None)):
         with PackedProducts() as products:
             found = packed(states, weight)
         assert products.count == 1

@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "pre-norm": {"pre_norm": True},
     "learned": {"learned_positions": True, "max_positions": 64},
     "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
+    "as Marian": {"activation": "swish", "output_bias": True},
 }
 
 
@@ -108,7 +109,7 @@ def test_an_unsupported_network_is_refused(tokenizer: Tokenizer, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("registry", "key", "kind"), [(NORMS, "norm", torch.nn.RMSNorm), (ACTIVATIONS, "activation", torch.nn.SiLU)]
+    ("registry", "key", "kind"), [(NORMS, "norm", torch.nn.RMSNorm), (ACTIVATIONS, "activation", torch.nn.Tanh)]
 )
 def test_another_norm_or_activation_is_refused(
     tokenizer: Tokenizer,

@@ -15,7 +15,7 @@ from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program, formats, onnx_model, torchscript
-from pipeline.export.bundle import FILES, bundle_files, write_bundle
+from pipeline.export.bundle import bundle_files, obstacles, write_bundle
 from pipeline.export.parity import Text
 from tests.model.search_truth import VOCABULARY_SIZE
 
@@ -28,7 +28,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "d_k": {"d_k": 6, "d_v": 10},
     "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
     "deep decoder": {"num_encoder_layers": 1, "num_decoder_layers": 3, "pre_norm": True},
+    "as Marian": {"activation": "swish", "output_bias": True},
 }
+LEFT_OUT = {
+    "pre-norm": ["huggingface"],
+    "learned": ["huggingface"],
+    "d_k": ["ctranslate2", "huggingface"],
+    "deep decoder": ["huggingface"],
+}
+"""The formats that do not support a shape."""
 TEXT = Text("letters", [" ".join(LETTERS[: 2 + i % 6][i % 2 :]) for i in range(12)], None)
 
 
@@ -53,10 +61,10 @@ def make_model(tokenizer: Tokenizer, **shape: Any) -> TrainedModel:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path, shape: str) -> None:
-    names = bundle_files(list(FILES), None)
-    if shape == "d_k":
-        names.remove("ctranslate2")
     model = make_model(tokenizer, **SHAPES[shape])
+    left_out = obstacles(model, bundle_files(None, None))
+    assert [*left_out] == LEFT_OUT.get(shape, [])
+    names = [name for name in bundle_files(None, None) if name not in left_out]
     write_bundle(model, tmp_path, names, TEXT, [])
     parity = json.loads((tmp_path / "parity.json").read_text())
     assert all(parity[name]["float32"]["broken"] == [] for name in names)
@@ -172,28 +180,31 @@ def test_a_bundle_is_replaced_only_with_force(
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_without_ctranslate2(
+@pytest.mark.parametrize(("name", "package"), [("ctranslate2", "ctranslate2"), ("huggingface", "transformers")])
+def test_without_a_program(
     trained_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     named: bool,
+    name: str,
+    package: str,
 ) -> None:
-    from pipeline.commands import export
+    from pipeline.export import bundle
 
-    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    monkeypatch.setitem(sys.modules, package, None)
     if not named:
-        # The other two formats are tested elsewhere.
-        monkeypatch.setattr(export, "FILES", {name: export.FILES[name] for name in ("torchscript", "ctranslate2")})
-    options = ["--format", "ctranslate2"] if named else []
+        # The other formats are tested elsewhere.
+        monkeypatch.setattr(bundle, "FILES", {one: bundle.FILES[one] for one in ("torchscript", name)})
+    options = ["--format", name] if named else []
     code = main(["export", str(trained_run), str(tmp_path / "bundle"), *options])
     said = capsys.readouterr().err
-    assert r".[ctranslate2]" in said
+    assert f".[{name}]" in said
     if named:
         assert code == 2
         assert not (tmp_path / "bundle").exists()
     else:
         assert code == 0
-        assert "without ctranslate2/: ctranslate2 is not installed" in said
+        assert f"without {name}/: {package} is not installed" in said
         assert (tmp_path / "bundle" / "model.ts").exists()
-        assert not (tmp_path / "bundle" / "ctranslate2").exists()
+        assert not (tmp_path / "bundle" / name).exists()

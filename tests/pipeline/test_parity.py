@@ -203,12 +203,12 @@ def test_throughput_and_latency(
     }
 
 
-def test_the_length_penalty_for_ctranslate2_by_hand(parity: Parity) -> None:
+def test_the_length_penalty_of_other_programs_by_hand(parity: Parity) -> None:
     """For answers of 3 and 8 tokens, 5.5 on average: 0.6 * 5.5 / 10.5."""
     assert parity.settings.length_penalty == 0.6
     others = [Answer((5,) * 20, -1.0)]
     parity.beam = [[Answer((5,) * length, 0.0), *others] for length in (3, 8)]
-    assert parity.ctranslate2_penalty() == 0.314
+    assert parity.power_penalty() == 0.314
 
 
 def test_the_largest_of_differences() -> None:

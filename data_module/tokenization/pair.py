@@ -1,0 +1,139 @@
+"""Two sentencepiece models with one vocabulary, as OPUS-MT's Marian models have them.
+
+One model splits source sentences into pieces, the other target sentences; the vocabulary maps the pieces of both to
+ids, which are not sentencepiece's. The three are stored as one sentencepiece model: its pieces are the vocabulary in
+the order of the ids, so that every program decodes with it, and two more fields hold the models that encode.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from data_module.errors import InputError
+
+SOURCE_FIELD, TARGET_FIELD = 1001, 1002
+"""Numbers of the fields; sentencepiece leaves those from 200 on to others."""
+SPACE = "\u2581"
+
+
+def join_models(source: bytes, target: bytes, pieces: Sequence[str], num_special: int) -> bytes:
+    """Return the stored form.
+
+    Args:
+        source: the sentencepiece model of source sentences.
+        target: that of target sentences.
+        pieces: the vocabulary in the order of the ids.
+        num_special: the first so many pieces are the padding, unknown, begin and end symbols, in this order.
+
+    Raises:
+        InputError: a model is no sentencepiece model.
+    """
+    read, proto = _proto_class().FromString, _proto_class()()
+    types = proto.SentencePiece
+    kinds = dict(enumerate([types.CONTROL, types.UNKNOWN, types.CONTROL, types.CONTROL][:num_special]))
+    try:
+        proto.trainer_spec.model_type = read(source).trainer_spec.model_type
+    except Exception:  # protobuf's
+        raise InputError("source.spm: is no sentencepiece model") from None
+    for number, piece in enumerate(pieces):
+        proto.pieces.add(piece=piece, score=0.0, type=kinds.get(number, types.NORMAL))
+    spec = proto.trainer_spec
+    spec.pad_id, spec.unk_id, spec.bos_id, spec.eos_id = range(4)
+    spec.pad_piece, spec.unk_piece, spec.bos_piece, spec.eos_piece = pieces[:4]
+    proto.normalizer_spec.name = "identity"
+    stored: bytes = proto.SerializeToString(deterministic=True)
+    return stored + _field(SOURCE_FIELD, source) + _field(TARGET_FIELD, target)
+
+
+def split_models(model: bytes) -> tuple[bytes, bytes] | None:
+    """Return the models of source and target sentences from their stored form; None for any other model."""
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
+    # Only few models have them, and reading a large one takes a second.
+    if _tag(SOURCE_FIELD) not in model:
+        return None
+    fields = {one.field_number: one.data for one in UnknownFieldSet(_proto_class().FromString(model))}
+    found = fields.get(SOURCE_FIELD), fields.get(TARGET_FIELD)
+    return None if found[0] is None or found[1] is None else (bytes(found[0]), bytes(found[1]))
+
+
+class PairEncoder:
+    """Encodes text by one of the two models, as Transformers' MarianTokenizer does."""
+
+    def __init__(self, model: bytes, pieces: Sequence[str], unk_id: int) -> None:
+        """Load a model.
+
+        Args:
+            model: the sentencepiece model.
+            pieces: the vocabulary in the order of the ids.
+            unk_id: id of the unknown symbol.
+        """
+        import sentencepiece
+
+        self.processor = sentencepiece.SentencePieceProcessor()
+        self.processor.load_from_serialized_proto(model)
+        self._ids, self._unk_id = {piece: number for number, piece in enumerate(pieces)}, unk_id
+        # The vocabulary's symbols are no text, though a model may have pieces that are spelt so.
+        own = [self.processor.id_to_piece(number) for number in range(self.processor.get_piece_size())]
+        self._table = np.array([self._ids.get(piece, unk_id) for piece in own], dtype=np.int32)
+
+    def encode(self, lines: Sequence[str], num_threads: int) -> list[np.ndarray]:
+        """Return the ids of each line, int32.
+
+        A piece that the vocabulary lacks becomes the unknown symbol. Characters that the model does not know are one
+        piece, which the vocabulary may have, as a piece of the other model. A language code such as `>>de<<` at the
+        beginning of a line is one piece.
+        """
+        coded = [_split_code(line) for line in lines]
+        rows = self.processor.encode([text for _, text in coded], out_type="numpy", num_threads=num_threads)
+        unknown = self.processor.unk_id()
+        found = []
+        for (code, text), row in zip(coded, rows, strict=True):
+            ids = self._table[row]
+            if (row == unknown).any():
+                spelt = self.processor.encode(text, out_type=str)
+                ids = np.array([self._ids.get(piece, self._unk_id) for piece in spelt], dtype=np.int32)
+            if code:
+                ids = np.concatenate([np.array([self._ids.get(code, self._unk_id)], dtype=np.int32), ids])
+            found.append(ids)
+        return found
+
+    def decode(self, rows: Sequence[Sequence[str]]) -> list[str]:
+        """Return the text of each row of pieces."""
+        texts: list[str] = self.processor.decode([list(row) for row in rows]) if rows else []
+        return [text.replace(SPACE, " ").strip() for text in texts]
+
+
+def is_code(piece: str) -> bool:
+    """Return whether a piece is a language code, such as `>>de<<`."""
+    return piece.startswith(">>") and piece.endswith("<<")
+
+
+def _split_code(line: str) -> tuple[str, str]:
+    """Return the language code at the beginning of a line, or an empty one, and the rest."""
+    end = line.find("<<") if line.startswith(">>") else -1
+    return ("", line) if end < 0 else (line[: end + 2], line[end + 2 :])
+
+
+def _proto_class() -> Any:
+    from sentencepiece import sentencepiece_model_pb2
+
+    return sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
+
+
+def _tag(number: int) -> bytes:
+    """Return the tag of a field of bytes, as protobuf writes it."""
+    return _varint(number << 3 | 2)
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return _tag(number) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])

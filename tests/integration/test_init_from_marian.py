@@ -1,0 +1,138 @@
+"""`--init-from` with a Marian model: the same translations, then a run like any other, and back to Transformers."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.conftest import pipeline, sentences
+from tests.pipeline.marian_folder import NETWORK, load, target_text, write_marian
+
+LINES = [">>de<< the dog", "the\u00a0dog Ä ☃", *sentences(30, seed=7)]
+
+
+@pytest.fixture(scope="module")
+def marian(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_marian(tmp_path_factory.mktemp("marian") / "model")
+
+
+def run(*arguments: object, text: list[str] | None = None, code: int = 0) -> tuple[list[str], str]:
+    """The lines on standard output, and standard error."""
+    done = pipeline(*arguments, text="".join(line + "\n" for line in text) if text else None)
+    assert done.returncode == code, done.stderr.decode()
+    return done.stdout.decode().splitlines(), done.stderr.decode()
+
+
+def generated(folder: Path, **options: Any) -> list[str]:
+    model, tokenizer = load(folder)
+    found = []
+    for line in LINES:
+        batch = tokenizer(line, return_tensors="pt")
+        limit = batch["input_ids"].size(1) + 50 + 1
+        answer = model.generate(**batch, **{"max_length": limit, "num_beams": 1, **options})[0]
+        found.append(tokenizer.decode(answer, skip_special_tokens=True))
+    return found
+
+
+@pytest.fixture
+def recipe(recipe_file: Path, tmp_path: Path) -> list[object]:
+    """Options of `fit`: the tiny recipe with a target text that the model can translate to."""
+    values = yaml.safe_load(recipe_file.read_text())
+    for split in ("train", "validation"):
+        lines = Path(values["corpus"][split]["source"]).read_text().splitlines()
+        values["corpus"][split]["target"] = str(tmp_path / f"{split}.target")
+        (tmp_path / f"{split}.target").write_text("".join(line + "\n" for line in target_text(lines)))
+    values["corpus"]["folder"] = str(tmp_path / "corpus")
+    recipe_file.write_text(yaml.safe_dump(values))
+    return ["--config", recipe_file, "--run.folder", tmp_path / "run", *NETWORK]
+
+
+@pytest.mark.slow
+def test_a_run_from_a_marian_model(marian: Path, recipe: list[object], tmp_path: Path) -> None:
+    # With a learning rate of 0, a step does not change the weights.
+    once = ["--trainer.max_steps", 1, "--training.learning_rate_factor", 0]
+    report, _ = run("doctor", *recipe, "--init-from", marian)
+    assert any(f"starts from the weights of {marian}" in line for line in report)
+    _, said = run("fit", *recipe, *once, "--init-from", marian)
+    assert f"starting from the weights and the tokenizer of {marian}" in said
+    expected = generated(marian)
+    assert len(set(expected)) > 20
+    assert run("translate", tmp_path / "run", "--beam", 1, text=LINES)[0] == expected
+    beam = ["--beam", 4, "--length-penalty", 0, "--stop-rule", "first"]
+    options = {"num_beams": 4, "length_penalty": 0.0, "early_stopping": True, "forced_eos_token_id": None}
+    ours, theirs = run("translate", tmp_path / "run", *beam, text=LINES)[0], generated(marian, **options)
+    # An answer at the limit ends here, with the end symbol's probability, and is cut there.
+    ended = [pair for pair in zip(ours, theirs, strict=True) if len(pair[0].split()) < 45]
+    assert len(ended) > 20
+    assert all(one == other for one, other in ended)
+
+    # The recipe names neither activation nor bias: they belong to the run, also when it resumes.
+    trained = tmp_path / "trained"
+    train = [*recipe, "--run.folder", trained, "--training.learning_rate_factor", 0.1, "--training.ema_decay", 0.9]
+    run("fit", *train, "--trainer.max_steps", 4, "--init-from", marian)
+    _, said = run("fit", *train, "--trainer.max_steps", 8)
+    assert "resuming from" in said
+    assert "network." not in said
+    network = yaml.safe_load((trained / "config.yaml").read_text())["network"]
+    assert (network["activation"], network["output_bias"]) == ("swish", True)
+    contents = torch.load(trained / "checkpoints" / "step=00000008.ckpt", weights_only=True)
+    first = torch.load(trained / "checkpoints" / "step=00000004.ckpt", weights_only=True)
+    name = "network.projection.bias"
+    assert (contents["state_dict"][name] != first["state_dict"][name]).all()
+    run("average", trained, "--last", 2)
+    source, reference = tmp_path / "test.source", tmp_path / "test.target"
+    source.write_text("".join(line + "\n" for line in LINES))
+    reference.write_text("".join(line + "\n" for line in target_text(LINES)))
+    scores = json.loads(run("evaluate", trained, "--source", source, "--reference", reference)[0][-1])
+    assert scores["bleu"] > 1
+
+    # And back: the folder that `export` writes translates as the run does.
+    texts = ["--parity-source", source, "--parity-reference", reference]
+    run("export", trained, tmp_path / "bundle", *texts)
+    parity = json.loads((tmp_path / "bundle" / "parity.json").read_text())
+    assert parity.keys() >= {"model.ts", "model.pt2", "ctranslate2", "huggingface"}
+    folder = tmp_path / "bundle" / "huggingface"
+    for name in ("source.spm", "target.spm"):
+        assert (folder / name).read_bytes() == (marian / name).read_bytes()
+    assert generated(folder) == run("translate", trained, "--beam", 1, text=LINES)[0] != expected
+
+    # The programs of the bundle's README, without this project.
+    programs = re.findall(r"```python\n(.*?)```", (tmp_path / "bundle" / "README.md").read_text(), re.DOTALL)
+    greedy = {'card["beam_size"]': "1", '"A sentence."': "__import__('sys').argv[1]"}
+    for program in (programs[0], programs[2], programs[3]):
+        for word, value in greedy.items():
+            program = program.replace(word, value)
+        line = "the old dog sees a"
+        command = [sys.executable, "-I", "-W", "ignore", "-c", program, line]
+        done = subprocess.run(command, cwd=tmp_path / "bundle", capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert [done.stdout.strip()] == run("translate", trained, "--beam", 1, text=[line])[0]
+
+    # That folder can be a starting point as well.
+    again = ["--run.folder", tmp_path / "again", "--init-from", folder]
+    run("fit", *recipe, "--corpus.folder", tmp_path / "other", *again, *once)
+    assert run("translate", tmp_path / "again", "--beam", 1, text=LINES)[0] == generated(folder)
+
+
+def test_other_networks_are_refused(marian: Path, recipe: list[object], tmp_path: Path) -> None:
+    wide = ["--network.d_ff", 80, "--network.num_heads", 4, "--network.pre_norm", "true"]
+    _, said = run("fit", *recipe, *wide, "--init-from", marian, code=2)
+    assert said.count("\n") == 1
+    for words in ("network.d_ff 32 there, 80 here", "network.num_heads 2 there, 4 here", "network.pre_norm False"):
+        assert words in said
+    assert "activation" not in said
+    _, said = run("fit", *recipe, "--corpus.bpe_dropout.source", 0.1, "--init-from", marian, code=2)
+    assert "corpus.bpe_dropout, corpus.noise: need a tokenizer of this project" in said
+    broken = shutil.copytree(marian, tmp_path / "broken")
+    (broken / "model.safetensors").unlink()
+    _, said = run("fit", *recipe, "--init-from", broken, code=2)
+    assert said.count("\n") == 1
+    assert f"{broken / 'model.safetensors'}: is missing" in said
+    assert not (tmp_path / "run").exists()
