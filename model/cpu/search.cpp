@@ -1026,6 +1026,9 @@ int64_t search(void* model, const Request* request) {
         }
         run(shared, true);
         for (std::thread& thread : threads) thread.join();
+        // What the other threads have ended since the calling thread's last report.
+        const int64_t ended = shared.num_ended;
+        if (request->progress && ended > 0 && !shared.stop && request->progress(ended) != 0) shared.stop = true;
         return shared.failed ? -2 : shared.stop ? 1 : 0;
     } catch (...) {
         return -2;

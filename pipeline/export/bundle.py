@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.checkpointing.checkpoint import TrainedModel
-    from pipeline.export.parity import Text
+    from pipeline.export.parity import Parity, Text
 
 FILES = {
     "torchscript": "model.ts",
@@ -162,14 +162,12 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     Raises:
         InputError: a format's translations differ from the checkpoint's.
     """
-    import torch
-
     from data_module.errors import InputError
     from model.packing import can_pack
     from pipeline.export import formats
     from pipeline.export.card import make_card
     from pipeline.export.ctranslate2_model import NUM_POSITIONS
-    from pipeline.export.parity import BOUNDS, Parity
+    from pipeline.export.parity import Parity
     from pipeline.export.readme import example_sentence, readme
     from pipeline.inference.translator import LONGEST
 
@@ -197,16 +195,25 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
             f"{model.path}: formats differ from the checkpoint: {'; '.join(failures)}; nothing was written; leave "
             "such a format out with --format"
         )
+    _write_report(folder / "parity.json", text.name, parity, figures)
+    example = [*model.tokenizer.encode([example_sentence(model.recipe)])[0].tolist(), model.tokenizer.eos_id]
+    options = max_positions or NUM_POSITIONS, can_pack(model.network), model.tokenizer.pair is not None
+    readme_text = readme(names, card, example, *options)
+    (folder / "README.md").write_text(readme_text, encoding="utf-8")
+
+
+def _write_report(path: Path, text_name: str, parity: "Parity", figures: dict[str, Any]) -> None:
+    """Write what each format produced beside the checkpoint."""
+    import torch
+
+    from pipeline.export.parity import BOUNDS
+
     report = {
-        "text": text.name,
+        "text": text_name,
         "sentences": len(parity.sources),
         "threads": torch.get_num_threads(),
         "bounds": BOUNDS,
         "checkpoint": parity.figures,
         **figures,
     }
-    (folder / "parity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    example = [*model.tokenizer.encode([example_sentence(model.recipe)])[0].tolist(), model.tokenizer.eos_id]
-    options = max_positions or NUM_POSITIONS, can_pack(model.network), model.tokenizer.pair is not None
-    readme_text = readme(names, card, example, *options)
-    (folder / "README.md").write_text(readme_text, encoding="utf-8")
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
