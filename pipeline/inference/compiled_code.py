@@ -51,7 +51,10 @@ def find_compiler() -> list[str]:
     Raises:
         OSError: there is none.
     """
-    given = shlex.split(os.environ.get("CXX", ""))
+    try:
+        given = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise OSError(f"CXX is no command: {error}") from None
     candidates = [given] if given else [[name] for name in _COMPILERS]
     for command in candidates:
         if found := shutil.which(command[0]):
@@ -65,7 +68,10 @@ def _key(compiler: list[str]) -> str:
     """Return a hash of all that the program depends on: source, compiler with its arguments, processor."""
     from model.compiled_search import FLAGS, SOURCE
 
-    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS)
+    try:
+        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{compiler[0]} --version takes more than {_SECONDS} seconds") from None
     parts = (SOURCE.read_bytes(), repr((compiler, FLAGS, _processor())).encode(), version.stdout)
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
 
@@ -105,7 +111,7 @@ def build(compiler: list[str], source: Path, made: Path) -> None:
 
     command = [*compiler, *FLAGS, str(source), "-o", str(made)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise OSError(f"{compiler[0]} takes more than {_SECONDS} seconds") from None
     if done.returncode:
