@@ -121,7 +121,7 @@ def test_mistakes(arguments: list[str], said: str, recipe_file: Path, capsys: py
 
 def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"\.venv/bin/pip install -c constraints\.txt -e '\.\[benchmark\]'"):
+    with pytest.raises(InputError, match=r"\.venv/bin/pip install -c constraints\.txt -e '\.\[huggingface\]'"):
         baseline_network("marian", PIECES, SETTINGS, SPECIAL, longest=20)
 
 

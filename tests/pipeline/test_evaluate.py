@@ -31,7 +31,11 @@ class WordCount:
 class Repeat:
     """Gives each sentence back; the one named `other` leaves the full stop out."""
 
-    bleu_tokenizer, target_language, settings = None, "en", SimpleNamespace(beam_size=1, length_penalty=0.6)
+    bleu_tokenizer, target_language, settings = (
+        None,
+        "en",
+        SimpleNamespace(beam_size=1, length_penalty=0.6, stop_rule="exact"),
+    )
     prefixes = Prefixes()
 
     def __init__(self, name: str) -> None:

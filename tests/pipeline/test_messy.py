@@ -147,7 +147,7 @@ class Repeat:
     """Gives each sentence back, but for `@`."""
 
     bleu_tokenizer, target_language, name, prefixes = None, "en", "this", Prefixes()
-    settings = SimpleNamespace(beam_size=1, length_penalty=0.6)
+    settings = SimpleNamespace(beam_size=1, length_penalty=0.6, stop_rule="exact")
     tokenizer = SimpleNamespace(lowercase=False, user_symbols=SYMBOLS)
 
     def translate(self, sentences: list[str], *, progress: bool) -> list[Any]:
