@@ -231,18 +231,23 @@ def test_damaged_bundles(damage: str, bundle: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_have_the_commands_lines(
-    model: pipeline.Model, trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: pipeline.Model,
+    trained_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def command_line(*words: object) -> str:
-        assert main(list(map(str, words))) == 2
+        with Path(os.devnull).open() as empty, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", empty)
+            assert main(list(map(str, words))) == 2
         return capsys.readouterr().err.splitlines()[-1].removeprefix("error: ")
 
-    missing, text, lines = tmp_path / "none", tmp_path / "text.ckpt", tmp_path / "lines"
+    missing, text = tmp_path / "none", tmp_path / "text.ckpt"
     text.write_text("no checkpoint")
-    lines.write_text("a\n")
     for path in (missing, text, tmp_path):
-        assert refusal(lambda path=path: pipeline.load(path)) == command_line("translate", path, "--input", lines)  # type: ignore[misc]
-    said = command_line("translate", trained_run, "--input", lines, "--beam", 0)
+        assert refusal(lambda path=path: pipeline.load(path)) == command_line("translate", path)  # type: ignore[misc]
+    said = command_line("translate", trained_run, "--beam", 0)
     assert refusal(lambda: pipeline.load(trained_run, beam_size=0)) == said
     assert "n_best 0: must be 1 or more" in refusal(lambda: model.translate("a", n_best=0))
     assert "sentences: number 2 is nan, not text" in refusal(lambda: model.translate(["a", float("nan")]))  # type: ignore[list-item]
