@@ -270,7 +270,7 @@ def load_on_device(
         model.tokenizer,
         settings,
         max_source_tokens=LONGEST,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=device,
         name=str(path),
         target_language=model.recipe["corpus"]["target_language"],
     )
