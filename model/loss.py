@@ -248,10 +248,8 @@ def _over_classes(
 def _probabilities(logits: Tensor, target: Tensor, sum_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return softmax(logits) [rows, V], and [rows, 1]: the largest logit, the target's, and the largest probability."""
     largest = logits.amax(-1, keepdim=True)
-    # Softmax in steps, since the largest probability is 1 / (sum of exponentials).
-    exponentials = (logits.to(sum_dtype) - largest).exp_()
-    most_probable = exponentials.sum(-1, keepdim=True).reciprocal_()
-    return exponentials.mul_(most_probable), largest, logits.gather(1, target), most_probable
+    probabilities = torch.softmax(logits, -1, dtype=sum_dtype)
+    return probabilities, largest, logits.gather(1, target), probabilities.amax(-1, keepdim=True)
 
 
 def _over_class_pairs(
@@ -278,6 +276,9 @@ def _over_class_pairs(
     difference = (logits[::2].to(sum_dtype) - logits[1::2]).mul_(half)
     gradient, divergences = torch.empty_like(probabilities), []
     for first in (0, 1):
+        if first:
+            difference.neg_()
+            shift = -shift
         own, other, part = probabilities[first::2], probabilities[1 - first :: 2], gradient[first::2]
         torch.mul(own, difference, out=part)
         divergence = part.sum(-1, keepdim=True) / half - shift  # KL(own || other)
@@ -285,8 +286,6 @@ def _over_class_pairs(
         # d KL(own || other) is own * (log(own / other) - KL) by own's logits, and other - own by other's. With the
         # gradient of the cross-entropy: own * (1 + half + half * (log(own / other) - KL)) - half * other.
         part.addcmul_(own, 1.0 + half - half * (shift + divergence)).sub_(other, alpha=half)
-        difference.neg_()
-        shift = -shift
     mean = (divergences[0] + divergences[1]) / 2
     if not with_gradient:
         return largest, target_logits, most_probable, mean, None
@@ -296,10 +295,9 @@ def _over_class_pairs(
 
 def _in_cache(kernel: Any, logits: Tensor, target: Tensor, sum_dtype: torch.dtype, *options: Any) -> Any:
     """Call `_over_classes` or `_over_class_pairs` for a few rows at a time, and overwrite their logits."""
-    # A divergence needs two more tensors of the logits' size; with half the rows, all of them stay in the cache.
     num_rows = max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1)))
     if kernel is _over_class_pairs:
-        num_rows = 2 * max(1, num_rows // 4)
+        num_rows = 2 * max(1, num_rows // 2)
     columns, difference = [], None
     for start in range(0, logits.size(0), num_rows):
         rows = slice(start, start + num_rows)
