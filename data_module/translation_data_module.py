@@ -17,8 +17,9 @@ from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoade
 from data_module.corpus.kept_text import KeptText
 from data_module.corpus.manifest import TOKENIZER_NAME, read_manifest
 from data_module.corpus.sources import SplitSources, split_sources
-from data_module.corpus.store import ParallelCorpus, lengths_with_eos, open_corpus, read_ahead
+from data_module.corpus.store import ParallelCorpus, TokenStore, lengths_with_eos, open_corpus, read_ahead
 from data_module.corpus.view import ViewMaker, ViewSettings
+from data_module.corpus.weights import fewest_pairs
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
@@ -62,6 +63,8 @@ class TranslationDataModule(LightningDataModule):
         self.train_corpus = open_corpus(folder, "train")
         self.validation_corpus = open_corpus(folder, "validation")
         self._weights = epoch_weights(folder, corpus_settings) if corpus_settings else ((), ())
+        if self._weights[0] and not fewest_pairs(*self._weights):
+            raise InputError("corpus.train: an epoch may have no pairs with these weights; raise one")
         self.views = view_maker(self.train_corpus, folder, corpus_settings, seed) if corpus_settings else None
         self.longest = 1 + (self.train_corpus.longest if self.views is None else self.views.longest)
         if self.longest > settings.batch_tokens:
@@ -106,7 +109,7 @@ class TranslationDataModule(LightningDataModule):
             source, target = self.views.mean_lengths()
         else:
             source, target = (
-                len(side.tokens) / len(side) for side in (self.train_corpus.source, self.train_corpus.target)
+                _mean_length(side, *self._weights) for side in (self.train_corpus.source, self.train_corpus.target)
             )
         return 1.0 + source, 1.0 + target
 
@@ -163,6 +166,18 @@ class TranslationDataModule(LightningDataModule):
 
     def _rank_and_size(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+
+
+def _mean_length(store: TokenStore, num_pairs: tuple[int, ...], weights: tuple[float, ...]) -> float:
+    """Return the mean number of tokens of a side's sentences in an epoch; without weights each occurs once."""
+    if not weights:
+        return len(store.tokens) / len(store)
+    tokens, sentences, first = 0.0, 0.0, 0
+    for size, weight in zip(num_pairs, weights, strict=True):
+        tokens += weight * float(store.lengths[first : first + size].sum(dtype=np.int64))
+        sentences += weight * size
+        first += size
+    return tokens / sentences
 
 
 def epoch_weights(folder: Path, settings: CorpusSettings) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -59,7 +59,7 @@ def plan_epoch(
     Raises:
         ValueError: there are no pairs, or a pair is longer than a batch.
     """
-    if len(source_lengths) == 0:
+    if len(source_lengths if pairs is None else pairs) == 0:
         raise ValueError("there are no pairs to plan")
     longest = int(max(source_lengths.max(), target_lengths.max()))
     if longest > batch_tokens:

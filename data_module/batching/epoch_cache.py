@@ -98,7 +98,7 @@ class EpochCache:
         """Return the plan of an epoch, of the corpus or a view of it, in this process's own memory."""
         # A view has the pairs of an epoch as often as they occur in it.
         pairs = epoch_pairs(*self._weights, self._settings["seed"], epoch) if self._views is None else None
-        corpus = corpus or self._corpus
+        corpus = self._corpus if corpus is None else corpus
         source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
         return plan_epoch(source, target, **self._settings, epoch=epoch, pairs=pairs)
 

@@ -185,8 +185,12 @@ class ViewMaker:
 
     def mean_lengths(self) -> tuple[float, float]:
         """Return the mean numbers of source and target ids in views, estimated from some pairs."""
-        count = len(self._corpus)
+        settings = self._settings
+        epoch = epoch_pairs(settings.num_pairs, settings.weights, settings.seed, 0)
+        count = len(self._corpus if epoch is None else epoch)
         pairs = np.unique(np.linspace(0, count - 1, min(count, _MEAN_PAIRS)).astype(np.int64))
+        if epoch is not None:
+            pairs = epoch[pairs].astype(np.int64)
         random = self._random(0, _MEAN)
         noisy, noisy_texts = self._noisy(pairs, random)
         means = []

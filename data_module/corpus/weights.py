@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 def epoch_pairs(num_pairs: Sequence[int], weights: Sequence[float], seed: int, epoch: int) -> NDArray[np.uint32] | None:
     """Return the pairs of an epoch as indices, in the order of the corpus; None if each occurs once.
 
-    An epoch has floor(weight) copies of a source and, for the rest of the weight, a random sample of its pairs.
+    An epoch has floor(weight) copies of a source and, for the rest of the weight, a random sample of its pairs. Where
+    the size of the sample would not be whole, it is rounded up or down at random, so that it is right on average.
 
     Args:
         num_pairs: number of pairs of each source, in the order of the corpus.
@@ -23,9 +24,19 @@ def epoch_pairs(num_pairs: Sequence[int], weights: Sequence[float], seed: int, e
     for source, (size, weight) in enumerate(zip(num_pairs, weights, strict=True)):
         copies = int(weight)
         random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch, source])))
-        sample = random.choice(size, round((weight - copies) * size), replace=False)
+        # Weights are decimal fractions: 0.3 of 10 pairs are 3, and not a little less.
+        exact = round((weight - copies) * size, 6)
+        sample_size = int(exact)
+        if exact > sample_size:
+            sample_size += int(random.random() < exact - sample_size)
+        sample = random.choice(size, sample_size, replace=False)
         times = np.full(size, copies, dtype=np.int64)
         times[sample] += 1
         parts.append(np.repeat(np.arange(first, first + size, dtype=np.uint32), times))
         first += size
     return np.concatenate(parts)
+
+
+def fewest_pairs(num_pairs: Sequence[int], weights: Sequence[float]) -> int:
+    """Return a number of pairs that no epoch falls short of."""
+    return sum(int(round(size * weight, 6)) for size, weight in zip(num_pairs, weights, strict=True))

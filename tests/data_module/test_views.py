@@ -23,7 +23,7 @@ from data_module.batching.stateful_loader import StatefulLoader
 from data_module.corpus.kept_text import KeptText
 from data_module.corpus.preparation import prepare
 from data_module.corpus.store import ParallelCorpus, open_corpus
-from data_module.corpus.weights import epoch_pairs
+from data_module.corpus.weights import epoch_pairs, fewest_pairs
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, BpeDropout, CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
@@ -219,6 +219,43 @@ def test_weights(weights: tuple[float, float], copies: tuple[int, int]) -> None:
         assert set(counts) <= {least, least + 1}
     if any(weight % 1 for weight in weights):
         assert not np.array_equal(first, later)
+
+
+def test_a_sample_that_is_not_whole_is_right_on_average() -> None:
+    sizes, weights = (3, 10, 1), (0.1, 2.3, 2.5)
+    epochs = [epoch_pairs(sizes, weights, seed=1, epoch=epoch) for epoch in range(400)]
+    times = np.array([np.bincount(pairs, minlength=14) for pairs in epochs if pairs is not None])
+    assert set(times[:, :3].sum(1)) == {0, 1}
+    assert 90 <= times[:, :3].sum() <= 150  # 0.3 of a pair an epoch
+    assert set(times[:, 3:13].sum(1)) == {23}
+    assert set(times[:, 13]) == {2, 3}
+    assert fewest_pairs(sizes, weights) == 0 + 23 + 2
+    assert min(len(pairs) for pairs in epochs if pairs is not None) == 25
+
+
+def test_weights_that_leave_no_pairs_are_refused(settings: CorpusSettings) -> None:
+    light = replace(settings, train=[replace(one, weight=0.001) for one in settings.train])
+    for one in (light, replace(light, bpe_dropout=BpeDropout())):
+        with pytest.raises(
+            InputError, match=r"corpus\.train: an epoch may have no pairs with these weights; raise one"
+        ):
+            module(one)
+
+
+@pytest.mark.parametrize("has_views", [True, False])
+def test_mean_lengths_are_those_of_an_epoch_by_weight(
+    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_views: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    heavy = replace(settings, train=[replace(settings.train[0], weight=0.1), replace(settings.train[1], weight=9)])
+    heavy = heavy if has_views else replace(heavy, bpe_dropout=BpeDropout())
+    data = module(heavy)
+    epochs = data.epochs()
+    epoch = epochs.get(0)
+    epochs.discard_next()
+    order = np.concatenate([epoch.plan[i] for i in range(len(epoch.plan))])
+    for side, mean in zip((epoch.corpus.source, epoch.corpus.target), data._mean_lengths, strict=True):
+        assert mean == pytest.approx(1 + side.lengths[order].mean(), rel=0.08 if has_views else 0.01)
 
 
 def test_equal_weights_change_nothing() -> None:
