@@ -108,7 +108,7 @@ class NoiseSettings:
             value = getattr(self, one.name)
             if not 0 <= value <= 1:
                 raise ValueError(f"corpus.noise.{one.name} {value} is not from 0 to 1")
-        if (cased := self.lower_case + self.title_case + self.upper_case) > 1:
+        if (cased := self.lower_case + self.title_case + self.upper_case) > 1 + 1e-9:
             raise ValueError(
                 f"corpus.noise.lower_case, title_case and upper_case are {cased:g} together; a pair gets at most one of"
                 " them, so their sum must be 1 or less"

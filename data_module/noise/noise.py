@@ -14,7 +14,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from data_module.noise import inserted_strings
-from data_module.noise.typos import misspell
+from data_module.noise.typos import MARKS, misspell
 from data_module.settings import NoiseSettings
 
 NOISE_KINDS: tuple[str, ...] = tuple(one.name for one in fields(NoiseSettings))
@@ -34,7 +34,7 @@ _FINAL = ".!?…。！？؟۔।"
 _ORDER = {kind: order for order, kind in enumerate(NOISE_KINDS)}
 _FIRST_LETTER = re.compile(r"(?:^|(?<= ))([^\w ]*)([^\W\d_])")
 # Three letters or digits, because a full stop behind fewer often ends an abbreviation.
-_SENTENCE_END = re.compile(rf"(?<=\w\w\w[{_FINAL}]) (?=\S)")
+_SENTENCE_END = re.compile(rf"(?<=[\w{MARKS}]{{3}}[{_FINAL}]) (?=\S)")
 
 
 def draw_kinds(settings: NoiseSettings, num_pairs: int, random: Generator) -> NDArray[np.bool_]:
@@ -106,8 +106,12 @@ def with_casing(text: str, kind: str, protected: frozenset[str] = frozenset()) -
 
 
 def without_final_punctuation(text: str, protected: frozenset[str] = frozenset()) -> str:
-    """Return the text without full stops, exclamation and question marks at its end, unless it consists of them."""
-    return _split_final(text, protected)[0] or text
+    """Return the text without full stops, exclamation and question marks at its end.
+
+    A text that has nothing else, or nothing but protected symbols before them, stays as it is.
+    """
+    rest = _split_final(text, protected)[0]
+    return text if all(word in protected for word in rest.split(" ") if word) else rest
 
 
 def insert(
@@ -115,13 +119,16 @@ def insert(
 ) -> tuple[str, str]:
     """Return both sides with a string put at matching places, with a space on each side of it where there is text.
 
-    The place is drawn: the start (behind leading words that are protected symbols, such as the name of a language), the
-    end, before the final punctuation, or between two sentences if both sides have the same number of sentences, two or
-    more. Otherwise the end is taken.
+    The place is drawn: the start, the end, before the final punctuation, or between two sentences if both sides have
+    the same number of sentences, two or more. Otherwise the end is taken. A prefix of the source, such as the name of a
+    language, stays its first word: a protected symbol that the target does not have.
     """
     place, which = random.random(2).tolist()
     if place < 0.25:
-        return _at_start(string, source, protected), _at_start(string, target, protected)
+        first, *rest = source.split(" ")
+        if first in protected and first not in target:
+            return " ".join([first, string, *rest]), f"{string} {target}".rstrip(" ")
+        return f"{string} {source}".rstrip(" "), f"{string} {target}".rstrip(" ")
     if place < 0.5:
         return _before_final(string, source, protected), _before_final(string, target, protected)
     if place < 0.75:
@@ -132,12 +139,6 @@ def insert(
             source, target = (f"{side[:end]} {string}{side[end:]}" for side, end in ends)
             return source, target
     return f"{source} {string}".lstrip(" "), f"{target} {string}".lstrip(" ")
-
-
-def _at_start(string: str, text: str, protected: frozenset[str]) -> str:
-    words = text.split(" ") if text else []
-    leading = next((index for index, word in enumerate(words) if word not in protected), len(words))
-    return " ".join([*words[:leading], string, *words[leading:]])
 
 
 def _before_final(string: str, text: str, protected: frozenset[str]) -> str:

@@ -1,6 +1,7 @@
 """Typing errors: neighbouring letters swapped, a letter left out, a letter doubled, or the key beside it hit."""
 
 import re
+import unicodedata
 
 from numpy.random import Generator
 
@@ -13,7 +14,14 @@ _LAYOUTS = (
     ("azertyuiop", "qsdfghjklm", "wxcvbn"),
 )
 """The rows of letters of QWERTY, QWERTZ and AZERTY keyboards."""
-_LETTERS = re.compile(rf"[^\W\d_]{{{MIN_LETTERS},}}")
+MARKS = "".join(
+    character
+    for character in map(chr, (*range(0x300, 0x2000), 0x200C, 0x200D, *range(0xA66F, 0xAC00)))
+    if unicodedata.category(character) in ("Mn", "Mc", "Cf")
+)
+"""Accents and vowel signs that belong to the letter before them, and joiners, for a regular expression's brackets."""
+_LETTER = rf"[^\W\d_][{MARKS}]*"
+_LETTERS = re.compile(rf"(?:{_LETTER}){{{MIN_LETTERS},}}")
 # Digits, and signs inside a word: addresses, numbers, times, names of files, tags.
 _NOT_PLAIN = re.compile(r"[\d_@<>{}\\/]|[.:]\w")
 
@@ -45,14 +53,17 @@ def _with_typo(word: str, random: Generator) -> str:
     """Return the word with one error in its first run of `MIN_LETTERS` letters or more.
 
     The first letter stays, and the last one is at most swapped: without its last letter, "dogs" is another word.
+    Accents and vowel signs stay with their letter.
     """
     run = _LETTERS.search(word)
     if run is None:
         return word
     kind, place = random.random(2).tolist()
+    letters = re.findall(_LETTER, run[0])
     # Both letters of a swap are behind the first one.
-    index = run.start() + 1 + int(place * (run.end() - run.start() - 2))
-    before, letter, following, after = word[:index], word[index], word[index + 1], word[index + 2 :]
+    index = 1 + int(place * (len(letters) - 2))
+    before, after = word[: run.start()] + "".join(letters[:index]), "".join(letters[index + 2 :]) + word[run.end() :]
+    letter, following = letters[index : index + 2]
     if kind < 0.25:
         return before + following + after
     if kind < 0.5:

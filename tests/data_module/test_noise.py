@@ -59,6 +59,8 @@ def test_symbols_keep_their_casing() -> None:
         ("?", "?"),
         ("See <b>this</b>.", "See <b>this</b>."),
         ("See <b>this</b> now.", "See <b>this</b> now"),
+        (">>de<< ?", ">>de<< ?"),
+        ("यह कुत्ता है।", "यह कुत्ता है"),
     ],
 )
 def test_no_final_punctuation(text: str, without: str) -> None:
@@ -75,11 +77,27 @@ def typos_of(word: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("word", ["mountain", "abby", "llama", "größer", "Привет", "zzzz"])
+@pytest.mark.parametrize("word", ["mountain", "abby", "llama", "größer", "Привет", "zzzz", "اكتبوا"])
 def test_every_single_typo_occurs_and_nothing_else(word: str) -> None:
     random = generator(1)
     found = {misspell(word, random) for _ in range(8000)}
     assert found == typos_of(word) | {word}
+
+
+def test_accents_and_vowel_signs_stay_with_their_letter() -> None:
+    random = generator(1)
+    for word in ("हिन्दुस्तान", "cafe\u0301teria", "ภาษาไทยที่นี่"):
+        seen = {misspell(word, random) for _ in range(20_000)} - {word}
+        letters = re.findall(r"[^\W\d_]\W*", word)
+        assert "".join(letters) == word
+        allowed = set()
+        for i in range(1, len(letters) - 1):
+            before, letter, following, after = letters[:i], letters[i], letters[i + 1], letters[i + 2 :]
+            swapped = [following, letter] if letter != following else [letter, letter, following]
+            keys = [[key, following] for key in NEIGHBOURS.get(letter, "")]
+            for middle in ([following], [letter, letter, following], swapped, *keys):
+                allowed.add("".join([*before, *middle, *after]))
+        assert seen == allowed - {word}
 
 
 def test_typos_are_of_four_kinds_in_a_sixth_of_the_longer_words() -> None:
@@ -170,6 +188,29 @@ def test_a_string_goes_to_matching_places() -> None:
         ("They came. Fine", "Gut", {("@ They came. Fine", "@ Gut"), ("They came. Fine @", "Gut @")}),
         # Not into a word with a tag.
         ("A <b>dog</b>.", "Ein Hund", {("@ A <b>dog</b>.", "@ Ein Hund"), ("A <b>dog</b>. @", "Ein Hund @")}),
+        # Not behind a name, which both sides have, nor into a pair of tags.
+        (
+            "__NAME__ saw it",
+            "Das sah __NAME__",
+            {("@ __NAME__ saw it", "@ Das sah __NAME__"), ("__NAME__ saw it @", "Das sah __NAME__ @")},
+        ),
+        (
+            "<b> My dog </b> runs",
+            "Es läuft <b> mein Hund </b>",
+            {
+                ("@ <b> My dog </b> runs", "@ Es läuft <b> mein Hund </b>"),
+                ("<b> My dog </b> runs @", "Es läuft <b> mein Hund </b> @"),
+            },
+        ),
+        # Between sentences of a script with vowel signs.
+        (
+            "यह कुत्ता है। वह",
+            "A dog it is. He",
+            {
+                ("@ यह कुत्ता है। वह", "@ A dog it is. He"),
+                ("यह कुत्ता है। वह @", "A dog it is. He @"),
+            },
+        ),
         ("", "", {("@", "@")}),
     ],
 )
