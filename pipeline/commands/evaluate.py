@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError("--messy: cannot be given with --versus; run evaluate --messy for each of the two checkpoints")
     # Before a checkpoint is loaded, so that a missing file is reported at once.
     text = given_text(arguments)
-    require_writable(arguments.output)
+    require_writable(arguments.output, arguments.source, arguments.reference)
     if arguments.paper:
         require_sacremoses()
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = scoring_tokenizer(translators[0], arguments, text)
     hypotheses, *others = [translations(translator, text) for translator in translators]
     if arguments.output:
-        arguments.output.write_text("".join(line + "\n" for line in hypotheses), encoding="utf-8")
+        write_lines(arguments.output, hypotheses)
     if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES:
         print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
     report = Report(translators, [hypotheses, *others], references, tokenizer, arguments.paper)
@@ -223,12 +223,26 @@ def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, t
     return tokenizer
 
 
-def require_writable(output: Path | None) -> None:
+def write_lines(output: Path, lines: list[str]) -> None:
+    """Write lines to a file as a whole, or to what else the path names, such as a pipe."""
+    from pipeline.runtime.atomic_file import atomic_file
+
+    contents = "".join(line + "\n" for line in lines).encode()
+    if output.exists() and not output.is_file():
+        output.write_bytes(contents)
+        return
+    with atomic_file(output) as file:
+        file.write(contents)
+
+
+def require_writable(output: Path | None, *inputs: Path | None) -> None:
     """Check that translations can be written, before they are made.
 
     Raises:
-        InputError: the file cannot be written.
+        InputError: the file cannot be written, or is one of the inputs.
     """
+    if output and any(one and one.is_file() and output.exists() and one.samefile(output) for one in inputs):
+        raise InputError(f"{output}: is the text to score, and would be overwritten; give another --output")
     if output and not output.parent.is_dir():
         raise InputError(f"{output}: its folder is not there; make it or give another --output")
     if output and output.is_dir():

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from data_module.corpus.sources import source_names
 from data_module.errors import InputError
-from data_module.readers.pairs import read_pairs
+from data_module.readers.pairs import open_reader, read_pairs
 from data_module.settings import CorpusSettings
 from pipeline.config.schema import Checker
 from pipeline.inference.prefixes import Prefixes, with_prefix
@@ -75,7 +75,7 @@ def text_of_recipe(corpus: dict[str, Any]) -> EvaluationText:
         corpus: the section `corpus` of the recipe in a checkpoint.
 
     Raises:
-        InputError: the recipe names no test text, or a source cannot be read.
+        InputError: the recipe names no test text, or a source cannot be read or has sides of unequal length.
     """
     checker = Checker({})
     settings = checker.dataclass(corpus, CorpusSettings, "corpus.")
@@ -86,6 +86,7 @@ def text_of_recipe(corpus: dict[str, Any]) -> EvaluationText:
         raise InputError("the recipe has no corpus.test; give a text to score with --source FILE and --reference FILE")
     parts = []
     for name, text in zip(source_names(settings.test), settings.test, strict=True):
+        open_reader(text, settings).count_pairs()  # Raises for files with unequal numbers of lines.
         part = TextPart(name, text.prefix, [], [])
         for chunk in read_pairs(replace(text, prefix=None), settings):
             valid = sorted(set(range(len(chunk.source))) - set(chunk.invalid))

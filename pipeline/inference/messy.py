@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from numpy.random import PCG64, Generator, SeedSequence
 
 from data_module.noise.noise import INSERTED_STRINGS, NOISE_KINDS, add_noise, insert
+from data_module.noise.typos import MARKS
+from data_module.tokenization.word_counts import normalize_white_space
 from pipeline.inference.metrics import corpus_score, metrics_on
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ SEED = 1
 CLEAN, DOUBLED_SPACES, USER_SYMBOLS = "clean", "doubled_spaces", "user_symbols"
 _CONTINUES = r"[\w/@&=#~+-]"
 """Characters that go on with an address or number: `112:30` and `12:30:15` do not hold `12:30`."""
-_WORD = re.compile(r"\w(?:.*\w)?|^\W+$")
+_WORD = re.compile(rf"\w(?:.*\w)?[{MARKS}]*|^\W+$")
 """A word without the punctuation around it, or nothing but punctuation."""
 
 
@@ -46,7 +48,10 @@ def messy_texts(
             lower-case.
     """
     protected = frozenset(symbols)
-    pairs = list(zip(sources, references, strict=True))
+    pairs = [
+        (normalize_white_space(source), normalize_white_space(reference))
+        for source, reference in zip(sources, references, strict=True)
+    ]
     for kind in NOISE_KINDS:
         random = _generator(kind)
         noisy: list[tuple[str, str]] = []

@@ -222,6 +222,43 @@ def test_one_source_is_scored_as_a_whole(
     assert "error: this: none.en: no such file; correct the path" in capsys.readouterr().err
 
 
+def test_files_of_unequal_length_are_refused(
+    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "this"]) == 0
+    source, target = tmp_path / "test.en", tmp_path / "test.de"
+    source.write_text("one\nthree\n")
+    target.write_text("eins\nzwei\ndrei\n")
+    corpus = recipe["this"].recipe["corpus"]
+    for sides, message in (
+        ((source, target), "test.en: 2 lines, but"),
+        ((target, source), "test.en: 2 lines, but"),
+        ((target, target), "source and target are the same file"),
+    ):
+        texts = [dict(zip(("source", "target"), map(str, sides), strict=True))]
+        recipe["this"].recipe = {"corpus": {**corpus, "test": texts}}
+        assert main(["evaluate", "this"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_output_is_no_input(
+    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, reference, link = tmp_path / "in.en", tmp_path / "in.de", tmp_path / "link"
+    source.write_text("A b c d\n")
+    reference.write_text("A b c e\n")
+    link.symlink_to(reference)
+    files = ["--source", str(source), "--reference", str(reference), "--prefix", ">>de<<"]
+    for output in (source, reference, link):
+        assert main(["evaluate", "this", *files, "--output", str(output)]) == 2
+        assert f"{output}: is the text to score, and would be overwritten" in capsys.readouterr().err
+    assert (source.read_text(), reference.read_text()) == ("A b c d\n", "A b c e\n")
+    output = tmp_path / "out.de"
+    assert main(["evaluate", "this", *files, "--output", str(output)]) == 0
+    assert output.read_text() == "A b c d\n"
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_invalid_pairs_are_left_out_where_the_recipe_says_so(
     recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

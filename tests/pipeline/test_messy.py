@@ -87,6 +87,12 @@ def test_all_pairs_of_tags_are_used_and_strings_keep_their_case() -> None:
     assert any(string != string.lower() for [string] in found["web_address"].copied)
 
 
+def test_white_space_is_normalized_first() -> None:
+    texts = dict(messy_texts(["The dog  runs. ", "A cat.\t"], ["Der Hund  läuft.", " Eine Katze."]))
+    assert texts["no_final_punctuation"].sources == ["The dog runs", "A cat"]
+    assert texts["lower_case"].references == ["der hund läuft.", "eine katze."]
+
+
 def test_tags_are_put_around_one_word() -> None:
     random = default_rng(1)
     pair = ">>de<< A dog, __NAME__!", "Der (Hund) - bellt."
@@ -98,6 +104,8 @@ def test_tags_are_put_around_one_word() -> None:
         (">>de<< A <b>dog</b>, __NAME__!", "Der (Hund) <b>-</b> bellt."),
         (">>de<< A <b>dog</b>, __NAME__!", "Der (Hund) - <b>bellt</b>."),
     }
+    accents = with_tags(("cafe\u0301!", "हिन्दी।"), ("<b>", "</b>"), random, frozenset(SYMBOLS))
+    assert accents == ("<b>cafe\u0301</b>!", "<b>हिन्दी</b>।")
     nothing = "__NAME__", "__NAME__ !"
     assert with_tags(nothing, ("<b>", "</b>"), random, frozenset(SYMBOLS)) == nothing
 
