@@ -3,6 +3,7 @@
 These dataclasses are the recipe's schema. Their defaults are the paper's base model.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +155,7 @@ class TrainingSettings:
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"training.{name} {getattr(self, name)} is not in [0, 1)")
         for name in ("learning_rate_factor", "r_drop_alpha", "weight_decay"):
-            if getattr(self, name) < 0.0:
+            if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"training.{name} {getattr(self, name)} is not 0 or more")
         if self.schedule == "paper" and self.peak_learning_rate is not None:
             raise ValueError(
@@ -165,7 +166,7 @@ class TrainingSettings:
             raise ValueError(f"training.schedule {self.schedule} needs training.peak_learning_rate, such as 5e-4")
         for name in ("adam_epsilon", "gradient_clip_norm", "peak_learning_rate"):
             value = getattr(self, name)
-            if value is not None and value <= 0.0:
+            if value is not None and not 0.0 < value < math.inf:
                 raise ValueError(f"training.{name} {value} is not more than 0")
         if self.warmup_steps < 1:
             raise ValueError(f"training.warmup_steps {self.warmup_steps} is not 1 or more")

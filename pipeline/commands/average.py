@@ -35,6 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     if count < 1:
         raise InputError(f"--{option} {count} is not 1 or more")
     output = arguments.output or arguments.run / f"average-{option}-{count}.ckpt"
+    if output.is_dir():
+        raise InputError(f"{output}: is a folder; give a file as --output")
+    if record_of(output) == output:
+        raise InputError(f"{output}: is the name of a record; give --output a name that ends in .ckpt")
     names = (
         average_last(arguments.run, count, output) if option == "last" else average_best(arguments.run, count, output)
     )
@@ -60,6 +64,11 @@ def average_last(run: Path, count: int, output: Path) -> list[str]:
     return [path.name for path in chosen]
 
 
+def record_of(output: Path) -> Path:
+    """Return the name of the JSON file that describes the choice of an average."""
+    return output.with_name(output.name.removesuffix(".ckpt").removesuffix(".json") + ".json")
+
+
 def average_best(run: Path, count: int, output: Path) -> list[str]:
     """Write the better of two averages and a JSON file that describes the choice; return the checkpoints' names.
 
@@ -79,7 +88,7 @@ def average_best(run: Path, count: int, output: Path) -> list[str]:
     selection = {"option": f"--best {count}", "run_step": max(saved), "best_validation": best, **choice}
     averaged = search.average(choice[choice["chosen"]]["steps"])
     # The record comes first, so that no average lacks it.
-    with atomic_file(output.with_suffix(".json")) as file:
+    with atomic_file(record_of(output)) as file:
         file.write((json.dumps(selection, indent=2) + "\n").encode())
     write_atomic({**averaged, "selection": selection}, output)
     return list(averaged["averaged"])

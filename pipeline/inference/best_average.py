@@ -1,5 +1,6 @@
 """Choose which checkpoints of a run to average, by scores on its validation text (`average --best`)."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ class BestAverage:
 
             def score(step: int) -> float:
                 self._load(mean, self._saved[step].read())
-                found = self._scorer.negative_log_likelihood(bar)
+                found = _or_worst(self._scorer.negative_log_likelihood(bar))
                 if not mean.count:
                     alone[step] = found
                 return found
@@ -178,7 +179,7 @@ class BestAverage:
         self._load(mean)
         with progress_bar(2 * len(self._scorer), description=f"scoring {name}") as bar:
             scores = {
-                "negative_log_likelihood": self._scorer.negative_log_likelihood(bar),
+                "negative_log_likelihood": _or_worst(self._scorer.negative_log_likelihood(bar)),
                 "bleu": self._scorer.bleu(bar),
             }
         say(
@@ -194,3 +195,8 @@ class BestAverage:
         for name, tensor in mean.items(other):
             if name.startswith("network."):
                 weights[name.removeprefix("network.")].copy_(tensor)
+
+
+def _or_worst(score: float) -> float:
+    """Return infinity in place of NaN, which compares as neither better nor worse."""
+    return math.inf if math.isnan(score) else score

@@ -219,11 +219,14 @@ class Translator:
             Hypothesis(" ".join(text.splitlines()), score, log_probability, length)
             for text, score, log_probability, length in zip(texts, scores, log_probabilities, lengths, strict=True)
         ]
-        return [
+        found = [
             # A length of 0 marks a hypothesis that does not exist.
             [one for one in hypotheses[start : start + n_best] if one.num_tokens]
             for start in range(0, len(hypotheses), n_best)
         ]
+        if not all(found):
+            raise InputError(f"{self.name}: its scores are not finite; choose a checkpoint with finite weights")
+        return found
 
 
 def load_translator(

@@ -86,10 +86,17 @@ def truncate_after(run: Path, step: int, validation_too: bool) -> None:
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl, with the current names of the metrics."""
-    with (run / METRICS).open(encoding="utf-8") as file:
+    """Yield the lines of a run's metrics.jsonl, with the current names of the metrics.
+
+    A line that a killed process has written in part ends them, as it does where a run resumes.
+    """
+    with (run / METRICS).open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            yield {_current_name(name): value for name, value in json.loads(line).items()}
+            try:
+                values = json.loads(line)
+            except ValueError:
+                return
+            yield {_current_name(name): value for name, value in values.items()}
 
 
 def _current_name(name: str) -> str:

@@ -355,6 +355,8 @@ def test_mistakes_are_reported_in_one_line(copied: Path, capsys: pytest.CaptureF
         return line
 
     assert refused("--best", 0) == "error: --best 0 is not 1 or more"
+    assert "is a folder; give a file as --output" in refused("--last", 1, "--output", copied)
+    assert "mean.json: is the name of a record" in refused("--best", 1, "--output", copied / "mean.json")
     assert refused("--best", -3) == "error: --best -3 is not 1 or more"
     assert "has 10 valid checkpoints, --best is 11; give --best 10 or less" in refused("--best", 11)
     assert "argument --last: not allowed with argument --best" in refused("--best", 2, "--last", 2)
@@ -396,6 +398,22 @@ def test_a_corpus_of_another_vocabulary_is_refused(copied: Path, recipe_file: Pa
 
 
 Score = Callable[[int], float]
+
+
+def test_weights_that_are_not_finite_are_not_chosen(copied: Path) -> None:
+    newest = step_checkpoints(copied)[-1]
+    contents = torch.load(newest, weights_only=True)
+    for weights in contents["state_dict"].values():
+        weights.view(-1)[0] = float("nan")
+    write_atomic(contents, newest)
+    # A killed run may leave a part of a line.
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "validat')
+    assert main(["average", str(copied), "--best", "10"]) == 0
+    selection = read_checkpoint(copied / "average-best-10.ckpt")["selection"]
+    assert selection["chosen"] == "greedy"
+    assert step_of(newest) not in selection["greedy"]["steps"]
+    assert step_of(newest) in selection["window"]["steps"]
 
 
 def test_a_greedy_search_stops_when_nothing_improves() -> None:

@@ -1,8 +1,10 @@
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings
@@ -89,6 +91,16 @@ def test_a_sentence_longer_than_the_positions_is_cut_and_marked(tokenizer: Token
     assert (
         Translator(make_network(tokenizer), tokenizer, SETTINGS, max_source_tokens=5).translate([longest])[0].truncated
     )
+
+
+def test_weights_that_are_not_finite_are_refused(tokenizer: Tokenizer) -> None:
+    network = make_network(tokenizer)
+    with torch.no_grad():
+        network.embedding.weight[5:] = float("nan")
+    for beam in (1, 3):
+        translator = Translator(network, tokenizer, replace(SETTINGS, beam_size=beam), name="runs/nan")
+        with pytest.raises(InputError, match="runs/nan: its scores are not finite; choose a checkpoint"):
+            translator.translate(make_sentences(3))
 
 
 def test_translations_have_no_line_breaks(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
