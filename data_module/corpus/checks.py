@@ -95,9 +95,11 @@ def _check_symbols(symbols: list[str], byte_fallback: bool) -> None:
 
 
 def _check_prefixes(settings: CorpusSettings) -> None:
-    """Raise InputError for a text source's prefix that is no user symbol."""
+    """Raise InputError for a prefix that is no user symbol, or a weight outside training."""
     for split in ("train", "validation", "test"):
         for text in getattr(settings, split):
+            if split != "train" and text.weight != 1:
+                raise InputError(f"corpus.{split}: a text source has a weight, which only training has; remove it")
             if text.prefix is not None and text.prefix not in settings.user_symbols:
                 raise InputError(
                     f"corpus.{split}: the prefix {text.prefix!r} of a text source is none of corpus.user_symbols;"
@@ -106,7 +108,13 @@ def _check_prefixes(settings: CorpusSettings) -> None:
 
 
 def check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer) -> None:
-    """Raise InputError if a tokenizer that another run was trained with lacks what the settings ask for."""
+    """Raise InputError if a tokenizer that another run was trained with is not what the settings ask for."""
+    if settings.lowercase != tokenizer.lowercase:
+        does = "lower-cases" if tokenizer.lowercase else "does not lower-case"
+        raise InputError(
+            f"corpus.lowercase: the tokenizer of the run to start from {does}; set it to"
+            f" {str(tokenizer.lowercase).lower()}, or start without --init-from"
+        )
     missing = [symbol for symbol in settings.user_symbols if symbol not in tokenizer.user_symbols]
     if missing:
         raise InputError(

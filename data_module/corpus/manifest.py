@@ -114,7 +114,7 @@ def changed_texts(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> st
     old, new = ([_text_name(text) for text in texts] for texts in (before, now))
     gone, added = [name for name in old if name not in new], [name for name in new if name not in old]
     if not gone and not added:
-        return "other order or repetition"
+        return "another order, repetition, weight or name"
     parts = [(gone, "no longer"), (added, "now")]
     return ", ".join(f"{word} {_few(names, len(names))}" for names, word in parts if names)
 

@@ -72,6 +72,8 @@ def test_incompatible_checkpoints_are_refused(recipe_file: Path, tmp_path: Path)
     report = pipeline("doctor", "--config", recipe_file, *start, "--network.d_ff", 80)
     assert report.returncode == 1
     assert b"has another network: network.d_ff" in report.stdout
+    lower = fit(recipe_file, *start, "--corpus.lowercase", "true", should_fail=True)
+    assert "corpus.lowercase: the tokenizer of the run to start from does not lower-case; set it to false" in lower
     other = ["--corpus.folder", tmp_path / "other", "--corpus.vocabulary_size", 90]
     assert pipeline("prepare", "--config", recipe_file, *other).returncode == 0
     stderr = fit(recipe_file, *start, *other, should_fail=True)
