@@ -13,7 +13,8 @@ _MAX_CACHED_WORDS = 1_000_000
 class WordEncoder:
     """Encodes sentences five times as fast as the tokenizer, by caching the ids of each word.
 
-    The result is the same, because pieces never cross a space.
+    The result is the same, because pieces never cross a space, and sentences in which a word's place matters are
+    encoded as a whole.
     """
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
@@ -35,5 +36,11 @@ class WordEncoder:
         self._ids.update((word, ids.astype(self.dtype).tobytes()) for word, ids in zip(new_words, new_ids, strict=True))
         ids_of = self._ids.__getitem__
         encoded = [b"".join(map(ids_of, row)) for row in rows]
+        if self._tokenizer.pair:
+            # What would be a language code at the beginning of a line is text elsewhere.
+            places = [place for place, sentence in enumerate(sentences) if " >>" in sentence]
+            whole = self._tokenizer.encode([sentences[place] for place in places])
+            for place, ids in zip(places, whole, strict=True):
+                encoded[place] = ids.astype(self.dtype).tobytes()
         lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
         return encoded, lengths // self.dtype.itemsize

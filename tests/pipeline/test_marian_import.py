@@ -88,12 +88,13 @@ def test_both_tokenizers_are_the_same(marian: Path) -> None:
     copy = pickle.loads(pickle.dumps(tokenizer.target))  # noqa: S301
     assert copy.encode(["THÖ DOG"])[0].tolist() == tokenizer.target.encode(["THÖ DOG"])[0].tolist()
     assert copy.encode(["THÖ DOG"])[0].tolist() != tokenizer.encode(["THÖ DOG"])[0].tolist()
-    # Word by word, as a corpus is encoded.
-    lines = [line for line in LINES if "  " not in line]
-    rows, _ = WordEncoder(tokenizer, np.dtype(np.int32)).encode(lines)
-    assert [np.frombuffer(row, dtype=np.int32).tolist() for row in rows] == [
-        x.tolist() for x in tokenizer.encode(lines)
-    ]
+    # Word by word, as a corpus is encoded. A code inside a sentence is text.
+    lines = [*(line for line in LINES if "  " not in line), "the dog >>the<< dog", ">>de<< the >>de<< dog >>x"]
+    for ours in (tokenizer, tokenizer.target):
+        rows, lengths = WordEncoder(ours, np.dtype(np.int32)).encode(lines)
+        expected = [x.tolist() for x in ours.encode(lines)]
+        assert [np.frombuffer(row, dtype=np.int32).tolist() for row in rows] == expected
+        assert lengths.tolist() == list(map(len, expected))
 
 
 @pytest.mark.parametrize("kind", ["bin", "half", "positions", "no bias"])
