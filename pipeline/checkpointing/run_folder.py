@@ -154,7 +154,8 @@ class RunFolder:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in (STOPPED_EARLY, METRICS, SUMMARY, STARTS):
             (self.path / name).unlink(missing_ok=True)
-        for pattern in (AVERAGES, AVERAGE_RECORDS):
+        # With what a killed `average` left behind.
+        for pattern in (AVERAGES, AVERAGE_RECORDS, f".{AVERAGES}.*.tmp", f".{AVERAGE_RECORDS}.*.tmp"):
             for average in self.path.glob(pattern):
                 average.unlink()
         for marker in self.path.glob(".fresh-*"):

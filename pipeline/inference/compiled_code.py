@@ -19,6 +19,8 @@ from pathlib import Path
 from pipeline.runtime.private_folder import compiled_code_folder
 
 _COMPILERS = ("g++", "clang++", "c++")
+_COMPILING = ".compiling-"
+"""How the name of a folder begins in which a program is made."""
 _SECONDS = 300
 """How long the compiler may take; it takes a few seconds."""
 
@@ -128,7 +130,9 @@ def _compile(compiler: list[str], path: Path) -> None:
     from model.compiled_search import SOURCE, load_library
 
     print("compiling the search for this processor, once", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    for left in path.parent.glob(f"{_COMPILING}*"):  # by a killed process; no other one compiles now
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_COMPILING) as folder:
         made = Path(folder, path.name)
         build(compiler, SOURCE, made)
         from pipeline.inference.compiled_check import agrees

@@ -44,9 +44,13 @@ def test_the_search_is_compiled_once_and_again_if_the_program_is_not_whole(
     # A new file, since this process has mapped the old one.
     program.unlink()
     program.write_bytes(contents[:-1])
+    left = cache / ".compiling-left"
+    left.mkdir()
+    (left / program.name).touch()
     assert load_compiled_search() is not None
     assert capsys.readouterr().err == COMPILING
     assert len(program.read_bytes()) == len(contents)
+    assert not left.exists()
 
 
 def test_another_compiler_makes_another_program(
