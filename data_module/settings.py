@@ -25,7 +25,7 @@ class TextSource:
     subset: str | None = None
     """The data set's subset, if it has several."""
     split: str | None = None
-    """The data set's split."""
+    """The data set's split; a data set needs one."""
     source_language: str | None = None
     """Name of the source language in this data set; if null, `corpus.source_language`."""
     target_language: str | None = None
@@ -139,7 +139,7 @@ class CorpusSettings:
     tokenizer_sentences: int = 10_000_000
     """The tokenizer is trained on at most this many training sentences, a seeded sample."""
     character_coverage: float = 1.0
-    """Fraction of the text whose characters get a piece of their own; with 1 no character is unknown."""
+    """Fraction of the training text whose characters get a piece of their own, from 0.98 to 1."""
     byte_fallback: bool = False
     """Spell characters without a piece of their own by their bytes, so that nothing is unknown. Takes 256 pieces."""
     user_symbols: list[str] = field(default_factory=list)

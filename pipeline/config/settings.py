@@ -49,11 +49,11 @@ class MonitoringSettings:
     """What attention plots and the projector show. Sentences, layers and heads are counted from 0."""
 
     attention_sentences: list[int] | None = None
-    """Validation pairs whose attention is plotted; none if empty, two of the displayed samples if null."""
+    """Validation pairs whose attention is plotted; from 0 on; none if empty, two of the samples if null."""
     attention_layers: list[int] | None = None
-    """Layers whose attention is plotted, where encoder or decoder has them; the first and the last of each if null."""
+    """Layers, from 0 on, whose attention is plotted, where there are such; the first and the last if null."""
     attention_heads: list[int] | None = None
-    """Heads whose attention is plotted; the first eight if null."""
+    """Heads, from 0 on, whose attention is plotted; the first eight if null."""
     embedding_pieces: int = 2000
     """Number of the most frequent pieces shown in the projector."""
 

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_module.settings import NoiseSettings, TextSource
+from data_module.settings import BpeDropout, NoiseSettings, TextSource
 from pipeline.config.recipe import Recipe
 from pipeline.config.shipped import description, first_sentence, leading_comment
 from pipeline.config.trainer_keys import RESERVED_KEYS, trainer_signature
@@ -26,7 +26,7 @@ from tests.test_structure import ROOMS
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 _KINDS = {
     **{"int": "integer", "float": "number", "bool": "true or false", "str": "text", "None": "null"},
-    "NoiseSettings": "section",
+    **{"NoiseSettings": "section", "BpeDropout": "section"},
 }
 
 
@@ -50,6 +50,7 @@ def recipe_keys() -> str:
                 "A text source, an item of `corpus.train`, `corpus.validation` and `corpus.test`:\n\n"
                 + _table(TextSource, "")
             )
+            parts.append(f"The section `corpus.bpe_dropout`:\n\n{_table(BpeDropout, 'corpus.bpe_dropout')}")
             parts.append(f"The section `corpus.noise`:\n\n{_table(NoiseSettings, 'corpus.noise')}")
     return "\n\n".join(parts)
 
