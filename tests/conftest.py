@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -169,6 +170,12 @@ class _Module(pytest.Module):
             if name is None or name.partition(".")[0] in OURS or os.environ.get("CI") == "true":
                 raise
             pytest.skip(f"needs the package {name}", allow_module_level=True)
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach programs under test. They inherit that it is ignored, as in what a script runs in background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
