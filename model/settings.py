@@ -156,7 +156,7 @@ class TrainingSettings:
                 raise ValueError(f"training.{name} {getattr(self, name)} is not in [0, 1)")
         for name in ("learning_rate_factor", "r_drop_alpha", "weight_decay"):
             if not 0.0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"training.{name} {getattr(self, name)} is not 0 or more")
+                raise ValueError(f"training.{name} {getattr(self, name)} is not a finite number of 0 or more")
         if self.schedule == "paper" and self.peak_learning_rate is not None:
             raise ValueError(
                 "training.peak_learning_rate has no effect on training.schedule paper; choose inverse_sqrt, or give "
@@ -167,7 +167,7 @@ class TrainingSettings:
         for name in ("adam_epsilon", "gradient_clip_norm", "peak_learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < math.inf:
-                raise ValueError(f"training.{name} {value} is not more than 0")
+                raise ValueError(f"training.{name} {value} is not a finite number above 0")
         if self.warmup_steps < 1:
             raise ValueError(f"training.warmup_steps {self.warmup_steps} is not 1 or more")
 

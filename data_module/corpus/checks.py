@@ -67,7 +67,7 @@ def check_settings(settings: CorpusSettings) -> None:
         if not ok:
             raise InputError(f"corpus.{key}: {rule}; it is {getattr(settings, key)}")
     _check_symbols(settings.user_symbols, settings.byte_fallback)
-    _check_prefixes(settings)
+    _check_text_sources(settings)
     smallest = minimum_size(len(settings.user_symbols), settings.byte_fallback) + 1
     if settings.vocabulary_size < smallest and (settings.byte_fallback or settings.user_symbols):
         symbols = len(settings.user_symbols)
@@ -94,7 +94,7 @@ def _check_symbols(symbols: list[str], byte_fallback: bool) -> None:
             raise InputError(f"corpus.user_symbols: {symbol!r} {problem}")
 
 
-def _check_prefixes(settings: CorpusSettings) -> None:
+def _check_text_sources(settings: CorpusSettings) -> None:
     """Raise InputError for a prefix that is no user symbol, or a weight outside training."""
     for split in ("train", "validation", "test"):
         for text in getattr(settings, split):

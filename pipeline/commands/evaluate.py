@@ -224,11 +224,11 @@ def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, t
 
 
 def write_lines(output: Path, lines: list[str]) -> None:
-    """Write lines to a file as a whole, or to what else the path names, such as a pipe."""
+    """Write lines to a file as a whole; where that cannot be, as to a pipe, write them in place."""
     from pipeline.runtime.atomic_file import atomic_file
 
-    contents = "".join(line + "\n" for line in lines).encode()
-    if output.exists() and not output.is_file():
+    output, contents = output.resolve(), "".join(line + "\n" for line in lines).encode()
+    if (output.exists() and not output.is_file()) or not os.access(output.parent, os.W_OK):
         output.write_bytes(contents)
         return
     with atomic_file(output) as file:

@@ -49,9 +49,9 @@ class MonitoringSettings:
     """What attention plots and the projector show. Sentences, layers and heads are counted from 0."""
 
     attention_sentences: list[int] | None = None
-    """Validation pairs whose attention is plotted; from 0 on; none if empty, two of the samples if null."""
+    """Validation pairs, from 0 on, whose attention is plotted; none if empty, two of the displayed samples if null."""
     attention_layers: list[int] | None = None
-    """Layers, from 0 on, whose attention is plotted, where there are such; the first and the last if null."""
+    """Layers, from 0 on, whose attention is plotted if there are such; the first and last of each stack if null."""
     attention_heads: list[int] | None = None
     """Heads, from 0 on, whose attention is plotted; the first eight if null."""
     embedding_pieces: int = 2000

@@ -204,11 +204,12 @@ def test_a_string_goes_to_matching_places() -> None:
         ),
         # Between sentences of a script with vowel signs.
         (
-            "यह कुत्ता है। वह",
-            "A dog it is. He",
+            "यह कुत्ता। वह",
+            "The dog. He",
             {
-                ("@ यह कुत्ता है। वह", "@ A dog it is. He"),
-                ("यह कुत्ता है। वह @", "A dog it is. He @"),
+                ("@ यह कुत्ता। वह", "@ The dog. He"),
+                ("यह कुत्ता। @ वह", "The dog. @ He"),
+                ("यह कुत्ता। वह @", "The dog. He @"),
             },
         ),
         ("", "", {("@", "@")}),

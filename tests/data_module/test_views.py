@@ -250,11 +250,8 @@ def test_mean_lengths_are_those_of_an_epoch_by_weight(
     heavy = replace(settings, train=[replace(settings.train[0], weight=0.1), replace(settings.train[1], weight=9)])
     heavy = heavy if has_views else replace(heavy, bpe_dropout=BpeDropout())
     data = module(heavy)
-    epochs = data.epochs()
-    epoch = epochs.get(0)
-    epochs.discard_next()
-    order = np.concatenate([epoch.plan[i] for i in range(len(epoch.plan))])
-    for side, mean in zip((epoch.corpus.source, epoch.corpus.target), data._mean_lengths, strict=True):
+    corpus, order = first_epoch(data)
+    for side, mean in zip((corpus.source, corpus.target), data._mean_lengths, strict=True):
         assert mean == pytest.approx(1 + side.lengths[order].mean(), rel=0.08 if has_views else 0.01)
 
 
@@ -270,11 +267,8 @@ def test_an_epoch_has_sources_by_weight(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     weighted = replace(settings, train=[replace(settings.train[0], weight=0.5), replace(settings.train[1], weight=2)])
     weighted = weighted if has_views else replace(weighted, bpe_dropout=BpeDropout())
-    epochs = module(weighted).epochs()
-    epoch = epochs.get(0)
-    epochs.discard_next()
-    order = np.concatenate([epoch.plan[i] for i in range(len(epoch.plan))])
-    text_of = decoded(settings, epoch.corpus)
+    corpus, order = first_epoch(module(weighted))
+    text_of = decoded(settings, corpus)
     seen = Counter(text_of[i] for i in order.tolist())
     first, second = (text(source) for source in settings.train)
     assert sum(seen.values()) == 150 + 2 * 3 * 100
@@ -295,6 +289,14 @@ def module(settings: CorpusSettings) -> TranslationDataModule:
     return TranslationDataModule(
         Path(settings.folder), batches, SpecialIds(pad=0, bos=2, eos=3), seed=1, corpus_settings=settings
     )
+
+
+def first_epoch(data: TranslationDataModule) -> tuple[ParallelCorpus, np.ndarray]:
+    """The corpus or view of the first epoch, and the pairs of its batches in order."""
+    epochs = data.epochs()
+    epoch = epochs.get(0)
+    epochs.discard_next()
+    return epoch.corpus, np.concatenate([epoch.plan[i] for i in range(len(epoch.plan))])
 
 
 def batches(settings: CorpusSettings, rank: int, world_size: int, workers: int = 0) -> StatefulLoader:

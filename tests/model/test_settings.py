@@ -44,6 +44,8 @@ def test_defaults_are_the_papers() -> None:
         (NetworkSettings, "network", {"attention_dropout": 0.99}, {"attention_dropout": 1.0}),
         (NetworkSettings, "network", {"activation_dropout": 0.0}, {"activation_dropout": -0.1}),
         (TrainingSettings, "training", {"r_drop_alpha": 0.0}, {"r_drop_alpha": -1.0}),
+        (TrainingSettings, "training", {"r_drop_alpha": 5.0}, {"r_drop_alpha": float("nan")}),
+        (TrainingSettings, "training", {"gradient_clip_norm": None}, {"gradient_clip_norm": float("inf")}),
         (TrainingSettings, "training", {"weight_decay": 0.0}, {"weight_decay": -1e-4}),
         (TrainingSettings, "training", {"warmup_steps": 1}, {"warmup_steps": 0}),
         (TrainingSettings, "training", {"learning_rate_factor": 0.0}, {"learning_rate_factor": -0.1}),
@@ -70,7 +72,7 @@ def test_the_peak_of_a_schedule() -> None:
         TrainingSettings(schedule=schedule, peak_learning_rate=1e-9)
         with pytest.raises(ValueError, match=f"schedule {schedule} needs training.peak_learning_rate"):
             TrainingSettings(schedule=schedule)
-        with pytest.raises(ValueError, match=r"peak_learning_rate 0\.0 is not more than 0"):
+        with pytest.raises(ValueError, match=r"peak_learning_rate 0\.0 is not a finite number above 0"):
             TrainingSettings(schedule=schedule, peak_learning_rate=0.0)
     with pytest.raises(ValueError, match=r"peak_learning_rate has no effect .*learning_rate_factor instead"):
         TrainingSettings(peak_learning_rate=1e-3)
