@@ -2,7 +2,7 @@
 
 The search, its arguments and its results are those of `decoding.BeamSearch`, to rounding. A sentence's answers do not
 depend on the other sentences at all. Only the caller knows where a compiled program may come from: see
-`pipeline/inference/compiled_code.py`.
+`pipeline/runtime/compiled_code.py`.
 """
 
 import ctypes
@@ -19,10 +19,8 @@ from model.layers import DecoderLayer, EncoderLayer
 from model.positions import SinusoidalPositions, sinusoidal_table
 from model.transformer import Transformer
 
-SOURCE = Path(__file__).parent / "cpu" / "search.cpp"
-"""The program."""
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
-"""Arguments of the compiler, before `SOURCE -o LIBRARY`."""
+SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("search.cpp", "vectors.h"))
+"""The program and its header."""
 MAX_TOKENS = 1024
 """Upper bound on the source tokens that a thread decodes at the same time; with more, less stays in its cache."""
 _INVALID, _NO_MEMORY = -1, -2

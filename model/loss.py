@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from model.cpu import compiled_loss
+from model.cpu.compiled_loss import CompiledLoss
+
 _CHUNK_LOGITS = 1 << 24
 """Logits per chunk on a CPU, enough for efficient products."""
 _CHUNK_SHARE = 1 / 64
@@ -39,7 +42,7 @@ class _Options(NamedTuple):
     product_dtype: torch.dtype
     with_gradient: bool
     scale: Tensor | float | None
-    kernels: str
+    kernels: str | CompiledLoss
     alpha: float
     """Weight of the divergence between two passes; 0 for one pass."""
 
@@ -64,7 +67,7 @@ def label_smoothed_loss(
     label_smoothing: float,
     ignored_id: int,
     scale: Tensor | float | None = None,
-    kernels: str = "pytorch",
+    kernels: str | CompiledLoss = "pytorch",
     r_drop_alpha: float = 0.0,
 ) -> LossSums:
     """Compute sums of the loss over all positions whose target is not `ignored_id`.
@@ -79,8 +82,8 @@ def label_smoothed_loss(
         ignored_id: id of the padding symbol.
         scale: factor on `smoothed`. If it is given, `backward` must be called on `smoothed` itself: gradients are
             multiplied by the factor while they are computed, and not by the gradient of `smoothed`, which is 1.
-        kernels: "triton" or "pytorch", for what reads logits. With Triton's kernel a chunk of logits is read twice and
-            written once.
+        kernels: for what reads logits: "triton" on a GPU, or a compiled program on a CPU, where they can do it; or
+            "pytorch". With the former two a chunk of logits is written once more, and read two or three times.
         r_drop_alpha: weight of the divergence between two passes; 0 for one pass.
     """
     device = states.device.type
@@ -91,7 +94,7 @@ def label_smoothed_loss(
     if r_drop_alpha:
         # The rows of both passes alternate, so that one chunk has them all.
         states, targets = states.movedim(0, -2), targets.reshape(-1, 1).expand(-1, 2)
-    states, targets = states.reshape(-1, states.size(-1)), targets.reshape(-1).long()
+    states, targets = states.reshape(-1, states.size(-1)), targets.reshape(-1).long().contiguous()
     options = _Options(label_smoothing, ignored_id, product_dtype, with_gradient, scale, kernels, r_drop_alpha)
     return LossSums(*_FusedLoss.apply(states, weight, targets, options))
 
@@ -180,7 +183,12 @@ def _forward(
 
 
 def _chunk_rows(
-    num_rows: int, vocabulary_size: int, device: torch.device, product_dtype: torch.dtype, kernels: str, passes: int = 1
+    num_rows: int,
+    vocabulary_size: int,
+    device: torch.device,
+    product_dtype: torch.dtype,
+    kernels: str | CompiledLoss,
+    passes: int = 1,
 ) -> int:
     """Return the number of rows of a chunk, such that chunks have about the same number."""
     if device.type != "cuda":
@@ -207,16 +215,21 @@ def _choose_kernel(device: torch.device, options: _Options) -> Any:
     """Return a function with the arguments and results of `_over_classes`, or of `_over_class_pairs` without its
     last argument. It may overwrite the logits.
     """
-    last = (options.alpha,) if options.alpha else ()
-    if device.type != "cpu" and options.kernels == "triton":
+    last, kernels = (options.alpha,) if options.alpha else (), options.kernels
+    implementation: Any = None
+    if device.type != "cpu" and kernels == "triton":
         # A machine without a GPU may not have Triton.
         from model.gpu import loss_kernel
 
-        kernel: Any = loss_kernel.over_class_pairs if options.alpha else loss_kernel.over_classes
-        return lambda *arguments: kernel(*arguments, *last)
-    kernel = _over_class_pairs if options.alpha else _over_classes
-    if device.type == "cpu":
-        kernel = partial(_in_cache, kernel)
+        implementation = loss_kernel
+    elif device.type == "cpu" and isinstance(kernels, CompiledLoss) and options.product_dtype in compiled_loss.DTYPES:
+        implementation = kernels
+    if implementation is not None:
+        kernel = implementation.over_class_pairs if options.alpha else implementation.over_classes
+    else:
+        kernel = _over_class_pairs if options.alpha else _over_classes
+        if device.type == "cpu":
+            kernel = partial(_in_cache, kernel)
     return lambda *arguments: kernel(*arguments, *last)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
 from model.compilation import CompiledForward
+from model.cpu.compiled_loss import CompiledLoss
 from model.decoding import BeamSearch
 from model.gpu.cast_weights import CastWeights
 from model.loss import LossSums, label_smoothed_loss
@@ -39,6 +40,8 @@ class StepOptions(NamedTuple):
     """Scale the loss, for float16."""
     kernels: str = "pytorch"
     """For attention and the loss on a GPU: "triton" or "pytorch"; see `run.kernels`."""
+    compiled_loss: CompiledLoss | None = None
+    """For the loss on a CPU."""
 
 
 class TranslationModule(LightningModule):
@@ -76,6 +79,7 @@ class TranslationModule(LightningModule):
         self.compiled_forward = CompiledForward(self.network) if options.compiled else None
         self.loss_scale = LossScaler() if options.scale_loss else None
         self.kernels = options.kernels
+        self.loss_kernels = options.compiled_loss or options.kernels
         self._cast_weights: CastWeights | None = None
         self.validation_sums: dict[str, Tensor] = {}
         """Sums over target tokens, float64 [sources]."""
@@ -119,7 +123,7 @@ class TranslationModule(LightningModule):
             self.training_settings.label_smoothing,
             self.special.pad,
             scale=scale,
-            kernels=self.kernels,
+            kernels=self.loss_kernels,
             r_drop_alpha=alpha,
         )
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
+from model.cpu.compiled_loss import CompiledLoss
 from model.cpu.dropout import Dropout
 from model.loss import label_smoothed_loss
 from model.lr_schedule import Schedule
@@ -256,6 +257,7 @@ def lstm_loop(
     schedule: Schedule,
     precision: tuple[torch.device, torch.dtype],
     pad: int,
+    kernels: str | CompiledLoss = "pytorch",
 ) -> BareLoop:
     """Return a loop that trains the network on the pairs of the network that it is compared with.
 
@@ -268,10 +270,12 @@ def lstm_loop(
         schedule: the recipe's learning rates.
         precision: device to train on, and type of matrix products.
         pad: id of the padding symbol.
+        kernels: for the loss; see `label_smoothed_loss`.
     """
 
     def loss(states: Tensor, targets: Tensor) -> Tensor:
-        return label_smoothed_loss(states, network.embedding.weight, targets, settings.label_smoothing, pad).smoothed
+        weight, smoothing = network.embedding.weight, settings.label_smoothing
+        return label_smoothed_loss(states, weight, targets, smoothing, pad, kernels=kernels).smoothed
 
     return BareLoop(
         network,

@@ -192,7 +192,7 @@ def recipe_comparison(
     from pipeline.benchmark.baselines import baseline_network, cross_entropy, padded_steps
     from pipeline.benchmark.side_by_side import BareLoop, SideBySide
     from pipeline.training.build import build_data, build_module
-    from pipeline.training.kernels import choose_kernels
+    from pipeline.training.kernels import choose_kernels, choose_loss
 
     if recipe.training.r_drop_alpha:
         raise InputError(
@@ -200,7 +200,8 @@ def recipe_comparison(
             "--training.r_drop_alpha 0; with R-Drop a step takes about twice as long"
         )
     kernels = choose_kernels(recipe.run.kernels, device.options, recipe.network)
-    module = build_module(recipe, tokenizer, kernels=kernels)
+    compiled_loss = choose_loss(recipe.run.kernels, device.options)
+    module = build_module(recipe, tokenizer, kernels=kernels, compiled_loss=compiled_loss)
     data = build_data(recipe, tokenizer, device.options, kernels)
     lengths = lengths_with_eos(data.train_corpus.source), lengths_with_eos(data.train_corpus.target)
     loss = cross_entropy(tokenizer.pad_id, recipe.training.label_smoothing)
@@ -230,7 +231,7 @@ def _lstm_loop(recipe: "Recipe", module: "TranslationModule", device: BenchmarkD
     settings, num_parameters = recipe.network, sum(p.numel() for p in module.network.parameters())
     network = lstm_of_size(num_parameters, module.network.vocabulary_size, settings.d_model, settings.dropout)
     schedule = build_schedule(recipe.training, settings.d_model, ENDLESS)
-    return lstm_loop(network, recipe.training, schedule, device.precision, module.special.pad)
+    return lstm_loop(network, recipe.training, schedule, device.precision, module.special.pad, module.loss_kernels)
 
 
 def equal_time(recipe: "Recipe", tokenizer: "Tokenizer", seconds: float, device: BenchmarkDevice) -> dict[str, Any]:
@@ -238,11 +239,12 @@ def equal_time(recipe: "Recipe", tokenizer: "Tokenizer", seconds: float, device:
     from pipeline.benchmark.equal_time import EqualTime, ValidationText
     from pipeline.inference.metrics import Bleu
     from pipeline.training.build import build_data, build_module
-    from pipeline.training.kernels import choose_kernels
+    from pipeline.training.kernels import choose_kernels, choose_loss
     from pipeline.training.start import choose_bleu_tokenizer
 
     kernels = choose_kernels(recipe.run.kernels, device.options, recipe.network)
-    module = build_module(recipe, tokenizer, kernels=kernels)
+    compiled_loss = choose_loss(recipe.run.kernels, device.options)
+    module = build_module(recipe, tokenizer, kernels=kernels, compiled_loss=compiled_loss)
     data = build_data(recipe, tokenizer, device.options, kernels)
     references = data.validation_text()[1]
     if tokenizer.lowercase:

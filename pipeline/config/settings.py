@@ -27,7 +27,8 @@ class RunSettings:
     compile: bool | None = None
     """Train with torch.compile; if null, on a GPU only. The first start then takes a few minutes."""
     kernels: Literal["triton", "pytorch"] | None = None
-    """Kernels of attention and the loss on a GPU. If null, Triton's where they can run, else PyTorch's."""
+    """Kernels of attention and the loss. If null, the project's own where they can run: those in Triton on a GPU, and
+    the loss in C++ on a CPU. Else PyTorch's."""
     timeout_seconds: int = 600
     """How long a rank waits for another one before it ends with an error that names it."""
 

@@ -5,13 +5,14 @@ import tempfile
 from pathlib import Path
 
 from data_module.errors import InputError
-from model.compiled_search import SOURCE, load_library, unsupported, write_weights
+from model.compiled_search import SOURCES, load_library, unsupported, write_weights
 from model.transformer import Transformer
-from pipeline.inference.compiled_code import build, find_compiler
 from pipeline.inference.translator import LONGEST
 from pipeline.runtime.atomic_file import atomic_file
+from pipeline.runtime.compiled_code import build, find_compiler
 
 NAME = "cpp"
+PROGRAM = SOURCES[0].name
 WEIGHTS = "weights.bin"
 
 
@@ -43,9 +44,17 @@ def write_cpp(network: Transformer, num_positions: int, folder: Path) -> None:
     """
     require_compiled(network)
     folder.mkdir()
-    (folder / SOURCE.name).write_bytes(SOURCE.read_bytes())
+    (folder / PROGRAM).write_text(_single_file(), encoding="utf-8")
     with atomic_file(folder / WEIGHTS) as file:
         write_weights(network, num_positions, file)
+
+
+def _single_file() -> str:
+    """Return the program with its header in place of the line that includes it."""
+    source, header = (path.read_text(encoding="utf-8") for path in SOURCES)
+    include = f'#include "{SOURCES[1].name}"\n'
+    assert source.count(include) == 1
+    return source.replace(include, header.replace("#pragma once\n\n", ""))
 
 
 def compile_cpp(folder: Path) -> ctypes.CDLL:
@@ -57,7 +66,7 @@ def compile_cpp(folder: Path) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as temporary:
         try:
             made = Path(temporary, "search.so")
-            build(find_compiler(), folder / SOURCE.name, made)
+            build(find_compiler(), folder / PROGRAM, made)
             return load_library(made)
         except OSError as error:
             raise InputError(f"--format {NAME} cannot be compared with the checkpoint: {error}") from None

@@ -17,7 +17,7 @@ from model.decoding import BeamSearch
 from model.packing import can_pack, pack_linears
 from model.settings import SHORTEST, STOP_RULES, DecodingSettings
 from model.transformer import Transformer
-from pipeline.inference.compiled_code import load_compiled_search
+from pipeline.inference.compiled_search import load_compiled_search
 from pipeline.inference.prefixes import Prefixes
 from pipeline.inference.text_io import progress_bar, show_token_rate
 from pipeline.runtime.memory import keep_few_matrix_products

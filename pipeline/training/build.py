@@ -15,6 +15,7 @@ from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
+from model.cpu.compiled_loss import CompiledLoss
 from model.segment_attention import needs_blocks
 from model.translation_module import StepOptions, TranslationModule
 from pipeline.checkpointing.callback import CheckpointCallback
@@ -38,7 +39,7 @@ from pipeline.runtime.console import say
 from pipeline.training.compilation import should_compile, start_compiler
 from pipeline.training.early_stopping import ResumableEarlyStopping
 from pipeline.training.graceful_stop import GracefulStop
-from pipeline.training.kernels import choose_kernels
+from pipeline.training.kernels import choose_kernels, choose_loss
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.precision import precision_plugin
 from pipeline.training.start import Start, choose_bleu_tokenizer
@@ -74,7 +75,11 @@ def special_ids(tokenizer: Tokenizer) -> SpecialIds:
 
 
 def build_module(
-    recipe: Recipe, tokenizer: Tokenizer, scale_loss: bool = False, kernels: str = "pytorch"
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    scale_loss: bool = False,
+    kernels: str = "pytorch",
+    compiled_loss: CompiledLoss | None = None,
 ) -> TranslationModule:
     """Return the LightningModule, its weights initialized by `run.seed`.
 
@@ -83,6 +88,7 @@ def build_module(
         tokenizer: the corpus's; it determines the vocabulary size and the special ids.
         scale_loss: scale the loss dynamically, for float16.
         kernels: what `choose_kernels` returned.
+        compiled_loss: what `choose_loss` returned.
     """
     torch.manual_seed(recipe.run.seed)
     compiled = should_compile(recipe.run.compile, recipe.trainer.get("accelerator", "auto"))
@@ -93,7 +99,7 @@ def build_module(
         recipe.training,
         recipe.decoding,
         recipe.run.seed,
-        StepOptions(compiled, scale_loss, kernels),
+        StepOptions(compiled, scale_loss, kernels, compiled_loss),
     )
 
 
@@ -198,7 +204,8 @@ def train(start: Start) -> None:
     recipe = start.recipe
     options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
     kernels = choose_kernels(recipe.run.kernels, options, recipe.network)
-    module = build_module(recipe, start.tokenizer, options["precision"] == "16-mixed", kernels)
+    compiled_loss = choose_loss(recipe.run.kernels, options)
+    module = build_module(recipe, start.tokenizer, options["precision"] == "16-mixed", kernels, compiled_loss)
     if module.compiled_forward is not None and torch.cuda.is_available():
         start_compiler()
     if start.initial is not None:

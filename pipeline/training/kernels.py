@@ -1,6 +1,9 @@
-"""Which kernels compute attention and the loss on a GPU: the project's own, written in Triton, or PyTorch's."""
+"""Which kernels compute attention and the loss: the project's own or PyTorch's.
 
-from typing import Any
+The project's own are written in Triton for GPUs, and in C++ for the loss on CPUs.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
 from model.settings import NetworkSettings
@@ -8,6 +11,12 @@ from pipeline.runtime.console import say
 from pipeline.runtime.launch import local_rank
 from pipeline.training.compilation import missing_compiler
 from pipeline.training.trainer import device_indices
+
+if TYPE_CHECKING:
+    from model.cpu.compiled_loss import CompiledLoss
+
+_COMPILED_LOSS = ("bf16-mixed", "32-true", "32")
+"""Precisions on a CPU that the compiled loss computes in."""
 
 
 def choose_kernels(requested: str | None, options: dict[str, Any], network: NetworkSettings) -> str:
@@ -34,6 +43,20 @@ def choose_kernels(requested: str | None, options: dict[str, Any], network: Netw
         raise InputError(f"run.kernels {requested}: {obstacle}; set it to pytorch, or to null")
     say(f"training with PyTorch's kernels instead of Triton's: {obstacle}")
     return "pytorch"
+
+
+def choose_loss(requested: str | None, options: dict[str, Any]) -> "CompiledLoss | None":
+    """Return the compiled loss for training on a CPU, where it can be compiled; None for PyTorch's operators.
+
+    Args:
+        requested: `run.kernels`; "pytorch" excludes the compiled loss.
+        options: accelerator and precision, as `trainer_options` returns them.
+    """
+    if options["accelerator"] != "cpu" or requested == "pytorch" or str(options["precision"]) not in _COMPILED_LOSS:
+        return None
+    from pipeline.training.compiled_loss import load_compiled_loss
+
+    return load_compiled_loss()
 
 
 def _own_device(options: dict[str, Any]) -> int:

@@ -68,7 +68,9 @@ def test_the_packages_are_those_of_the_wheel(environment: Path, tmp_path: Path) 
     assert "ipadic" in hint
     assert "sacremoses" not in hint
     packed = Path(place).parent.parent
-    for source in (ROOT / "model").rglob("*.cpp"):
+    sources = [*(ROOT / "model").rglob("*.cpp"), *(ROOT / "model").rglob("*.h")]
+    assert len(sources) == 3
+    for source in sources:
         assert (packed / source.relative_to(ROOT)).is_file()
 
 

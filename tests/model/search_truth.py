@@ -15,7 +15,7 @@ from model.compiled_search import CompiledSearch
 from model.decoding import BeamResult, BeamSearch
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.inference.compiled_code import load_compiled_search
+from pipeline.inference.compiled_search import load_compiled_search
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 TIE = 1e-5

@@ -11,7 +11,7 @@ from torch import nn
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
-from model.compiled_search import SOURCE, CompiledSearch
+from model.compiled_search import CompiledSearch
 from model.decoding import BeamSearch
 from model.layers import NORMS
 from model.transformer import Transformer
@@ -33,9 +33,9 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("cpp")
-    (folder / SOURCE.name).write_bytes(SOURCE.read_bytes())
+def library(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("cpp") / "cpp"
+    write_cpp(make_model(tokenizer).network, num_positions(0, EXTRA), folder)
     return compile_cpp(folder)
 
 

@@ -1,4 +1,4 @@
-"""Which kernels `fit` chooses, and what it says where Triton's cannot run."""
+"""Which kernels `fit` chooses, and what it says where its own cannot run."""
 
 import sys
 from pathlib import Path
@@ -12,8 +12,9 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import NetworkSettings
 from pipeline.config.recipe import load_recipe
 from pipeline.training.build import build_data, build_module
-from pipeline.training.kernels import choose_kernels
+from pipeline.training.kernels import choose_kernels, choose_loss
 from tests.conftest import pipeline
+from tests.integration.runs import scalars
 
 ON_GPU = {"accelerator": "gpu", "precision": "bf16-mixed"}
 NETWORK = NetworkSettings()
@@ -99,6 +100,51 @@ def test_a_cpu(capsys: pytest.CaptureFixture[str], recipe_file: Path, tmp_path: 
     assert doctor.returncode == 1
     assert message in doctor.stdout.decode()
     assert "kernels" not in pipeline("doctor", *arguments, "pytorch").stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "precision", "requested", "expected"),
+    [
+        ("cpu", "bf16-mixed", None, True),
+        ("cpu", "32-true", None, True),
+        ("cpu", "32-true", "pytorch", False),
+        ("cpu", "64-true", None, False),
+        ("cpu", "16-mixed", None, False),
+        ("gpu", "bf16-mixed", None, False),
+    ],
+)
+def test_where_the_loss_is_compiled(
+    accelerator: str, precision: str, requested: str | None, expected: bool, recipe_file: Path
+) -> None:
+    loss = choose_loss(requested, {"accelerator": accelerator, "precision": precision})
+    assert (loss is not None) == expected
+    recipe = load_recipe([recipe_file], [])
+    tokenizer = Tokenizer.load(recipe.corpus_folder() / "tokenizer.model")
+    assert build_module(recipe, tokenizer, compiled_loss=loss).loss_kernels is (loss or "pytorch")
+
+
+def test_training_with_the_compiled_loss_is_training_with_pytorchs(recipe_file: Path, tmp_path: Path) -> None:
+    """To rounding, in training and validation, in which every figure differs in some digit."""
+    losses = {}
+    for name, options in (("compiled", []), ("pytorch", ["--run.kernels", "pytorch"])):
+        run = tmp_path / name
+        options = [
+            *options,
+            "--run.folder",
+            run,
+            "--run.log_every_steps",
+            1,
+            "--training.r_drop_alpha",
+            2,
+            "--network.dropout",
+            0.1,
+        ]
+        done = pipeline("fit", "--config", recipe_file, *options, "--trainer.precision", "32-true")
+        assert done.returncode == 0, done.stderr.decode()
+        losses[name] = [value for tag in ("train/loss", "validation/loss") for _, value in scalars(run, tag)]
+    assert len(losses["compiled"]) > 3
+    assert losses["compiled"] == pytest.approx(losses["pytorch"], rel=1e-4)
+    assert losses["compiled"] != losses["pytorch"]
 
 
 def test_no_such_kernels(recipe_file: Path) -> None:

@@ -1,10 +1,9 @@
-"""Compiles the search for this processor, once, and keeps the program in the user's own cache.
+"""Compiles the project's C++ programs for this processor, once, and keeps them in the user's own cache.
 
-The program is code that runs with the user's rights. It is made from the source that comes with the project, it is
+A program is code that runs with the user's rights. It is made from the source that comes with the project, it is
 loaded from the user's private folder only, and only if it is the program that was put there.
 """
 
-import ctypes
 import fcntl
 import hashlib
 import os
@@ -14,37 +13,51 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 
 from pipeline.runtime.private_folder import compiled_code_folder
 
+Loaded = TypeVar("Loaded")
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
+"""Arguments of the compiler, before `SOURCE -o LIBRARY`."""
 _COMPILERS = ("g++", "clang++", "c++")
-_COMPILING = ".compiling-"
-"""How the name of a folder begins in which a program is made."""
+_COMPILING = "-compiling-"
+"""Part of the name of a folder in which a program is made."""
 _SECONDS = 300
 """How long the compiler may take; it takes a few seconds."""
 
 
-def load_compiled_search() -> ctypes.CDLL | None:
-    """Return the compiled search, and compile it first if that has not been done.
+class Program(NamedTuple, Generic[Loaded]):
+    """A program of the project."""
 
-    Where that is not possible, say why in one line and return None: PyTorch's operators find the same translations.
+    name: str
+    """One word, for messages and files."""
+    sources: tuple[Path, ...]
+    """The source, then the headers beside it."""
+    load: Callable[[Path], Loaded]
+    """Loads the compiled program. It raises OSError if the file is no such program."""
+    agrees: Callable[[Loaded], bool]
+    """Tells whether the program computes what PyTorch's operators do."""
+
+
+def load_program(program: Program[Loaded]) -> Loaded:
+    """Load a program, and compile it first if that has not been done.
+
+    Raises:
+        OSError: there is no compiler, or it fails, or what it makes does not agree with PyTorch's operators.
     """
-    try:
-        compiler = find_compiler()
-        folder = compiled_code_folder()
-        path = folder / f"search-{_key(compiler)}.so"
-        # Several processes of one command begin at the same time.
-        with Path(folder, "search.lock").open("w") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)
-            if not _is_whole(path):
-                _compile(compiler, path)
-        from model.compiled_search import load_library
-
-        return load_library(path)
-    except OSError as error:
-        print(f"translating without the compiled search, which is slower: {error}", file=sys.stderr)
-        return None
+    compiler = find_compiler()
+    folder = compiled_code_folder()
+    path = folder / f"{program.name}-{_key(compiler, program.sources)}.so"
+    # Several processes of one command begin at the same time.
+    with Path(folder, f"{program.name}.lock").open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        if not _is_whole(path):
+            _compile(compiler, program, path)
+    return program.load(path)
 
 
 def find_compiler() -> list[str]:
@@ -66,15 +79,17 @@ def find_compiler() -> list[str]:
     raise OSError("there is no C++ compiler; install g++ or clang++")
 
 
-def _key(compiler: list[str]) -> str:
-    """Return a hash of all that the program depends on: source, compiler with its arguments, processor."""
-    from model.compiled_search import FLAGS, SOURCE
-
+def _key(compiler: list[str], sources: tuple[Path, ...]) -> str:
+    """Return a hash of all that the program depends on: sources, compiler with its arguments, processor."""
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise OSError(f"{compiler[0]} --version takes more than {_SECONDS} seconds") from None
-    parts = (SOURCE.read_bytes(), repr((compiler, FLAGS, _processor())).encode(), version.stdout)
+    parts = (
+        *(source.read_bytes() for source in sources),
+        repr((compiler, FLAGS, _processor())).encode(),
+        version.stdout,
+    )
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
 
 
@@ -104,13 +119,11 @@ def _is_whole(path: Path) -> bool:
 
 
 def build(compiler: list[str], source: Path, made: Path) -> None:
-    """Compile a search to `made`.
+    """Compile a program to `made`.
 
     Raises:
         OSError: the compiler fails.
     """
-    from model.compiled_search import FLAGS
-
     command = [*compiler, *FLAGS, str(source), "-o", str(made)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
@@ -121,24 +134,22 @@ def build(compiler: list[str], source: Path, made: Path) -> None:
         raise OSError(f"{compiler[0]} ended with {done.returncode}: {lines[0] if lines else 'no message'}")
 
 
-def _compile(compiler: list[str], path: Path) -> None:
-    """Compile the search to `path`, and write its checksum.
+def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:
+    """Compile a program to `path`, and write its checksum.
 
     Raises:
-        OSError: the compiler fails, or the program finds other translations than PyTorch's operators.
+        OSError: the compiler fails, or the program computes something else than PyTorch's operators.
     """
-    from model.compiled_search import SOURCE, load_library
-
-    print("compiling the search for this processor, once", file=sys.stderr)
-    for left in path.parent.glob(f"{_COMPILING}*"):  # by a killed process; no other one compiles now
+    print(f"compiling the {program.name} for this processor, once", file=sys.stderr)
+    prefix = f".{program.name}{_COMPILING}"
+    for left in path.parent.glob(f"{prefix}*"):  # by a killed process; no other one compiles it now
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_COMPILING) as folder:
+    source = program.sources[0]
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as folder:
         made = Path(folder, path.name)
-        build(compiler, SOURCE, made)
-        from pipeline.inference.compiled_check import agrees
-
-        if not agrees(load_library(made)):
-            raise OSError(f"what {compiler[0]} made from {SOURCE.name} finds other translations; try another compiler")
+        build(compiler, source, made)
+        if not program.agrees(program.load(made)):
+            raise OSError(f"what {compiler[0]} made from {source.name} computes other results; try another compiler")
         checksum = hashlib.sha256(made.read_bytes()).hexdigest()
         # The program first: a checksum without its program, or with another one, makes it anew.
         made.replace(path)

@@ -1,15 +1,29 @@
-"""Compares a compiled search with PyTorch's operators, before it is kept."""
+"""Loads the compiled search, and compares it with PyTorch's operators before it is kept."""
 
 import ctypes
+import sys
 
 import torch
 
-from model.compiled_search import CompiledSearch
+from model.compiled_search import SOURCES, CompiledSearch, load_library
 from model.decoding import BeamSearch
 from model.settings import NetworkSettings
 from model.transformer import Transformer
+from pipeline.runtime.compiled_code import Program, load_program
 
 _PAD, _BOS, _EOS, _VOCABULARY = 0, 2, 3, 600
+
+
+def load_compiled_search() -> ctypes.CDLL | None:
+    """Return the compiled search, and compile it first if that has not been done.
+
+    Where that is not possible, say why in one line and return None: PyTorch's operators find the same translations.
+    """
+    try:
+        return load_program(Program("search", SOURCES, load_library, agrees))
+    except OSError as error:
+        print(f"translating without the compiled search, which is slower: {error}", file=sys.stderr)
+        return None
 
 
 def agrees(library: ctypes.CDLL) -> bool:

@@ -1,0 +1,84 @@
+// Vectors of floats, of the size that this processor has.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+
+typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
+
+inline Floats load(const float* from) {
+    Floats value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+inline Floats all(float value) { return value - Floats{}; }
+
+inline Floats larger(Floats one, Floats other) { return one > other ? one : other; }
+
+// Halve a vector until one element is left.
+template <int WIDTH, class Combine>
+inline float reduce(const float* lanes, Combine combine) {
+    if constexpr (WIDTH == 1) {
+        return lanes[0];
+    } else {
+        typedef float Half __attribute__((vector_size(WIDTH / 2 * sizeof(float))));
+        Half low, high;
+        std::memcpy(&low, lanes, sizeof low);
+        std::memcpy(&high, lanes + WIDTH / 2, sizeof high);
+        low = combine(low, high);
+        float rest[WIDTH / 2];
+        std::memcpy(rest, &low, sizeof rest);
+        return reduce<WIDTH / 2>(rest, combine);
+    }
+}
+
+inline float sum(Floats value) {
+    float lanes[LANES];
+    store(lanes, value);
+    return reduce<LANES>(lanes, [](auto one, auto other) { return one + other; });
+}
+
+inline float maximum(Floats value) {
+    float lanes[LANES];
+    store(lanes, value);
+    return reduce<LANES>(lanes, [](auto one, auto other) { return one > other ? one : other; });
+}
+
+// e^x for x <= 0, with a relative error of about 1e-7 (Cephes' polynomial). Below -87 the result is about 1e-38.
+inline Floats exponential(Floats x) {
+    x = larger(x, all(-87.0f));
+    const Integers n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, Integers);  // nearest, as x <= 0
+    const Floats whole = __builtin_convertvector(n, Floats);
+    x = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    Floats y = x * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * x + 8.3334519073e-3f;
+    y = y * x + 4.1665795894e-2f;
+    y = y * x + 1.6666665459e-1f;
+    y = y * x + 5.0000001201e-1f;
+    y = y * x * x + x + 1.0f;
+    const Integers power = (n + 127) << 23;
+    Floats scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    return y * scale;
+}
+
+inline float exponential(float x) { return exponential(all(x))[0]; }
+
+}  // namespace

@@ -1,0 +1,157 @@
+"""The compiled loss against PyTorch's functions in float64, and what it has in common with the loss it replaces."""
+
+import copy
+import ctypes.util
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import model.loss
+from model.cpu.compiled_loss import CompiledLoss
+from model.loss import LossSums, label_smoothed_loss
+from pipeline.training.compiled_loss import load_compiled_loss
+from tests.model.loss_truth import PAD, plain_r_drop, two_passes
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.02}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledLoss:
+    loss = load_compiled_loss()
+    assert loss is not None
+    return loss
+
+
+@pytest.fixture(params=[1, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def loss_and_gradients(
+    states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype, **options: Any
+) -> tuple[LossSums, tuple[torch.Tensor, ...]]:
+    inputs = [one.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_() for one in (states, weight)]
+    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        sums = label_smoothed_loss(inputs[0], inputs[1], targets, ignored_id=PAD, **options)
+    return sums, torch.autograd.grad(sums.smoothed, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_classes", [1, 3, 16, 33, 50])
+@pytest.mark.parametrize(("epsilon", "alpha"), [(0.0, 0.0), (0.3, 0.0), (0.0, 1.0), (0.1, 5.0)])
+def test_equals_pytorch_in_float64(
+    dtype: torch.dtype, num_classes: int, epsilon: float, alpha: float, num_threads: int, compiled: CompiledLoss
+) -> None:
+    """With numbers of classes that fill vectors and that do not, and more threads than a chunk has rows."""
+    states, weight, targets = two_passes()
+    weight, targets = weight[:num_classes], targets % num_classes
+    if not alpha:
+        states = states[0]
+    exact_inputs = [one.detach().requires_grad_() for one in (states, weight)]
+    if alpha:
+        exact = plain_r_drop(exact_inputs[0], exact_inputs[1], targets, epsilon, alpha)
+    else:
+        exact = label_smoothed_loss(exact_inputs[0], exact_inputs[1], targets, epsilon, PAD).smoothed
+    expected = torch.autograd.grad(exact, exact_inputs)
+    options: dict[str, Any] = {"label_smoothing": epsilon, "r_drop_alpha": alpha}
+    sums, gradients = loss_and_gradients(states, weight, targets, dtype, kernels=compiled, **options)
+    assert sums.smoothed.item() == pytest.approx(exact.item(), rel=TOLERANCE[dtype], abs=1e-5)
+    for found, own in zip(gradients, expected, strict=True):
+        assert (found - own).norm() <= TOLERANCE[dtype] * own.norm() + 1e-5
+    # The other sums are those of PyTorch's operators on the same logits.
+    operators, _ = loss_and_gradients(states, weight, targets, dtype, **options)
+    assert sums.num_correct.item() == operators.num_correct.item()
+    likelihood = operators.negative_log_likelihood.item()
+    assert sums.negative_log_likelihood.item() == pytest.approx(likelihood, rel=1e-5, abs=1e-5)
+    with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        inputs = [one.detach().to(torch.float32) for one in (states, weight)]
+        without = label_smoothed_loss(inputs[0], inputs[1], targets, ignored_id=PAD, kernels=compiled, **options)
+    assert without.smoothed.item() == sums.smoothed.item()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 2.0])
+def test_results_depend_on_neither_threads_nor_other_rows(
+    alpha: float, compiled: CompiledLoss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, weight, targets = two_passes(torch.float32)
+    states = states if alpha else states[0]
+    found = []
+    for num_threads, rows_of_a_chunk in ((1, 99), (5, 99), (1, 4)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
+        monkeypatch.setattr(model.loss, "_CHUNK_LOGITS", rows_of_a_chunk * len(weight))
+        options: dict[str, Any] = {"label_smoothing": 0.1, "r_drop_alpha": alpha, "kernels": compiled}
+        found.append(loss_and_gradients(states, weight, targets, torch.float32, **options))
+    for sums, gradients in found[1:]:
+        assert sums == found[0][0]
+        assert torch.equal(gradients[0], found[0][1][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [0.0, 2.0])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("column", [0, 20])
+def test_a_logit_that_is_not_finite_reaches_loss_and_gradient(
+    dtype: torch.dtype, alpha: float, value: float, column: int, compiled: CompiledLoss
+) -> None:
+    """So that the step is skipped. Also in the last vector of a row, which is not full."""
+    logits = torch.zeros(4, 21, dtype=dtype)
+    logits[2, column] = value
+    target = torch.zeros(4, 1, dtype=torch.int64)
+    arguments = (logits, target, torch.float32, 0.1, True)
+    if alpha:
+        *results, gradient = compiled.over_class_pairs(*arguments, alpha)
+        assert results[3].isfinite().flatten().tolist() == [True, False]
+    else:
+        *results, gradient = compiled.over_classes(*arguments)
+    assert gradient is not None
+    assert results[2].isfinite().flatten().tolist() == [True, True, False, True]
+    assert gradient[:2].isfinite().all()
+    assert not gradient[2].isfinite().any()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_extreme_logits_stay_finite(alpha: float, compiled: CompiledLoss) -> None:
+    states = torch.tensor([[[1e4]], [[-1e4]]])
+    weight = torch.tensor([[1.0], [-1.0], [0.5]])
+    states = states if alpha else states[:, 0]
+    targets = torch.tensor([1] if alpha else [1, 1])
+    options: dict[str, Any] = {"label_smoothing": 0.1, "r_drop_alpha": alpha, "kernels": compiled}
+    sums, gradients = loss_and_gradients(states, weight, targets, torch.float32, **options)
+    assert all(one.isfinite().all() for one in (*sums, *gradients))
+    if not alpha:
+        assert sums.negative_log_likelihood.item() == pytest.approx(2e4, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_types_are_left_to_pytorch(dtype: torch.dtype, compiled: CompiledLoss) -> None:
+    states, weight, targets = two_passes(torch.float64 if dtype == torch.float64 else torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=dtype == torch.float16):
+        found, expected = (
+            label_smoothed_loss(states[0], weight, targets, 0.1, PAD, kernels=kernels)
+            for kernels in (compiled, "pytorch")
+        )
+    assert found == expected
+
+
+def test_copies_and_pickles(compiled: CompiledLoss) -> None:
+    for other in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):  # noqa: S301
+        largest, *_ = other.over_classes(torch.ones(1, 3), torch.zeros(1, 1).long(), torch.float32, 0.1, False)
+        assert largest.item() == 1.0
+
+
+def test_another_library_is_refused() -> None:
+    with pytest.raises(OSError, match="is no compiled loss"):
+        CompiledLoss(Path(ctypes.util.find_library("m") or "libm.so.6"))
+
+
+def test_memory_that_is_not_there_is_reported(compiled: CompiledLoss) -> None:
+    logits = torch.empty(1, 1 << 60, device="meta")  # reserved for in float32 before any is read
+    with pytest.raises(MemoryError, match="not enough memory for the loss"):
+        compiled.over_classes(logits, torch.zeros(1, 1).long(), torch.float32, 0.1, False)
