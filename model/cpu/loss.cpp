@@ -18,6 +18,8 @@
 
 namespace {
 
+constexpr int64_t LOGITS_PER_THREAD = 1 << 16;  // with fewer, starting a thread takes longer than its work
+
 typedef uint16_t HalfWords __attribute__((vector_size(LANES * sizeof(uint16_t))));
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
 
@@ -188,7 +190,8 @@ void compute(const Request& request, int64_t begin, int64_t end, float* exponent
 // Compute the loss of rows of logits. Return 0, or -1 if there is not enough memory.
 extern "C" int64_t compute_loss(const Request* request) {
     const int64_t count = request->in_pairs ? request->num_rows / 2 : request->num_rows;
-    const int64_t num_threads = std::max<int64_t>(1, std::min(request->num_threads, count));
+    const int64_t enough = 1 + request->num_rows * request->num_classes / LOGITS_PER_THREAD;
+    const int64_t num_threads = std::max<int64_t>(1, std::min({request->num_threads, count, enough}));
     const int64_t size = (request->in_pairs ? 2 : 1) * ((request->num_classes - 1) / LANES + 1) * LANES;
     try {
         std::vector<float> exponentials(size * num_threads);

@@ -3,14 +3,12 @@
 import copy
 import ctypes.util
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import model.loss
 from model.cpu.compiled_loss import CompiledLoss
 from model.loss import LossSums, label_smoothed_loss
 from pipeline.training.compiled_loss import load_compiled_loss
@@ -26,14 +24,6 @@ def compiled() -> CompiledLoss:
     return loss
 
 
-@pytest.fixture(params=[1, 3])
-def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def loss_and_gradients(
     states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype, **options: Any
 ) -> tuple[LossSums, tuple[torch.Tensor, ...]]:
@@ -47,9 +37,9 @@ def loss_and_gradients(
 @pytest.mark.parametrize("num_classes", [1, 3, 16, 33, 50])
 @pytest.mark.parametrize(("epsilon", "alpha"), [(0.0, 0.0), (0.3, 0.0), (0.0, 1.0), (0.1, 5.0)])
 def test_equals_pytorch_in_float64(
-    dtype: torch.dtype, num_classes: int, epsilon: float, alpha: float, num_threads: int, compiled: CompiledLoss
+    dtype: torch.dtype, num_classes: int, epsilon: float, alpha: float, compiled: CompiledLoss
 ) -> None:
-    """With numbers of classes that fill vectors and that do not, and more threads than a chunk has rows."""
+    """With numbers of classes that fill vectors and that do not."""
     states, weight, targets = two_passes()
     weight, targets = weight[:num_classes], targets % num_classes
     if not alpha:
@@ -80,17 +70,20 @@ def test_equals_pytorch_in_float64(
 def test_results_depend_on_neither_threads_nor_other_rows(
     alpha: float, compiled: CompiledLoss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states, weight, targets = two_passes(torch.float32)
-    states = states if alpha else states[0]
+    """With as many logits as many threads take, and with so few that there is one."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(802, 1009, generator=generator)
+    targets = torch.randint(1009, (401, 1), generator=generator).repeat_interleave(2, 0)
     found = []
-    for num_threads, rows_of_a_chunk in ((1, 99), (5, 99), (1, 4)):
+    for num_threads, num_rows in ((1, 802), (5, 802), (64, 802), (5, 4)):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
-        monkeypatch.setattr(model.loss, "_CHUNK_LOGITS", rows_of_a_chunk * len(weight))
-        options: dict[str, Any] = {"label_smoothing": 0.1, "r_drop_alpha": alpha, "kernels": compiled}
-        found.append(loss_and_gradients(states, weight, targets, torch.float32, **options))
-    for sums, gradients in found[1:]:
-        assert sums == found[0][0]
-        assert torch.equal(gradients[0], found[0][1][0])
+        parts = []
+        for rows, target in zip(logits.clone().split(num_rows), targets.split(num_rows), strict=True):
+            arguments = (rows, target, torch.float32, 0.1, True)
+            parts.append(compiled.over_class_pairs(*arguments, alpha) if alpha else compiled.over_classes(*arguments))
+        found.append([torch.cat(part) for part in zip(*parts, strict=True)])
+    for results in found[1:]:
+        assert all(torch.equal(own, first) for own, first in zip(results, found[0], strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
