@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,8 @@ def test_signals_after_the_end(recipe_file: Path, tmp_path: Path) -> None:
         time.sleep(0.005)
     time.sleep(0.1)
     while process.poll() is None:
-        process.send_signal(signal.SIGUSR1)
+        with suppress(ProcessLookupError):  # It has ended in between.
+            process.send_signal(signal.SIGUSR1)
         time.sleep(0.005)
     assert process.returncode == 0, log.read_text()
 

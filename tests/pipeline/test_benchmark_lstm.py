@@ -31,6 +31,7 @@ from pipeline.config.trainer_keys import trainer_signature
 from pipeline.inference.metrics import Bleu
 from pipeline.profiling.stopwatch import Stopwatch
 from pipeline.training.build import build_data, build_module, special_ids
+from pipeline.training.kernels import choose_loss
 
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2)
 PIECES, D_MODEL, WIDTH = 30, 12, 10
@@ -259,7 +260,9 @@ def test_the_lstm_beside_it_changes_nothing_in_our_training(recipe_file: Path) -
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
     device = benchmark_device(recipe.trainer)
     beside = equal_time(recipe, tokenizer, 1.0, device)["ours"]
-    module, data = build_module(recipe, tokenizer), build_data(recipe, tokenizer, device.options)
+    loss = choose_loss(recipe.run.kernels, device.options)
+    module = build_module(recipe, tokenizer, compiled_loss=loss)
+    data = build_data(recipe, tokenizer, device.options)
     trainer = Trainer(
         accelerator="cpu",
         max_steps=beside[-1]["steps"],
