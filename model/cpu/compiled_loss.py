@@ -82,10 +82,17 @@ class CompiledLoss:
         with_gradient: bool,
         alpha: float,
     ) -> None:
-        """Run the program. Four results are those of pairs of rows."""
+        """Run the program. Four results are those of pairs of rows.
+
+        Raises:
+            IndexError: a target is no class.
+        """
         assert logits.is_contiguous()
         assert target.is_contiguous()
         assert target.dtype == torch.int64
+        assert logits.dtype in DTYPES
+        if len(target) and not (target.min() >= 0 and target.max() < logits.size(1)):
+            raise IndexError(f"a target is not in 0 .. {logits.size(1) - 1}")
         request = _Request(
             logits.data_ptr(),
             target.data_ptr(),

@@ -1,8 +1,8 @@
 // What model/loss.py computes from logits on a CPU: softmax, cross-entropy, R-Drop's divergence and their gradients.
 //
 // PyTorch's operators read or write a chunk of logits about eight times, and about twenty times for the divergence.
-// Here a row, or a pair of rows, is read three times while it is in the cache, and overwritten by its gradient. Sums are
-// in float32. A row's results do not depend on the other rows or on the number of threads. C++17, no library; compile
+// Here a row is read two times and a pair of rows three times, while they are in the cache, and overwritten by their
+// gradient. Sums are in float32. A row's results do not depend on the other rows or on the number of threads. C++17, no library; compile
 // with
 //     g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread loss.cpp -o loss.so
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -28,6 +29,7 @@ _COMPILING = "-compiling-"
 """Part of the name of a folder in which a program is made."""
 _SECONDS = 300
 """How long the compiler may take; it takes a few seconds."""
+_one_thread = threading.Lock()
 
 
 class Program(NamedTuple, Generic[Loaded]):
@@ -52,8 +54,8 @@ def load_program(program: Program[Loaded]) -> Loaded:
     compiler = find_compiler()
     folder = compiled_code_folder()
     path = folder / f"{program.name}-{_key(compiler, program.sources)}.so"
-    # Several processes of one command begin at the same time.
-    with Path(folder, f"{program.name}.lock").open("w") as lock:
+    # Several processes of one command begin at the same time. The lock of a file does not exclude a process's threads.
+    with _one_thread, Path(folder, f"{program.name}.lock").open("w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         if not _is_whole(path):
             _compile(compiler, program, path)
@@ -130,8 +132,10 @@ def build(compiler: list[str], source: Path, made: Path) -> None:
     except subprocess.TimeoutExpired:
         raise OSError(f"{compiler[0]} takes more than {_SECONDS} seconds") from None
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        raise OSError(f"{compiler[0]} ended with {done.returncode}: {lines[0] if lines else 'no message'}")
+        # The linker's own message comes before that of the program that calls it.
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("collect2: ")]
+        errors = [line for line in lines if "error" in line] or lines
+        raise OSError(f"{compiler[0]} ended with {done.returncode}: {errors[0] if errors else 'no message'}")
 
 
 def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:

@@ -1,5 +1,6 @@
 """Loads the compiled loss, and compares it with PyTorch's operators before it is kept."""
 
+import math
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def load_compiled_loss() -> CompiledLoss | None:
 
 def agrees(loss: CompiledLoss) -> bool:
     """Return whether sums and gradients are those of PyTorch's operators, to rounding."""
-    return all(_agrees_on(loss, dtype, alpha) for dtype in DTYPES for alpha in (0.0, 3.0))
+    cases = [(dtype, alpha) for dtype in DTYPES for alpha in (0.0, 3.0)]
+    return all(_agrees_on(loss, *case) and _keeps_what_is_not_finite(loss, *case) for case in cases)
 
 
 def _agrees_on(loss: CompiledLoss, dtype: torch.dtype, alpha: float) -> bool:
@@ -46,3 +48,12 @@ def _agrees_on(loss: CompiledLoss, dtype: torch.dtype, alpha: float) -> bool:
 
     pairs = zip(results(loss), results("pytorch"), strict=True)
     return all(bool((own - other).norm() <= _TOLERANCE[dtype] * other.norm()) for own, other in pairs)
+
+
+def _keeps_what_is_not_finite(loss: CompiledLoss, dtype: torch.dtype, alpha: float) -> bool:
+    """Return whether a logit that is not finite reaches the gradient. Compilers can be told that there is none."""
+    logits = torch.zeros(4, _CLASSES, dtype=dtype)
+    logits[0, 1], logits[2, -1] = math.nan, math.inf
+    arguments = (logits, torch.zeros(4, 1, dtype=torch.int64), torch.float32, 0.1, True)
+    gradient = (loss.over_class_pairs(*arguments, alpha) if alpha else loss.over_classes(*arguments))[-1]
+    return gradient is not None and not gradient[::2].isfinite().any()

@@ -139,6 +139,12 @@ def test_copies_and_pickles(compiled: CompiledLoss) -> None:
         assert largest.item() == 1.0
 
 
+@pytest.mark.parametrize("target", [-1, 3, 1 << 40])
+def test_a_target_that_is_no_class_is_refused(target: int, compiled: CompiledLoss) -> None:
+    with pytest.raises(IndexError, match=r"a target is not in 0 \.\. 2"):
+        compiled.over_classes(torch.zeros(2, 3), torch.tensor([[0], [target]]), torch.float32, 0.1, True)
+
+
 def test_another_library_is_refused() -> None:
     with pytest.raises(OSError, match="is no compiled loss"):
         CompiledLoss(Path(ctypes.util.find_library("m") or "libm.so.6"))

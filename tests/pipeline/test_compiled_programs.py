@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,6 +118,7 @@ def test_another_compiler_or_header_makes_another_program(
         ("'", "CXX is no command: No closing quotation"),
         ("exit 1", "ended with 1: no message"),
         ("echo 'search.cpp:1: error: bad' >&2; exit 2", "ended with 2: search.cpp:1: error: bad"),
+        ("echo 'ld: no -lx\ncollect2: error: ld ended' >&2; exit 1", "ended with 1: ld: no -lx"),
         ("exit 0", "No such file"),
     ],
 )
@@ -167,6 +169,21 @@ exec {compiler} "$include" "$@" """,
     message = f"made from {program.name}.cpp computes other results; try another compiler"
     assert message in capsys.readouterr().err
     assert not programs(cache)
+
+
+def test_a_compiler_that_assumes_finite_numbers_makes_no_loss(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step whose gradient is not finite would not be skipped."""
+    monkeypatch.setenv("CXX", f"{find_compiler()[0]} -ffast-math")
+    assert load_compiled_loss() is None
+    assert "computes other results" in capsys.readouterr().err
+
+
+def test_threads_of_a_process_compile_once(program: Program, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        assert all(one is not None for one in threads.map(lambda _: program.load(), range(3)))
+    assert capsys.readouterr().err == program.compiling
 
 
 def test_a_folder_that_others_may_write_is_not_used(
