@@ -57,6 +57,7 @@ class CompiledLoss:
         whatever `sum_dtype` is. The GIL is released.
 
         Raises:
+            IndexError: a target is no class.
             MemoryError: there is no memory for a row in float32.
         """
         largest, target_logits, most_probable = torch.empty(3, len(logits), 1, dtype=torch.float32)
@@ -82,11 +83,7 @@ class CompiledLoss:
         with_gradient: bool,
         alpha: float,
     ) -> None:
-        """Run the program. Four results are those of pairs of rows.
-
-        Raises:
-            IndexError: a target is no class.
-        """
+        """Run the program. Four results are those of pairs of rows."""
         assert logits.is_contiguous()
         assert target.is_contiguous()
         assert target.dtype == torch.int64
