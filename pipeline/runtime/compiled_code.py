@@ -22,8 +22,10 @@ from pipeline.runtime.private_folder import compiled_code_folder
 
 Loaded = TypeVar("Loaded")
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
-"""Arguments of the compiler, before `SOURCE -o LIBRARY`."""
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-fno-fast-math")
+"""Arguments of the compiler, before `SOURCE -o LIBRARY`.
+
+With `-ffast-math` in CXX, loading a program would make the whole process round subnormal numbers to 0."""
 _COMPILERS = ("g++", "clang++", "c++")
 _COMPILING = "-compiling-"
 """Part of the name of a folder in which a program is made."""
