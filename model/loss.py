@@ -215,7 +215,8 @@ def _choose_kernel(device: torch.device, options: _Options) -> Any:
     """Return a function with the arguments and results of `_over_classes`, or of `_over_class_pairs` without its
     last argument. It may overwrite the logits.
     """
-    last, kernels = (options.alpha,) if options.alpha else (), options.kernels
+    last = (options.alpha,) if options.alpha else ()
+    kernels = options.kernels
     implementation: Any = None
     if device.type != "cpu" and kernels == "triton":
         # A machine without a GPU may not have Triton.

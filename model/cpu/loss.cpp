@@ -2,8 +2,8 @@
 //
 // PyTorch's operators read or write a chunk of logits about eight times, and about twenty times for the divergence.
 // Here a row is read two times and a pair of rows three times, while they are in the cache, and overwritten by their
-// gradient. Sums are in float32. A row's results do not depend on the other rows or on the number of threads. C++17, no library; compile
-// with
+// gradient. Sums are in float32. A row's results do not depend on the other rows or on the number of threads. C++17, no
+// library; compile with
 //     g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread loss.cpp -o loss.so
 
 #include <algorithm>
@@ -100,7 +100,7 @@ struct Results {
 };
 
 struct Request {
-    void* logits;  // [num_rows, num_classes], overwritten by the gradient if `with_gradient`
+    void* logits;            // [num_rows, num_classes], overwritten by the gradient if `with_gradient`
     const int64_t* targets;  // [num_rows]
     Results results;
     int64_t num_rows, num_classes, num_threads;
