@@ -227,7 +227,8 @@ def check_same_run(path: Path, recipe: Recipe) -> list[str]:
     more = f"; and {len(forbidden) - _MAX_NAMED} more" if len(forbidden) > _MAX_NAMED else ""
     raise InputError(
         f"{path}: contains a run of another recipe: {'; '.join(forbidden[:_MAX_NAMED])}{more}; change it back to resume"
-        f" that run, or give another run.folder{also}, or --fresh{also} to remove that run"
+        f" that run (its recipe is {path / 'config.yaml'}), or give another run.folder{also}, or --fresh{also} to"
+        " remove that run"
     )
 
 

@@ -75,12 +75,15 @@ def test_another_vocabulary_is_refused_before_anything_is_prepared(place: Path) 
     line = refusal(place, "--corpus.vocabulary_size", 50)
     assert line == (
         f"{place / 'run'}: contains a run of another recipe: corpus.vocabulary_size 60 -> 50; change it back to resume"
-        " that run, or give another run.folder and another corpus.folder, or --fresh and another corpus.folder"
-        " to remove that run"
+        f" that run (its recipe is {place / 'run' / 'config.yaml'}), or give another run.folder and another"
+        " corpus.folder, or --fresh and another corpus.folder to remove that run"
     )
     other = ["--corpus.vocabulary_size", 50, "--corpus.folder", place / "other"]
     assert refusal(place, *other).endswith("or give another run.folder, or --fresh to remove that run")
     assert not (place / "other").exists()
+    again = pipeline("fit", "--config", place / "run" / "config.yaml")
+    assert again.returncode == 0
+    assert "finished at step 4" in again.stderr.decode()
     done = pipeline("fit", "--config", place / "mine.yaml", *other, "--run.folder", place / "second")
     assert done.returncode == 0, done.stderr
 

@@ -142,7 +142,8 @@ def test_a_refusal_names_a_few_differences(recipe: Recipe) -> None:
     assert str(raised.value) == (
         f"{folder.path}: contains a run of another recipe: corpus.lowercase False -> True; corpus.seed 1 -> 2; "
         f"corpus.train: no longer {text.source} {text.target}, now 0.en 0.de, 1.en 1.de; and 1 more; change it back to"
-        " resume that run, or give another run.folder, or --fresh to remove that run"
+        f" resume that run (its recipe is {folder.path / 'config.yaml'}), or give another run.folder, or --fresh to"
+        " remove that run"
     )
     folder.close()
 
