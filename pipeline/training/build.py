@@ -10,9 +10,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
+from data_module.tokenization.casings import casing_groups
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.cpu.compiled_loss import CompiledLoss
@@ -100,7 +102,13 @@ def build_module(
         recipe.decoding,
         recipe.run.seed,
         StepOptions(compiled, scale_loss, kernels, compiled_loss),
+        _casings(tokenizer) if recipe.training.share_casings else None,
     )
+
+
+def _casings(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    group, casing = casing_groups(tokenizer.pieces(), tokenizer.user_symbols)
+    return torch.from_numpy(group), torch.from_numpy(casing)
 
 
 def build_data(
@@ -209,7 +217,7 @@ def train(start: Start) -> None:
     if module.compiled_forward is not None and torch.cuda.is_available():
         start_compiler()
     if start.initial is not None:
-        module.network.load_state_dict(start.initial.weights)
+        module.load_weights(start.initial.weights)
     data = build_data(recipe, start.tokenizer, options, kernels)
     _check_positions(recipe, data)
     if text_sources := data.validation_sources():

@@ -79,7 +79,7 @@ class MemoryProbe(Callback):
             else:
                 peak, limit, copy = self._on_cpu(trainer, pl_module)
         del moments
-        optimizer.zero_grad()
+        pl_module.zero_grad()
         if not devices:
             peak = copy + int(min(_SLACK * (peak - copy), max(peak, 0.95 * limit.size) - copy))
             self._kept_at_most = peak
