@@ -10,6 +10,7 @@ the optimizer updates the factors, and the sums are written to the network. So n
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -21,6 +22,9 @@ class CasingFactors(nn.Module):
 
     group_of: Tensor
     casing_of: Tensor
+    by_group: Tensor
+    group_starts: Tensor
+    has_casing: Tensor
 
     def __init__(self, weight: Tensor, group: Tensor, casing: Tensor) -> None:
         """Make the embeddings of a group alike: they begin as that of its first piece.
@@ -38,24 +42,23 @@ class CasingFactors(nn.Module):
         self.casing = nn.Parameter(weight.new_zeros(num_casings, d_model), requires_grad=False)
         self.register_buffer("group_of", group, persistent=False)
         self.register_buffer("casing_of", casing, persistent=False)
-        # Piece by piece in the order of their ids, the number of pieces of the same group before it.
+        # Pieces in the order of their groups, and where each group starts.
         order = group.argsort(stable=True)
-        starts = torch.searchsorted(group[order], torch.arange(num_groups))
-        place = torch.empty_like(group)
-        place[order] = torch.arange(len(group)) - starts[group[order]]
-        self._num_places = int(place.max()) + 1
-        for number in range(self._num_places):
-            self.register_buffer(f"pieces_{number}", (place == number).nonzero()[:, 0], persistent=False)
+        self.register_buffer("by_group", order, persistent=False)
+        starts = torch.searchsorted(group[order], torch.arange(num_groups, device=group.device))
+        self.register_buffer("group_starts", starts, persistent=False)
+        has_casing = casing == torch.arange(num_casings, device=casing.device)[:, None]
+        self.register_buffer("has_casing", has_casing.to(weight.dtype), persistent=False)
         with torch.no_grad():
-            weight.copy_(weight[self._pieces(0)][group])
+            weight.copy_(F.embedding(group, self._first_of_groups(weight)))
         self.split(weight)
 
     @torch.no_grad()
     def split(self, weight: Tensor) -> None:
         """Choose factors whose sums are `weight` [V, D]: a group's is the embedding of its first piece."""
-        self.group.copy_(weight[self._pieces(0)])
+        self.group.copy_(self._first_of_groups(weight))
         self.casing.zero_()
-        self.piece.copy_(weight - self.group[self.group_of])
+        self.piece.copy_(weight - F.embedding(self.group_of, self.group))
         self.write(weight)
 
     @torch.no_grad()
@@ -67,19 +70,15 @@ class CasingFactors(nn.Module):
         gradient = weight.grad
         if gradient is None:
             return
-        of_groups = torch.zeros_like(self.group)
-        for number in range(self._num_places):
-            pieces = self._pieces(number)
-            of_groups[self.group_of[pieces]] += gradient[pieces]  # each group at most once
-        kinds = torch.arange(self.casing.size(0), device=gradient.device)
-        self.casing.grad = (self.casing_of == kinds[:, None]).to(gradient.dtype) @ gradient
-        self.group.grad, self.piece.grad, weight.grad = of_groups, gradient, None
+        self.group.grad = F.embedding_bag(self.by_group, gradient, self.group_starts, mode="sum")
+        self.casing.grad = self.has_casing @ gradient
+        self.piece.grad, weight.grad = gradient, None
 
     @torch.no_grad()
     def write(self, weight: Tensor) -> None:
         """Write the sums to the embedding matrix [V, D]."""
-        weight.copy_(self.piece + self.group[self.group_of] + self.casing[self.casing_of])
+        torch.add(self.piece, F.embedding(self.group_of, self.group), out=weight)
+        weight += F.embedding(self.casing_of, self.casing)
 
-    def _pieces(self, number: int) -> Tensor:
-        """Return the pieces that have this many pieces of their group before them."""
-        return self.get_buffer(f"pieces_{number}")
+    def _first_of_groups(self, weight: Tensor) -> Tensor:
+        return weight[self.by_group[self.group_starts]]

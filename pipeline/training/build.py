@@ -102,11 +102,12 @@ def build_module(
         recipe.decoding,
         recipe.run.seed,
         StepOptions(compiled, scale_loss, kernels, compiled_loss),
-        _casings(tokenizer) if recipe.training.share_casings else None,
+        _casings(tokenizer) if recipe.training.share_casings and not tokenizer.lowercase else None,
     )
 
 
 def _casings(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    """Return group and casing of each piece; see `casing_groups`."""
     group, casing = casing_groups(tokenizer.pieces(), tokenizer.user_symbols)
     return torch.from_numpy(group), torch.from_numpy(casing)
 

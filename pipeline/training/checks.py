@@ -35,10 +35,6 @@ def check_training(context: CheckContext) -> None:
             f"training.r_drop_alpha {training.r_drop_alpha} compares passes with other dropout, and there is none; "
             "give network.dropout, or remove the former"
         )
-    if training.share_casings and recipe.corpus.lowercase:
-        raise InputError(
-            "training.share_casings has no effect on text in lower case; remove it, or set corpus.lowercase to false"
-        )
     if training.schedule in DECAY_TO_LAST_STEP and training.warmup_steps >= max_steps:
         raise InputError(
             f"training.warmup_steps {training.warmup_steps} leaves no step to training.schedule {training.schedule}, "

@@ -186,11 +186,6 @@ def test_a_rate_that_decays_to_the_last_step(place: Path) -> None:
     assert "needs training.peak_learning_rate" in refusal(place, *linear[:2], "--run.folder", place / "other")
 
 
-def test_shared_casings_of_text_in_lower_case(place: Path) -> None:
-    options = ["--training.share_casings", "true", "--corpus.lowercase", "true", "--corpus.folder", place / "lower"]
-    assert "training.share_casings has no effect on text in lower case" in refusal(place, *options)
-
-
 def test_r_drop_without_dropout(place: Path) -> None:
     options = ["--network.dropout", 0, "--training.r_drop_alpha", 5.0]
     assert "training.r_drop_alpha 5.0 compares passes with other dropout, and there is none" in refusal(place, *options)
