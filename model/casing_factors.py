@@ -71,7 +71,8 @@ class CasingFactors(nn.Module):
         if gradient is None:
             return
         self.group.grad = F.embedding_bag(self.by_group, gradient, self.group_starts, mode="sum")
-        self.casing.grad = self.has_casing @ gradient
+        with torch.autocast(gradient.device.type, enabled=False):  # The product would be in 16 bits.
+            self.casing.grad = self.has_casing @ gradient
         self.piece.grad, weight.grad = gradient, None
 
     @torch.no_grad()

@@ -64,6 +64,24 @@ def test_gradients_equal_autograd() -> None:
         torch.testing.assert_close(weight.detach(), (piece + group[GROUP] + casing[CASING]).detach())
 
 
+def test_mixed_precision_does_not_round_gradients() -> None:
+    """Training steps run inside an autocast context."""
+    torch.manual_seed(1)
+    gradients = []
+    for enabled in (False, True):
+        weight = nn.Parameter(torch.ones(7, 4))
+        factors = CasingFactors(weight, GROUP, CASING)
+        weight.grad = torch.rand(7, 4, generator=torch.Generator().manual_seed(2))
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            factors.take_gradient(weight)
+            factors.write(weight)
+        gradients.append([one.grad for one in factors.parameters()])
+    for plain, mixed in zip(*gradients, strict=True):
+        assert plain is not None
+        assert mixed is not None
+        assert torch.equal(plain, mixed)
+
+
 def test_casings_begin_alike_and_keep_the_scale() -> None:
     torch.manual_seed(1)
     before = torch.randn(7, 4)
