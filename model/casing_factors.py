@@ -3,7 +3,8 @@
 A piece such as `▁HOUSE` is rare, and its embedding would be learned from its few occurrences alone. With these factors
 the embedding of a piece is the sum of three: one of its own, one of all casings of the piece (`▁house`, `▁House`,
 `▁HOUSE`), and one of all pieces of that casing (all in upper case). What is learned of `▁house` then helps `▁HOUSE`.
-Factors of words are those of Sennrich and Haddow 2016, "Linguistic Input Features Improve Neural Machine Translation".
+Sennrich and Haddow 2016, "Linguistic Input Features Improve Neural Machine Translation", concatenate embeddings of a
+source word's features; here they are added, on both sides and in the output projection.
 
 The network itself does not change: it has the sums. After the backward pass their gradient becomes that of the factors,
 the optimizer updates the factors, and the sums are written to the network. So no export and no search knows of them.

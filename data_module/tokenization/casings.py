@@ -10,7 +10,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +24,7 @@ from data_module.tokenization.tokenizer import (
 )
 from data_module.tokenization.word_counts import WordCounts
 
-NUM_CASINGS = 5
-"""Number of kinds of casing that `casing_groups` tells apart."""
-_LOWER, _UPPER, _CAPITAL, _TITLE, _MIXED = range(NUM_CASINGS)
+_LOWER, _UPPER, _CAPITAL, _TITLE, _MIXED = range(5)
 _SPACE = "\u2581"
 # Each word's ids take about a hundred bytes while they are there.
 _CHUNK_WORDS = 100_000
@@ -55,20 +52,26 @@ def train_on_casings(
         byte_fallback: likewise.
         user_symbols: likewise. They keep their casing.
     """
+    from sentencepiece import sentencepiece_model_pb2
+
     lower = WordCounts()
     folded = [_fold(word, user_symbols) for word in words.counts]
     for word, count in zip(folded, words.counts.values(), strict=True):
         lower.counts[word] += count
     lower.add_characters(_fold(words.characters()))
     model = learn_merges(lower, vocabulary_size, character_coverage, byte_fallback, user_symbols)
-    merges, pieces = _merges(model), _pieces_of(model)
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+    normal = proto.SentencePiece.NORMAL
+    pieces = [one.piece for one in proto.pieces if one.type == normal]
+    others = [one for one in proto.pieces if one.type != normal]  # special ids, user symbols and bytes
+    merges = _parts_of_merges([piece for piece in pieces if len(piece) > 1])
     casings = _count_casings(words.counts, folded, Tokenizer(model), merges)
     learned = {piece for piece in pieces if len(piece) == 1}
     characters = sorted({one for one in words.characters() if _fold(one) in learned} | learned)
     if byte_fallback:
         counts = words.character_counts(user_symbols)
         characters = [one for one in characters if one in learned or counts.get(one, 0) >= MIN_CHARACTER_COUNT]
-    room = vocabulary_size - (len(_other_pieces(model)) + len(characters))
+    room = vocabulary_size - len(others) - len(characters)
     if room < 0:
         raise InputError(
             f"corpus.vocabulary_size: {vocabulary_size} is too small for the {len(characters)} distinct characters of"
@@ -80,7 +83,13 @@ def train_on_casings(
             f"corpus.vocabulary_size: {vocabulary_size} pieces are more than the training text allows;"
             f" the largest that works is {vocabulary_size - room + len(chosen)}"
         )
-    return _with_pieces(model, chosen[:room] + characters)
+    del proto.pieces[:]
+    proto.pieces.extend(others)
+    # The score is the merge's priority. Characters have one too, without effect.
+    for rank, piece in enumerate(chosen[:room] + characters):
+        proto.pieces.add(piece=piece, score=-float(rank))
+    proto.trainer_spec.vocab_size = len(proto.pieces)
+    return proto.SerializeToString(deterministic=True)
 
 
 def casing_groups(
@@ -97,14 +106,17 @@ def casing_groups(
         on in the order of their first pieces.
     """
     alone = {*pieces[:NUM_SPECIAL_IDS], *BYTE_NAMES, *user_symbols}
-    groups: dict[tuple[str, bool], int] = {}
-    keys = [(piece, True) if piece in alone else (piece.lower(), False) for piece in pieces]
-    group = np.array([groups.setdefault(key, len(groups)) for key in keys], dtype=np.int64)
-    casing = [_LOWER if alone else _casing_of(piece) for piece, (_, alone) in zip(pieces, keys, strict=True)]
-    return group, np.array(casing, dtype=np.int64)
+    numbers: dict[tuple[str, bool], int] = {}
+    groups, casings = [], []
+    for piece in pieces:
+        key = (piece, True) if piece in alone else (piece.lower(), False)
+        groups.append(numbers.setdefault(key, len(numbers)))
+        casings.append(_LOWER if piece in alone else _casing_of(piece))
+    return np.array(groups, dtype=np.int64), np.array(casings, dtype=np.int64)
 
 
 def _casing_of(piece: str) -> int:
+    """Return the casing. A single capital has a kind of its own, since it may be title case or upper case."""
     letters = [one for one in piece if one.lower() != one.upper()]
     capitals = [one != one.lower() for one in letters]
     if not any(capitals):
@@ -128,7 +140,7 @@ def _fold(text: str, symbols: Sequence[str] = ()) -> str:
 
 
 def _count_casings(
-    words: Mapping[str, int], folded: Sequence[str], tokenizer: Tokenizer, merges: dict[str, list[tuple[int, int]]]
+    words: Mapping[str, int], folded: Sequence[str], tokenizer: Tokenizer, merges: Mapping[str, list[tuple[int, int]]]
 ) -> dict[str, Counter[str]]:
     """Return, for each merge, how often its result occurs in which casing, also as part of a longer piece."""
     names = tokenizer.pieces()
@@ -169,15 +181,15 @@ def _frequent(
     ]
 
 
-def _merges(model: bytes) -> dict[str, list[tuple[int, int]]]:
-    """Return the merges in their order, each with all merges that it consists of, itself included, as slices."""
-    ranks = {piece: rank for rank, piece in enumerate(one for one in _pieces_of(model) if len(one) > 1)}
-    inside: dict[str, list[tuple[int, int]]] = {}
+def _parts_of_merges(merges: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
+    """Return, for each merge in the given order, all merges that it is made of, itself included, as slices of it."""
+    ranks = {piece: rank for rank, piece in enumerate(merges)}
+    parts: dict[str, list[tuple[int, int]]] = {}
     for piece, rank in ranks.items():
         cut = _last_cut(piece, ranks, rank)
-        left, right = inside.get(piece[:cut], []), inside.get(piece[cut:], [])
-        inside[piece] = [(0, len(piece)), *left, *((start + cut, end + cut) for start, end in right)]
-    return inside
+        left, right = parts.get(piece[:cut], []), parts.get(piece[cut:], [])
+        parts[piece] = [(0, len(piece)), *left, *((start + cut, end + cut) for start, end in right)]
+    return parts
 
 
 def _last_cut(piece: str, ranks: Mapping[str, int], rank: int) -> int:
@@ -188,32 +200,3 @@ def _last_cut(piece: str, ranks: Mapping[str, int], rank: int) -> int:
         best = joined.index(min(joined))
         parts[best : best + 2] = [parts[best] + parts[best + 1]]
     return len(parts[0])
-
-
-def _proto(model: bytes) -> Any:
-    from sentencepiece import sentencepiece_model_pb2
-
-    return sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-
-
-def _pieces_of(model: bytes) -> list[str]:
-    """Return the pieces that are learned: merges in their order, then characters."""
-    proto = _proto(model)
-    return [one.piece for one in proto.pieces if one.type == proto.SentencePiece.NORMAL]
-
-
-def _other_pieces(model: bytes) -> list[Any]:
-    """Return special ids, user symbols and bytes."""
-    proto = _proto(model)
-    return [one for one in proto.pieces if one.type != proto.SentencePiece.NORMAL]
-
-
-def _with_pieces(model: bytes, pieces: Sequence[str]) -> bytes:
-    """Return the model with other learned pieces, the merges of highest priority first."""
-    proto, others = _proto(model), _other_pieces(model)
-    del proto.pieces[:]
-    proto.pieces.extend(others)
-    for rank, piece in enumerate(pieces):
-        proto.pieces.add(piece=piece, score=-float(rank))
-    proto.trainer_spec.vocab_size = len(proto.pieces)
-    return proto.SerializeToString(deterministic=True)

@@ -114,6 +114,17 @@ def module_with(
     return module
 
 
+def test_a_network_starts_from_the_weights_of_another_run() -> None:
+    module = module_with((GROUPS_OF_ALL, CASINGS_OF_ALL), lambda module: None)
+    weights = {name: torch.rand_like(tensor) for name, tensor in module.network.state_dict().items()}
+    module.load_weights(weights)
+    for name, tensor in module.network.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name])
+    factors = module.casing_factors
+    assert factors is not None
+    torch.testing.assert_close(factors.piece + factors.group[GROUPS_OF_ALL], weights["embedding.weight"])
+
+
 def test_training_equals_a_parametrized_embedding() -> None:
     """Several micro-batches a step, dropout, clipping and weight decay; the reference has autograd's own sums."""
     ours = module_with((GROUPS_OF_ALL, CASINGS_OF_ALL), lambda module: None)
