@@ -155,6 +155,30 @@ def test_bytes_and_user_symbols() -> None:
     assert "\u0416" not in tokenizer.pieces()  # three occurrences
 
 
+def test_the_most_frequent_casing_comes_first() -> None:
+    """Beside 4 special ids, the space and 4 letters there is room for one merge, `ab` or a space with `a`."""
+    merge = Tokenizer(train_on_casings(counted(ab=30, AB=10), 10, 0.01)).pieces()[4]
+    assert merge in ("ab", "\u2581a")
+
+
+def test_characters_with_byte_fallback() -> None:
+    """A letter has a piece of its own if 20 words have it, or its lower case if 20 words have that in some casing."""
+    words = counted(word=100, WORD=100, é=25, É=3, ö=5, Ö=20, ž=5, Ž=5)
+    pieces = Tokenizer(train_on_casings(words, 274, 0.01, byte_fallback=True)).pieces()
+    assert {"é", "ö", "Ö"} <= set(pieces)
+    assert not {"É", "ž", "Ž"} & set(pieces)
+
+
+def test_letters_of_user_symbols_are_no_casings() -> None:
+    """The longest symbol is matched first, so that in `x<B>Ay` no `Ay` is left."""
+    words = text_with_casings("x<B>Ay", "x<B>Uv<B>UV", count=2000)
+    tokenizer = Tokenizer(train_on_casings(words, 500, 0.01, user_symbols=["<B>", "<B>A"]))
+    pieces = tokenizer.pieces()
+    assert "Ay" not in pieces
+    assert {"Uv", "UV"} <= set(pieces)
+    assert [pieces[i] for i in tokenizer.encode(["x<B>Ay"])[0]][-2:] == ["<B>A", "y"]
+
+
 def test_sizes_that_do_not_fit() -> None:
     words = text_with_casings()
     with pytest.raises(
