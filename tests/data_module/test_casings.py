@@ -171,11 +171,12 @@ def test_characters_with_byte_fallback() -> None:
 
 def test_letters_of_user_symbols_are_no_casings() -> None:
     """The longest symbol is matched first, so that in `x<B>Ay` no `Ay` is left."""
-    words = text_with_casings("x<B>Ay", "x<B>Uv<B>UV", count=2000)
+    words = text_with_casings("x<B>Ay", "x<B>Uv<B>UV", "The<B>The<B>THE", count=2000)
     tokenizer = Tokenizer(train_on_casings(words, 500, 0.01, user_symbols=["<B>", "<B>A"]))
     pieces = tokenizer.pieces()
     assert "Ay" not in pieces
     assert {"Uv", "UV"} <= set(pieces)
+    assert len(set(pieces)) == 500  # Were `The` a merge of its own beside a casing of `the`, it would be there twice.
     assert [pieces[i] for i in tokenizer.encode(["x<B>Ay"])[0]][-2:] == ["<B>A", "y"]
 
 
