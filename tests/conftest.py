@@ -23,6 +23,7 @@ with suppress(ModuleNotFoundError):  # some GPU machines lack it
     hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, max_examples=25, database=None)
     hypothesis.settings.load_profile("suite")
 
+_BEFORE = pytest.StashKey[set[str]]()
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {"data_module", "model", "pipeline", "tests"}
 WORDS = [
@@ -209,8 +210,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ClusterApart(config, log)
 
 
+CACHES = {".pytest_cache", ".hypothesis", ".ruff_cache", ".mypy_cache"}
+"""What pytest and its plugins may leave in the project's folder."""
+
+
+def _left_over() -> set[str]:
+    """Return the names in the project's folder, and the paths below it that git neither has nor ignores."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--others", "--exclude-standard"]
+    untracked = ""
+    with suppress(OSError):  # git is not installed
+        untracked = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return {path.name for path in ROOT.iterdir()} - CACHES | set(untracked.splitlines())
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Remember what is there before the first test."""
+    session.config.stash[_BEFORE] = _left_over()
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """In CI, fail for skipped tests, except those that need a GPU."""
+    """Fail for files that tests left in the project's folder; in CI, for skipped tests that need no GPU."""
+    if left := sorted(_left_over() - terminalreporter.config.stash[_BEFORE]):
+        terminalreporter._session.exitstatus = 1
+        terminalreporter.write_line(f"tests have left {', '.join(left)} in {ROOT}", red=True)
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" not in getattr(r, "keywords", ())]
     if skipped and os.environ.get("CI") == "true":
         terminalreporter.stats.setdefault("failed", []).extend(skipped)

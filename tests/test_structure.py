@@ -1,6 +1,7 @@
 """The architecture that docs/architecture.md describes: packages, rooms, no circles, functions of a readable size."""
 
 import ast
+import subprocess
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -50,6 +51,21 @@ ROOMS = {
 
 A room is a folder, or a file beside the folders. The files of `model` are one room, except for those listed.
 """
+ROOT_FOLDERS = {".ci", ".github", "configs", "data_module", "docs", "model", "pipeline", "slurm", "tests"}
+ROOT_FILES = {
+    ".editorconfig",
+    ".gitignore",
+    ".pre-commit-config.yaml",
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "constraints.txt",
+    "pyproject.toml",
+    "setup.py",
+}
 LONGEST_FUNCTION = 60
 MOST_PARAMETERS = 8
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).glob("**/*.py"))
@@ -151,3 +167,14 @@ def test_functions_have_a_readable_size(path: Path) -> None:
         parameters = [one for one in arguments if one.arg not in ("self", "cls")]
         assert lines <= LONGEST_FUNCTION, f"{path.name}: {name} has {lines} lines"
         assert len(parameters) <= MOST_PARAMETERS, f"{path.name}: {name} has {len(parameters)} parameters"
+
+
+def test_git_has_the_project_and_nothing_that_runs_leave() -> None:
+    def listed(*options: str) -> list[str]:
+        command = ["git", "-C", str(ROOT), "ls-files", *options]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    files = listed()
+    assert {name.partition("/")[0] for name in files if "/" in name} == ROOT_FOLDERS
+    assert {name for name in files if "/" not in name} == ROOT_FILES
+    assert not listed("--cached", "--ignored", "--exclude-standard")
