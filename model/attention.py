@@ -84,7 +84,7 @@ def attention_step(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
 
 
 def grow_cache(
-    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], paths: Tensor, used_slots: int, num_new: int, num_joining: int
+    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], paths: Tensor, used_slots: int, num_new: int
 ) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], Tensor]:
     """Copy the slots that are on a path to a larger cache.
 
@@ -94,11 +94,9 @@ def grow_cache(
             `num_new` are not written yet.
         used_slots: number of slots in use.
         num_new: number of slots that the next step writes.
-        num_joining: number of sentences without used slots to make room for, after the B sentences.
 
     Returns:
-        The larger cache, with B + num_joining sentences in self-attention, and the paths of the B sentences through
-        it. The used slots of joining sentences are zero.
+        The larger cache and the paths through it.
     """
     needed = paths[:, :, :used_slots].any(1)
     num_needed = int(needed.sum(1).max())
@@ -109,42 +107,13 @@ def grow_cache(
     batch_size, num_slots = paths.size(0), num_needed + max(8 * num_new, num_needed)
     larger: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     for keys, values, memory_keys, memory_values in cache:
-        new_keys = keys.new_empty([batch_size + num_joining, keys.size(1), num_slots, keys.size(3)])
-        new_values = values.new_empty([batch_size + num_joining, values.size(1), num_slots, values.size(3)])
+        new_keys = keys.new_empty([batch_size, keys.size(1), num_slots, keys.size(3)])
+        new_values = values.new_empty([batch_size, values.size(1), num_slots, values.size(3)])
         for old, new in ((keys, new_keys), (values, new_values)):
-            new[:batch_size, :, :num_needed] = old[sentences, heads, places]
-            new[batch_size:, :, :num_needed] = 0
+            new[:, :, :num_needed] = old[sentences, heads, places]
         larger.append((new_keys, new_values, memory_keys, memory_values))
     kept = paths.gather(2, places.expand(-1, paths.size(1), -1))
     return larger, torch.cat([kept, paths[:, :, used_slots:]], 2)
-
-
-def join_memories(
-    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]],
-    joining: list[tuple[Tensor, Tensor, Tensor, Tensor]],
-    width: int,
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Append the cross-attention's keys and values of joining sentences to those of a cache.
-
-    Args:
-        cache: a cache of B sentences, whose self-attention has room for the joining sentences (`grow_cache`).
-        joining: the cache of the joining sentences.
-        width: number of source positions of the result. What either has past it is padding.
-
-    Returns:
-        The cache of all sentences. Positions past a sentence's memory are zero.
-    """
-    joined: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for (keys, values, old_keys, old_values), (_, _, new_keys, new_values) in zip(cache, joining):  # noqa: B905
-        memory: list[Tensor] = []
-        for old, new in ((old_keys, new_keys), (old_values, new_values)):
-            old, new = old[:, :, :width], new[:, :, :width]
-            both = old.new_zeros([old.size(0) + new.size(0), old.size(1), width, old.size(3)])
-            both[: old.size(0), :, : old.size(2)] = old
-            both[old.size(0) :, :, : new.size(2)] = new
-            memory.append(both)
-        joined.append((keys, values, memory[0], memory[1]))
-    return joined
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

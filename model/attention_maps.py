@@ -1,5 +1,6 @@
 """Attention weights of every layer and head, for inspection."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,19 +26,17 @@ def attention_maps(
     Returns:
         For "encoder", "decoder" and "cross", one tensor [B, H, queries, keys] per layer. Rows sum to one.
     """
+    # Hooks on a copy that shares the weights: other threads may use the network at the same time.
+    shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
+    network = copy.deepcopy(network, shared)
     maps: dict[str, list[Tensor]] = {"encoder": [], "decoder": [], "cross": []}
-    handles = []
     for kind, stack in (("encoder", network.encoder), ("decoder", network.decoder)):
         for layer in stack:
             for module in layer.children():
                 if isinstance(module, (SelfAttention, CrossAttention)):
                     into = maps["cross" if isinstance(module, CrossAttention) else kind]
-                    handles.append(module.register_forward_pre_hook(_recorder(into)))
-    try:
-        network(source, target, source_mask)
-    finally:
-        for handle in handles:
-            handle.remove()
+                    module.register_forward_pre_hook(_recorder(into))
+    network(source, target, source_mask)
     return maps
 
 

@@ -99,7 +99,10 @@ def write_weights(network: Transformer, num_positions: int, file: IO[bytes]) -> 
 
 
 class CompiledSearch:
-    """Greedy and beam search with the weights of a Transformer, which are copied."""
+    """Greedy and beam search with the weights of a Transformer, which are copied.
+
+    Several threads may search at the same time.
+    """
 
     def __init__(
         self, library: ctypes.CDLL, network: Transformer | Path, bos_id: int, eos_id: int, pad_id: int
@@ -113,10 +116,6 @@ class CompiledSearch:
             ValueError: the file is not a whole file of weights.
         """
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
-        self.on_finished: Callable[[int], object] | None = None
-        """Called with a number of sentences when they have finished."""
-        self.num_steps = torch.empty(0, dtype=torch.int64)
-        """int64 [B], the decoder steps of each sentence of the last search."""
         self._library = library
         if isinstance(network, Path):
             self._load(network)
@@ -156,8 +155,8 @@ class CompiledSearch:
             )
 
     def _set_positions(self, table: Tensor) -> None:
-        self._num_positions = len(table)
         self._check(self._library.set_positions(self._model, table.contiguous().data_ptr(), len(table)))
+        self._num_positions = len(table)
 
     def greedy(self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int) -> GreedyResult:
         """Run greedy search; see `BeamSearch.greedy`."""
@@ -173,15 +172,26 @@ class CompiledSearch:
         max_extra_tokens: int,
         n_best: int,
         stop_rule: str = "exact",
+        *,
         batch_tokens: int = 0,
+        finished: Callable[[int], object] | None = None,
+        num_steps: Tensor | None = None,
     ) -> BeamResult:
-        """Run beam search; see `BeamSearch.beam`. Each of PyTorch's threads decodes up to `batch_tokens` source tokens.
+        """Run beam search; see `BeamSearch.beam` for the arguments before `batch_tokens`.
+
+        Args:
+            batch_tokens: maximum number of source tokens that each of PyTorch's threads decodes at the same time. The
+                longest sentences are first, and waiting ones join as others finish. 0 for the fastest number.
+            finished: called with a number of sentences when they have finished.
+            num_steps: int64 [B], receives the decoder steps of each sentence.
 
         Raises:
             ValueError: an argument is out of bounds.
             MemoryError: there is not enough memory for the search.
         """
-        options = SearchOptions(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first", batch_tokens)
+        options = SearchOptions(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
+        if batch_tokens < 0:
+            raise ValueError(f"batch_tokens {batch_tokens} must be 0 or more")
         if not options.stops_at_first and stop_rule != "exact":
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
         check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
@@ -194,7 +204,7 @@ class CompiledSearch:
         result_lengths = torch.empty([count, n_best], dtype=torch.int64)
         scores, log_probabilities = torch.empty([count, n_best]), torch.empty([count, n_best])
         answers = torch.empty(int(limits.sum()) * n_best, dtype=torch.int32)
-        self.num_steps = torch.empty_like(lengths)
+        num_steps = torch.empty_like(lengths) if num_steps is None else num_steps
         failure: list[BaseException] = []
         request = _Request(
             tokens=tokens.data_ptr(),
@@ -215,8 +225,8 @@ class CompiledSearch:
             lengths=result_lengths.data_ptr(),
             scores=scores.data_ptr(),
             log_probabilities=log_probabilities.data_ptr(),
-            num_steps=self.num_steps.data_ptr(),
-            progress=_Progress(self._reporter(failure)),
+            num_steps=num_steps.data_ptr(),
+            progress=_Progress(_reporter(finished, failure)),
         )
         self._check(self._library.search(self._model, ctypes.byref(request)))
         if failure:
@@ -230,23 +240,25 @@ class CompiledSearch:
         limits = lengths + max_extra_tokens
         if self.max_positions:
             limits = limits.clamp(max=self.max_positions)
+        # Of several threads that lengthen the table at the same time, the program keeps the longest.
         if int(limits.max()) > self._num_positions and self._table_grows:
             self._set_positions(sinusoidal_table(int(limits.max()), self._d_model))
         return limits
 
-    def _reporter(self, failure: list[BaseException]) -> Callable[[int], int]:
-        """Return a function for the program to call. What it raises, a KeyboardInterrupt too, is put into `failure`."""
 
-        def report(num_finished: int) -> int:
-            try:
-                if self.on_finished is not None and num_finished:
-                    self.on_finished(num_finished)
-            except BaseException as error:
-                failure.append(error)
-                return 1
-            return 0
+def _reporter(finished: Callable[[int], object] | None, failure: list[BaseException]) -> Callable[[int], int]:
+    """Return a function for the program to call. What it raises, a KeyboardInterrupt too, is put into `failure`."""
 
-        return report
+    def report(num_finished: int) -> int:
+        try:
+            if finished is not None and num_finished:
+                finished(num_finished)
+        except BaseException as error:
+            failure.append(error)
+            return 1
+        return 0
+
+    return report
 
 
 def _padded(answers: Tensor, limits: Tensor, lengths: Tensor, pad_id: int) -> Tensor:

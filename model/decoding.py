@@ -13,14 +13,12 @@ Shapes: B sentences, S source length, N hypotheses per sentence, M answers per s
 V vocabulary.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from model.attention import grow_cache, join_memories
-from model.settings import SHORTEST
+from model.attention import grow_cache
 from model.transformer import Transformer
 
 
@@ -60,7 +58,6 @@ class SearchOptions(NamedTuple):
     max_extra_tokens: int
     n_best: int
     stops_at_first: bool
-    batch_tokens: int
 
 
 class _Answers(NamedTuple):
@@ -79,10 +76,6 @@ class _Answers(NamedTuple):
 class _Text(NamedTuple):
     """All sentences of a search, T of them."""
 
-    source: Tensor
-    """int64 [T, S]."""
-    lengths: Tensor
-    """int64 [T], number of source tokens."""
     limits: Tensor
     """int64 [T], maximum length of an answer."""
     offsets: Tensor
@@ -93,7 +86,7 @@ class _Text(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The sentences that are being decoded. Finished sentences leave, waiting ones join."""
+    """The sentences that are being decoded. Finished sentences leave."""
 
     rows: Tensor
     """int64 [B], the sentences' indices in the text."""
@@ -143,8 +136,6 @@ def check_search(
         raise ValueError(f"length_penalty {options.length_penalty} must be 0 or more")
     if options.max_extra_tokens < 0:
         raise ValueError(f"max_extra_tokens {options.max_extra_tokens} must be 0 or more")
-    if options.batch_tokens < 0:
-        raise ValueError(f"batch_tokens {options.batch_tokens} must be 0 or more")
 
 
 class BeamSearch(nn.Module):
@@ -154,8 +145,6 @@ class BeamSearch(nn.Module):
     The answers to a sentence do not depend on the other sentences in the batch, except for rounding in matrix
     products of different shapes.
     """
-
-    __jit_ignored_attributes__ = ("on_finished",)
 
     def __init__(self, network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> None:
         """Initialize the search.
@@ -182,19 +171,11 @@ class BeamSearch(nn.Module):
             )
         # 0 means unlimited.
         self.max_positions = network.positions.max_positions
-        self.shortest = SHORTEST
-        self.on_finished: Callable[[int], None] | None = None
-        """Called with a number of sentences when they have finished. TorchScript does not call it."""
-
-    @torch.jit.unused
-    def _report(self, num_finished: int) -> None:
-        if self.on_finished is not None:
-            self.on_finished(num_finished)
 
     @torch.jit.export
     def greedy(self, source: Tensor, source_mask: Tensor | None, max_extra_tokens: int) -> GreedyResult:
         """Append the most probable token at each step until the end symbol. See `beam` for the arguments."""
-        answers = self.beam(source, source_mask, 1, 0.0, max_extra_tokens, 1, "exact", 0)
+        answers = self.beam(source, source_mask, 1, 0.0, max_extra_tokens, 1, "exact")
         return GreedyResult(answers.tokens[:, 0], answers.lengths[:, 0], answers.log_probabilities[:, 0])
 
     @torch.jit.export
@@ -207,7 +188,6 @@ class BeamSearch(nn.Module):
         max_extra_tokens: int,
         n_best: int,
         stop_rule: str = "exact",
-        batch_tokens: int = 0,
     ) -> BeamResult:
         """Run beam search. A beam of one hypothesis is greedy search.
 
@@ -229,14 +209,11 @@ class BeamSearch(nn.Module):
                 tokens, both counted with end symbols. Learned positions limit the length too.
             n_best: number of answers per sentence, 1 to beam_size.
             stop_rule: "exact" or "first".
-            batch_tokens: maximum number of padded source tokens that are decoded at the same time. Sentences are
-                taken in the order of their length, the longest first, and waiting ones join as others finish. A
-                sentence counts as at least `SHORTEST` tokens. 0 decodes all sentences at the same time.
 
         Raises:
             ValueError: an argument is out of bounds.
         """
-        options = SearchOptions(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first", batch_tokens)
+        options = SearchOptions(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
         if not options.stops_at_first and stop_rule != "exact":
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
         check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
@@ -250,36 +227,27 @@ class BeamSearch(nn.Module):
             limits = limits.clamp(max=self.max_positions)
         ends = limits.cumsum(0)
         history = source.new_zeros([int(ends[-1]), options.beam_size])
-        text = _Text(source, lengths, limits, ends - limits, history)
+        text = _Text(limits, ends - limits, history)
         results = _no_answers(source.size(0), options.n_best, source.device)
-        waiting = torch.arange(source.size(0), device=source.device)
-        if options.batch_tokens > 0:
-            waiting = lengths.argsort(descending=True, stable=True)
-        while waiting.size(0) > 0:
-            waiting = self._decode(text, waiting, results, options)
+        self._decode(text, source, source_mask, results, options)
         return self._backtrace(text, results)
 
-    def _decode(self, text: _Text, waiting: Tensor, results: _Answers, options: SearchOptions) -> Tensor:
-        """Decode the first of the sentences `waiting`, and others that join them, until none is open.
-
-        Writes `text.history` and `results` in place and returns the indices of the sentences that still wait.
-        """
-        beam_size, device = options.beam_size, waiting.device
+    def _decode(
+        self, text: _Text, source: Tensor, source_mask: Tensor | None, results: _Answers, options: SearchOptions
+    ) -> None:
+        """Decode until no sentence is open. Writes `text.history` and `results` in place."""
+        beam_size, device = options.beam_size, source.device
         # Each check synchronizes the host with a GPU.
         steps_between_checks = 1 if device.type == "cpu" else 8
         own_slots = torch.eye(beam_size, dtype=torch.bool, device=device)
-        num_first = self._number_that_fit(text.lengths, waiting, 0, 0, options.batch_tokens)
-        batch, cache = self._begin(text, waiting[:num_first], options)
-        waiting = waiting[num_first:]
-        answers = _no_answers(num_first, options.n_best, device)
-        # Until sentences join, the path of a beam's only hypothesis has all slots.
-        has_paths = beam_size > 1
-        num_left, num_steps, steps_to_limit = num_first, 0, int(batch.limits.min())
+        batch, cache = self._begin(text, source, source_mask, options)
+        answers = _no_answers(source.size(0), options.n_best, device)
+        num_left, num_steps, steps_to_limit = source.size(0), 0, int(batch.limits.min())
         while num_left > 0:
             if batch.paths.size(2) > cache[0][0].size(2):
-                cache, batch = _grow(cache, batch, 0)
+                cache, batch = _grow(cache, batch)
             must_end = batch.positions + 1 >= batch.limits if steps_to_limit <= 1 else None
-            values, parents, last = self._step(batch, cache, must_end, has_paths, beam_size)
+            values, parents, last = self._step(batch, cache, must_end, beam_size)
             answers, totals, parents, last = self._select(answers, values, parents, last, batch.positions, options)
             places = text.offsets[batch.rows] + batch.positions
             text.history[:, : totals.size(1)].index_copy_(0, places, parents * self.vocabulary_size + last)
@@ -297,8 +265,6 @@ class BeamSearch(nn.Module):
             if num_left == batch.rows.size(0):
                 continue
             _store(results, batch.rows, answers)
-            if not torch.jit.is_scripting():
-                self._report(batch.rows.size(0) - num_left)
             if num_left == 0:
                 continue
             # Move the last open sentences to the places of finished ones.
@@ -307,41 +273,19 @@ class BeamSearch(nn.Module):
             order = torch.arange(num_left, device=device).index_copy_(0, gaps, movers)
             cache = _move_sentences(cache, batch.paths.size(2) - batch.totals.size(1), gaps, movers, num_left)
             batch, answers = _reordered(batch, order), _reordered_answers(answers, order)
-            width = int(text.lengths[batch.rows].max())
-            num_joining = self._number_that_fit(text.lengths, waiting, num_left, width, options.batch_tokens)
-            if num_joining > 0:
-                joining, memories = self._begin(text, waiting[:num_joining], options)
-                cache, batch = _join(cache, batch, memories, joining, text.lengths)
-                answers = _append_answers(answers, _no_answers(num_joining, options.n_best, device))
-                waiting, has_paths, num_left = waiting[num_joining:], True, num_left + num_joining
-                steps_to_limit = int((batch.limits - batch.positions).min())
-        return waiting
-
-    def _number_that_fit(self, lengths: Tensor, waiting: Tensor, num_open: int, width: int, batch_tokens: int) -> int:
-        """Return how many waiting sentences to decode next, beside `num_open` ones of up to `width` tokens."""
-        if batch_tokens == 0 or waiting.size(0) == 0:
-            return waiting.size(0)
-        most = max(1, batch_tokens // max(int(lengths[waiting[0]]), width, self.shortest))
-        # Each time sentences join, the cache is copied.
-        if num_open * 4 > most * 3:
-            return 0
-        return min(most - num_open, waiting.size(0))
 
     def _begin(
-        self, text: _Text, rows: Tensor, options: SearchOptions
+        self, text: _Text, source: Tensor, source_mask: Tensor | None, options: SearchOptions
     ) -> tuple[_Batch, list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
-        """Encode sentences; each has one open hypothesis without tokens. Returns the batch and its cache."""
-        lengths, limits = text.lengths[rows], text.limits[rows]
-        width = int(lengths.max())
-        source = text.source[rows, :width]
-        source_mask = _mask(lengths, width)
-        num_slots = min(int(limits.max()), 8) * options.beam_size
+        """Encode the sentences; each has one open hypothesis without tokens. Returns the batch and its cache."""
+        num_slots = min(int(text.limits.max()), 8) * options.beam_size
         cache = self.network.init_cache(self.network.encode(source, source_mask), num_slots)
+        rows = torch.arange(source.size(0), device=source.device)
         batch = _Batch(
             rows,
             torch.zeros_like(rows),
-            limits,
-            penalty(limits, options.length_penalty),
+            text.limits,
+            penalty(text.limits, options.length_penalty),
             torch.zeros([rows.size(0), 1], device=rows.device),
             torch.full([rows.size(0), 1], self.bos_id, device=rows.device),
             torch.ones([rows.size(0), 1, 1], dtype=torch.bool, device=rows.device),
@@ -354,7 +298,6 @@ class BeamSearch(nn.Module):
         batch: _Batch,
         cache: list[tuple[Tensor, Tensor, Tensor, Tensor]],
         must_end: Tensor | None,
-        has_paths: bool,
         beam_size: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the decoder for one position and return the most probable continuations of each sentence, best first.
@@ -363,7 +306,6 @@ class BeamSearch(nn.Module):
             batch: the sentences.
             cache: their cache, with room for this step's slots, which are written in place.
             must_end: bool [B], True for sentences whose hypotheses have reached their limit. None if there are none.
-            has_paths: whether `batch.paths` matters. If not, all slots are on the path of every hypothesis.
             beam_size: number of open hypotheses. N is smaller in the first steps.
 
         Returns:
@@ -372,7 +314,8 @@ class BeamSearch(nn.Module):
             greedy search ends at the first end symbol.
         """
         start = batch.paths.size(2) - batch.last.size(1)
-        path_mask = batch.paths if has_paths else None
+        # The path of a beam's only hypothesis has all slots.
+        path_mask = batch.paths if beam_size > 1 else None
         states = self.network.decode_step(batch.last, batch.positions, start, cache, batch.source_mask, path_mask)
         steps = self.network.logits(states).float().log_softmax(-1)
         steps[:, :, self.pad_id] = float("-inf")
@@ -448,13 +391,6 @@ class BeamSearch(nn.Module):
         return BeamResult(tokens.permute(1, 2, 0), lengths, scores, log_probabilities)
 
 
-def _mask(lengths: Tensor, width: int) -> Tensor | None:
-    """Return a mask [B, width], True at tokens; None if no sentence is padded."""
-    if int(lengths.min()) == width:
-        return None
-    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
-
-
 def _no_answers(batch_size: int, n_best: int, device: torch.device) -> _Answers:
     scores = torch.full([batch_size, n_best], float("-inf"), device=device)
     ends = torch.full_like(scores, -1, dtype=torch.int64)
@@ -497,15 +433,6 @@ def _reordered_answers(answers: _Answers, order: Tensor) -> _Answers:
     return _Answers(answers.scores[order], answers.log_probabilities[order], answers.ends[order], answers.counts[order])
 
 
-def _append_answers(answers: _Answers, more: _Answers) -> _Answers:
-    return _Answers(
-        torch.cat([answers.scores, more.scores]),
-        torch.cat([answers.log_probabilities, more.log_probabilities]),
-        torch.cat([answers.ends, more.ends]),
-        torch.cat([answers.counts, more.counts]),
-    )
-
-
 def _move_sentences(
     cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], used_slots: int, gaps: Tensor, movers: Tensor, num_left: int
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -517,11 +444,11 @@ def _move_sentences(
 
 
 def _grow(
-    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], batch: _Batch, num_joining: int
+    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], batch: _Batch
 ) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], _Batch]:
-    """Return a larger cache, with room for joining sentences, and the batch with its paths through that cache."""
+    """Return a larger cache, and the batch with its paths through that cache."""
     num_open = batch.totals.size(1)
-    cache, paths = grow_cache(cache, batch.paths, batch.paths.size(2) - num_open, num_open, num_joining)
+    cache, paths = grow_cache(cache, batch.paths, batch.paths.size(2) - num_open, num_open)
     batch = _Batch(
         batch.rows,
         batch.positions,
@@ -533,36 +460,3 @@ def _grow(
         batch.source_mask,
     )
     return cache, batch
-
-
-def _join(
-    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]],
-    batch: _Batch,
-    joining_cache: list[tuple[Tensor, Tensor, Tensor, Tensor]],
-    joining: _Batch,
-    lengths: Tensor,
-) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], _Batch]:
-    """Append sentences that begin to a batch, and return the cache and the batch.
-
-    A sentence that begins has one open hypothesis. The others that it needs to have as many as the rest of the batch
-    have the log-probability -inf.
-    """
-    num_joining, num_open = joining.rows.size(0), batch.totals.size(1)
-    cache, batch = _grow(cache, batch, num_joining)
-    totals = torch.full([num_joining, num_open], float("-inf"), device=lengths.device)
-    totals[:, 0] = 0.0
-    paths = torch.zeros([num_joining, num_open, batch.paths.size(2)], dtype=torch.bool, device=lengths.device)
-    paths[:, :, -num_open:] = torch.eye(num_open, dtype=torch.bool, device=lengths.device)
-    rows = torch.cat([batch.rows, joining.rows])
-    width = int(lengths[rows].max())
-    batch = _Batch(
-        rows,
-        torch.cat([batch.positions, joining.positions]),
-        torch.cat([batch.limits, joining.limits]),
-        torch.cat([batch.limit_penalties, joining.limit_penalties]),
-        torch.cat([batch.totals, totals]),
-        torch.cat([batch.last, joining.last.expand(-1, num_open)]),
-        torch.cat([batch.paths, paths]),
-        _mask(lengths[rows], width),
-    )
-    return join_memories(cache, joining_cache, width), batch

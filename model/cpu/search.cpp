@@ -19,6 +19,7 @@
 #include <fstream>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <thread>
 #include <vector>
@@ -229,6 +230,12 @@ struct Request {
 
 namespace {
 
+struct Positions {
+    Buffer table;  // [count, D]
+    int64_t count = 0;
+};
+
+// Searches of several threads may share a model whose weights are set.
 struct Model {
     explicit Model(const Shape& given) : shape(given) {
         const int d_model = int(shape.d_model), keys = int(shape.num_heads * shape.d_k);
@@ -270,19 +277,28 @@ struct Model {
     // The number of elements of the next weight; 0 if there is none.
     size_t next_size() const { return next < weights.size() ? weights[next].size : 0; }
 
+    // Replace the table of positions by a longer one. Searches of other threads keep the table that they began with.
     void set_positions(const float* data, int64_t count) {
-        std::copy_n(data, count * shape.d_model, positions.get(count * shape.d_model));
-        num_positions = count;
+        auto longer = std::make_shared<Positions>();
+        std::copy_n(data, count * shape.d_model, longer->table.get(count * shape.d_model));
+        longer->count = count;
+        const std::lock_guard<std::mutex> lock(positions_mutex);
+        if (!positions || count > positions->count) positions = std::move(longer);
+    }
+
+    std::shared_ptr<const Positions> get_positions() const {
+        const std::lock_guard<std::mutex> lock(positions_mutex);
+        return positions ? positions : std::make_shared<const Positions>();
     }
 
     Shape shape;
     Linear projection;  // its rows are the embeddings as well
     std::vector<Layer> encoder, decoder;
     Norm encoder_norm, decoder_norm;
-    Buffer positions;  // [num_positions, D]
-    int64_t num_positions = 0;
 
    private:
+    std::shared_ptr<const Positions> positions;
+    mutable std::mutex positions_mutex;
     struct Weight {
         Linear* linear;
         Buffer* vector;
@@ -474,6 +490,7 @@ struct RowTop {
 struct Shared {
     const Model& model;
     const Request& request;
+    const Positions& positions;
     std::vector<int64_t> order;           // sentences, longest first
     std::vector<int64_t> answer_offsets;  // first place of each sentence's answers
     std::atomic<int64_t> next{0}, num_ended{0};
@@ -559,7 +576,7 @@ class Worker {
     void embed(int token, int position, float* to) const {
         const int d_model = int(shape().d_model);
         model_.projection.get_row(token, to);
-        const float* encoding = model_.positions.data() + size_t(position) * d_model;
+        const float* encoding = shared_.positions.table.data() + size_t(position) * d_model;
         for (int i = 0; i < d_model; ++i) to[i] = to[i] * shape().embedding_scale + encoding[i];
     }
 
@@ -877,14 +894,14 @@ void run(Shared& shared, bool reports) {
 }
 
 // Whether all sentences and answers fit into the tables of the model.
-bool is_valid(const Model& model, const Request& request) {
+bool is_valid(const Model& model, const Request& request, const Positions& positions) {
     const int64_t vocabulary_size = model.shape.vocabulary_size;
     const auto is_id = [=](int64_t id) { return id >= 0 && id < vocabulary_size; };
     if (!is_id(request.begin_id) || !is_id(request.end_id)) return false;
     if (!is_size(request.beam_size) || !is_size(request.num_best) || request.num_threads < 1) return false;
     for (int64_t i = 0; i < request.num_sentences; ++i) {
         const int64_t length = request.offsets[i + 1] - request.offsets[i], limit = request.limits[i];
-        if (length < 1 || length > model.num_positions || limit < 1 || limit > model.num_positions) return false;
+        if (length < 1 || length > positions.count || limit < 1 || limit > positions.count) return false;
         const int64_t* tokens = request.tokens + request.offsets[i];
         if (!std::all_of(tokens, tokens + length, is_id)) return false;
     }
@@ -926,8 +943,8 @@ int64_t set_next_weight(void* model, const float* data) {
     }
 }
 
-// Set the position encodings [num_positions, D]. A search needs as many as its longest source or answer has tokens.
-// Returns 0, or -2 if there is not enough memory.
+// Set the position encodings [num_positions, D], unless there are as many already. A search needs as many as its longest
+// source or answer has tokens; others may run meanwhile. Returns 0, or -2 if there is not enough memory.
 int64_t set_positions(void* model, const float* data, int64_t num_positions) {
     try {
         static_cast<Model*>(model)->set_positions(data, num_positions);
@@ -938,11 +955,14 @@ int64_t set_positions(void* model, const float* data, int64_t num_positions) {
 }
 
 // Returns 0; 1 if `progress` has ended the search; -1 if a sentence is empty, a sentence or a limit is longer than the
-// position encodings, or an id or a number is out of bounds; -2 if there is not enough memory.
+// position encodings, or an id or a number is out of bounds; -2 if there is not enough memory. Several threads may search
+// with one model at the same time.
 int64_t search(void* model, const Request* request) {
     try {
-        if (!is_valid(*static_cast<Model*>(model), *request)) return -1;
-        Shared shared{*static_cast<Model*>(model), *request, {}, {}};
+        const Model& shared_model = *static_cast<const Model*>(model);
+        const std::shared_ptr<const Positions> positions = shared_model.get_positions();
+        if (!is_valid(shared_model, *request, *positions)) return -1;
+        Shared shared{shared_model, *request, *positions, {}, {}};
         const int64_t* offsets = request->offsets;
         int64_t offset = 0;
         for (int64_t i = 0; i < request->num_sentences; ++i) {

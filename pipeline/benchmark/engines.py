@@ -128,9 +128,10 @@ class PipelineEngine:
         if isinstance(search, CompiledSearch):
             beam = search.beam
 
-            def counted_beam(*arguments: Any) -> Any:
-                result = beam(*arguments)
-                self._sentence_steps += int(search.num_steps.sum())
+            def counted_beam(source: Any, *arguments: Any, **options: Any) -> Any:
+                num_steps = source.new_empty(len(source))
+                result = beam(source, *arguments, **options, num_steps=num_steps)
+                self._sentence_steps += int(num_steps.sum())
                 return result
 
             search.beam = counted_beam  # type: ignore

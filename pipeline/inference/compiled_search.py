@@ -44,7 +44,7 @@ def _network(pre_norm: bool) -> Transformer:
 def _agrees_on(library: ctypes.CDLL, network: Transformer) -> bool:
     source = torch.randint(4, _VOCABULARY, (7, 9))
     mask = torch.arange(9) < torch.tensor([9, 3, 7, 1, 5, 8, 2]).unsqueeze(1)
-    arguments = (source, mask, 3, 0.6, 6, 3, "exact", 20)
-    found = CompiledSearch(library, network, _BOS, _EOS, _PAD).beam(*arguments)
+    arguments = (source, mask, 3, 0.6, 6, 3)
+    found = CompiledSearch(library, network, _BOS, _EOS, _PAD).beam(*arguments, batch_tokens=20)
     expected = BeamSearch(network, _BOS, _EOS, _PAD).eval().beam(*arguments)
     return torch.equal(found.tokens, expected.tokens) and torch.allclose(found.scores, expected.scores, atol=1e-3)

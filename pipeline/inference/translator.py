@@ -57,7 +57,7 @@ class Translation(NamedTuple):
 
 
 SEARCHED = 2048
-"""Maximum number of sentences that a search is given, of which it decodes `batch_tokens` at the same time."""
+"""Maximum number of sentences that a compiled search is given, of which each thread decodes a few at a time."""
 LONGEST = 1024
 """Source tokens that the commands keep of a sentence; the time of attention grows with the square of the length."""
 EMPTY = Hypothesis("", 0.0, 0.0, 0)
@@ -109,8 +109,6 @@ class Translator:
             search = search.eval() if device is None else search.eval().to(device)
             self.device = next(search.parameters()).device
         self.search = search
-        # Those that versions up to 0.2 exported do not refill batches.
-        self._refills = not isinstance(search, torch.jit.ScriptModule) or len(search.beam.schema.arguments) > 7
         self.name, self.target_language = name, target_language
         self.bleu_tokenizer: str | None = None
         """The recipe's `run.bleu_tokenizer`, set by `load_translator`."""
@@ -182,7 +180,7 @@ class Translator:
 
     def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
         """Yield the indices of the sentences that are searched together, longest first, without empty sentences."""
-        if not self._refills:
+        if not isinstance(self.search, CompiledSearch):
             yield from batches_by_length(lengths, self.batch_tokens)
             return
         order = [index for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]) if lengths[index] > 1]
@@ -195,22 +193,20 @@ class Translator:
         source, is_token = padded(sources, self.tokenizer.pad_id)
         mask = None if bool(is_token.all()) else is_token.to(self.device)
         settings = self.settings
-        # A little faster than torch.no_grad.
-        more = (settings.stop_rule, self.batch_tokens) if self._refills else ()
-        reports = not isinstance(self.search, torch.jit.ScriptModule)
-        if reports:
-            self.search.on_finished = finished
-        with torch.inference_mode():
-            answers = self.search.beam(
-                source.to(self.device),
-                mask,
-                settings.beam_size,
-                settings.length_penalty,
-                settings.max_extra_tokens,
-                n_best,
-                *more,
-            )
-        if not reports:
+        arguments = (
+            source.to(self.device),
+            mask,
+            settings.beam_size,
+            settings.length_penalty,
+            settings.max_extra_tokens,
+            n_best,
+            settings.stop_rule,
+        )
+        if isinstance(self.search, CompiledSearch):
+            answers = self.search.beam(*arguments, batch_tokens=self.batch_tokens, finished=finished)
+        else:
+            with torch.inference_mode():  # a little faster than torch.no_grad
+                answers = self.search.beam(*arguments)
             finished(len(sources))
         tokens, lengths, scores, log_probabilities = (one.flatten(0, 1).tolist() for one in answers)
         texts = self.tokenizer.decode([row[: length - 1] for row, length in zip(tokens, lengths, strict=True)])

@@ -24,7 +24,7 @@ from tests.model.search_truth import (
     make_sources,
     trained_network,
 )
-from tests.model.test_decoding_everywhere import BAD_ARGUMENTS
+from tests.model.test_decoding_everywhere import BAD_ARGUMENTS, SOURCE
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
@@ -63,9 +63,10 @@ def test_both_find_the_same(variant: str, rule: str) -> None:
     operators, compiled = both(network)
     source, mask = make_sources(LENGTHS * 3, 1100)
     for beam_size, n_best in ((1, 1), (4, 4), (5, 2)):
-        arguments = (source, mask, beam_size, 0.6, 6, n_best, rule, 48)
-        assert_same(compiled.beam(*arguments), operators.beam(*arguments))
-        assert int(compiled.num_steps.min()) > 0
+        arguments, num_steps = (source, mask, beam_size, 0.6, 6, n_best, rule), torch.zeros(len(source)).long()
+        found = compiled.beam(*arguments, batch_tokens=48, num_steps=num_steps)
+        assert_same(found, operators.beam(*arguments))
+        assert (num_steps >= found.lengths[:, 0]).all()
 
 
 def test_a_sentence_has_the_same_answers_in_all_company_to_the_last_bit(threads: Any) -> None:
@@ -75,7 +76,7 @@ def test_a_sentence_has_the_same_answers_in_all_company_to_the_last_bit(threads:
     expected = search.beam(source, mask, 4, 0.6, 8, 4)
     for count, batch_tokens in ((1, 32), (2, 0), (3, 64)):
         threads(count)
-        found = search.beam(source, mask, 4, 0.6, 8, 4, "exact", batch_tokens)
+        found = search.beam(source, mask, 4, 0.6, 8, 4, batch_tokens=batch_tokens)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     for number, length in enumerate(LENGTHS):
         alone = search.beam(source[number : number + 1, :length], None, 4, 0.6, 8, 4)
@@ -116,6 +117,8 @@ def test_wrong_arguments_are_refused() -> None:
     for message, arguments in BAD_ARGUMENTS.items():
         with pytest.raises(ValueError, match=message):
             compiled.beam(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch_tokens -1 must be"):
+        compiled.beam(SOURCE, None, 4, 0.6, 5, 1, batch_tokens=-1)
 
 
 def test_finished_sentences_are_reported_and_ctrl_c_ends_the_search(threads: Any) -> None:
@@ -124,18 +127,15 @@ def test_finished_sentences_are_reported_and_ctrl_c_ends_the_search(threads: Any
     for count in (1, 2):
         threads(count)
         reported: list[int] = []
-        search.on_finished = reported.append
-        search.beam(source, mask, 4, 0.6, 8, 1, "exact", 64)
+        search.beam(source, mask, 4, 0.6, 8, 1, batch_tokens=64, finished=reported.append)
         assert sum(reported) == len(source)
         assert count > 1 or len(reported) > 2
 
         def interrupted(number: int) -> None:
             raise KeyboardInterrupt
 
-        search.on_finished = interrupted
         with pytest.raises(KeyboardInterrupt):
-            search.beam(source, mask, 4, 0.6, 8, 1, "exact", 64)
-    search.on_finished = None
+            search.beam(source, mask, 4, 0.6, 8, 1, batch_tokens=64, finished=interrupted)
     search.beam(source[:3], mask[:3], 4, 0.6, 8, 1)
 
 

@@ -96,64 +96,6 @@ def test_the_first_rule_stops_when_as_many_as_the_beam_have_ended(variant: str) 
     assert others > 0
 
 
-MANY = [9, 4, 7, 1, 12, 2, 7, 5, 3, 10, 16, 14, 20, 3, 3, 8, 11, 5, 2, 13, 6, 6, 19, 4, 1, 9, 17, 12, 8, 15]
-"""Source lengths of a text that is decoded a few sentences at a time."""
-
-
-@pytest.mark.parametrize("rule", ["exact", "first"])
-@pytest.mark.parametrize("beam_size", [1, 4])
-@pytest.mark.parametrize("variant", ["", "pre-norm", "learned"])
-def test_waiting_sentences_join_and_answers_stay_the_same(variant: str, beam_size: int, rule: str) -> None:
-    source, mask = make_sources(MANY)
-    network = observed(trained_network(variant))
-    search = BeamSearch(network, BOS, EOS, PAD).eval()
-    ties = 0
-    for batch_tokens in (1, 80, 160):
-        network.batch_sizes = []
-        found = search.beam(source, mask, beam_size, 0.6, 10, beam_size, rule, batch_tokens)
-        most = max(1, batch_tokens // 16)
-        assert max(network.batch_sizes) == most
-        # Rows stay full: few are free in the steps before the last sentence has joined.
-        steps = sum(network.batch_sizes)
-        assert len(network.batch_sizes) <= (1.25 if most > 1 else 1.0) * steps / most + max(MANY)
-        for sentence, length in enumerate(MANY):
-            alone = search.beam(source[sentence : sentence + 1, :length], None, beam_size, 0.6, 10, beam_size, rule)
-            ties += count_ties(answers_of(found, sentence), answers_of(alone, 0))
-    assert ties <= 3
-
-
-def test_joining_sentences_of_one_length_need_no_mask() -> None:
-    source, _ = make_sources([6] * 20)
-    search = BeamSearch(trained_network(), BOS, EOS, PAD).eval()
-    at_once = search.beam(source, None, 4, 0.6, 10, 4)
-    joining = search.beam(source, None, 4, 0.6, 10, 4, "exact", 64)
-    assert sum(count_ties(answers_of(joining, one), answers_of(at_once, one)) for one in range(20)) <= 1
-
-
-def test_joining_sentences_find_the_cache_clean() -> None:
-    """Memory that was never written may hold NaN, which a weight of zero does not cancel."""
-    source, mask = make_sources(MANY)
-    search = BeamSearch(trained_network(), BOS, EOS, PAD).eval()
-    expected = search.beam(source, mask, 4, 0.6, 10, 4, "exact", 80)
-    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
-    try:
-        found = search.beam(source, mask, 4, 0.6, 10, 4, "exact", 80)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(found.tokens, expected.tokens)
-    assert torch.equal(found.scores, expected.scores)
-
-
-def test_finished_sentences_are_reported() -> None:
-    source, mask = make_sources(MANY)
-    search = BeamSearch(trained_network(), BOS, EOS, PAD).eval()
-    reported: list[int] = []
-    search.on_finished = reported.append
-    search.beam(source, mask, 4, 0.6, 10, 1, "exact", 80)
-    assert sum(reported) == len(MANY)
-    assert len(reported) > 6
-
-
 def test_the_length_penalty_by_hand() -> None:
     # ((5 + 7) / 6) ** 0.6 = 2 ** 0.6 = 1.515717; ((5 + 1) / 6) ** 0.6 = 1; ((5 + 13) / 6) ** 1 = 3.
     assert penalty(torch.tensor([7, 1]), 0.6).tolist() == pytest.approx([1.515717, 1.0], abs=1e-6)

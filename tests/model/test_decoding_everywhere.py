@@ -48,7 +48,6 @@ BAD_ARGUMENTS = {
     "length_penalty nan must be": (SOURCE, None, 4, math.nan, 5, 1),
     "max_extra_tokens -1 must be": (SOURCE, None, 4, 0.6, -1, 1),
     "stop_rule last must be exact or first": (SOURCE, None, 4, 0.6, 5, 1, "last"),
-    "batch_tokens -1 must be": (SOURCE, None, 4, 0.6, 5, 1, "exact", -1),
 }
 
 
@@ -79,7 +78,7 @@ source, mask = torch.load(sys.argv[2])
 found = [
     tuple(search.beam(source, mask, 4, 0.6, 10, 4)),
     tuple(search.greedy(source, mask, 10)),
-    tuple(search.beam(source, mask, 4, 0.6, 10, 4, "first", 48)),
+    tuple(search.beam(source, mask, 4, 0.6, 10, 4, "first")),
 ]
 torch.save(found, sys.argv[3])
 """
@@ -92,7 +91,7 @@ def test_scripted_equals_eager_also_where_the_project_is_not(tmp_path: Path, var
     expected = [
         tuple(search.beam(source, mask, 4, 0.6, 10, 4)),
         tuple(search.greedy(source, mask, 10)),
-        tuple(search.beam(source, mask, 4, 0.6, 10, 4, "first", 48)),
+        tuple(search.beam(source, mask, 4, 0.6, 10, 4, "first")),
     ]
     torch.jit.script(search).save(str(tmp_path / "search.ts"))
     torch.save((source, mask), tmp_path / "source.pt")

@@ -6,7 +6,8 @@
 Mutants come from mutmut (`pip install -c constraints.txt -e '.[mutation]'`). mutmut's own runner replaces functions
 with dispatchers, which TorchScript cannot compile; here each mutant is written into a copy of the project and tested.
 
-`--output` adds one JSON object a mutant to a file. Exit code 1 if a mutant survives that `equivalent.yaml` does not list.
+`--output` adds one JSON object a mutant to a file. Exit code 1 if a mutant survives that `equivalent.yaml` does not
+list.
 """
 
 import argparse
@@ -112,7 +113,9 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", help="modules of targets.yaml; all of them by default")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="test every Nth mutant of a module only")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="mutants tested at a time")
-    parser.add_argument("--output", type=Path, help="a line of JSON is added to it for each mutant")
+    parser.add_argument(
+        "--output", type=Path, default=Path(os.devnull), help="a line of JSON is added to it for each mutant"
+    )
     options = parser.parse_args()
     targets: dict[str, list[str]] = yaml.safe_load((HERE / "targets.yaml").read_text())
     if unknown := [module for module in options.modules if module not in targets]:
@@ -121,7 +124,7 @@ def main() -> int:
     # Without an `after`, every mutant of that line.
     equivalent = {(one["module"], one["before"], one.get("after")) for one in listed}
     num_survivors = 0
-    with tempfile.TemporaryDirectory(prefix="mutation-") as folder, open(options.output or os.devnull, "a") as output:
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder, options.output.open("a") as output:
         workers = Workers(options.jobs, Path(folder))
         for module in options.modules or list(targets):
             counts: Counter[str] = Counter()
