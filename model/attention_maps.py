@@ -26,9 +26,10 @@ def attention_maps(
     Returns:
         For "encoder", "decoder" and "cross", one tensor [B, H, queries, keys] per layer. Rows sum to one.
     """
-    # Hooks on a copy that shares the weights: other threads may use the network at the same time.
-    shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
-    network = copy.deepcopy(network, shared)
+    # Hooks on a copy that shares all tensors: other threads may use the network at the same time.
+    attributes = (one for module in network.modules() for one in vars(module).values() if isinstance(one, Tensor))
+    tensors = (*network.parameters(), *network.buffers(), *attributes)
+    network = copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
     maps: dict[str, list[Tensor]] = {"encoder": [], "decoder": [], "cross": []}
     for kind, stack in (("encoder", network.encoder), ("decoder", network.decoder)):
         for layer in stack:

@@ -1,6 +1,8 @@
 """The compiled search beside PyTorch's operators; tests/model/test_decoding.py compares both with enumeration."""
 
 import ctypes.util
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.compiled_search import CompiledSearch, load_library, unsupported
+from model.compiled_search import SOURCES, CompiledSearch, load_library, unsupported
 from model.decoding import BeamResult, BeamSearch
 from model.layers import ACTIVATIONS, NORMS
 from model.transformer import Transformer
+from pipeline.runtime.compiled_code import find_compiler
 from tests.model.search_truth import (
     BOS,
     EOS,
@@ -102,6 +105,29 @@ def test_texts_longer_than_the_table_of_positions() -> None:
     arguments = (source, None, 2, 0.6, 0, 1, "first")
     assert_same(compiled.beam(*arguments), operators.beam(*arguments))
     assert_same(compiled.beam(*arguments), operators.beam(*arguments))
+
+
+def test_threads_share_a_search_also_while_its_table_of_positions_grows() -> None:
+    network = make_network(2, sharpness=1.0)
+    sources = [make_sources([length]) for length in (1100, 5, 1050, 9, 1030, 20)]
+    alone = [SEARCHES["compiled"](network).beam(source, mask, 2, 0.6, 0, 1, "first") for source, mask in sources]
+    for _ in range(2):
+        search = SEARCHES["compiled"](network)
+        with ThreadPoolExecutor(len(sources)) as threads:
+            found = list(threads.map(lambda one: search.beam(*one, 2, 0.6, 0, 1, "first"), sources))  # noqa: B023
+        for results, expected in zip(found, alone, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
+
+
+@pytest.mark.slow
+def test_a_thread_sanitizer_finds_no_race(tmp_path: Path) -> None:
+    program = tmp_path / "threads"
+    source, include = Path(__file__).with_name("search_threads.cpp"), f"-I{SOURCES[0].parent}"
+    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", include]
+    subprocess.run([*find_compiler(), *flags, str(source), "-o", str(program)], check=True)
+    # The sanitizer needs the addresses that it has reserved.
+    done = subprocess.run(["setarch", "-R", str(program)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_learned_positions_limit_source_and_answer() -> None:

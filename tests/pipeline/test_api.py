@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,34 @@ def test_settings_and_kinds_of_paths(trained_run: Path, model: pipeline.Model) -
     assert hypothesis.score == hypothesis.log_probability != 0.0
     assert "best.ckpt" in repr(greedy)
     assert "exact" not in pipeline.load(trained_run, stop_rule="first")._translator.settings.stop_rule
+
+
+@pytest.fixture
+def operators(trained_run: Path, monkeypatch: pytest.MonkeyPatch) -> pipeline.Model:
+    """The model without the compiled search."""
+    monkeypatch.setattr("pipeline.inference.translator.load_compiled_search", lambda: None)
+    return pipeline.load(trained_run)
+
+
+@pytest.mark.parametrize("kind", ["compiled", "operators", "bundle"])
+def test_threads_share_a_model(kind: str, model: pipeline.Model, operators: pipeline.Model, bundle: Path) -> None:
+    used = {"compiled": model, "operators": operators}.get(kind) or pipeline.load(bundle)
+    count = 4 if kind == "compiled" else 2
+
+    def calls(number: int) -> list[Any]:
+        one, several = TEXTS[number], TEXTS[:: number + 1]
+        answers = [used.translate(one), used.translate(several), used.translate(several, n_best=3)]
+        answers.append(used.score(several, several[::-1]))
+        if kind != "bundle":
+            found = used.attention(one, TEXTS[number + 1])
+            answers += [getattr(found, kind).tolist() for kind in ("encoder", "decoder", "cross")]
+        return answers
+
+    for _ in range(3):  # of which TorchScript optimizes while it runs
+        expected = [calls(number) for number in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for found, alone in zip(threads.map(calls, [0, 1, 2, 3] * count), expected * count, strict=True):
+            assert found == alone
 
 
 def own_answers(model: pipeline.Model) -> list[tuple[str, pipeline.Hypothesis]]:
