@@ -47,7 +47,7 @@ class PackedProjection(PackedLinear):
 
 
 class LazyPackedLinear(nn.Module):
-    """`PackedLinear` for TorchScript. It packs its parameter `weight` at the first call that needs it."""
+    """`PackedLinear` for TorchScript. It packs its parameter `weight` at the first call, before threads may share it."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
@@ -58,10 +58,10 @@ class LazyPackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in] to [..., out]."""
-        if x.numel() <= self.most_rows * x.size(-1):
-            return F.linear(x, self.weight, self.bias)
         if self.packed.numel() == 0:
             self.packed = pack_weight(self.weight)
+        if x.numel() <= self.most_rows * x.size(-1):
+            return F.linear(x, self.weight, self.bias)
         return packed_linear(x, self.packed, self.bias)
 
 

@@ -47,9 +47,12 @@ def load_bundle(
         search = torchscript.load_torchscript(path, device)
     except RuntimeError:
         raise InputError(f"{path}: is damaged or not a TorchScript file; export it again") from None
+    tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    # The first call packs weights, which threads must not do at the same time.
+    search.greedy(torch.tensor([[tokenizer.eos_id]], device=device), None, 0)
     translator = Translator(
         search,
-        Tokenizer.load(folder / "tokenizer.model"),
+        tokenizer,
         settings,
         max_source_tokens=LONGEST,
         device=device,
