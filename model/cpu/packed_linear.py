@@ -47,7 +47,7 @@ class PackedProjection(PackedLinear):
 
 
 class LazyPackedLinear(nn.Module):
-    """`PackedLinear` for TorchScript. It packs its parameter `weight` at the first call, before threads may share it."""
+    """`PackedLinear` for TorchScript. It packs its parameter `weight` at the first call; then threads may share it."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()

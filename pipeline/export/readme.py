@@ -64,9 +64,9 @@ for name, parameter in model.named_parameters():
 """
 
 TORCHSCRIPT_ON = """\
-**Threads** may share the model after its first call, which compiles and packs. **Warm up** with two batches before you
-measure times: the first two calls, of which the second optimizes, take two to three times as long as later ones. `first_batch_seconds` in
-`parity.json` is the time of the first call.
+**Threads** may share the model after its first call, which compiles and packs.
+**Warm up** with two batches before you measure times. The second call optimizes. Both take two to three times as long
+as later calls. `first_batch_seconds` in `parity.json` is the time of the first call.
 **Freezing** the model as loaded, without packing (`torch.jit.freeze(model, preserved_attrs=["beam", "greedy"])`), made
 it 0 to 8 % faster on a CPU. A frozen model cannot be moved to another device or type. Packing is the better choice.
 

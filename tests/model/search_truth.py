@@ -1,10 +1,16 @@
-"""Networks for the tests of the search, and reference answers by teacher forcing and by a plain beam search."""
+"""Networks for the tests of the search, and reference answers by teacher forcing and by a plain beam search.
 
+The references are in float64. A search in float32 may be off by `tolerance` of its network, which is the same on each
+processor, and may choose other tokens only where the reference decides by less than twice that.
+"""
+
+import copy
 import ctypes
+import math
 import random
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,8 +24,9 @@ from model.transformer import Transformer
 from pipeline.inference.compiled_search import load_compiled_search
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
-TIE = 1e-5
 VOCABULARY_SIZE = 24
+MOST = 0.7
+"""The share of sentences whose reference must not depend on rounding."""
 LENGTHS = [9, 4, 7, 1, 12, 2, 7, 5, 3, 10]
 """Source lengths of a batch whose sentences end at different steps."""
 
@@ -53,6 +60,12 @@ def make_network(
     return network
 
 
+@cache
+def random_network() -> Transformer:
+    """Return a random network that amplifies rounding."""
+    return make_network(1)
+
+
 def trained_network(variant: str = "") -> Transformer:
     """Return a partly trained network that repeats its source and doubles pieces at random, so it is uncertain."""
     return _trained_network(variant)
@@ -65,7 +78,8 @@ def _trained_network(variant: str) -> Transformer:
         "pre-norm": {"pre_norm": True, "d_k": 6, "d_v": 10},
         "learned": {"learned_positions": True, "max_positions": 32},
     }[variant]
-    network = make_network(5, sharpness=1.0, num_layers=1, **settings)
+    # In float64, so that rounding makes no other network on another processor.
+    network = make_network(5, sharpness=1.0, num_layers=1, **settings).double()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
     draws = random.Random(1)
     for _ in range(150):
@@ -80,7 +94,7 @@ def _trained_network(variant: str) -> Transformer:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return network
+    return network.float()
 
 
 def make_sources(lengths: list[int], vocabulary_size: int = VOCABULARY_SIZE, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -93,18 +107,54 @@ def make_sources(lengths: list[int], vocabulary_size: int = VOCABULARY_SIZE, see
     return source, torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
 
 
+@cache
+def exact(network: Transformer) -> Transformer:
+    """Return a copy of a network, whose weights do not change any more, in float64."""
+    return copy.deepcopy(network).double()
+
+
+@cache
 @torch.no_grad()
+def tolerance(network: Transformer, precision: float = torch.finfo(torch.float32).eps) -> float:
+    """Return how far a search in float32 may be off in an answer's log-probability.
+
+    It is twice the largest change in float64 if each layer's output is moved at random by float32's precision.
+    """
+    noisy, generator = copy.deepcopy(exact(network)), torch.Generator().manual_seed(0)
+
+    def move(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        noise = 2 * torch.rand(output.shape, dtype=output.dtype, generator=generator) - 1
+        return output + precision * output.abs().amax(-1, keepdim=True) * noise
+
+    for module in noisy.modules():
+        if not list(module.children()):
+            module.register_forward_hook(move)
+    largest = 0.0
+    for length in (3, 7, 12):
+        source, _ = make_sources([length], network.vocabulary_size, seed=length)
+        answers = [[*source[0, :-1].repeat(repeats).tolist(), EOS] for repeats in (1, 2)]
+        for answer in answers:
+            true = forced_log_probability(network, source[0], answer)
+            moved = [_log_probabilities(noisy, source[0], [answer])[0] for _ in range(8)]
+            largest = max([largest, *(abs(one - true) for one in moved)])
+    return 2 * largest
+
+
 def forced_log_probabilities(network: Transformer, source: Tensor, answers: list[list[int]]) -> list[float]:
-    """Return log P(answer | source) by teacher forcing, for answers of equal length and an unpadded source [S]."""
+    """Return log P(answer | source) in float64 by teacher forcing, for answers of equal length and a source [S]."""
+    return _log_probabilities(exact(network), source, answers)
+
+
+@torch.no_grad()
+def _log_probabilities(network: Transformer, source: Tensor, answers: list[list[int]]) -> list[float]:
     target = torch.tensor(answers)
     inputs = torch.cat([torch.full([len(answers), 1], BOS), target[:, :-1]], 1)
     states = network(source.expand(len(answers), -1), inputs)
-    steps = network.logits(states).double().log_softmax(-1)
-    return steps.gather(2, target.unsqueeze(2)).sum([1, 2]).tolist()
+    return network.logits(states).log_softmax(-1).gather(2, target.unsqueeze(2)).sum([1, 2]).tolist()
 
 
 def forced_log_probability(network: Transformer, source: Tensor, answer: list[int]) -> float:
-    """Return log P(answer | source) of one answer."""
+    """Return log P(answer | source) of one answer in float64."""
     return forced_log_probabilities(network, source, [answer])[0]
 
 
@@ -112,34 +162,75 @@ def penalized(log_probability: float, length: int, alpha: float) -> float:
     return log_probability / ((5 + length) / 6) ** alpha
 
 
+class Reference(NamedTuple):
+    """The answers of a search in float64."""
+
+    answers: list[tuple[float, list[int]]]
+    """Score and tokens, best first."""
+    margin: float
+    """The smallest difference on which a choice depended, of log-probabilities or of scores."""
+
+
+def _gap(ranked: list[float], kept: int) -> float:
+    """Return by how much the last of the first `kept` numbers is larger than the next one."""
+    return ranked[kept - 1] - ranked[kept] if 0 < kept < len(ranked) else math.inf
+
+
 @torch.no_grad()
 def plain_beam(
     network: Transformer, source: Tensor, beam_size: int, alpha: float, limit: int, stops_at_first: bool = False
-) -> list[tuple[float, list[int]]]:
-    """Search one sentence as in section 6.1, without a cache.
+) -> Reference:
+    """Search one sentence as in section 6.1, without a cache, in float64.
 
     It goes on to the limit, or if `stops_at_first` until beam_size hypotheses have ended; then only the beam_size most
     probable continuations may end.
     """
+    network = exact(network)
+    memory = network.encode(source.unsqueeze(0), None)
     hypotheses: list[tuple[float, list[int]]] = [(0.0, [])]
-    answers = []
+    answers, gaps = [], []
     for length in range(1, limit + 1):
         prefixes = torch.tensor([[BOS, *pieces] for _, pieces in hypotheses])
-        states = network(source.expand(len(hypotheses), -1), prefixes)[:, -1]
-        steps = network.logits(states).log_softmax(-1).tolist()
+        states = network.decode(prefixes, memory.expand(len(hypotheses), -1, -1), None)[:, -1]
+        steps = network.logits(states).log_softmax(-1)
+        steps[:, [PAD, BOS]] = -math.inf
+        if length == limit:
+            steps[:, torch.arange(steps.size(1)) != EOS] = -math.inf
+        values, tokens = (one.tolist() for one in steps.topk(min(2 * beam_size + 1, steps.size(1))))
         continuations = [
             (total + step, [*pieces, token])
-            for (total, pieces), row in zip(hypotheses, steps, strict=True)
-            for token, step in enumerate(row)
-            if token not in (PAD, BOS) and (length < limit or token == EOS)
+            for (total, pieces), *row in zip(hypotheses, values, tokens, strict=True)
+            for step, token in zip(*row, strict=True)
+            if step > -math.inf
         ]
-        continuations = sorted(continuations, reverse=True)[: 2 * beam_size]
+        continuations.sort(reverse=True)
+        gaps.append(_gap([total for total, _ in continuations], 2 * beam_size))
+        continuations = continuations[: 2 * beam_size]
         may_end = continuations[:beam_size] if stops_at_first else continuations
+        if stops_at_first:
+            gaps.append(_gap([total for total, _ in continuations], beam_size))
         answers += [(penalized(total, length, alpha), pieces) for total, pieces in may_end if pieces[-1] == EOS]
         if stops_at_first and len(answers) >= beam_size:
             break
-        hypotheses = [(total, pieces) for total, pieces in continuations if pieces[-1] != EOS][:beam_size]
-    return sorted(answers, reverse=True)
+        hypotheses = [(total, pieces) for total, pieces in continuations if pieces[-1] != EOS]
+        gaps.append(_gap([total for total, _ in hypotheses], beam_size))
+        hypotheses = hypotheses[:beam_size]
+    answers.sort(reverse=True)
+    scores = [score for score, _ in answers]
+    gaps += [_gap(scores, rank) for rank in range(1, beam_size + 1)]
+    return Reference(answers[:beam_size], min(gaps))
+
+
+@cache
+def references(
+    network: Transformer, beam_size: int, alpha: float, extra: int, stops_at_first: bool = False
+) -> list[Reference]:
+    """Return the answers of `plain_beam` to each of the sources of `make_sources(LENGTHS)`."""
+    source, _ = make_sources(LENGTHS, network.vocabulary_size)
+    return [
+        plain_beam(network, row[:length], beam_size, alpha, length + extra, stops_at_first)
+        for row, length in zip(source, LENGTHS, strict=True)
+    ]
 
 
 def answers_of(found: BeamResult, sentence: int) -> list[tuple[float, list[int]]]:
@@ -152,13 +243,15 @@ def answers_of(found: BeamResult, sentence: int) -> list[tuple[float, list[int]]
     ]
 
 
-def count_ties(found: list[tuple[float, list[int]]], expected: list[tuple[float, list[int]]]) -> int:
-    """Count the places that hold another answer of equal score. Fail on any other difference."""
-    ties = 0
-    expected_scores = {tuple(tokens): score for score, tokens in expected}
-    for (score, tokens), (expected_score, expected_tokens) in zip(found, expected, strict=False):
-        assert score == pytest.approx(expected_score, abs=1e-4)
-        if tokens != expected_tokens:
-            assert expected_scores[tuple(tokens)] == pytest.approx(expected_score, abs=TIE)
-            ties += 1
-    return ties
+def assert_finds(network: Transformer, found: BeamResult, expected: list[Reference]) -> None:
+    """Check scores, and tokens where rounding cannot change a choice, which is so for most sentences."""
+    allowed, num_decided = tolerance(network), 0
+    for sentence, reference in enumerate(expected):
+        answers = answers_of(found, sentence)
+        if reference.margin <= 2 * allowed:
+            continue
+        num_decided += 1
+        expected_answers = reference.answers[: len(answers)]
+        assert [tokens for _, tokens in answers] == [tokens for _, tokens in expected_answers]
+        assert [score for score, _ in answers] == pytest.approx([score for score, _ in expected_answers], abs=allowed)
+    assert num_decided >= MOST * len(expected)
