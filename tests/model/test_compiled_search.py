@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from model.compiled_search import SOURCES, CompiledSearch, load_library, unsupported
 from model.layers import ACTIVATIONS, NORMS
+from pipeline.inference.compiled_search import BEAM_SIZE, EXTRA_TOKENS, LENGTH_PENALTY, agreement_cases
 from pipeline.runtime.compiled_code import find_compiler
 from tests.model.search_truth import (
     BOS,
@@ -27,6 +28,7 @@ from tests.model.search_truth import (
     make_network,
     make_sources,
     penalized,
+    plain_beam,
     references,
     tolerance,
     trained_network,
@@ -188,6 +190,14 @@ def test_layers_that_the_program_lacks_are_named(monkeypatch: pytest.MonkeyPatch
     assert unsupported(make_network(0)) is None
     assert unsupported(make_network(0, activation="tanh")) == "the activation Tanh"
     assert unsupported(make_network(0, norm="rms")) == "the norm RMSNorm"
+
+
+def test_rounding_cannot_make_the_check_after_compiling_fail() -> None:
+    for network, source, lengths in agreement_cases():
+        for row, length in zip(source, lengths, strict=True):
+            limit = length + EXTRA_TOKENS
+            margin = plain_beam(network, row[:length], BEAM_SIZE, LENGTH_PENALTY, limit).margin
+            assert margin > 20 * tolerance(network)
 
 
 def test_another_library_is_refused() -> None:
