@@ -1,6 +1,7 @@
 """When the search and the loss are compiled, and which programs are loaded."""
 
-import os
+import ctypes
+import re
 import shutil
 import subprocess
 import sys
@@ -12,38 +13,41 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from model import compiled_search
 from model.cpu import compiled_loss
 from pipeline.inference.compiled_search import load_compiled_search
-from pipeline.runtime.compiled_code import find_compiler
+from pipeline.runtime.compiled_code import Program, build, find_compiler, load_program
 from pipeline.training.compiled_loss import load_compiled_loss
-from tests.conftest import ROOT, pipeline
+from tests.conftest import pipeline
 
 
-class Program(NamedTuple):
+class Real(NamedTuple):
+    """A program of the project."""
+
     load: Callable[[], Any]
     name: str
     without: str
 
-    @property
-    def compiling(self) -> str:
-        return f"compiling the {self.name} for this processor, once\n"
+
+SEARCH = Real(load_compiled_search, "search", "translating without the compiled search, which is slower: ")
+LOSS = Real(load_compiled_loss, "loss", "training without the compiled loss, which is slower: ")
+COMPILING = "compiling the square for this processor, once\n"
 
 
-SEARCH = Program(
-    load_compiled_search,
-    "search",
-    "translating without the compiled search, which is slower: ",
-)
-LOSS = Program(
-    load_compiled_loss,
-    "loss",
-    "training without the compiled loss, which is slower: ",
-)
+def load_square(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    if not hasattr(library, "square"):
+        raise OSError(f"{path} is no square")
+    return library
 
 
-@pytest.fixture(params=[SEARCH, LOSS], ids=["search", "loss"])
-def program(request: pytest.FixtureRequest) -> Program:
-    return request.param
+@pytest.fixture
+def square(tmp_path: Path) -> Program[ctypes.CDLL]:
+    """A program that is compiled in a moment."""
+    sources = tmp_path / "square.cpp", tmp_path / "product.h"
+    sources[0].write_text('#include "product.h"\nextern "C" int square(int x) { return product(x, x); }\n')
+    sources[1].write_text("inline int product(int x, int y) { return x * y; }\n")
+    return Program("square", sources, load_square, lambda library: library.square(-3) == 9)
 
 
 @pytest.fixture
@@ -65,49 +69,48 @@ def script(path: Path, text: str) -> str:
 
 
 def test_a_program_is_compiled_once_and_again_if_it_is_not_whole(
-    program: Program, cache: Path, capsys: pytest.CaptureFixture[str]
+    square: Program[ctypes.CDLL], cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert program.load() is not None
-    assert capsys.readouterr().err == program.compiling
+    assert load_program(square).square(5) == 25
+    assert capsys.readouterr().err == COMPILING
     assert cache.stat().st_mode & 0o777 == 0o700
     [path] = programs(cache)
     contents = path.read_bytes()
-    assert program.load() is not None
+    assert load_program(square).square(5) == 25
     assert capsys.readouterr().err == ""
     # A new file, since this process has mapped the old one.
     path.unlink()
     path.write_bytes(contents[:-1])
-    left = [cache / f".{name}-compiling-left" for name in (program.name, "other")]
+    left = [cache / f".{name}-compiling-left" for name in ("square", "other")]
     for folder in left:
         folder.mkdir()
         (folder / path.name).touch()
-    assert program.load() is not None
-    assert capsys.readouterr().err == program.compiling
+    assert load_program(square).square(5) == 25
+    assert capsys.readouterr().err == COMPILING
     assert len(path.read_bytes()) == len(contents)
     assert [folder.exists() for folder in left] == [False, True]  # another program may be compiling now
 
 
-def test_each_program_has_a_file_of_its_own(cache: Path) -> None:
-    for number, program in enumerate((SEARCH, LOSS), 1):
-        assert program.load() is not None
-        assert len(programs(cache)) == number
-
-
-def test_another_compiler_or_header_makes_another_program(
-    program: Program, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_another_name_compiler_or_header_makes_another_program(
+    square: Program[ctypes.CDLL], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    load_program(square)
+    load_program(square._replace(name="other"))
+    assert len(programs(cache)) == 2
     [compiler] = find_compiler()
     for number in (1, 2):
-        monkeypatch.setenv("CXX", f"{compiler} -O1 -DNUMBER={number}")
-        assert program.load() is not None
-        assert capsys.readouterr().err == program.compiling
-        assert len(programs(cache)) == number
-    header = tmp_path / "vectors.h"
-    header.write_text(compiled_loss.SOURCES[1].read_text() + "// changed\n")
-    for module in ("pipeline.inference.compiled_search", "pipeline.training.compiled_loss"):
-        monkeypatch.setattr(f"{module}.SOURCES", (compiled_loss.SOURCES[0].with_name(f"{program.name}.cpp"), header))
-    assert program.load() is not None
-    assert len(programs(cache)) == 3
+        monkeypatch.setenv("CXX", f"{compiler} -DNUMBER={number}")
+        load_program(square)
+        assert len(programs(cache)) == 2 + number
+    square.sources[1].write_text(square.sources[1].read_text() + "// changed\n")
+    load_program(square)
+    assert len(programs(cache)) == 5
+
+
+@pytest.mark.parametrize("sources", [compiled_search.SOURCES, compiled_loss.SOURCES], ids=["search", "loss"])
+def test_the_headers_are_among_the_sources(sources: tuple[Path, ...]) -> None:
+    included = {name for one in sources for name in re.findall(r'#include "(.*)"', one.read_text())}
+    assert included == {one.name for one in sources[1:]}
 
 
 @pytest.mark.parametrize(
@@ -121,8 +124,9 @@ def test_another_compiler_or_header_makes_another_program(
         ("exit 0", "No such file"),
     ],
 )
+@pytest.mark.parametrize("program", [SEARCH, LOSS], ids=["search", "loss"])
 def test_a_compiler_that_is_missing_or_fails(
-    program: Program,
+    program: Real,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -133,20 +137,19 @@ def test_a_compiler_that_is_missing_or_fails(
     is_script = command.startswith(("exit", "echo"))
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", command) if is_script else command)
     assert program.load() is None
-    lines = capsys.readouterr().err.removeprefix(program.compiling).splitlines()
+    compiling = f"compiling the {program.name} for this processor, once\n"
+    lines = capsys.readouterr().err.removeprefix(compiling).splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(program.without)
     assert message in lines[0]
     assert not programs(cache)
 
 
-def test_no_compiler(
-    program: Program, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_compiler(square: Program[ctypes.CDLL], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert program.load() is None
-    assert capsys.readouterr().err == f"{program.without}there is no C++ compiler; install g++ or clang++\n"
+    with pytest.raises(OSError, match=r"there is no C\+\+ compiler; install g\+\+ or clang\+\+"):
+        load_program(square)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_no_compiler(
     ],
 )
 def test_a_program_that_computes_something_else_is_not_kept(
-    program: Program,
+    program: Real,
     mistake: str,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -176,7 +179,7 @@ sed '{mistake}' "$source" > {tmp_path}/wrong.cpp
 cmp -s "$source" {tmp_path}/wrong.cpp && exit 9
 include="-I${{source%/*}}"
 for word; do shift; [ "$word" = "$source" ] && word={tmp_path}/wrong.cpp; set -- "$@" "$word"; done
-exec {compiler} "$include" "$@" """,
+exec {compiler} "$include" "$@" -O0 """,
     )
     monkeypatch.setenv("CXX", wrong)
     assert program.load() is None
@@ -185,31 +188,29 @@ exec {compiler} "$include" "$@" """,
     assert not programs(cache)
 
 
-def test_a_program_leaves_the_arithmetic_of_the_process_as_it_is(program: Program, cache: Path, tmp_path: Path) -> None:
+def test_a_program_leaves_the_arithmetic_of_the_process_as_it_is(square: Program[ctypes.CDLL], tmp_path: Path) -> None:
     """In a process of its own, since a failure would change this one."""
-    code = (
-        "from tests.pipeline.test_compiled_programs import LOSS, SEARCH\n"
-        f"assert {program.name.upper()}.load() is not None\n"
-        "import sys\n"
-        "assert sys.float_info.min / 2 > 0, 'subnormal numbers are 0'\n"
-    )
-    environment = {**os.environ, "CXX": f"{find_compiler()[0]} -ffast-math"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    made = tmp_path / "square.so"
+    build([*find_compiler(), "-ffast-math"], square.sources[0], made)
+    code = f"import ctypes, sys; ctypes.CDLL({str(made)!r}); assert sys.float_info.min / 2 > 0, 'subnormals are 0'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_threads_of_a_process_compile_once(program: Program, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_threads_of_a_process_compile_once(
+    square: Program[ctypes.CDLL], cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with ThreadPoolExecutor(3) as threads:
-        assert all(one is not None for one in threads.map(lambda _: program.load(), range(3)))
-    assert capsys.readouterr().err == program.compiling
+        assert [one.square(2) for one in threads.map(load_program, [square] * 3)] == [4, 4, 4]
+    assert capsys.readouterr().err == COMPILING
 
 
 def test_a_folder_that_others_may_write_is_not_used(
-    program: Program, cache: Path, capsys: pytest.CaptureFixture[str]
+    square: Program[ctypes.CDLL], cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o770)
-    assert program.load() is not None
+    load_program(square)
     assert f"instead of {cache}: other users can write to it" in capsys.readouterr().err
     assert not programs(cache)
 
