@@ -181,13 +181,15 @@ source = tokenizer.encode("A sentence.", out_type=str) + [tokenizer.id_to_piece(
 beam = {"beam_size": card["beam_size"], "length_penalty": card["ctranslate2_length_penalty"]}
 never = [[tokenizer.id_to_piece(card[name])] for name in ("pad_id", "bos_id")]
 longest = len(source) + card["max_extra_tokens"] - 1
-answers = translator.translate_batch([source], max_decoding_length=longest, suppress_sequences=never, **beam)
+whole = {"max_input_length": 0, "max_decoding_length": longest}  # CTranslate2 would cut a source at 1,024 tokens
+answers = translator.translate_batch([source], suppress_sequences=never, **whole, **beam)
 print(tokenizer.decode(answers[0].hypotheses[0]))
 ```
 
 Probabilities are the same. CTranslate2's beam search stops as soon as `beam_size` hypotheses have ended. It divides
 log-probabilities by length ** alpha, the checkpoint by ((5 + length) / 6) ** alpha; `ctranslate2_length_penalty` is the
-alpha that comes nearest for translations of usual length. Sources and translations have at most POSITIONS tokens.
+alpha that comes nearest for translations of usual length. Sources and translations have at most POSITIONS tokens; a
+longer one is an error.
 
 """
 

@@ -1,6 +1,7 @@
 """A network converted to CTranslate2 has the same probabilities and the same greedy translations."""
 
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from model.layers import ACTIVATIONS, NORMS
 from model.registry import Registry
 from model.settings import NetworkSettings
 from model.transformer import Transformer
+from pipeline.export.bundle import write_bundle
 from pipeline.export.ctranslate2_model import write_ctranslate2
 from tests.model.search_truth import BOS, EOS, PAD, VOCABULARY_SIZE, forced_log_probability, tolerance, trained_network
+from tests.pipeline.test_export import TEXT, make_model
 
 VARIANTS: dict[str, dict[str, object]] = {
     "paper": {},
@@ -123,6 +126,25 @@ def test_another_norm_or_activation_is_refused(
     with pytest.raises(InputError, match=rf"network\.{key} only; this network has {kind.__name__}; leave"):
         write_ctranslate2(make_network(tokenizer, **{key: "other"}), tokenizer, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_bundles_readme_translates_a_long_source_whole(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_bundle(make_model(tokenizer, num_layers=1), tmp_path, ["ctranslate2"], TEXT, [])
+    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
+    [lines] = re.findall(r"## ctranslate2/.*?```python\n(.*?)```", readme, re.DOTALL)
+    lines = lines.replace('longest = len(source) + card["max_extra_tokens"]', "longest = 10")
+    lines = lines.replace("**beam)", "**beam, return_scores=True)").replace("print(", "print(answers[0].scores, ")
+    monkeypatch.chdir(tmp_path)
+    scores = set()
+    for end in ("gab", "fed cab abc"):  # after the first 1,024 tokens
+        source = " ".join(["abc cab"] * 200 + ["gfedcba"] * 160 + [end] * 30)
+        assert 1024 < len(tokenizer.encode([source])[0]) < 2048
+        exec(lines.replace("A sentence.", source), {})
+        scores.add(capsys.readouterr().out)
+    assert len(scores) == 2
 
 
 def test_without_the_package_the_extra_is_named(
