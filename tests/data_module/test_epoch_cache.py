@@ -59,6 +59,17 @@ def test_plans_of_other_settings_are_not_reused(
     assert len({plan.numbers.tobytes() for plan in plans}) == len(plans)
 
 
+def test_each_epoch_has_its_own_sample_of_a_weighted_source(
+    tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = EpochCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, seed=1, weights=((300,), (0.1,)))
+    plans = [source.get(epoch).plan for epoch in range(3)]
+    source.discard_next()
+    samples = {frozenset(np.concatenate([plan[index] for index in range(len(plan))]).tolist()) for plan in plans}
+    assert [len(sample) for sample in samples] == [30, 30, 30]
+
+
 def test_the_next_plan_is_computed_in_advance(
     source: EpochCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
