@@ -1,13 +1,20 @@
 """What `fit` builds from a recipe."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from data_module.corpus.manifest import read_manifest
+from data_module.corpus.preparation import prepare
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.config.recipe import load_recipe
-from pipeline.training.build import build_callbacks, build_data
-from pipeline.training.start import Start
+from pipeline.training.build import build_callbacks, build_data, build_module
+from pipeline.training.start import ResumePoint, Start
 from pipeline.training.trainer import trainer_options
+from tests.conftest import sentences
 
 ORDER = [
     "MemoryProbe",
@@ -24,10 +31,62 @@ ORDER = [
 """`build_callbacks` gives the reasons."""
 
 
-def test_the_order_of_callbacks(recipe_file: Path) -> None:
-    recipe = load_recipe([recipe_file], ["--run.patience", "2", "--training.ema_decay", "0.9"])
+def make_start(recipe_file: Path, *overrides: object, resume: ResumePoint | None = None) -> Start:
+    recipe = load_recipe([recipe_file], map(str, overrides))
     folder = recipe.corpus_folder()
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
-    start = Start(recipe, None, None, False, None, None, tokenizer, read_manifest(folder))
-    callbacks = build_callbacks(start, build_data(recipe, tokenizer, trainer_options(recipe.trainer)))
-    assert [type(callback).__name__ for callback in callbacks] == ORDER
+    return Start(recipe, None, None, False, resume, None, tokenizer, read_manifest(folder))
+
+
+def callbacks(start: Start) -> dict[str, Any]:
+    """Return the callbacks by the names of their classes."""
+    data = build_data(start.recipe, start.tokenizer, trainer_options(start.recipe.trainer))
+    return {type(callback).__name__: callback for callback in build_callbacks(start, data)}
+
+
+def test_the_order_of_callbacks(recipe_file: Path) -> None:
+    built = callbacks(make_start(recipe_file, "--run.patience", 2, "--training.ema_decay", 0.9))
+    assert list(built) == ORDER
+    assert built["ResumableEarlyStopping"].mode == "max"  # of BLEU
+
+
+def test_the_seed_is_that_of_initial_weights_dropout_and_the_order_of_pairs(recipe_file: Path) -> None:
+    plans, weights = [], []
+    for seed in (3, 4, 4):
+        start = make_start(recipe_file, "--run.seed", seed)
+        module = build_module(start.recipe, start.tokenizer)
+        assert module.seed == seed  # of dropout
+        weights.append(torch.cat([weight.flatten() for weight in module.parameters()]))
+        data = build_data(start.recipe, start.tokenizer, trainer_options(start.recipe.trainer))
+        plans.append(data.epochs().compute(0).numbers.tolist())
+    for one, other, again in (plans, [weight.tolist() for weight in weights]):
+        assert one != other
+        assert other == again
+
+
+def test_a_tokenizer_in_lower_case_is_scored_on_references_in_lower_case(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe([recipe_file])
+    lines = [line.title() for line in sentences(40, seed=7)]
+    for side in ("source", "target"):
+        (tmp_path / side).write_text("".join(f"{line}\n" for line in lines))
+    text = replace(recipe.corpus.validation[0], source=str(tmp_path / "source"), target=str(tmp_path / "target"))
+    corpus = replace(recipe.corpus, folder=str(tmp_path / "corpus"), validation=[text], lowercase=True)
+    prepare(corpus, progress=False)
+    start = make_start(recipe_file, "--corpus.folder", corpus.folder)
+    assert callbacks(start)["ValidationSamples"]._references == [line.lower() for line in lines]
+
+
+def test_r_drop_counts_as_two_passes(recipe_file: Path) -> None:
+    once, twice = (
+        callbacks(make_start(recipe_file, "--training.r_drop_alpha", alpha))["TrainingMonitor"]._flops_per_token
+        for alpha in (0, 5)
+    )
+    assert twice == 2 * once > 0
+
+
+def test_a_resumed_run_keeps_the_tokenizer_of_bleu(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resume = ResumePoint(Path("step=00000004.ckpt"), 4, validation_pending=False, bleu_tokenizer="char")
+    for began, tokenizer in ((resume, "char"), (None, "intl")):
+        samples = callbacks(make_start(recipe_file, "--run.bleu_tokenizer", "intl", resume=began))["ValidationSamples"]
+        assert samples.state_dict()["bleu_tokenizer"] == tokenizer
+        assert ("validation keeps BLEU on char tokens" in capsys.readouterr().err) == (began is not None)
