@@ -154,6 +154,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_output_and_warnings_are_those_of_one_process(trained_run: Path, text: Path) -> None:
     words = ("translate", trained_run, "--input", text, "--beam", 2, "--n-best", 2, "--scores")
+    words += ("--stop-rule", "first", "--length-penalty", 1.3)
     one, two = (pipeline(*words, "--devices", count) for count in (1, 2))
     assert one.returncode == two.returncode == 0, two.stderr
     assert one.stdout == two.stdout

@@ -1,0 +1,43 @@
+"""The validation's scores and tables do not depend on the number of ranks."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from data_module.batching.batch import SpecialIds
+from data_module.settings import BatchSettings
+from data_module.tokenization.tokenizer import Tokenizer
+from data_module.translation_data_module import TranslationDataModule
+from pipeline.monitoring.validation_samples import NUM_WORST, ValidationSamples
+
+
+def validate(corpus: Path, num_ranks: int) -> tuple[dict[str, float], list[Any], int]:
+    """Return scores and worst translations of all ranks, and the number of fillers. Each source is its translation."""
+    tokenizer = Tokenizer.load(corpus / "tokenizer.model")
+    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+    data = TranslationDataModule(corpus, BatchSettings(batch_tokens=400), special, seed=1)
+    ranks, num_fillers = [], 0
+    for rank in range(num_ranks):
+        trainer: Any = SimpleNamespace(global_rank=rank, world_size=num_ranks)
+        data.trainer = trainer
+        samples = ValidationSamples(*data.validation_text(), tokenizer)
+        module: Any = SimpleNamespace(device="cpu")
+        samples.on_validation_epoch_start(trainer, module)
+        for index, batch in enumerate(data.val_dataloader()):
+            answers = batch.pairs, batch.source, (batch.source != tokenizer.pad_id).sum(1)
+            samples.on_validation_batch_end(trainer, module, answers, batch, index)
+            num_fillers += batch.is_filler
+        ranks.append(samples)
+    metrics, *others = [samples._metrics for samples in ranks]
+    for other in others:
+        metrics.merge_state(other)
+    worst = sorted(one for samples in ranks for one in samples._worst)[:NUM_WORST]
+    return metrics.compute(), worst, num_fillers
+
+
+def test_fillers_are_not_scored(tiny_corpus: Path) -> None:
+    *alone, no_fillers = validate(tiny_corpus, 1)
+    *together, num_fillers = validate(tiny_corpus, 7)
+    assert (no_fillers, num_fillers > 0) == (0, True)
+    assert together == alone
+    assert 0 < alone[0]["validation/bleu"] < 100
