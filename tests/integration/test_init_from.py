@@ -1,11 +1,37 @@
 """`--init-from`: a new run that starts from the weights and the tokenizer of another."""
 
 import shutil
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from data_module.errors import InputError
+from model.settings import NetworkSettings
+from pipeline.config.recipe import load_recipe
+from pipeline.training.init_from import load_initial_weights
 from tests.conftest import pipeline
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "num_layers": {"num_layers": 2},
+    "num_encoder_layers": {"num_encoder_layers": 2},
+    "num_decoder_layers": {"num_decoder_layers": 2},
+    "d_model": {"d_model": 32, "d_k": 8, "d_v": 8},
+    "d_ff": {"d_ff": 80},
+    "num_heads": {"num_heads": 4, "d_k": 8, "d_v": 8},
+    "d_k": {"d_k": 4},
+    "d_v": {"d_v": 4},
+    "learned_positions": {"learned_positions": True},
+    "pre_norm": {"pre_norm": True},
+    "norm": {"norm": "rms"},
+    "activation": {"activation": "swish"},
+    "output_bias": {"output_bias": True},
+}
+"""Settings of `network:` -> a change of them alone that makes another network."""
+ACCEPTED = {"dropout": 0.3, "attention_dropout": 0.1, "activation_dropout": 0.1, "max_positions": 90}
+"""Settings that change neither the weights of the parent's network nor what they compute."""
 
 
 def fit(recipe: Path, *arguments: object, should_fail: bool = False) -> str:
@@ -59,6 +85,16 @@ def test_starts_from_the_weights_and_the_tokenizer_of_another_run(recipe_file: P
     report = pipeline("doctor", "--config", recipe_file, *start[:-2], *options)
     assert f"WRONG {refusal}" in report.stdout.decode()
     assert len(list((child / "checkpoints").glob("step=*"))) == 3
+
+
+def test_each_setting_that_makes_another_network_is_refused(recipe_file: Path, trained_run: Path) -> None:
+    assert {*REFUSED, *ACCEPTED} == {one.name for one in fields(NetworkSettings)}
+    recipe = load_recipe([recipe_file])
+    initial = load_initial_weights(trained_run, replace(recipe, network=replace(recipe.network, **ACCEPTED)))
+    assert initial.path.parent.parent == trained_run
+    for key, changes in REFUSED.items():
+        with pytest.raises(InputError, match=f"has another network: .*network\\.{key} "):
+            load_initial_weights(trained_run, replace(recipe, network=replace(recipe.network, **changes)))
 
 
 def test_incompatible_checkpoints_are_refused(recipe_file: Path, tmp_path: Path) -> None:
