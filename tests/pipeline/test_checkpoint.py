@@ -61,6 +61,19 @@ def test_a_moved_checkpoint_can_be_loaded(finished_run: Path, tmp_path: Path) ->
     assert read_checkpoint(alone)["translation"]["format_version"] == 1
 
 
+def test_the_moving_average_is_loaded_and_averaged(finished_run: Path, tmp_path: Path) -> None:
+    contents = torch.load(step_path(finished_run, 240), weights_only=True)
+    moving_average = contents["state_dict"]
+    # The weights that training goes on with.
+    contents["current_model_state"] = {name: tensor + 1 for name, tensor in moving_average.items()}
+    write_atomic(contents, tmp_path / "ema.ckpt")
+    loaded = load_model(tmp_path / "ema.ckpt").network.state_dict()
+    mean = average([tmp_path / "ema.ckpt"])["state_dict"]
+    for name, tensor in moving_average.items():
+        assert torch.equal(loaded[name.removeprefix("network.")], tensor)
+        assert torch.equal(mean[name], tensor)
+
+
 def test_newer_settings_have_their_defaults(finished_run: Path, tmp_path: Path) -> None:
     contents = torch.load(step_path(finished_run, 240), weights_only=True)
     complete = contents["translation"]["network"]
