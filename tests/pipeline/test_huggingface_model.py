@@ -20,6 +20,7 @@ from pipeline.export import formats
 from pipeline.export.bundle import obstacles, write_bundle
 from pipeline.export.huggingface_model import generation_settings, write_huggingface
 from pipeline.export.model_card import model_card
+from pipeline.inference.translator import LONGEST
 from tests.conftest import sentences
 from tests.model.search_truth import VOCABULARY_SIZE, trained_network
 from tests.pipeline.test_export import TEXT, make_model
@@ -112,6 +113,7 @@ def test_the_tokenizer_is_the_same(tmp_path: Path, options: dict[str, Any]) -> N
     assert theirs(TEXTS)["input_ids"] == ids
     assert theirs.batch_decode(ids, skip_special_tokens=True) == [text.strip() for text in tokenizer.decode(ids)]
     assert len(theirs) == size
+    assert theirs.model_max_length == LONGEST  # so that `truncation=True` cuts as this program does
 
 
 def test_generation_settings(tokenizer: Tokenizer) -> None:
