@@ -5,8 +5,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data_module.batching.batch import SpecialIds
+from data_module.batching.blocks import place_in_blocks
 from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
@@ -134,6 +137,19 @@ def test_the_probe_restores_all_state(tiny_corpus: Path, capsys: pytest.CaptureF
     assert torch.equal(first["random"], second["random"])
     assert first["data"] == second["data"]
     assert "with micro-batches of 512 tokens a side" in capsys.readouterr().err
+
+
+def test_the_length_that_takes_the_largest_blocks_is_tried() -> None:
+    """65 tokens take a block of 128, in which no other sentence of that length has room."""
+
+    def num_tokens(length: int) -> int:
+        lengths = np.full(4096 // length, length)
+        return place_in_blocks(lengths, lengths).num_tokens
+
+    data: Any = SimpleNamespace(longest=100, in_blocks=True)
+    tried = MemoryProbe(data)._lengths
+    assert tried[-1] == data.longest
+    assert max(map(num_tokens, tried)) == max(map(num_tokens, range(1, 101))) == 128 * (4096 // 65)
 
 
 @pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
