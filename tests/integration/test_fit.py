@@ -1,5 +1,6 @@
 """`fit`, called as a user calls it: resuming, scaling over ranks, early stopping and `--fresh`."""
 
+import json
 import re
 import shutil
 import time
@@ -9,6 +10,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pipeline.checkpointing.run_folder import STOPPED_EARLY
+from pipeline.config.recipe import load_recipe
+from pipeline.training.fit import finished_reason
 from tests.conftest import pipeline
 from tests.integration.runs import start
 
@@ -179,6 +183,19 @@ def test_early_stopping_by_patience(recipe_file: Path, tmp_path: Path) -> None:
     assert more.returncode == 0, more.stderr.decode()
     again = pipeline("fit", *options, "--run.patience", 4)
     assert f"stopped early at step {max(steps) + 4} after 4 validations" in again.stderr.decode()
+
+
+def test_when_a_run_has_finished(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / STOPPED_EARLY).write_text(json.dumps({"step": 8, "patience": 2}))
+
+    def reason(step: int, *overrides: str) -> str | None:
+        return finished_reason(load_recipe([recipe_file], overrides), tmp_path, step)
+
+    assert "stopped early at step 8" in (reason(8, "--run.patience", "2") or "")
+    for other in (["--run.patience", "3"], []):
+        assert reason(8, *other) is None
+    assert reason(10, "--run.patience", "2") is None  # trained on since then, with more patience
+    assert "finished at step 12; raise trainer.max_steps" in (reason(12) or "")
 
 
 def test_resuming_from_the_newest_valid_checkpoint(recipe_file: Path, tmp_path: Path) -> None:
