@@ -87,6 +87,29 @@ def test_a_sentence_has_the_same_answers_in_all_company_to_the_last_bit(threads:
         assert torch.equal(alone.log_probabilities[0], expected.log_probabilities[number])
 
 
+def test_of_equal_answers_the_one_of_smaller_ids_comes_first() -> None:
+    """Pieces 14 to 23 have the embeddings of 4 to 13, so they are as probable, to the last bit."""
+    network = make_network(1)
+    with torch.no_grad():
+        network.embedding.weight[14:] = network.embedding.weight[4:14]
+    source, mask = make_sources(LENGTHS)
+    ties = 0
+    for beam_size in (2, 6):
+        found = SEARCHES["compiled"](network).beam(source, mask, beam_size, 0.6, 8, beam_size)
+        for sentence in range(len(LENGTHS)):
+            answers = answers_of(found, sentence)
+            assert answers == sorted(answers, key=lambda one: (-one[0], one[1]))
+            ties += len(answers) - len({score for score, _ in answers})
+    assert ties > 20
+
+
+def test_the_search_waits_for_longer_answers_that_the_length_penalty_favours() -> None:
+    """They may still win at their limit, though at their present length they would not."""
+    source, mask = make_sources(LENGTHS)
+    operators, compiled = both(trained_network())
+    assert_same(compiled.beam(source, mask, 4, 3.0, 12, 1), operators.beam(source, mask, 4, 3.0, 12, 1))
+
+
 def test_each_sentence_has_its_own_limit() -> None:
     network = make_network(0)
     # The end symbol is as good as never chosen.
