@@ -1,6 +1,7 @@
 """`translate` writes one line for each input line, whatever it holds, and warns about what was lost."""
 
 import gzip
+import json
 import os
 import random
 import re
@@ -14,6 +15,9 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
+from model.settings import DecodingSettings
+from pipeline.__main__ import main, parse
+from pipeline.commands.translate import _translator
 from pipeline.inference import translator
 from pipeline.inference.text_io import CHUNK, count_lines, progress_bar, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
@@ -91,6 +95,18 @@ def test_n_best_with_scores(trained_run: Path) -> None:
     assert best == ["\t".join(rows[place][1:]) for place in (0, 3, 4)]
     other = pipeline("translate", trained_run, "--beam", 3, "--scores", "--length-penalty", 0, text=text)
     assert float(other.stdout.split(b"\t")[0]) < float(best[0].split("\t")[0])
+
+
+def test_search_options_reach_the_search(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--beam", "3", "--length-penalty", "1.2", "--stop-rule", "first"]
+    _, arguments = parse("translate", [str(trained_run), *options])
+    with _translator(arguments, one_process=True) as found:
+        assert found.settings == DecodingSettings(beam_size=3, length_penalty=1.2, stop_rule="first")
+    text = tmp_path / "text"
+    text.write_text("the dog sees a cat\n")
+    assert main(["evaluate", str(trained_run), "--source", str(text), "--reference", str(text), *options]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [figures[name] for name in ("beam_size", "length_penalty", "stop_rule")] == [3, 1.2, "first"]
 
 
 class Echo:
