@@ -8,8 +8,8 @@ ifeq ($(TORCH),cpu)
 INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check $(INDEX) -c constraints.txt
-# Two tests at a time on two cores: a thread each, or they wait for one another.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# Two tests at a time on two cores: a thread each, or they wait for one another. Commands under test share bytecode.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 .PHONY: demo test test-all lint slow clean
 

@@ -22,7 +22,7 @@ from model.transformer import Transformer
 SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("search.cpp", "vectors.h"))
 """The program and its header."""
 MAX_TOKENS = 1024
-"""Upper bound on the source tokens that a thread decodes at the same time; with more, less stays in its cache."""
+"""Source tokens that a thread decodes at the same time; with more, less stays in its cache."""
 _INVALID, _NO_MEMORY = -1, -2
 _MAGIC = b"SEARCH01"
 _ACTIVATIONS: dict[type[nn.Module], int] = {nn.ReLU: 1, nn.SiLU: 2}
@@ -116,6 +116,9 @@ class CompiledSearch:
             ValueError: the file is not a whole file of weights.
         """
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
+        self.max_tokens = MAX_TOKENS
+        """Maximum number of source tokens that each of PyTorch's threads decodes at the same time. Waiting sentences
+        join as others finish."""
         self._library = library
         if isinstance(network, Path):
             self._load(network)
@@ -172,55 +175,53 @@ class CompiledSearch:
         max_extra_tokens: int,
         n_best: int,
         stop_rule: str = "exact",
-        *,
-        batch_tokens: int = 0,
         finished: Callable[[int], object] | None = None,
-        num_steps: Tensor | None = None,
     ) -> BeamResult:
-        """Run beam search; see `BeamSearch.beam` for the arguments before `batch_tokens`.
-
-        Args:
-            batch_tokens: maximum number of source tokens that each of PyTorch's threads decodes at the same time. The
-                longest sentences are first, and waiting ones join as others finish. 0 for the fastest number.
-            finished: called with a number of sentences when they have finished.
-            num_steps: int64 [B], receives the decoder steps of each sentence.
+        """Run beam search; see `BeamSearch.beam`. `finished` is called with a number of sentences when they have ended.
 
         Raises:
             ValueError: an argument is out of bounds.
             MemoryError: there is not enough memory for the search.
         """
         options = SearchOptions(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
-        if batch_tokens < 0:
-            raise ValueError(f"batch_tokens {batch_tokens} must be 0 or more")
         if not options.stops_at_first and stop_rule != "exact":
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
+        return self.search(source, source_mask, options, finished)[0]
+
+    def search(
+        self,
+        source: Tensor,
+        source_mask: Tensor | None,
+        options: SearchOptions,
+        finished: Callable[[int], object] | None = None,
+    ) -> tuple[BeamResult, Tensor]:
+        """As `beam`; return also the number of decoder steps of each sentence, int64 [B]."""
         check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
-        limits = self._limits(lengths, max_extra_tokens)
         tokens = source.flatten() if source_mask is None else source[source_mask]
+        limits, count, n_best = self._limits(lengths, options.max_extra_tokens), len(lengths), options.n_best
         offsets = nn.functional.pad(lengths.cumsum(0), [1, 0])
         forbidden = torch.tensor([self.pad_id, self.bos_id])
-        count = len(source)
         result_lengths = torch.empty([count, n_best], dtype=torch.int64)
         scores, log_probabilities = torch.empty([count, n_best]), torch.empty([count, n_best])
         answers = torch.empty(int(limits.sum()) * n_best, dtype=torch.int32)
-        num_steps = torch.empty_like(lengths) if num_steps is None else num_steps
+        num_steps = torch.empty_like(lengths)
         failure: list[BaseException] = []
         request = _Request(
             tokens=tokens.data_ptr(),
             offsets=offsets.data_ptr(),
             limits=limits.data_ptr(),
             num_sentences=count,
-            beam_size=beam_size,
+            beam_size=options.beam_size,
             num_best=n_best,
             stops_at_first=options.stops_at_first,
-            max_tokens=min(batch_tokens or MAX_TOKENS, MAX_TOKENS),
+            max_tokens=self.max_tokens,
             num_threads=min(torch.get_num_threads(), count),
             begin_id=self.bos_id,
             end_id=self.eos_id,
             forbidden=forbidden.data_ptr(),
             num_forbidden=len(forbidden),
-            length_penalty=length_penalty,
+            length_penalty=options.length_penalty,
             answers=answers.data_ptr(),
             lengths=result_lengths.data_ptr(),
             scores=scores.data_ptr(),
@@ -231,9 +232,8 @@ class CompiledSearch:
         self._check(self._library.search(self._model, ctypes.byref(request)))
         if failure:
             raise failure[0]
-        return BeamResult(
-            _padded(answers, limits, result_lengths, self.pad_id), result_lengths, scores, log_probabilities
-        )
+        padded_answers = _padded(answers, limits, result_lengths, self.pad_id)
+        return BeamResult(padded_answers, result_lengths, scores, log_probabilities), num_steps
 
     def _limits(self, lengths: Tensor, max_extra_tokens: int) -> Tensor:
         """Return the maximum length of each answer, after making sure that there are as many sinusoids."""

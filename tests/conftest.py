@@ -90,8 +90,9 @@ def tiny_recipe(texts: Path) -> dict[str, Any]:
         "batches": {"batch_tokens": 400, "workers": 0},
         "network": {"num_layers": 1, "d_model": 16, "d_ff": 32, "num_heads": 2, "dropout": 0.0},
         "training": {"warmup_steps": 10},
-        # An untrained network would go on to each limit.
+        # An untrained network would go on to each limit, and pictures have tests of their own.
         "decoding": {"max_extra_tokens": 4},
+        "monitoring": {"attention_sentences": []},
         "run": {"checkpoint_every_steps": 4, "keep_last": 3, "log_every_steps": 2},
         "trainer": {
             "max_steps": 12,

@@ -126,15 +126,14 @@ class PipelineEngine:
         self._sentence_steps = 0
         search = self._translator.search
         if isinstance(search, CompiledSearch):
-            beam = search.beam
+            plain_search = search.search
 
-            def counted_beam(source: Any, *arguments: Any, **options: Any) -> Any:
-                num_steps = source.new_empty(len(source))
-                result = beam(source, *arguments, **options, num_steps=num_steps)
+            def counted_search(*arguments: Any) -> Any:
+                result, num_steps = plain_search(*arguments)
                 self._sentence_steps += int(num_steps.sum())
-                return result
+                return result, num_steps
 
-            search.beam = counted_beam  # type: ignore
+            search.search = counted_search  # type: ignore
         else:
             step = search.network.decode_step
 

@@ -55,6 +55,8 @@ def _network(pre_norm: bool) -> Transformer:
 def _agrees_on(library: ctypes.CDLL, network: Transformer, source: Tensor, lengths: list[int]) -> bool:
     mask = torch.arange(source.size(1)) < torch.tensor(lengths).unsqueeze(1)
     arguments = (source, mask, BEAM_SIZE, LENGTH_PENALTY, EXTRA_TOKENS, BEAM_SIZE)
-    found = CompiledSearch(library, network, _BOS, _EOS, _PAD).beam(*arguments, batch_tokens=20)
+    compiled = CompiledSearch(library, network, _BOS, _EOS, _PAD)
+    compiled.max_tokens = 20  # so that sentences wait
+    found = compiled.beam(*arguments)
     expected = BeamSearch(network, _BOS, _EOS, _PAD).eval().beam(*arguments)
     return torch.equal(found.tokens, expected.tokens) and torch.allclose(found.scores, expected.scores, atol=1e-3)

@@ -109,6 +109,8 @@ class Translator:
             search = search.eval() if device is None else search.eval().to(device)
             self.device = next(search.parameters()).device
         self.search = search
+        # Version 0.1 exported a search without a stop rule.
+        self._num_arguments = len(search.beam.schema.arguments) - 1 if isinstance(search, torch.jit.ScriptModule) else 7
         self.name, self.target_language = name, target_language
         self.bleu_tokenizer: str | None = None
         """The recipe's `run.bleu_tokenizer`, set by `load_translator`."""
@@ -203,10 +205,10 @@ class Translator:
             settings.stop_rule,
         )
         if isinstance(self.search, CompiledSearch):
-            answers = self.search.beam(*arguments, batch_tokens=self.batch_tokens, finished=finished)
+            answers = self.search.beam(*arguments, finished)
         else:
             with torch.inference_mode():  # a little faster than torch.no_grad
-                answers = self.search.beam(*arguments)
+                answers = self.search.beam(*arguments[: self._num_arguments])
             finished(len(sources))
         tokens, lengths, scores, log_probabilities = (one.flatten(0, 1).tolist() for one in answers)
         texts = self.tokenizer.decode([row[: length - 1] for row, length in zip(tokens, lengths, strict=True)])

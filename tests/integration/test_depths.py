@@ -16,7 +16,9 @@ DEPTHS = ["--network.num_encoder_layers", 3, "--network.num_decoder_layers", 1]
 def run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of twelve steps with 3 encoder layers and 1 decoder layer."""
     folder = tmp_path_factory.mktemp("depths")
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny_recipe(tiny_corpus.parent)))
+    recipe = tiny_recipe(tiny_corpus.parent)
+    del recipe["monitoring"]  # so that pictures are drawn
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     options = ["--run.folder", folder / "run", "--monitoring.attention_layers", "[1, 2]"]
     done = pipeline("fit", "--config", folder / "tiny.yaml", *DEPTHS, *options)
     assert done.returncode == 0, done.stderr.decode()
@@ -51,11 +53,10 @@ def test_every_command_works(run: Path, tiny_corpus: Path, tmp_path: Path) -> No
     done = pipeline("evaluate", run, "--source", text, "--reference", text.with_suffix(".target"))
     assert done.returncode == 0, done.stderr.decode()
     assert json.loads(done.stdout.splitlines()[-1])["sentences"] == 40
-    done = pipeline("export", run, tmp_path / "bundle", "--parity-source", text)
+    done = pipeline("export", run, tmp_path / "bundle", "--format", "torchscript", "--parity-source", text)
     assert done.returncode == 0, done.stderr.decode()
     parity = json.loads((tmp_path / "bundle" / "parity.json").read_text())
-    assert {"model.ts", "model.pt2", "ctranslate2"} <= parity.keys()
-    assert all(parity[name]["float32"]["broken"] == [] for name in ("model.ts", "model.pt2", "ctranslate2"))
+    assert parity["model.ts"]["float32"]["broken"] == []  # test_export.py has the other formats, in miniature
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from model.compiled_search import SOURCES, CompiledSearch, load_library, unsupported
+from model.decoding import SearchOptions
 from model.layers import ACTIVATIONS, NORMS
 from pipeline.inference.compiled_search import BEAM_SIZE, EXTRA_TOKENS, LENGTH_PENALTY, agreement_cases
 from pipeline.runtime.compiled_code import find_compiler
@@ -33,7 +34,7 @@ from tests.model.search_truth import (
     tolerance,
     trained_network,
 )
-from tests.model.test_decoding_everywhere import BAD_ARGUMENTS, SOURCE
+from tests.model.test_decoding_everywhere import BAD_ARGUMENTS
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
@@ -58,6 +59,7 @@ def test_finds_what_a_plain_search_finds(variant: str) -> None:
     if isinstance(network.projection.bias, Tensor):
         nn.init.normal_(network.projection.bias)
     search = SEARCHES["compiled"](network)
+    search.max_tokens = 48
     source, mask = make_sources(LENGTHS, 1100)
     for beam_size, n_best, rule in (
         (1, 1, "first"),
@@ -66,8 +68,8 @@ def test_finds_what_a_plain_search_finds(variant: str) -> None:
         (5, 2, "exact"),
         (5, 2, "first"),
     ):
-        num_steps, several = torch.zeros(2 * len(source)).long(), (source.repeat(2, 1), mask.repeat(2, 1))
-        found = search.beam(*several, beam_size, 0.6, 6, n_best, rule, batch_tokens=48, num_steps=num_steps)
+        options = SearchOptions(beam_size, 0.6, 6, n_best, rule == "first")
+        found, num_steps = search.search(source.repeat(2, 1), mask.repeat(2, 1), options)
         assert_finds(network, found, references(network, beam_size, 0.6, 6, rule == "first") * 2)
         assert (num_steps >= found.lengths[:, 0]).all()
 
@@ -77,9 +79,10 @@ def test_a_sentence_has_the_same_answers_in_all_company_to_the_last_bit(threads:
     search = SEARCHES["compiled"](trained_network("pre-norm"))
     threads(1)
     expected = search.beam(source, mask, 4, 0.6, 8, 4)
-    for count, batch_tokens in ((1, 32), (2, 0), (3, 64)):
+    for count, max_tokens in ((1, 32), (2, 1024), (3, 64)):
         threads(count)
-        found = search.beam(source, mask, 4, 0.6, 8, 4, batch_tokens=batch_tokens)
+        search.max_tokens = max_tokens
+        found = search.beam(source, mask, 4, 0.6, 8, 4)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     for number, length in enumerate(LENGTHS):
         alone = search.beam(source[number : number + 1, :length], None, 4, 0.6, 8, 4)
@@ -175,17 +178,16 @@ def test_wrong_arguments_are_refused() -> None:
     for message, arguments in BAD_ARGUMENTS.items():
         with pytest.raises(ValueError, match=message):
             compiled.beam(*arguments)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="batch_tokens -1 must be"):
-        compiled.beam(SOURCE, None, 4, 0.6, 5, 1, batch_tokens=-1)
 
 
 def test_finished_sentences_are_reported_and_ctrl_c_ends_the_search(threads: Any) -> None:
     source, mask = make_sources(LENGTHS * 30)
     search = SEARCHES["compiled"](trained_network())
+    search.max_tokens = 64
     for count in (1, 2):
         threads(count)
         reported: list[int] = []
-        search.beam(source, mask, 4, 0.6, 8, 1, batch_tokens=64, finished=reported.append)
+        search.beam(source, mask, 4, 0.6, 8, 1, "exact", reported.append)
         assert sum(reported) == len(source)
         assert count > 1 or len(reported) > 2
 
@@ -193,7 +195,7 @@ def test_finished_sentences_are_reported_and_ctrl_c_ends_the_search(threads: Any
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            search.beam(source, mask, 4, 0.6, 8, 1, batch_tokens=64, finished=interrupted)
+            search.beam(source, mask, 4, 0.6, 8, 1, "exact", interrupted)
     search.beam(source[:3], mask[:3], 4, 0.6, 8, 1)
 
 

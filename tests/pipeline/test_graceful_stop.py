@@ -469,7 +469,8 @@ def wait_in_cuda(folder: Path, tokenizer: Path, role: str) -> str:
     Args:
         folder: for checkpoints.
         tokenizer: of a corpus.
-        role: "waits"; "dies" or "hangs" before the ranks' reduction; or "ends", if training ends after the step.
+        role: "waits"; "dies" or "hangs" where the others wait for its part of the reduction; or "ends", if training
+            ends after the step.
     """
     graceful_stop.MARGIN_SECONDS, graceful_stop.POLL_SECONDS = 1, 0.1
     quiet_lightning()
@@ -483,9 +484,12 @@ def wait_in_cuda(folder: Path, tokenizer: Path, role: str) -> str:
     callback.on_train_start(trainer, module)
     dist.barrier()
     if role == "dies":
+        while len(list(folder.glob("waits-*"))) < 2:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     if role != "hangs":
         callback.on_train_batch_end(trainer, module)
+        (folder / f"waits-{os.environ['LOCAL_RANK']}").touch()
     if role == "ends":
         callback.on_train_end(trainer, module)
     time.sleep({"waits": 60.0, "hangs": 10.0, "ends": 5.0}[role])
