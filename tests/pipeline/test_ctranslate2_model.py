@@ -72,7 +72,7 @@ def test_probabilities_are_the_same(tokenizer: Tokenizer, tmp_path: Path, varian
     scored = peer.translator.score_batch(peer.spelt(sources), peer.spelt([answer[:-1] for answer in answers]))
     for source, answer, one in zip(sources, answers, scored, strict=True):
         expected = forced_log_probability(network, torch.tensor(source), answer)
-        assert sum(one.log_probs) == pytest.approx(expected, abs=1e-4)
+        assert sum(one.log_probs) == pytest.approx(expected, abs=tolerance(network))
 
 
 @pytest.mark.parametrize("variant", ["", "learned"])
