@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import yaml
 from data_module.errors import PROGRAM, InputError
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from pipeline.config.schema import Checker, Signature
+from pipeline.config.schema import Checker, Signature, annotation, takes_text
 from pipeline.config.settings import MonitoringSettings, RunSettings
 from pipeline.config.trainer_keys import RESERVED_KEYS
 
@@ -163,7 +162,7 @@ def _unregistered_names(values: dict[str, Any], places: dict[str, str]) -> list[
     for key in _REGISTRY_KEYS:
         section, _, name = key.partition(".")
         value = values[section].get(name) if isinstance(values.get(section), dict) else None
-        if isinstance(value, (str, int, float, date)) and not isinstance(value, bool):
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
             names[key] = str(value)
     # The registries import torch, which some commands do not need.
     if all(name == _REGISTRY_KEYS[key] for key, name in names.items()):
@@ -242,7 +241,16 @@ def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reports the line of a scalar that is invalid, such as the date 2001-99-99."""
+    """Keeps as text what YAML would change: dates, and numbers such as 010, 1.50, 0x1F, 12:30 and 2024_01_15.
+
+    A key that takes text then gets what was written, and a key that takes a number converts the text. The line of a
+    scalar that is invalid, such as `!!int many`, is reported.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":value"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
@@ -252,6 +260,20 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(
                 problem=f"'{node.value}' is not a valid {kind}", problem_mark=node.start_mark
             ) from error
+
+
+def _number_or_text(loader: _Loader, node: Any) -> Any:
+    value = yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+    return value if str(value) == node.value else node.value
+
+
+def _text(loader: _Loader, node: Any) -> Any:
+    return node.value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _number_or_text)
+_Loader.add_constructor("tag:yaml.org,2002:float", _number_or_text)
+_Loader.add_constructor("tag:yaml.org,2002:merge", _text)  # `<<` that is not a key
 
 
 def _note_places(node: Any, path: Path, prefix: str, places: dict[str, str]) -> None:
@@ -309,12 +331,20 @@ def _override(
             if not isinstance(inner, dict):
                 inner = section[name] = {}
             section = inner
-        try:
-            section[last] = yaml.load(text, _Loader)
-        except (yaml.YAMLError, RecursionError):
-            section[last] = text
+        section[last] = _parse(text, annotation(key, Recipe, {"trainer": trainer_signature}))
         places[key] = "command line"
     return mistakes
+
+
+def _parse(text: str, kind: Any) -> Any:
+    """Return the value that a word of the command line has for a key of type `kind`; text is taken as it is written."""
+    if takes_text(kind):
+        return None if text in ("", "null") else text
+    try:
+        value = yaml.load(text, _Loader)
+    except (yaml.YAMLError, RecursionError):
+        return text
+    return text if kind == list[str] and not isinstance(value, list) else value
 
 
 def _settings_named(key: str, trainer_signature: Signature) -> list[str]:

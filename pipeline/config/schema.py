@@ -3,13 +3,37 @@
 import difflib
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
-from datetime import date
 from typing import Any
 
 Signature = dict[str, Any]
 """The keys of a section that has no dataclass, and their type annotations."""
+
+
+def annotation(key: str, kind: type, sections: Mapping[str, Signature]) -> Any:
+    """Return the type annotation of a dotted key, Any if there is no such key.
+
+    Args:
+        key: the key, such as `corpus.train.source`.
+        kind: the dataclass of the whole.
+        sections: signatures of sections that have no dataclass.
+    """
+    section, _, rest = key.partition(".")
+    if section in sections:
+        return sections[section].get(rest, Any)
+    found: Any = kind
+    for name in key.split("."):
+        if typing.get_origin(found) is list:
+            found = typing.get_args(found)[0]
+        found = typing.get_type_hints(found).get(name, Any) if is_dataclass(found) else Any
+    return found
+
+
+def takes_text(kind: Any) -> bool:
+    """Return whether an annotation is text, or text or nothing."""
+    return kind is str or kind == str | None
 
 
 class Checker:
@@ -93,8 +117,8 @@ class Checker:
                     return parse(value)
                 except (TypeError, ValueError, OverflowError):
                     pass
-        # YAML reads the languages' names no and on as false and true.
-        quoted = "; put it in quotes" if kind is str and isinstance(value, bool) else ""
+        # YAML reads the languages' names no and on as false and true, and the placeholder {x} as a mapping.
+        quoted = "; put it in quotes" if kind is str and value is not None else ""
         self._wrong(key, f"{key} must be {_kind_name(kind)}, not {_value_name(value)}{quoted}")
         return None
 
@@ -118,17 +142,23 @@ class Checker:
 def _parse_int(value: Any) -> int:
     if isinstance(value, bool):
         raise TypeError
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return int(value)  # float would round a long one
     number = float(value)
     if number != int(number):
         raise ValueError
     return int(number)
 
 
+_INFINITIES = {".inf": "inf", "-.inf": "-inf"}
+"""Infinity as YAML writes it, and as Python reads it."""
+
+
 def _parse_float(value: Any) -> float:
-    # YAML reads 1e-9, which has no point, as a string.
     if isinstance(value, bool):
         raise TypeError
-    return float(value)
+    return float(_INFINITIES.get(value, value))
 
 
 def _parse_bool(value: Any) -> bool:
@@ -136,7 +166,7 @@ def _parse_bool(value: Any) -> bool:
 
 
 def _parse_str(value: Any) -> str:
-    if not isinstance(value, (str, int, float, date)) or isinstance(value, bool):
+    if not isinstance(value, (str, int, float)) or isinstance(value, bool):
         raise TypeError
     return str(value)
 

@@ -207,9 +207,6 @@ def test_positions_of_mistakes(tmp_path: Path) -> None:
     assert error_message(path, "--networks.d_model=5").startswith(
         "command line: networks is not a key; did you mean network?"
     )
-    assert "target_language must be text, not False; put it in quotes" in error_message(
-        path, "--corpus.target_language=no"
-    )
     empty = write(tmp_path, MINIMAL + "trainer:\n")
     assert "trainer must be a mapping, not nothing" in error_message(empty, trainer={})
     path = write(tmp_path, MINIMAL)
@@ -231,7 +228,10 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("run:\n  seed: 2001-99-99\n", ":2: not valid YAML: '2001-99-99' is not a valid timestamp; correct that line"),
+        (
+            "run:\n  seed: !!timestamp 2001-99-99\n",
+            ":2: not valid YAML: '2001-99-99' is not a valid timestamp; correct that line",
+        ),
         ("run:\n  seed: !!int many\n", ":2: not valid YAML: 'many' is not a valid int; correct that line"),
         ("run:\n  compile: !!bool maybe\n", ":2: not valid YAML: 'maybe' is not a valid bool; correct that line"),
         ("run:\n  seed: 1\x07\n", ":2: not valid YAML: character 0x7; remove it"),
@@ -244,6 +244,52 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
 def test_values_that_yaml_cannot_read(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     assert f"{path}{message}" in error_message(path)
+
+
+WRITTEN = ["2024_01_15", "010", "1.50", "0x1F", "12:30", "2024-1-5", "2024-01-15 10:00:00", "1e3", ".inf", "+5", "-0"]
+"""Text that YAML 1.1 reads as a number or a date and would print in another way."""
+
+
+def test_text_is_what_was_written(tmp_path: Path) -> None:
+    """In a file and on the command line, for single texts and lists. A file asks for quotes where YAML has no text."""
+    for written in [*WRITTEN, "=", "<<", "5", "1.5"]:
+        path = write(
+            tmp_path, MINIMAL + f"  user_symbols: [{written}, x]\n  test: {{tsv: {written}}}\nname: {written}\n"
+        )
+        recipe = load_recipe([path])
+        assert (recipe.name, recipe.corpus.user_symbols) == (written, [written, "x"])
+        assert recipe.corpus.test[0].tsv == written
+    path = write(tmp_path, MINIMAL)
+    words = [*WRITTEN, "no", "true", "#1", "a #b", "a: b", "'a'", "~", "{x}"]
+    for word in words:
+        options = ["--run.folder", word, f"--corpus.user_symbols={word}", f"--corpus.validation.target={word}"]
+        recipe = load_recipe([path], options)
+        assert recipe.run.folder == recipe.corpus.validation[0].target == word
+        assert recipe.corpus.user_symbols == [word]
+    recipe = load_recipe([path], ["--corpus.user_symbols", "[010, <<]", "--corpus.test", "{tsv: 010}"])
+    assert (recipe.corpus.user_symbols, recipe.corpus.test[0].tsv) == (["010", "<<"], "010")
+    assert load_recipe([path], ["--run.folder=null"]).run.folder is None
+    for written, name in (("no", "False"), ("[{x}]", "a mapping")):
+        path = write(tmp_path, MINIMAL + f"  user_symbols: {written}\n")
+        message = f"{path}:5: corpus.user_symbols must be text, not {name}; put it in quotes"
+        assert error_message(path) == message
+    assert load_recipe([write(tmp_path, yaml.safe_dump(recipe.as_dict()), "config.yaml")]) == recipe
+
+
+def test_numbers_are_read_as_decimals(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + "run: {seed: 010, keep_last: +5}\n")
+    big = 2**53 + 1
+    recipe = load_recipe([path], [f"--corpus.seed={big:_}", "--corpus.max_length_ratio", ".inf"])
+    assert (recipe.run.seed, recipe.run.keep_last, recipe.corpus.seed) == (10, 5, big)
+    assert load_recipe([write(tmp_path, yaml.safe_dump(recipe.as_dict()), "config.yaml")]) == recipe
+    for written in ("0x1F", "12:30", "2001-01-01"):
+        message = error_message(write(tmp_path, MINIMAL + f"run: {{seed: {written}}}\n"))
+        assert message.endswith(f"run.seed must be a whole number, not '{written}'")
+    signature = trainer_signature()
+    path = write(tmp_path, MINIMAL + "trainer: {max_time: 1:00:00:00, devices: 2}\n")
+    assert load_recipe([path], (), signature).trainer == {"max_time": "1:00:00:00", "devices": 2}
+    recipe = load_recipe([path], ["--trainer.max_time", "1:30:00:00", "--trainer.devices", "2"], signature)
+    assert recipe.trainer == {"max_time": "1:30:00:00", "devices": 2}
 
 
 def test_overrides_that_yaml_cannot_read_are_text(tmp_path: Path) -> None:
