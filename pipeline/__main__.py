@@ -22,6 +22,7 @@ from data_module.errors import PROGRAM, InputError
 from pipeline.runtime.atomic_file import disk_full_error
 from pipeline.runtime.errors import user_message
 from pipeline.runtime.slurm import report_mistake_to_script
+from pipeline.runtime.utf8 import use_utf8
 
 
 class Command(NamedTuple):
@@ -102,7 +103,9 @@ def parse(command: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 after a user's mistake, or the command's own."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        use_utf8()
+        arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: {PROGRAM} <command> [--help]\n")
         for name, command in COMMANDS.items():

@@ -119,7 +119,8 @@ class ForkServer:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fork-server-")
         self._address = str(Path(self._folder.name) / "socket")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # A forked process cannot start itself anew in another encoding.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1", "PYTHONIOENCODING": "utf-8"}
         command = [sys.executable, str(Path(__file__).resolve()), self._address]
         self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
         while not Path(self._address).exists():

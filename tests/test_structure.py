@@ -178,3 +178,26 @@ def test_git_has_the_project_and_nothing_that_runs_leave() -> None:
     assert {name.partition("/")[0] for name in files if "/" in name} == ROOT_FOLDERS
     assert {name for name in files if "/" not in name} == ROOT_FILES
     assert not listed("--cached", "--ignored", "--exclude-standard")
+
+
+def without_encoding(path: Path) -> Iterator[str]:
+    """Calls that open a text file or a text pipe in the encoding of the locale."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
+            continue
+        function = ast.unparse(node.func)
+        modes = [str(one.value) for one in node.args if isinstance(one, ast.Constant)]
+        # Path.open has nothing but a mode; os.open and others have a path.
+        opens = function == "open" or (function.endswith(".open") and len(modes) == len(node.args))
+        texts = function.startswith("subprocess.") and any(keyword.arg == "text" for keyword in node.keywords)
+        if function.endswith((".read_text", ".write_text")) or texts or (opens and "b" not in "".join(modes)):
+            yield f"{path}:{node.lineno}: {function}"
+
+
+def test_text_files_and_pipes_have_an_encoding(tmp_path: Path) -> None:
+    assert [call for path in FILES for call in without_encoding(path)] == []
+    calls = ["p.open()", 'p.open("w")', "open(p)", "p.read_text()", "p.write_text(p)", "subprocess.run(p, text=True)"]
+    binary = ['p.open("rb")', 'open(p, "wb")', "os.open(p, 0)", "gzip.open(p)", 'p.open("w", encoding="utf-8")']
+    found = tmp_path / "found.py"
+    found.write_text("\n".join(calls + binary), encoding="utf-8")
+    assert len(list(without_encoding(found))) == len(calls)

@@ -197,7 +197,7 @@ def shared_folder(parent: Path, name: str, write: Callable[[Path], None]) -> tup
             return path, FolderLock(path)
         except FileNotFoundError:
             pass
-        with (parent / "views.lock").open("a") as lock:
+        with (parent / "views.lock").open("a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
                 if not path.exists():
@@ -241,7 +241,7 @@ def shared_plan(folder: Path, name: str, make: Callable[[], EpochPlan]) -> Epoch
         return _map_plan(path)
     except FileNotFoundError:
         pass
-    with (folder / "lock").open("a") as lock:
+    with (folder / "lock").open("a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             if not path.exists():

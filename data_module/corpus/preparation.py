@@ -189,7 +189,7 @@ def _check_epochs(folder: Path, manifest: dict[str, Any], settings: CorpusSettin
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which need not exist. The operating system releases it if the process dies."""
-    with folder.with_name(f".{folder.name}.lock").open("a") as lock:
+    with folder.with_name(f".{folder.name}.lock").open("a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

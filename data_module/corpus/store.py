@@ -239,7 +239,7 @@ def _read(corpus: ParallelCorpus) -> None:
 def _free_memory() -> int:
     """Return the available memory in bytes, including the page cache."""
     try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return 2**40

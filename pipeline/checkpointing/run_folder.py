@@ -65,7 +65,7 @@ def check_writable(path: Path) -> None:
 def is_in_use(path: Path) -> bool:
     """Return whether another process is writing to the folder. The caller must not hold its lock, which would end."""
     try:
-        with (path / _LOCK).open("r+") as lock:
+        with (path / _LOCK).open("r+", encoding="utf-8") as lock:
             fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # Two that ask at the same time do not see each other.
     except (BlockingIOError, PermissionError):
         return True
@@ -115,7 +115,7 @@ class RunFolder:
     def _open_lock(self) -> IO[str]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            return self._lock_path.open("a")
+            return self._lock_path.open("a", encoding="utf-8")
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror}); give another run.folder") from error
 
@@ -178,7 +178,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     config = path / "config.yaml"
     if not is_run(path):
         return [], []
-    written = yaml.safe_load(config.read_text())
+    written = yaml.safe_load(config.read_text(encoding="utf-8"))
     new = recipe.inherit_network(written.get("network", {})).as_dict()
     with suppress(InputError):  # A recipe that this version cannot read is compared as it is.
         # Settings that are newer than the run get their defaults.
@@ -197,7 +197,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
             (allowed if may_change else forbidden).append(change)
     # Other versions may resume the run, but may batch, initialize or round differently.
     file = path / "versions.json"
-    before = json.loads(file.read_text()) if file.exists() else {}
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     now = {name: version for name, version in versions().items() if name != "host"}
     allowed += [
         f"{name} {before.get(name)} -> {version}" for name, version in now.items() if before.get(name) != version
@@ -209,7 +209,7 @@ def inherit_network(path: Path, recipe: Recipe) -> Recipe:
     """Return the recipe with the settings that the network of the run in a folder has brought along."""
     if not is_run(path):
         return recipe
-    return recipe.inherit_network(yaml.safe_load((path / "config.yaml").read_text()).get("network", {}))
+    return recipe.inherit_network(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")).get("network", {}))
 
 
 def check_same_run(path: Path, recipe: Recipe) -> list[str]:
@@ -247,7 +247,7 @@ def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[N
     """
     name = checkpoint.name if checkpoint else "the beginning"
     file = path / f".starts-{job.job}.json"
-    earlier = json.loads(file.read_text()) if file.exists() and job.restarts else {}
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() and job.restarts else {}
     starts = 1 + (earlier["starts"] if earlier.get("checkpoint") == name else 0)
     if starts > MAX_STARTS:
         raise InputError(

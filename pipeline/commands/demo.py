@@ -57,7 +57,9 @@ class Demo:
 
     def __init__(self, folder: Path, config: Path) -> None:
         self._record = folder.parent / f"{folder.name}-stages.json"
-        self.done: dict[str, Any] = json.loads(self._record.read_text()) if self._record.exists() else {}
+        self.done: dict[str, Any] = (
+            json.loads(self._record.read_text(encoding="utf-8")) if self._record.exists() else {}
+        )
         recipe = config.read_text(encoding="utf-8")
         if not folder.exists() or not DATA.exists() or self.done.pop("recipe", None) != recipe:
             self.done = {}
@@ -79,7 +81,9 @@ class Demo:
         print(f"\n$ python {shlex.join(words)}", file=sys.stderr, flush=True)
         start = time.monotonic()
         with _ignore_keyboard_interrupt():
-            ended = subprocess.run([sys.executable, *words], input=text, stdout=subprocess.PIPE, text=True, check=False)
+            ended = subprocess.run(
+                [sys.executable, *words], input=text, stdout=subprocess.PIPE, encoding="utf-8", check=False
+            )
         if ended.returncode:
             interrupted = ended.returncode in (INTERRUPTED, -signal.SIGINT)
             hint = "run the demo again to continue" if interrupted else "fix the error, then run the demo again"
@@ -87,7 +91,7 @@ class Demo:
             sys.exit(INTERRUPTED if interrupted else ended.returncode)
         self.done[name] = {"command": words, "seconds": time.monotonic() - start, "output": ended.stdout}
         self._record.parent.mkdir(parents=True, exist_ok=True)
-        self._record.write_text(json.dumps({**self.done, "recipe": self._recipe}))
+        self._record.write_text(json.dumps({**self.done, "recipe": self._recipe}), encoding="utf-8")
 
     def summary(self, run_folder: Path, export: Path, sources: list[str]) -> None:
         """Print times, scores and sample translations."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from data_module.errors import InputError
 from pipeline.config.arguments import add_recipe_arguments
 from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.runtime.utf8 import use_utf8
 
 
 def recipe_paths(recipe: Recipe) -> tuple[Path, Path, Path]:
@@ -23,6 +24,7 @@ def recipe_paths(recipe: Recipe) -> tuple[Path, Path, Path]:
 
 def main() -> int:
     """Print the paths; return the exit code."""
+    use_utf8()
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     add_recipe_arguments(parser)
     arguments, overrides = parser.parse_known_args()

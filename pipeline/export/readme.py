@@ -107,7 +107,7 @@ The same network for torch.export, the successor of TorchScript. It has `encode`
 import json, sentencepiece, torch
 from torch.export.pt2_archive._package import load_pt2
 
-card = json.load(open("card.json"))
+card = json.load(open("card.json", encoding="utf-8"))
 tokenizer = sentencepiece.SentencePieceProcessor(model_file="tokenizer.model")
 programs = load_pt2("model.pt2").exported_programs
 encode, step = programs["encode"].module(), programs["step"].module()
@@ -140,7 +140,7 @@ Encoder and decoding step as ONNX files for [ONNX Runtime](https://onnxruntime.a
 ```python
 import json, numpy, onnxruntime, sentencepiece
 
-card = json.load(open("card.json"))
+card = json.load(open("card.json", encoding="utf-8"))
 tokenizer = sentencepiece.SentencePieceProcessor(model_file="tokenizer.model")
 load = lambda name: onnxruntime.InferenceSession(f"onnx/{name}.onnx", providers=["CPUExecutionProvider"])
 encode, step = load("encode"), load("step")
@@ -174,7 +174,7 @@ For [CTranslate2](https://opennmt.net/CTranslate2/). Sources include the end sym
 ```python
 import json, ctranslate2, sentencepiece
 
-card = json.load(open("card.json"))
+card = json.load(open("card.json", encoding="utf-8"))
 tokenizer = sentencepiece.SentencePieceProcessor(model_file="tokenizer.model")
 translator = ctranslate2.Translator("ctranslate2", compute_type="float32")
 source = tokenizer.encode("A sentence.", out_type=str) + [tokenizer.id_to_piece(card["eos_id"])]
@@ -268,7 +268,7 @@ class Request(ctypes.Structure):
 library = ctypes.CDLL("cpp/search.so")
 library.load_model.restype = c_void_p
 library.search.argtypes, library.search.restype = [c_void_p, POINTER(Request)], c_int64
-card = json.load(open("card.json"))
+card = json.load(open("card.json", encoding="utf-8"))
 tokenizer = sentencepiece.SentencePieceProcessor(model_file="tokenizer.model")
 model = library.load_model(b"cpp/weights.bin")
 assert model, "weights.bin is not a whole file of weights"

@@ -47,7 +47,7 @@ def _submit_time(job: str) -> float:
     """Return when a job was last put into the queue; the current time if SLURM does not answer."""
     try:
         command = ["scontrol", "show", "job", "--oneliner", job]
-        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        output = subprocess.run(command, capture_output=True, encoding="utf-8", check=True, timeout=20).stdout
         fields = dict(field.partition("=")[::2] for field in output.split())
         return datetime.fromisoformat(fields["SubmitTime"]).timestamp()
     except (OSError, subprocess.SubprocessError, KeyError, ValueError):

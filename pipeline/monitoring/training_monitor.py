@@ -267,7 +267,7 @@ def memory_bytes(device: torch.device) -> int:
     status = Path("/proc/self/status")
     if not status.exists():
         return 0
-    return int(status.read_text().split("VmRSS:")[1].split()[0]) << 10
+    return int(status.read_text(encoding="utf-8").split("VmRSS:")[1].split()[0]) << 10
 
 
 def _raise_if_diverged(step: int, skipped_in_a_row: int) -> None:

@@ -210,7 +210,7 @@ def _check_shared_run_folder(ranks: RankGroup, run: Path) -> Iterator[CheckResul
     lock, problem = None, None
     if ranks.is_first_on_node:
         try:
-            lock = probe.open("w")
+            lock = probe.open("w", encoding="utf-8")
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             reason = "cannot lock files" if lock else "is not writable"
@@ -237,7 +237,7 @@ def _check_shared_run_folder(ranks: RankGroup, run: Path) -> Iterator[CheckResul
 
 def _can_lock(path: Path) -> bool:
     try:
-        with path.open("r+") as file:
+        with path.open("r+", encoding="utf-8") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False

@@ -57,7 +57,7 @@ def load_program(program: Program[Loaded]) -> Loaded:
     folder = compiled_code_folder()
     path = folder / f"{program.name}-{_key(compiler, program.sources)}.so"
     # Several processes of one command begin at the same time. The lock of a file does not exclude a process's threads.
-    with _one_thread, Path(folder, f"{program.name}.lock").open("w") as lock:
+    with _one_thread, Path(folder, f"{program.name}.lock").open("w", encoding="utf-8") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         if not _is_whole(path):
             _compile(compiler, program, path)
@@ -130,7 +130,7 @@ def build(compiler: list[str], source: Path, made: Path) -> None:
     """
     command = [*compiler, *FLAGS, str(source), "-o", str(made)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise OSError(f"{compiler[0]} takes more than {_SECONDS} seconds") from None
     if done.returncode:

@@ -59,7 +59,7 @@ def host_memory_limit(processes: int) -> MemoryLimit:
     elif "SLURM_MEM_PER_CPU" in os.environ:
         cpus = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
         limits.append(MemoryLimit(cpus * int(os.environ["SLURM_MEM_PER_CPU"]) << 20, "this job"))
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             mount = Path("/sys/fs/cgroup") / controllers
@@ -67,7 +67,7 @@ def host_memory_limit(processes: int) -> MemoryLimit:
             # A limit applies to all groups below it. In a container the path may be the host's and not exist.
             for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
                 for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
-                    if file.exists() and (size := file.read_text().strip()).isdigit():
+                    if file.exists() and (size := file.read_text(encoding="utf-8").strip()).isdigit():
                         limits.append(MemoryLimit(int(size), "this process's control group"))
     lowest = min(limit for limit in limits if limit.size > 0)
     if processes == 1:
@@ -77,7 +77,7 @@ def host_memory_limit(processes: int) -> MemoryLimit:
 
 def private_memory() -> int:
     """Return the bytes of resident memory that belong to this process and not to a file."""
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="utf-8").split()
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -88,10 +88,10 @@ def can_measure_peak() -> bool:
 
 def reset_resident_peak() -> None:
     """Make the kernel measure the peak of resident memory from now on."""
-    _RESIDENT_PEAK_RESET.write_text("5")
+    _RESIDENT_PEAK_RESET.write_text("5", encoding="utf-8")
 
 
 def resident_peak() -> int:
     """Return the peak of resident memory since `reset_resident_peak`, in bytes."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split("VmHWM:")[1].split()[0]) << 10

@@ -15,7 +15,7 @@ def versions() -> dict[str, Any]:
     revision = None
     if shutil.which("git"):
         describe = ["git", "-C", str(here), "describe", "--always", "--dirty"]
-        revision = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip() or None
+        revision = subprocess.run(describe, capture_output=True, encoding="utf-8", check=False).stdout.strip() or None
     return {
         "revision": revision,
         "python": platform.python_version(),

@@ -104,7 +104,7 @@ def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:
             return f"finished at step {step}, where training.schedule {recipe.training.schedule} ends"
         return f"finished at step {step}; raise trainer.max_steps to continue"
     if (path / STOPPED_EARLY).exists():
-        stop = json.loads((path / STOPPED_EARLY).read_text())
+        stop = json.loads((path / STOPPED_EARLY).read_text(encoding="utf-8"))
         if stop["step"] == step and recipe.run.patience is not None and recipe.run.patience <= stop["patience"]:
             without = f"{stop['patience']} validations without a better BLEU"
             return f"stopped early at step {step} after {without}; raise run.patience to continue"
