@@ -6,21 +6,23 @@ These dataclasses are the recipe's schema: other keys are refused, with the near
 import re
 from dataclasses import dataclass, field, fields
 
+from data_module.paths import PathText
+
 
 @dataclass(frozen=True)
 class TextSource:
     """Parallel text: two files of one sentence per line, one tab-separated file of pairs, a data set, or another kind.
 
-    Files may be plain or gzip-compressed (`.gz`). Paths are relative to the working folder.
+    Files may be plain or gzip-compressed (`.gz`). Paths are relative to the working folder; `~` is the home folder.
     """
 
-    source: str | None = None
+    source: PathText | None = None
     """Source sentences, one per line."""
-    target: str | None = None
+    target: PathText | None = None
     """Their translations: line i translates line i of `source`."""
-    tsv: str | None = None
+    tsv: PathText | None = None
     """A file of lines with two columns: source, tab, target."""
-    dataset: str | None = None
+    dataset: PathText | None = None
     """A Hugging Face data set with a `translation` column: its name on the hub, or a folder of parquet or JSON."""
     subset: str | None = None
     """The data set's subset, if it has several."""
@@ -36,7 +38,7 @@ class TextSource:
     """How many times an epoch has the text: 2.5 is two copies and a random half of its pairs. For training text."""
     reader: str | None = None
     """Name of a reader that an extension has registered; see docs/extending.md."""
-    path: str | None = None
+    path: PathText | None = None
     """The file that this reader reads."""
     prefix: str | None = None
     """One of `corpus.user_symbols`, put before every source sentence, such as `>>de<<` for the target language."""
@@ -122,7 +124,7 @@ class CorpusSettings:
     A change of any of these requires another corpus, except for `folder`, `bpe_dropout` and `noise`.
     """
 
-    folder: str
+    folder: PathText
     """Folder that `prepare` writes the corpus to."""
     train: list[TextSource]
     """Text to train on."""

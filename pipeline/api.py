@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from data_module.errors import InputError
+from data_module.paths import user_path
 from model.attention_maps import attention_maps
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import load_model
@@ -78,10 +79,11 @@ def load(
         InputError: the model cannot be read, or a setting is out of bounds.
     """
     with _mistakes_in_one_line():
-        folder = bundle_of(Path(path))
+        path = user_path(path)
+        folder = bundle_of(path)
         if folder is not None:
             return Model(load_bundle(folder, beam_size, length_penalty, stop_rule))
-        translator = load_translator(Path(path), beam_size, length_penalty, stop_rule)
+        translator = load_translator(path, beam_size, length_penalty, stop_rule)
         return Model(translator, _File.of(Path(translator.name).absolute()))
 
 

@@ -27,6 +27,7 @@ ROOMS = {
         "tokenization",
         "atomic_folder",
         "settings",
+        "paths",
         "errors",
     ],
     "model": ["model", "cpu", "gpu", "torch_private"],

@@ -16,6 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data_module.demo.sentences import Author, Lexicon, Sentence
+from data_module.paths import user_path
 
 SPLIT_SIZES = {"train": 20_000, "validation": 1_000, "test": 1_000, "test_new_combinations": 1_000}
 HELD_OUT_FRACTION = 0.05
@@ -81,7 +82,7 @@ def write_demo_corpus(folder: Path, seed: int = 1) -> None:
 def main() -> None:
     """Run the command line: `python -m data_module.demo.corpus FOLDER`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("folder", type=user_path, metavar="FOLDER")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     write_demo_corpus(arguments.folder, arguments.seed)

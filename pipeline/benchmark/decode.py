@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from data_module.paths import user_path
 from pipeline.inference.text_io import add_search_arguments
 
 if TYPE_CHECKING:
@@ -42,9 +43,9 @@ class Round(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's arguments."""
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a .ckpt file or a run folder")
-    parser.add_argument("--bundle", type=Path, help="exported bundle of the checkpoint; compare with its model.ts")
-    parser.add_argument("--source", type=Path, required=True, help="sentences to translate (plain or .gz)")
+    parser.add_argument("--checkpoint", type=user_path, required=True, help="a .ckpt file or a run folder")
+    parser.add_argument("--bundle", type=user_path, help="exported bundle of the checkpoint; compare with its model.ts")
+    parser.add_argument("--source", type=user_path, required=True, help="sentences to translate (plain or .gz)")
     add_search_arguments(parser)
     parser.add_argument(
         "--baseline", action="append", default=[], choices=BASELINES, help="program to compare with; may be given twice"

@@ -11,16 +11,19 @@ import sys
 from pathlib import Path
 
 from data_module.errors import InputError
+from data_module.paths import user_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("run", type=Path, help="a run folder")
+    parser.add_argument("run", type=user_path, help="a run folder")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--last", type=int, metavar="N", help="number of checkpoints, from the newest")
     which.add_argument("--best", type=int, metavar="N", help="number of checkpoints around the best validation")
     parser.add_argument(
-        "--output", type=Path, help="the file to write (default: RUN/average-last-N.ckpt or RUN/average-best-N.ckpt)"
+        "--output",
+        type=user_path,
+        help="the file to write (default: RUN/average-last-N.ckpt or RUN/average-best-N.ckpt)",
     )
 
 

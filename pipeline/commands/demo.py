@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data_module.errors import SCRIPTS
+from data_module.paths import user_path
 from pipeline.config.shipped import shipped_recipes
 from pipeline.runtime.signals import INTERRUPTED
 
@@ -28,7 +29,9 @@ SAMPLES = 6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="the run folder (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=user_path, default=Path("runs/demo"), help="the run folder (default: %(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

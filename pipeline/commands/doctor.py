@@ -4,8 +4,8 @@ Prints a line per check: `ok`, or `WRONG` with what is wrong and what to do. The
 """
 
 import argparse
-from pathlib import Path
 
+from data_module.paths import user_path
 from pipeline.config.arguments import add_recipe_arguments
 from pipeline.preflight.run_checks import run_checks
 
@@ -15,7 +15,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser, required=False)
     parser.add_argument("--fresh", action="store_true", help="check for a run of `fit --fresh`")
     parser.add_argument(
-        "--init-from", type=Path, metavar="CHECKPOINT", help="check the weights that `fit --init-from` would start from"
+        "--init-from",
+        type=user_path,
+        metavar="CHECKPOINT",
+        help="check the weights that `fit --init-from` would start from",
     )
 
 

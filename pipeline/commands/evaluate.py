@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
+from data_module.paths import user_path
 from pipeline.inference.prefixes import add_prefix_argument
 from pipeline.inference.text_io import LineWarning, add_search_arguments
 
@@ -26,9 +27,9 @@ TOKENIZED_LINES = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("checkpoint", type=Path, help="a .ckpt file or a run folder")
-    parser.add_argument("--source", type=Path, help="sentences to translate (plain or .gz)")
-    parser.add_argument("--reference", type=Path, help="their reference translations (plain or .gz)")
+    parser.add_argument("checkpoint", type=user_path, help="a .ckpt file or a run folder")
+    parser.add_argument("--source", type=user_path, help="sentences to translate (plain or .gz)")
+    parser.add_argument("--reference", type=user_path, help="their reference translations (plain or .gz)")
     parser.add_argument(
         "--test-set",
         metavar="NAME",
@@ -36,12 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_prefix_argument(parser)
     add_search_arguments(parser)
-    parser.add_argument("--output", type=Path, help="a file to write the translations to")
+    parser.add_argument("--output", type=user_path, help="a file to write the translations to")
     parser.add_argument(
         "--paper", action="store_true", help="add BLEU on Moses tokens, as in papers (needs the extra paper-score)"
     )
     parser.add_argument(
-        "--versus", type=Path, metavar="OTHER", help="another checkpoint; test whether the difference is significant"
+        "--versus",
+        type=user_path,
+        metavar="OTHER",
+        help="another checkpoint; test whether the difference is significant",
     )
     parser.add_argument(
         "--messy",

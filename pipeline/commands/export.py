@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from data_module.paths import user_path
 from pipeline.export.bundle import (
     FILES,
     ON_REQUEST,
@@ -24,8 +25,8 @@ from pipeline.export.bundle import (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("checkpoint", type=Path, help="a .ckpt file or a run folder")
-    parser.add_argument("folder", type=Path, help="the bundle to write")
+    parser.add_argument("checkpoint", type=user_path, help="a .ckpt file or a run folder")
+    parser.add_argument("folder", type=user_path, help="the bundle to write")
     parser.add_argument("--force", action="store_true", help="replace an existing bundle")
     parser.add_argument(
         "--format",
@@ -36,11 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", choices=["int8"], help="add int8 models for CPUs beside those in float32")
     parser.add_argument(
         "--parity-source",
-        type=Path,
+        type=user_path,
         metavar="FILE",
         help=f"sentences to compare formats on (default: {PARITY_SENTENCES} of the validation text)",
     )
-    parser.add_argument("--parity-reference", type=Path, metavar="FILE", help="their reference translations, for BLEU")
+    parser.add_argument(
+        "--parity-reference", type=user_path, metavar="FILE", help="their reference translations, for BLEU"
+    )
     parser.add_argument(
         "--data-licence", action="append", default=[], metavar="TEXT", help="licence of the training data, for the card"
     )

@@ -5,8 +5,8 @@ all settings with type, default and meaning, and has a table of sizes, memory an
 """
 
 import argparse
-from pathlib import Path
 
+from data_module.paths import user_path
 from pipeline.config.arguments import add_recipe_arguments
 from pipeline.runtime import signals
 from pipeline.runtime.launch import process_rank, reports_exit_code
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="start over: remove the run that is there")
     parser.add_argument(
         "--init-from",
-        type=Path,
+        type=user_path,
         metavar="CHECKPOINT",
         help="begin a new run from another's weights and tokenizer, or a Marian model's",
     )

@@ -8,8 +8,8 @@ goes to standard error. `manifest.json` in the folder holds all of it.
 import argparse
 import json
 import sys
-from pathlib import Path
 
+from data_module.paths import user_path
 from pipeline.config.arguments import add_recipe_arguments
 
 
@@ -18,7 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--force", action="store_true", help="replace a corpus of other texts or settings")
     parser.add_argument(
-        "--init-from", type=Path, metavar="CHECKPOINT", help="use this checkpoint's tokenizer; for `fit --init-from`"
+        "--init-from",
+        type=user_path,
+        metavar="CHECKPOINT",
+        help="use this checkpoint's tokenizer; for `fit --init-from`",
     )
 
 

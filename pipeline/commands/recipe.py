@@ -5,7 +5,8 @@ the schema for editors, and prints the files that it wrote. It does not overwrit
 """
 
 import argparse
-from pathlib import Path
+
+from data_module.paths import user_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions.add_parser("list", help="print names and descriptions", allow_abbrev=False)
     copy = actions.add_parser("copy", help="copy a recipe", allow_abbrev=False)
     copy.add_argument("name", help="a name of `recipe list`")
-    copy.add_argument("to", type=Path, nargs="?", help="a file or a folder (default: NAME.yaml in this folder)")
+    copy.add_argument("to", type=user_path, nargs="?", help="a file or a folder (default: NAME.yaml in this folder)")
 
 
 def run(arguments: argparse.Namespace) -> int:

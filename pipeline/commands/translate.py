@@ -10,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from data_module.paths import user_path
 from pipeline.inference.prefixes import Prefixes, add_prefix_argument, with_prefix
 from pipeline.inference.text_io import CHUNK, LineWarning, add_search_arguments, count_lines, open_text, sentences
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("checkpoint", type=Path, help="a .ckpt file or a run folder")
-    parser.add_argument("--input", type=Path, help="a file of sentences, plain or .gz (default: standard input)")
+    parser.add_argument("checkpoint", type=user_path, help="a .ckpt file or a run folder")
+    parser.add_argument("--input", type=user_path, help="a file of sentences, plain or .gz (default: standard input)")
     add_prefix_argument(parser)
     add_search_arguments(parser)
     parser.add_argument("--n-best", type=int, metavar="N", help="print the N best translations; at most the beam size")

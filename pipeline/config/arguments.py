@@ -1,14 +1,15 @@
 """Command-line arguments that several commands share."""
 
 import argparse
-from pathlib import Path
+
+from data_module.paths import user_path
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Add `--config`, a list of recipe files; without `required`, the list may be empty."""
     parser.add_argument(
         "--config",
-        type=Path,
+        type=user_path,
         action="append",
         metavar="FILE",
         required=required,

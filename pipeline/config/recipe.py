@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from data_module.errors import PROGRAM, InputError
+from data_module.paths import user_path
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.schema import Checker, Signature, annotation, takes_text
@@ -197,15 +198,16 @@ def _extended(
     place = own_places.pop("extends", str(path))
     if not isinstance(base, str):
         raise InputError(f"{place}: extends must name one recipe, relative to this one's folder")
+    extended = path.parent / user_path(base)
     try:
-        is_there = (path.parent / base).is_file()
+        is_there = extended.is_file()
     except OSError:  # such as a name that is too long
         is_there = False
     if not is_there:
         raise InputError(f"{place}: extends {base}, which does not exist; name a recipe relative to {path.parent}")
     if path.resolve() in seen:
         raise InputError(f"{place}: extends {base}, which extends this one; remove one of the two")
-    values = _read_extended(path.parent / base, places, (*seen, path.resolve()))
+    values = _read_extended(extended, places, (*seen, path.resolve()))
     places |= own_places
     _merge(values, own)
     return values

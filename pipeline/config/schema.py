@@ -8,6 +8,9 @@ from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
+from data_module.errors import InputError
+from data_module.paths import PathText, user_path
+
 Signature = dict[str, Any]
 """The keys of a section that has no dataclass, and their type annotations."""
 
@@ -57,7 +60,7 @@ class Checker:
             self._wrong(prefix.rstrip("."), f"{prefix.rstrip('.')} must be a mapping, not {_value_name(values)}")
             return None
         before = len(self.mistakes)
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         known = {f.name: f for f in fields(kind)}
         self._unknown(values, known, prefix)
         arguments = {}
@@ -97,6 +100,8 @@ class Checker:
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if kind is Any or (isinstance(kind, type) and kind is type(value)):
             return value
+        if kind == PathText:
+            return self._path(value, key)
         if origin in (typing.Union, types.UnionType):
             return self._union(value, arguments, key)
         if origin is typing.Literal:
@@ -121,6 +126,14 @@ class Checker:
         quoted = "; put it in quotes" if kind is str and value is not None else ""
         self._wrong(key, f"{key} must be {_kind_name(kind)}, not {_value_name(value)}{quoted}")
         return None
+
+    def _path(self, value: Any, key: str) -> str | None:
+        text = self.value(value, str, key)
+        try:
+            return str(user_path(text)) if text and text.startswith("~") else text
+        except InputError as error:
+            self._wrong(key, f"{key}: {error}")
+            return None
 
     def _union(self, value: Any, kinds: tuple[Any, ...], key: str) -> Any:
         if value is None and type(None) in kinds:

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from data_module.paths import PathText
+
 
 @dataclass(frozen=True)
 class RunSettings:
     """Where a run is written, what it keeps, when it stops early."""
 
-    folder: str | None = None
+    folder: PathText | None = None
     """`runs/<recipe's name>` if null."""
     seed: int = 1
     """Seed of initial weights, dropout and the order of training data. It may not change on resume."""

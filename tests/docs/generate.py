@@ -25,7 +25,7 @@ from tests.test_structure import ROOMS
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 _KINDS = {
-    **{"int": "integer", "float": "number", "bool": "true or false", "str": "text", "None": "null"},
+    **{"int": "integer", "float": "number", "bool": "true or false", "str": "text", "PathText": "path", "None": "null"},
     **{"NoiseSettings": "section", "BpeDropout": "section"},
 }
 

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from data_module.errors import InputError
+from pipeline import load
 from pipeline.__main__ import parse
+from tests.test_structure import FILES
 
 ONE, TWO, THREE = map(Path, ("one.yaml", "two.yml", "three.yaml"))
 
@@ -29,6 +32,16 @@ def test_config_may_be_left_out(words: str, recipes: list[Path], overrides: str)
     _, arguments = parse("fit", words.split())
     assert arguments.config == recipes
     assert arguments.overrides == overrides.split()
+
+
+def test_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse("fit", ["--config=~/one.yaml"])[1].config == [tmp_path / "one.yaml"]
+    assert parse("evaluate", ["~/run", "--output=~/out"])[1].output == tmp_path / "out"
+    with pytest.raises(InputError, match=f"^{tmp_path}/run: "):
+        load("~/run")
+    # The type of all other options, too.
+    assert not [path for path in FILES if "type=Path" in path.read_text(encoding="utf-8")]
 
 
 def test_every_command_that_takes_a_recipe() -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import pytest
 import yaml
@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_module.errors import InputError
+from data_module.settings import CorpusSettings, TextSource
 from pipeline.config.recipe import Recipe, load_recipe, recipe_from_dict
+from pipeline.config.settings import RunSettings
 from pipeline.config.trainer_keys import trainer_signature
 from tests.conftest import pipeline
 
@@ -260,7 +262,7 @@ def test_text_is_what_was_written(tmp_path: Path) -> None:
         assert (recipe.name, recipe.corpus.user_symbols) == (written, [written, "x"])
         assert recipe.corpus.test[0].tsv == written
     path = write(tmp_path, MINIMAL)
-    words = [*WRITTEN, "no", "true", "#1", "a #b", "a: b", "'a'", "~", "{x}"]
+    words = [*WRITTEN, "no", "true", "#1", "a #b", "a: b", "'a'", "{x}"]
     for word in words:
         options = ["--run.folder", word, f"--corpus.user_symbols={word}", f"--corpus.validation.target={word}"]
         recipe = load_recipe([path], options)
@@ -274,6 +276,31 @@ def test_text_is_what_was_written(tmp_path: Path) -> None:
         message = f"{path}:5: corpus.user_symbols must be text, not {name}; put it in quotes"
         assert error_message(path) == message
     assert load_recipe([write(tmp_path, yaml.safe_dump(recipe.as_dict()), "config.yaml")]) == recipe
+
+
+def test_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every key that holds a path, in `extends`, on the command line and in the Python API."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kinds = {"run": RunSettings, "corpus": CorpusSettings, "corpus.train": TextSource}
+    hints = {section: get_type_hints(kind, include_extras=True) for section, kind in kinds.items()}
+    keys = {f"{section}.{key}" for section, types in hints.items() for key in types if "path" in str(types[key])}
+    names = {f"corpus.train.{key}" for key in ("source", "target", "tsv", "dataset", "path")}
+    assert keys == {"run.folder", "corpus.folder", *names}
+    texts = "train: {source: ~/a, target: ~/b}, validation: {tsv: ~/c}"
+    write(tmp_path, f"corpus: {{folder: ~/corpus, {texts}}}\n", "base.yaml")
+    (tmp_path / "deep").mkdir()
+    path = write(tmp_path / "deep", "extends: ~/base.yaml\ncorpus: {test: {dataset: ~, reader: x, path: ~/d}}\n")
+    recipe = load_recipe([path], ["--run.folder=~/run"])
+    train, validation, test = recipe.corpus.train[0], recipe.corpus.validation[0], recipe.corpus.test[0]
+    given = [recipe.run.folder, recipe.corpus.folder, train.source, train.target, validation.tsv, test.path]
+    assert given == [f"{tmp_path}/{name}" for name in ("run", "corpus", "a", "b", "c", "d")]
+    base = load_recipe([tmp_path / "base.yaml"])
+    assert recipe_from_dict({"name": "base", "extends": "~/base.yaml"}) == base
+    unknown = write(tmp_path, MINIMAL + "run: {folder: ~nobody-of-this-name/run}\n")
+    assert error_message(unknown) == (
+        f"{unknown}:5: run.folder: ~nobody-of-this-name/run: the home folder ~nobody-of-this-name is unknown; write the"
+        " whole path, or ./~nobody-of-this-name for a name that begins so"
+    )
 
 
 def test_numbers_are_read_as_decimals(tmp_path: Path) -> None:
