@@ -1,7 +1,9 @@
-"""Replace a folder as a whole, and find out whether one can be created."""
+"""Replace a folder as a whole, find out whether one can be created, and open its lock file."""
 
+import fcntl
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -46,3 +48,40 @@ def write_error(folder: Path) -> str | None:
             return None
     except OSError as error:
         return error.strerror
+
+
+def lock_file(folder: Path) -> Path:
+    """Return the name of the file that locks a folder, beside it."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def take_lock(path: Path) -> tuple[int, bool]:
+    """Open a lock file, which is created for all users if it is not there, and lock it unless another process has.
+
+    Returns:
+        Its descriptor, for `fcntl.flock` and `os.close`, and whether it is locked now.
+
+    Raises:
+        OSError: it cannot be created or locked, or another user has left it and keeps others from reading it.
+    """
+    descriptor = _open_lock(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return descriptor, False
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor, True
+
+
+def _open_lock(path: Path) -> int:
+    with suppress(FileNotFoundError):
+        try:
+            return os.open(path, os.O_RDWR)
+        except PermissionError:
+            return os.open(path, os.O_RDONLY)  # enough for a lock, but for NFS
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with suppress(PermissionError):  # It may be another user's by now.
+        os.fchmod(descriptor, 0o666)  # whatever the umask is
+    return descriptor

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,19 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     prepare(settings, progress=False)
     return folder / "corpus"
+
+
+@contextmanager
+def another_user() -> Iterator[Path]:
+    """Run as a user who is not root, and yield a folder that all users may write to."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        user = os.geteuid()
+        os.seteuid(user or 65534)
+        try:
+            yield Path(folder)
+        finally:
+            os.seteuid(user)
 
 
 def tiny_recipe(texts: Path) -> dict[str, Any]:

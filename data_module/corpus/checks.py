@@ -1,10 +1,11 @@
 """Checks of a recipe's `corpus:` section before anything expensive is done, for `prepare`, `fit` and `doctor`."""
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_module.atomic_folder import existing_parent, write_error
+from data_module.atomic_folder import existing_parent, lock_file, take_lock, write_error
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
 from data_module.readers.pairs import invalid_utf8, open_reader
@@ -140,6 +141,15 @@ def check_folder(settings: CorpusSettings) -> None:
     parent = existing_parent(folder.resolve().parent)
     if error := write_error(parent):
         raise InputError(f"{folder}: cannot be written: {error} ({parent}); name another corpus.folder")
+    lock = lock_file(folder.resolve())
+    try:
+        if lock.exists():
+            os.close(take_lock(lock)[0])
+    except OSError as refused:
+        raise InputError(
+            f"{folder}: cannot be locked: {refused.strerror} ({lock}); remove that file if no prepare is running, or"
+            " name another corpus.folder"
+        ) from None
 
 
 def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import gc
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_module.atomic_folder import replace_folder
+from data_module.atomic_folder import lock_file, replace_folder, take_lock
 from data_module.corpus.builder import learn_tokenizer, write_corpus
 from data_module.corpus.checks import (
     check_folder,
@@ -189,13 +190,14 @@ def _check_epochs(folder: Path, manifest: dict[str, Any], settings: CorpusSettin
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which need not exist. The operating system releases it if the process dies."""
-    with folder.with_name(f".{folder.name}.lock").open("a", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    lock, is_locked = take_lock(lock_file(folder))
+    try:
+        if not is_locked:
             log.info("another process is preparing %s; waiting for it", folder)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def _partial(folder: Path) -> Path:

@@ -58,6 +58,9 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{path}: is a file; give another run.folder")
     if error := write_error(existing_parent(path)):
         raise InputError(f"{path}: cannot be written ({error}); give another run.folder")
+    lock = path / _LOCK
+    if lock.exists() and not os.access(lock, os.W_OK, effective_ids=True):
+        raise InputError(f"{lock}: cannot be written, so another user has the run; give another run.folder")
     if path.is_dir() and any(map(_is_foreign, path.iterdir())) and not is_run(path):
         raise InputError(f"{path}: is not empty and not a run folder; give another run.folder")
 

@@ -1,6 +1,7 @@
 """Checks of text and settings before a corpus is prepared."""
 
 import logging
+import os
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ from data_module.demo.corpus import distinct_sentences
 from data_module.demo.sentences import Author, Lexicon
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
+from tests.conftest import another_user
 
 GREEK = ["ένα μικρό σπίτι στέκεται κοντά στο δάσος", "οι παλιές γάτες κοιμούνται κάτω από το τραπέζι"]
 
@@ -185,6 +187,32 @@ def test_invalid_utf8_is_found_without_preparing(tmp_path: Path, monkeypatch: py
         prepare(settings, progress=False)
     assert str(prepared.value) == str(caught.value)
     assert check_source(text, replace(settings, drop_invalid_utf8=True)).num_pairs == 9
+
+
+def test_a_lock_that_another_user_has_left() -> None:
+    """One that all may read serves, one that others may not read is named; a new one is for all users."""
+    with another_user() as folder:
+        text = text_of(folder, "train", ["a"], ["b"])
+        settings = settings_of(folder, [text], text)
+        lock = folder / ".corpus.lock"
+        lock.touch(0o400)
+        check_folder(settings)
+        prepare(replace(settings, vocabulary_size=7), progress=False)
+        lock.chmod(0)
+        message = f"{settings.folder}: cannot be locked: Permission denied ({lock}); remove that file if no prepare is"
+        with pytest.raises(InputError) as caught:
+            check_folder(settings)
+        assert str(caught.value).startswith(message)
+        with pytest.raises(InputError) as caught:
+            prepare(settings, force=True, progress=False)
+        assert str(caught.value).startswith(message)
+        lock.unlink()
+        mask = os.umask(0o077)
+        try:
+            prepare(replace(settings, vocabulary_size=7), force=True, progress=False)
+        finally:
+            os.umask(mask)
+        assert lock.stat().st_mode & 0o777 == 0o666
 
 
 def test_a_corpus_folder_that_cannot_be_created(tmp_path: Path) -> None:

@@ -17,14 +17,22 @@ import yaml
 
 from data_module.errors import InputError
 from data_module.settings import TextSource
-from pipeline.checkpointing.run_folder import RunFolder, check_same_run, count_start, differences, is_run, reset_marker
+from pipeline.checkpointing.run_folder import (
+    RunFolder,
+    check_same_run,
+    check_writable,
+    count_start,
+    differences,
+    is_run,
+    reset_marker,
+)
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime import signals
 from pipeline.runtime import versions as versions_module
 from pipeline.runtime.signals import Stopped
 from pipeline.runtime.slurm import JobStep
 from pipeline.runtime.versions import versions
-from tests.conftest import ROOT
+from tests.conftest import ROOT, another_user
 
 LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 HOLD_LOCK = """
@@ -210,6 +218,16 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(fcntl, "lockf", raise_no_locks)
     with pytest.raises(InputError, match=r"its file system cannot lock files \(No locks available\)"):
         RunFolder(tmp_path / "run")
+
+
+def test_a_run_of_another_user_is_refused() -> None:
+    with another_user() as folder:
+        lock = folder / "run" / ".lock"
+        lock.parent.mkdir()
+        lock.touch(0o400)
+        with pytest.raises(InputError) as caught:
+            check_writable(lock.parent)
+        assert str(caught.value) == (f"{lock}: cannot be written, so another user has the run; give another run.folder")
 
 
 def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
