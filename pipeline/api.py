@@ -255,10 +255,10 @@ class Model:
             raise InputError(f"{translator.name}: a bundle has no attention weights; load the checkpoint")
         if not isinstance(sentence, str):
             raise InputError(f"attention is that of one sentence; give text, not {sentence!r}")
-        [source_ids] = self._source_ids([sentence])
+        [source_ids] = self._source_ids(_texts(sentence, "sentence"))
         if target is None:
             target = translator.translate([sentence])[0].text
-        [target_ids] = self._target_ids([target])
+        [target_ids] = self._target_ids(_texts(target, "target"))
         tokenizer, device = translator.tokenizer, translator.device
         maps = attention_maps(
             network,
@@ -302,11 +302,18 @@ class Model:
 
 
 def _texts(given: str | list[str], name: str) -> list[str]:
-    """Return a list of sentences; raise InputError for a member that is not text."""
+    """Return a list of sentences; raise InputError for a member that is not text or has no UTF-8 form."""
     texts = [given] if isinstance(given, str) else list(given)
     for number, text in enumerate(texts, 1):
         if not isinstance(text, str):
             raise InputError(f"{name}: number {number} is {text!r}, not text")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start].encode("ascii", "backslashreplace").decode()
+            raise InputError(
+                f"{name}: number {number} has half of a surrogate pair, {half}, which is no character; remove it"
+            ) from None
     return texts
 
 

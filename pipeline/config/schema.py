@@ -6,6 +6,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType
 from typing import Any
 
 from data_module.errors import InputError
@@ -98,10 +99,8 @@ class Checker:
     def value(self, value: Any, kind: Any, key: str) -> Any:
         """Return the value converted to the annotation, or None after adding to `mistakes`."""
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-        if kind is Any or (isinstance(kind, type) and kind is type(value)):
+        if kind is Any or (isinstance(kind, type) and kind is type(value) and kind is not str):
             return value
-        if kind == PathText:
-            return self._path(value, key)
         if origin in (typing.Union, types.UnionType):
             return self._union(value, arguments, key)
         if origin is typing.Literal:
@@ -122,24 +121,19 @@ class Checker:
                     return parse(value)
                 except (TypeError, ValueError, OverflowError):
                     pass
+                except InputError as error:
+                    self._wrong(key, f"{key}: {error}")
+                    return None
         # YAML reads the languages' names no and on as false and true, and the placeholder {x} as a mapping.
-        quoted = "; put it in quotes" if kind is str and value is not None else ""
+        quoted = "; put it in quotes" if kind in (str, PathText) and not isinstance(value, (str, NoneType)) else ""
         self._wrong(key, f"{key} must be {_kind_name(kind)}, not {_value_name(value)}{quoted}")
         return None
-
-    def _path(self, value: Any, key: str) -> str | None:
-        text = self.value(value, str, key)
-        try:
-            return str(user_path(text)) if text and text.startswith("~") else text
-        except InputError as error:
-            self._wrong(key, f"{key}: {error}")
-            return None
 
     def _union(self, value: Any, kinds: tuple[Any, ...], key: str) -> Any:
         if value is None and type(None) in kinds:
             return None
         if type(value) in kinds:
-            return value
+            return self.value(value, type(value), key)
         kinds = tuple(kind for kind in kinds if kind is not type(None))
         if len(kinds) == 1:
             return self.value(value, kinds[0], key)
@@ -178,10 +172,17 @@ def _parse_bool(value: Any) -> bool:
     raise TypeError
 
 
-def _parse_str(value: Any) -> str:
+def _parse_str(value: Any, errors: str = "strict") -> str:
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):
         raise TypeError
-    return str(value)
+    text = str(value)
+    text.encode(errors=errors)  # Half of a surrogate pair is no character.
+    return text
+
+
+def _parse_path(value: Any) -> str:
+    text = _parse_str(value, "surrogateescape")  # The bytes of a file's name need not be UTF-8.
+    return str(user_path(text)) if text.startswith("~") else text
 
 
 _SCALARS: dict[Any, Callable[[Any], Any]] = {
@@ -189,6 +190,7 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
     float: _parse_float,
     bool: _parse_bool,
     str: _parse_str,
+    PathText: _parse_path,
 }
 
 
@@ -200,6 +202,8 @@ def _value_name(value: Any) -> str:
 
 def _kind_name(kind: Any) -> str:
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a mapping"}
+    if kind == PathText:
+        return "text"
     if typing.get_origin(kind) is typing.Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(kind)))
     if typing.get_origin(kind) is list:

@@ -1,6 +1,7 @@
 """The Python API: the same answers, scores and mistakes as the commands', in a process that is somebody else's."""
 
 import copy
+import json
 import logging
 import os
 import shutil
@@ -288,6 +289,18 @@ def test_mistakes_have_the_commands_lines(
     assert "attention is that of one sentence" in refusal(lambda: model.attention(["a"]))  # type: ignore[arg-type]
     assert "2 sources and 1 targets" in refusal(lambda: model.score(["a", "b"], ["a"]))
     assert "1 sources and 1 targets" in refusal(lambda: model.score("a", ["a"]))  # type: ignore[call-overload]
+
+
+def test_half_of_a_surrogate_pair_is_named(model: pipeline.Model) -> None:
+    half = json.loads('"a \\ud83d"')
+    mistake = "number 2 has half of a surrogate pair, \\ud83d, which is no character; remove it"
+    assert refusal(lambda: model.translate(["a", half])) == f"sentences: {mistake}"
+    assert refusal(lambda: model.translate(["a", half], 2)) == f"sentences: {mistake}"
+    assert refusal(lambda: model.score(["a", half], ["a", "a"])) == f"sources: {mistake}"
+    assert refusal(lambda: model.score(["a", "a"], ["a", half])) == f"targets: {mistake}"
+    assert "half of a surrogate pair" in refusal(lambda: model.attention(half))
+    assert "half of a surrogate pair" in refusal(lambda: model.attention("a", half))
+    assert model.translate("\U0001f600") == model.translate(["\U0001f600"])[0]
 
 
 def test_long_sentences_and_missing_prefixes_are_warned_of(letters: Tokenizer) -> None:

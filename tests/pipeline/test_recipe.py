@@ -303,6 +303,16 @@ def test_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_half_of_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL + '  user_symbols: ["\\ud83d"]\nname: "\\ud83d"\nrun: {folder: "\\ud83d"}\n')
+    message = error_message(path)
+    for line, key in ((5, "corpus.user_symbols"), (6, "name"), (7, "run.folder")):
+        assert f"{path}:{line}: {key} must be text, not '\\ud83d'" in message
+    # The name of a file that is not UTF-8.
+    assert load_recipe([write(tmp_path, MINIMAL)], ["--run.folder=\udcf6"]).run.folder == "\udcf6"
+    assert "must be text" in error_message(path, "--corpus.user_symbols=\udcf6")
+
+
 def test_numbers_are_read_as_decimals(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + "run: {seed: 010, keep_last: +5}\n")
     big = 2**53 + 1
