@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from data_module.errors import InputError
 from data_module.paths import user_path
+from data_module.tokenization.word_counts import SPACE_MARK
 from model.attention_maps import attention_maps
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.loading import bundle_of, load_bundle
 from pipeline.inference.scorer import score_pairs
-from pipeline.inference.text_io import progress_bar
+from pipeline.inference.text_io import SPACE_MARK_MESSAGE, progress_bar
 from pipeline.inference.translator import EMPTY, Hypothesis, Translator, load_translator
 from pipeline.runtime import signals
 from pipeline.runtime.console import lightning_noise_restored
@@ -171,7 +172,8 @@ class Model:
     def translate(self, sentences: str | list[str], n_best: int | None = None, *, progress: bool = True) -> Any:
         """Translate a sentence or a list of sentences. An empty sentence has an empty translation.
 
-        Warns of sentences that are too long for the model, and of those without a prefix that it needs.
+        Warns of sentences that are too long for the model, without a prefix that it needs, or with U+2581, which is
+        read as a space.
 
         Args:
             sentences: one sentence or a list.
@@ -191,6 +193,7 @@ class Model:
         if count > beam_size:
             raise InputError(f"n_best {count}: is more than the beam, {beam_size}; load the model with more beam_size")
         self._warn_of_prefixes(texts)
+        _warn_of_marks(texts)
         with _mistakes_in_one_line():
             found = self._translator.translate(texts, count, progress=progress)
         self._warn_of_cut([number for number, one in enumerate(found, 1) if one.truncated])
@@ -277,6 +280,7 @@ class Model:
     def _source_ids(self, sentences: list[str]) -> list[list[int]]:
         """Return ids with the end symbol, cut as in translation, with the same warnings."""
         self._warn_of_prefixes(sentences)
+        _warn_of_marks(sentences)
         eos, longest = self._translator.tokenizer.eos_id, self._translator.max_source_tokens
         rows = [ids.tolist() for ids in self._translator.tokenizer.encode(sentences)]
         if longest is not None:
@@ -285,6 +289,7 @@ class Model:
 
     def _target_ids(self, sentences: list[str]) -> list[list[int]]:
         """Return ids with the end symbol; raise InputError for a sentence that the network has no positions for."""
+        _warn_of_marks(sentences)
         eos, longest = self._translator.tokenizer.eos_id, self._translator.search.max_positions
         rows = [[*ids.tolist(), eos] for ids in self._translator.tokenizer.encode(sentences)]
         for number, ids in enumerate(rows, 1):
@@ -315,6 +320,10 @@ def _texts(given: str | list[str], name: str) -> list[str]:
                 f"{name}: number {number} has half of a surrogate pair, {half}, which is no character; remove it"
             ) from None
     return texts
+
+
+def _warn_of_marks(sentences: list[str]) -> None:
+    _warn([number for number, sentence in enumerate(sentences, 1) if SPACE_MARK in sentence], SPACE_MARK_MESSAGE)
 
 
 def _warn(numbers: list[int], what: str) -> None:

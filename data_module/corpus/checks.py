@@ -11,7 +11,7 @@ from data_module.errors import InputError
 from data_module.readers.pairs import invalid_utf8, open_reader
 from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import BYTE_NAMES, NUM_BYTES, SPECIAL_NAMES, Tokenizer, minimum_size
-from data_module.tokenization.word_counts import normalize_white_space
+from data_module.tokenization.word_counts import SPACE_MARK, normalize_white_space
 
 FEW_PAIRS = 5_000
 """Training pairs below which a network hardly learns more than its training text."""
@@ -24,6 +24,30 @@ _MIN_SAMPLE_LINES = 20
 _MAX_NAMED_SYMBOLS = 3
 _SWAP_MARGIN = 0.1
 """How much more alike crossed sides must be than straight ones to be called swapped; cosines, from 0 to 1."""
+
+
+_READ_AS_SPACE = {
+    b"\t": ("a tab in", "remove it, or name a file of two columns as {tsv: FILE}"),
+    SPACE_MARK.encode(): (
+        "U+2581 (\u2581) in",
+        "sentencepiece marks spaces by it; give the text before it was cut into pieces, or another character",
+    ),
+}
+"""Characters that are read as spaces though they may have been meant otherwise: their names, and what to do."""
+
+
+@dataclass
+class LineCount:
+    """How many lines of a file have something."""
+
+    lines: int = 0
+    first: int = 0
+    """The first of them."""
+
+    def add(self, numbers: list[int]) -> None:
+        """Add the numbers of lines."""
+        self.first = self.first or numbers[0]
+        self.lines += len(numbers)
 
 
 @dataclass
@@ -160,7 +184,7 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
     """
     reader = open_reader(text, settings)
     found = SourceCheck(", ".join(dict.fromkeys(reader.names)), reader.count_pairs(), 0, ("", ""), [])
-    with_tab, first_with_tab = [0, 0], [0, 0]
+    spaced = [{character: LineCount() for character in _READ_AS_SPACE} for _ in reader.names]
     first_line = 1
     for sides in reader.chunks():
         samples = []
@@ -175,21 +199,22 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
                     " already; remove `prefix` from the source, or choose another symbol"
                 )
             samples.append(b"".join(lines[:_SAMPLE_LINES]).decode(errors="replace"))
-            if b"\t" in data:
-                indices = [i for i, line in enumerate(lines) if b"\t" in line]
-                first_with_tab[side] = first_with_tab[side] or first_line + indices[0]
-                with_tab[side] += len(indices)
+            for character, count in spaced[side].items():
+                if character in data:
+                    count.add([first_line + i for i, line in enumerate(lines) if character in line])
             if not settings.drop_invalid_utf8 and (line := _undecodable(data)) is not None:
                 raise invalid_utf8(name, first_line + line)
         if first_line == 1:
             found.samples = (samples[0], samples[1])
         first_line += len(sides[0])
-    for name, count, first in zip(reader.names, with_tab, first_with_tab, strict=True):
-        if count:
-            found.warnings.append(
-                f"{name}: a tab in {count:,} of {found.num_pairs:,} lines, line {first} first; it is read as a space:"
-                " remove it, or name a file of two columns as {tsv: FILE}"
-            )
+    for name, counts in zip(reader.names, spaced, strict=True):
+        for character, count in counts.items():
+            if count.lines:
+                what, way_out = _READ_AS_SPACE[character]
+                found.warnings.append(
+                    f"{name}: {what} {count.lines:,} of {found.num_pairs:,} lines, line {count.first} first; it is"
+                    f" read as a space: {way_out}"
+                )
     return found
 
 

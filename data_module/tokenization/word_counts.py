@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+SPACE_MARK = "\u2581"
+"""What sentencepiece represents a space by. Text that contains it gets a space in its place."""
 # All characters that some program treats as the end of a line or column; NUL; U+001F, which sentencepiece does not
-# learn; and U+2581, by which it represents a space. Other white space, such as U+00A0, is part of the text.
-SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029\u2581"
+# learn; and its mark of a space. Other white space, such as U+00A0, is part of the text.
+SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029" + SPACE_MARK
 # Training takes about 0.7 kB per distinct word. Beyond this number, the rarest words are dropped.
 _MAX_COUNTED_WORDS = 2_000_000
 _CHUNK_WORDS = 100_000

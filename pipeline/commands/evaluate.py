@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from data_module.errors import InputError
 from data_module.paths import user_path
 from pipeline.inference.prefixes import add_prefix_argument
-from pipeline.inference.text_io import LineWarning, add_search_arguments
+from pipeline.inference.text_io import SentenceWarnings, add_search_arguments
 
 if TYPE_CHECKING:
     from pipeline.inference.evaluation_text import EvaluationText
@@ -153,16 +153,15 @@ def recipe_text(translator: "Translator") -> "EvaluationText":
 
 
 def translations(translator: "Translator", text: "EvaluationText") -> list[str]:
-    """Return the translations of a text, and print what the user should know about its prefixes."""
+    """Return the translations of a text, and print what the user should know about its sentences."""
     prefixes = translator.prefixes
     if unknown := text.unknown_prefixes(prefixes):
         print(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know", file=sys.stderr)
     sources = text.sources(prefixes)
-    missing = LineWarning(prefixes.missing_message, translator.name)
+    warnings = SentenceWarnings(prefixes, translator.name)
     for number, line in enumerate(sources, 1):
-        if prefixes.is_missing(line):
-            missing.add(number)
-    missing.print()
+        warnings.add(number, line)
+    warnings.print()
     return [translation.text for translation in translator.translate(sources, progress=True)]
 
 

@@ -1,9 +1,9 @@
 """Translate sentences: one output line for each input line, in order; an empty line stays empty.
 
 Reads --input or standard input. Standard error names the checkpoint that was chosen from a run folder, and at the end
-the number of lines that were not UTF-8, were cut or lack a prefix, with the first three of them. With --n-best, up to N
-translations are printed for a line, best first, each after the line's number and a tab. With --scores, each translation
-follows its score (log-probability divided by the length penalty) and a tab.
+the number of lines that were not UTF-8, were cut, lack a prefix or have U+2581, with the first three of them. With
+--n-best, up to N translations are printed for a line, best first, each after the line's number and a tab. With
+--scores, each translation follows its score (log-probability divided by the length penalty) and a tab.
 """
 
 import argparse
@@ -13,8 +13,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO
 
 from data_module.paths import user_path
-from pipeline.inference.prefixes import Prefixes, add_prefix_argument, with_prefix
-from pipeline.inference.text_io import CHUNK, LineWarning, add_search_arguments, count_lines, open_text, sentences
+from pipeline.inference.prefixes import add_prefix_argument, with_prefix
+from pipeline.inference.text_io import (
+    CHUNK,
+    LineWarning,
+    SentenceWarnings,
+    add_search_arguments,
+    count_lines,
+    open_text,
+    sentences,
+)
 
 if TYPE_CHECKING:
     from pipeline.inference.parallel import ParallelTranslator
@@ -87,8 +95,8 @@ def _translate(
     arguments: argparse.Namespace, translator: "Translator | ParallelTranslator", stream: BinaryIO, chunk: int
 ) -> None:
     truncated = LineWarning(f"longer than the {translator.max_source_tokens} tokens that the network reads; cut")
-    missing = LineWarning(translator.prefixes.missing_message)
-    lines = _checked(with_prefix(arguments.prefix, sentences(stream)), translator.prefixes, missing)
+    warnings = SentenceWarnings(translator.prefixes)
+    lines = _checked(with_prefix(arguments.prefix, sentences(stream)), warnings)
     total = count_lines(arguments.input) if arguments.input else None
     translations = translator.translate_lines(lines, chunk, arguments.n_best or 1, total)
     for number, translation in enumerate(translations, 1):
@@ -98,13 +106,12 @@ def _translate(
             line_number = [] if arguments.n_best is None else [str(number)]
             score = [f"{hypothesis.score:.4f}"] if arguments.scores else []
             print(*line_number, *score, hypothesis.text, sep="\t", flush=chunk == 1)
-    for warning in (truncated, missing):
-        warning.print()
+    truncated.print()
+    warnings.print()
 
 
-def _checked(lines: Iterable[str], prefixes: Prefixes, missing: LineWarning) -> Iterator[str]:
-    """Yield the lines, and count those without a prefix that the model needs."""
+def _checked(lines: Iterable[str], warnings: SentenceWarnings) -> Iterator[str]:
+    """Yield the lines, and count those with a defect."""
     for number, line in enumerate(lines, 1):
-        if prefixes.is_missing(line):
-            missing.add(number)
+        warnings.add(number, line)
         yield line

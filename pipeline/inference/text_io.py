@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_module.tokenization.word_counts import SPACE_MARK
+from pipeline.inference.prefixes import Prefixes
 from pipeline.runtime.console import print_above_bars
 
 CHUNK = 2048
@@ -17,6 +19,7 @@ CHUNK = 2048
 _MAX_NAMED_LINES = 3
 _BLOCK = 1 << 20
 """Bytes that are read at a time to count lines."""
+SPACE_MARK_MESSAGE = f"U+2581 ({SPACE_MARK}), by which sentencepiece marks spaces, was read as a space"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -92,6 +95,28 @@ class LineWarning:
             lines += "the first are "
         prefix = f"{self._name}: " if self._name else ""
         print_above_bars(f"{prefix}{lines}{', '.join(map(str, self._first))}: {self._message}")
+
+
+class SentenceWarnings:
+    """Counts source sentences that the model does not read as they are written, and prints a line for each defect."""
+
+    def __init__(self, prefixes: Prefixes, name: str = "") -> None:
+        """Create the warnings; `name` is printed in front of each."""
+        self._prefixes = prefixes
+        self._missing = LineWarning(prefixes.missing_message, name)
+        self._marks = LineWarning(SPACE_MARK_MESSAGE, name)
+
+    def add(self, number: int, sentence: str) -> None:
+        """Look at sentence `number`."""
+        if self._prefixes.is_missing(sentence):
+            self._missing.add(number)
+        if SPACE_MARK in sentence:
+            self._marks.add(number)
+
+    def print(self) -> None:
+        """Print the warnings on standard error."""
+        self._missing.print()
+        self._marks.print()
 
 
 def open_text(path: Path) -> BinaryIO:

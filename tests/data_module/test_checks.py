@@ -96,6 +96,18 @@ def test_tabs_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert warnings_of(settings_of(tmp_path, [pairs], pairs)) == []
 
 
+def test_marks_of_spaces_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """sentencepiece cannot keep U+2581: `prepare` and `doctor` say so."""
+    text = text_of(tmp_path, "train", ["a b", "a b", "a b"], ["c d", "c\u2581d", "\u2581c d"])
+    settings = replace(settings_of(tmp_path, [text], text), vocabulary_size=9)
+    expected = f"{text.target}: U+2581 (\u2581) in 2 of 3 lines, line 2 first; it is read as a space: "
+    assert [warning[: len(expected)] for warning in warnings_of(settings)] == [expected] * 2
+    with caplog.at_level(logging.WARNING, "data_module"):
+        prepare(settings, progress=False)
+    assert expected in caplog.text
+    assert (tmp_path / "corpus" / "validation.target.txt").read_text(encoding="utf-8") == "c d\n" * 3
+
+
 def sizes(folder: Path, num_pairs: int, vocabulary_size: int, repeat: int = 1) -> list[str]:
     """Warnings about a text of 50 bytes a pair."""
     text = replace(text_of(folder, "train", ["a" * 24] * num_pairs, ["b" * 24] * num_pairs), repeat=repeat)

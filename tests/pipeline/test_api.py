@@ -303,6 +303,17 @@ def test_half_of_a_surrogate_pair_is_named(model: pipeline.Model) -> None:
     assert model.translate("\U0001f600") == model.translate(["\U0001f600"])[0]
 
 
+def test_marks_of_spaces_are_warned_of(model: pipeline.Model) -> None:
+    for call in (
+        lambda: model.translate(["a", "the\u2581dog"]),
+        lambda: model.score(["a", "the\u2581dog"], ["a", "a"]),
+        lambda: model.score(["a", "a"], ["a", "the\u2581dog"]),
+    ):
+        with pytest.warns(UserWarning, match=r"1 sentence\(s\), number 2: U\+2581 \(\u2581\), by which") as caught:
+            call()
+        assert [one.filename for one in caught] == [__file__]
+
+
 def test_long_sentences_and_missing_prefixes_are_warned_of(letters: Tokenizer) -> None:
     trained = make_model(letters, learned_positions=True, max_positions=12)
     translator = Translator(trained.network, letters, trained.decoding, max_source_tokens=6)

@@ -32,6 +32,7 @@ BAD_LINES = {
     "control characters": b"a \x00 dog \x01\x02\x07\x1b[31m \x7f cat",
     "invalid UTF-8": b"a \xff\xfe dog \xc3",
     "lone surrogate": b"a \xed\xa0\x80 dog",
+    "marks of spaces": "the▁dog sees ▁".encode(),
     "unknown characters": "犬 a dog 🐕 ☃".encode(),
     "long": b"the dog " * 700,
     "one long word": b"housetree" * 400,
@@ -63,6 +64,7 @@ def test_warnings_have_line_numbers(answer: Any) -> None:
     assert answer.stderr.decode().splitlines()[1:] == [
         f"2 lines, {invalid[0]}, {invalid[1]}: not valid UTF-8; invalid bytes were replaced",
         f"2 lines, {longer[0]}, {longer[1]}: longer than the 1024 tokens that the network reads; cut",
+        f"line {numbers['marks of spaces']}: U+2581 (▁), by which sentencepiece marks spaces, was read as a space",
     ]
 
 
