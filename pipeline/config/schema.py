@@ -158,14 +158,14 @@ def _parse_int(value: Any) -> int:
     return int(number)
 
 
-_INFINITIES = {".inf": "inf", "-.inf": "-inf"}
-"""Infinity as YAML writes it, and as Python reads it."""
+_NOT_FINITE = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
+"""What is no finite number, as YAML writes it and as Python reads it."""
 
 
 def _parse_float(value: Any) -> float:
     if isinstance(value, bool):
         raise TypeError
-    return float(_INFINITIES.get(value, value))
+    return float(_NOT_FINITE.get(value, value))
 
 
 def _parse_bool(value: Any) -> bool:
