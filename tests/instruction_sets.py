@@ -73,7 +73,7 @@ def run(name: str, arguments: list[str]) -> int:
     print(f"\n{name}: {SETS.get(name, 'all that the processor has')}", flush=True)
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
         variables = {"OMP_NUM_THREADS": "1", **environment(SETS.get(name), Path(folder))}
-        command = [sys.executable, "-m", "pytest", *TESTS, "-m", "not slow", *arguments]
+        command = [sys.executable, "-m", "pytest", *TESTS, "-n", "2", "-m", "not slow", *arguments]
         return subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
 
 
