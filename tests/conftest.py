@@ -7,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,19 @@ def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any
         stdout.seek(0)
         stderr.seek(0)
         return subprocess.CompletedProcess(process.args, process.wait(), stdout.read(), stderr.read())
+
+
+def refusal(*arguments: object) -> str:
+    """Run a command in this process. It must end with exit code 2, one line of error and no output; return the line."""
+    from pipeline.__main__ import main
+
+    stdout, stderr = StringIO(), StringIO()
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        code = main(list(map(str, arguments)))
+    assert (code, stdout.getvalue()) == (2, ""), stderr.getvalue()
+    assert "Traceback" not in stderr.getvalue()
+    [line] = [line for line in stderr.getvalue().splitlines() if line.startswith("error: ")]
+    return line
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def test_two_fits_started_at_once_without_a_corpus(tiny_corpus: Path, recipe_fil
     assert is_same_corpus(corpus, tiny_corpus)
 
 
-@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+@pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_two_ranks_started_without_a_corpus(
     tiny_corpus: Path, recipe_file: Path, tmp_path: Path, launcher: str
 ) -> None:

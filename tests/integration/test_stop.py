@@ -115,6 +115,7 @@ def test_max_time(recipe_file: Path, tmp_path: Path) -> None:
     assert [step_of(path) - steps[1] for path in checkpoints(run)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_signals_do_not_end_compiler_processes(tmp_path: Path) -> None:
     """SLURM sends signals to all processes of a step; a run that compiles waits for these processes."""
     code = """

@@ -1,6 +1,7 @@
 """`evaluate --test-set`: a test set in sacreBLEU's folder, scored as sacreBLEU's own command scores it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import pipeline, sentences, tiny_recipe
+from tests.conftest import ROOT, pipeline, sentences, tiny_recipe
 
 OFFLINE = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
 """A proxy that nothing listens at."""
@@ -45,12 +46,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def error(run: Path, cache: Path, *options: object) -> str:
-    done = pipeline("evaluate", run, *options, environment={**OFFLINE, "SACREBLEU": str(cache)})
-    assert (done.returncode, done.stdout) == (2, b"")
-    [line] = [line for line in done.stderr.decode().splitlines() if line.startswith("error: ")]
-    assert b"Traceback" not in done.stderr
-    return line
+def errors(run: Path, cache: Path, *options: list[object]) -> list[str]:
+    """Call `evaluate` with each list of options, in one process, as sacreBLEU reads its folder's name once."""
+    lists = json.dumps([[*map(str, one)] for one in options])
+    code = f"from tests.conftest import refusal\nfor one in {lists}: print(refusal('evaluate', {str(run)!r}, *one))"
+    environment = {**os.environ, **OFFLINE, "SACREBLEU": str(cache), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def test_scores_are_those_of_sacrebleus_command(run: Path, cache: Path, tmp_path: Path) -> None:
@@ -81,21 +84,27 @@ def test_scores_are_those_of_sacrebleus_command(run: Path, cache: Path, tmp_path
 
 
 def test_mistakes(run: Path, cache: Path, tmp_path: Path) -> None:
-    assert error(run, cache, "--test-set", "wmt14/ful") == (
+    files = ["--source", run / "config.yaml", "--reference", run / "config.yaml"]
+    misspelt, no_name, twice, lacks, many = errors(
+        run,
+        cache,
+        ["--test-set", "wmt14/ful"],
+        ["--test-set", "#"],
+        ["--test-set", "wmt14/full", *files],
+        ["--test-set", "wmt17/ms"],
+        ["--test-set", "wmt20/tworefs"],
+    )
+    assert misspelt == (
         "error: --test-set wmt14/ful: sacreBLEU has no such test set; did you mean wmt14/full or wmt14?"
     )
-    assert "`sacrebleu --list` lists them" in error(run, cache, "--test-set", "#")
-    files = ["--source", run / "config.yaml", "--reference", run / "config.yaml"]
-    assert "--test-set: cannot be given with --source" in error(run, cache, "--test-set", "wmt14/full", *files)
-    lacks = error(run, cache, "--test-set", "wmt17/ms")
+    assert "`sacrebleu --list` lists them" in no_name
+    assert "--test-set: cannot be given with --source" in twice
     assert lacks == (
         "error: --test-set wmt17/ms: has no en-de (corpus.source_language and corpus.target_language of the model); it"
         " has zh-en"
     )
-    assert "--echo src (and ref:0), and give them as --source and --reference" in error(
-        run, cache, "--test-set", "wmt20/tworefs"
-    )
-    absent = error(run, tmp_path, "--test-set", "wmt14/full")
+    assert "--echo src (and ref:0), and give them as --source and --reference" in many
+    [absent] = errors(run, tmp_path, ["--test-set", "wmt14/full"])
     assert absent.startswith(
         f"error: --test-set wmt14/full: is not in {tmp_path}/wmt14/full and cannot be downloaded ("
     )
@@ -104,6 +113,5 @@ def test_mistakes(run: Path, cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_without_languages(trained_run: Path, cache: Path) -> None:
-    assert "--test-set wmt14/full: has no source-target (corpus.source_language" in error(
-        trained_run, cache, "--test-set", "wmt14/full"
-    )
+    [line] = errors(trained_run, cache, ["--test-set", "wmt14/full"])
+    assert "--test-set wmt14/full: has no source-target (corpus.source_language" in line

@@ -3,7 +3,6 @@
 TRITON_INTERPRET=1 must be set before Triton is imported, and holds for the whole process.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,10 +56,7 @@ def test_kernels_are_interpreted() -> None:
     [
         (Heads(2, 24, 40), torch.float32),
         (Heads(2, 5, 7), torch.float32),
-        (Heads(1, 128, 64), torch.float32),
         (Heads(2, 64, 64), torch.float16),
-        (Heads(1, 20, 128), torch.float16),
-        (Heads(1, 64, 64), torch.bfloat16),
         (Heads(1, 128, 128), torch.bfloat16),
     ],
     ids=str,
@@ -122,12 +118,11 @@ def test_the_operators_are_what_they_tell_the_compiler(kind: str, with_dropout: 
         opcheck(segment_attention_backward, (torch.ones_like(results[0]), results, tensors, *rest), test_utils=checks)
 
 
-@pytest.mark.parametrize("variant", [{}, {"d_k": 5, "d_v": 7, "pre_norm": True}], ids=str)
-def test_the_network_is_that_of_blocks_and_of_padded_batches(variant: dict[str, int]) -> None:
+def test_the_network_is_that_of_blocks_and_of_padded_batches() -> None:
     """Loss and gradients; the last micro-batch has no sentence."""
-    settings = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0)
+    settings = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0, d_k=5, d_v=7, pre_norm=True)
     torch.manual_seed(3)
-    network = Transformer(VOCABULARY, replace(settings, **variant))
+    network = Transformer(VOCABULARY, settings)
 
     def loss_and_gradient(batch: PackedBatch | PaddedBatch, kernels: str) -> torch.Tensor:
         if isinstance(batch, PackedBatch):
@@ -147,8 +142,17 @@ def test_the_network_is_that_of_blocks_and_of_padded_batches(variant: dict[str, 
     assert not loss_and_gradient(empty, "triton").any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary_size", [2, 20, 8192, 9000, 20_000])
+@pytest.mark.parametrize(
+    ("vocabulary_size", "dtype"),
+    [
+        (2, torch.float32),
+        (20, torch.float16),
+        (8192, torch.bfloat16),
+        (9000, torch.float32),
+        (9000, torch.bfloat16),
+        (20_000, torch.float16),
+    ],
+)
 def test_the_loss_kernel(vocabulary_size: int, dtype: torch.dtype) -> None:
     check_loss(6, vocabulary_size, dtype, "cpu")
     check_loss_of_pairs(5, vocabulary_size, dtype, "cpu")

@@ -162,7 +162,7 @@ def test_the_probe_allocates_what_a_step_allocates(tiny_corpus: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
-@pytest.mark.parametrize(("room", "fits"), [(20_000, True), (400, False)])
+@pytest.mark.parametrize(("room", "fits"), [(20_000, True), (550, False)])
 def test_the_copy_for_checkpoints_is_counted_and_given_up_where_it_does_not_fit(
     tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], room: int, fits: bool
 ) -> None:
