@@ -24,7 +24,7 @@ from pipeline.inference.parallel import ParallelTranslator, choose_devices, num_
 from pipeline.inference.text_io import CHUNK
 from pipeline.inference.translator import Hypothesis, Translation, load_translator
 from pipeline.inference.worker import Chunk
-from tests.conftest import ROOT, pipeline, refusal, sentences
+from tests.conftest import ROOT, pipeline, sentences
 
 NAME = r"translation process [12] of 2 on the CPU"
 
@@ -185,7 +185,12 @@ def test_two_processes_on_a_gpu(trained_run: Path) -> None:
     ids=str,
 )
 def test_refusals(trained_run: Path, options: tuple[object, ...], message: str) -> None:
-    assert refusal("translate", trained_run, *options).startswith(f"error: {message}")
+    done = pipeline("translate", trained_run, *options, text="a dog\n")
+    assert done.returncode == 2
+    assert done.stdout == b""
+    errors = messages(done.stderr)
+    assert len(errors) == 1
+    assert errors[0].startswith(f"error: {message}")
 
 
 @pytest.mark.slow
