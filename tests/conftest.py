@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
@@ -50,15 +50,19 @@ WORDS = [
 ]
 
 
-def sentences(count: int, seed: int) -> list[str]:
+def sentences(count: int, seed: int, lengths: Sequence[int] = range(2, 15)) -> list[str]:
+    """Return random sentences of as many words as one of `lengths`."""
     chooser = random.Random(seed)
-    return [" ".join(chooser.choices(WORDS, k=chooser.randint(2, 14))) for _ in range(count)]
+    return [" ".join(chooser.choices(WORDS, k=chooser.choice(lengths))) for _ in range(count)]
 
 
 def write_text(folder: Path) -> None:
-    """Write 300 training and 40 validation pairs, whose targets are the sources with reversed word order."""
-    for split, count in (("train", 300), ("validation", 40)):
-        lines = sentences(count, seed=count)
+    """Write 300 training and 40 validation pairs, whose targets are the sources with reversed word order.
+
+    The validation's have few lengths, so that it has few batches.
+    """
+    for split, count, lengths in (("train", 300, range(2, 15)), ("validation", 40, (2, 6, 10, 14))):
+        lines = sentences(count, count, lengths)
         (folder / f"{split}.source").write_text("".join(line + "\n" for line in lines))
         (folder / f"{split}.target").write_text("".join(" ".join(reversed(s.split())) + "\n" for s in lines))
 
