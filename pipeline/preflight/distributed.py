@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from data_module.atomic_folder import existing_parent
+from data_module.errors import InputError
 from pipeline.config.recipe import Recipe
 from pipeline.preflight.check_result import CheckResult
-from pipeline.runtime.slurm import JobStep, node_name, report_mistake_to_script
+from pipeline.runtime.slurm import JobStep, main_address, main_port, node_name, report_mistake_to_script
 
 WAIT = timedelta(seconds=20)
 MAX_CLOCK_DIFFERENCE_SECONDS = 2.0
@@ -64,11 +65,10 @@ class RankGroup:
 
     def connect(self) -> list[CheckResult]:
         """Connect to rank 0 and wait for all ranks. Return a result only if that failed."""
-        from lightning.pytorch.plugins.environments import SLURMEnvironment
-
-        os.environ["SLURM_NTASKS_PER_NODE"] = str(self.job.tasks_per_node)
-        environment = SLURMEnvironment(auto_requeue=False)
-        host, port = environment.main_address, environment.main_port
+        try:
+            host, port = main_address(), main_port()
+        except InputError as error:
+            return [self._failure(str(error))]
         try:
             address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
         except OSError as error:

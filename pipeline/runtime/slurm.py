@@ -6,6 +6,7 @@ The numbers of nodes and tasks come from the job only, so that a recipe runs on 
 import os
 import re
 import socket
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ class JobStep:
     tasks_per_node: int
     restarts: int
     """How often the job has started again: requeued by SLURM, or inside the job by its script."""
+    node: int = 0
+    """Index of the node among those of the step."""
 
 
 def mistakes(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -84,7 +87,43 @@ def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
         num_nodes=len(counts),
         tasks_per_node=counts[0],
         restarts=int(environment.get("SLURM_RESTART_COUNT", 0)) + int(environment.get(RESTARTS_IN_JOB, 0)),
+        node=int(environment.get("SLURM_NODEID", 0)),
     )
+
+
+def main_address(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name or address of the node on which rank 0 listens: MASTER_ADDR, else the first node of the step.
+
+    Raises InputError if SLURM does not tell the node's name.
+    """
+    if address := environment.get("MASTER_ADDR"):
+        return address
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    names, reason = nodes.split(","), "it is empty"
+    if "[" in nodes:  # a short form, such as rack[1-2]n[01-02]
+        command = ["scontrol", "show", "hostnames", nodes]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(environment))
+            names, reason = done.stdout.split(), " ".join(done.stderr.split()) or "it prints no name"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            names, reason = [], str(error)
+    if not names or not names[0]:
+        raise InputError(
+            f"SLURM_STEP_NODELIST {nodes}: `scontrol show hostnames` does not name the step's first node ({reason});"
+            " export MASTER_ADDR=its name or address"
+        )
+    return names[0]
+
+
+def main_port(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the port on which rank 0 listens: MASTER_PORT, else one that follows from the job's number.
+
+    Raises InputError if MASTER_PORT is no port.
+    """
+    port = environment.get("MASTER_PORT") or str(15_000 + int(environment["SLURM_JOB_ID"][-4:]))
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InputError(f"MASTER_PORT '{port}' is not a port; export a number up to 65535, or unset it")
+    return int(port)
 
 
 def min_nodes_mistake(job: JobStep, environment: Mapping[str, str] = os.environ) -> str | None:

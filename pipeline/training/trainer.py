@@ -42,14 +42,14 @@ def trainer_options(
 
 def cluster_environment(job: JobStep | None) -> Any:
     """Return the plugin from which Lightning takes ranks and address; None leaves the choice to Lightning."""
-    from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    from pipeline.training.step_environment import StepEnvironment
 
     if job is None:
         # Lightning would take any process inside a job for one of its tasks.
         return LightningEnvironment() if "SLURM_JOB_ID" in os.environ and "RANK" not in os.environ else None
-    # Lightning checks this variable against the number of tasks; `--ntasks` alone does not set it.
-    os.environ["SLURM_NTASKS_PER_NODE"] = str(job.tasks_per_node)
-    return SLURMEnvironment(auto_requeue=False)
+    return StepEnvironment(job)
 
 
 def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:

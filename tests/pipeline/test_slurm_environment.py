@@ -1,5 +1,7 @@
 """Reading the job step from environment variables."""
 
+import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -9,10 +11,13 @@ from data_module.errors import InputError
 from pipeline.runtime.slurm import (
     clear_failure_count,
     current_step,
+    main_address,
+    main_port,
     min_nodes_mistake,
     node_name,
     report_mistake_to_script,
 )
+from pipeline.training.trainer import cluster_environment
 
 TASK = {
     "SLURM_JOB_ID": "7",
@@ -26,10 +31,13 @@ TASK = {
 
 
 def test_a_task_of_a_step() -> None:
-    step = current_step({**TASK, "SLURM_RESTART_COUNT": "3"})
+    step = current_step({**TASK, "SLURM_RESTART_COUNT": "3", "SLURM_NODEID": "2"})
     assert step is not None
     assert (step.job, step.rank, step.local_rank, step.restarts) == ("7", 5, 1, 3)
-    assert (step.num_tasks, step.num_nodes, step.tasks_per_node) == (6, 3, 2)
+    assert (step.num_tasks, step.num_nodes, step.tasks_per_node, step.node) == (6, 3, 2, 2)
+    environment = cluster_environment(step)
+    assert (environment.world_size(), environment.global_rank()) == (6, 5)
+    assert (environment.local_rank(), environment.node_rank()) == (1, 2)
 
 
 def test_a_step_that_is_smaller_than_its_job() -> None:
@@ -43,6 +51,42 @@ def test_a_step_that_is_smaller_than_its_job() -> None:
     step = current_step(job)
     assert step is not None
     assert (step.num_tasks, step.num_nodes, step.tasks_per_node) == (3, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("rack[1-2]n[01-02]", "rack1n01"),
+        ("a[7,9-10],b3", "a7"),
+        ("127.0.0.[11-12]", "127.0.0.11"),
+        ("node5", "node5"),
+        ("node5,node7", "node5"),
+    ],
+)
+def test_rank_0_listens_on_the_first_node_of_the_step(nodes: str, first: str, tmp_path: Path) -> None:
+    if "[" in nodes and shutil.which("scontrol") is None:
+        pytest.skip("SLURM is not installed: apt-get install slurm-wlm")
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=test\nSlurmctldHost=localhost\n")
+    environment = {"PATH": os.environ["PATH"], "SLURM_CONF": str(conf), "SLURM_STEP_NODELIST": nodes}
+    assert main_address({**environment, "SLURM_JOB_NODELIST": "node0"}) == first
+    assert main_address({**environment, "MASTER_ADDR": "10.0.0.1"}) == "10.0.0.1"
+
+
+@pytest.mark.parametrize("nodes", ["rack[1-2]n[01-02]", ""])
+def test_a_first_node_that_slurm_does_not_tell(nodes: str, tmp_path: Path) -> None:
+    """As in a container without SLURM's programs."""
+    with pytest.raises(InputError, match=r"^SLURM_STEP_NODELIST .*; export MASTER_ADDR=its name or address$") as error:
+        main_address({"PATH": str(tmp_path), "SLURM_STEP_NODELIST": nodes})
+    assert nodes in str(error.value)
+
+
+def test_the_port_of_a_job() -> None:
+    assert main_port({"SLURM_JOB_ID": "1234567"}) == 19_567
+    assert main_port({"SLURM_JOB_ID": "7", "MASTER_PORT": "29500"}) == 29_500
+    for wrong in ("none", "0", "65536", "-1"):
+        with pytest.raises(InputError, match=rf"^MASTER_PORT '{wrong}' is not a port"):
+            main_port({"SLURM_JOB_ID": "7", "MASTER_PORT": wrong})
 
 
 def test_restarts_inside_the_job_count_as_those_by_slurm() -> None:
