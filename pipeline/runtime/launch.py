@@ -2,6 +2,8 @@
 
 import os
 
+from pipeline.runtime.slurm import is_task
+
 
 def process_rank() -> int:
     """Return this process's global rank, before Lightning has set anything up."""
@@ -26,7 +28,5 @@ def reports_exit_code(rank: int) -> bool:
     Under Lightning's own launcher only that of rank 0 does: the launcher takes another rank's nonzero exit code for a
     crash and kills rank 0.
     """
-    launched_by_lightning = (
-        "LOCAL_RANK" in os.environ and "RANK" not in os.environ and "SLURM_STEP_ID" not in os.environ
-    )
+    launched_by_lightning = "LOCAL_RANK" in os.environ and "RANK" not in os.environ and not is_task()
     return rank == 0 or not launched_by_lightning

@@ -8,13 +8,12 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from data_module.errors import InputError
 
-_SHELLS = ("bash", "interactive")
-"""Job names of interactive shells, by Lightning's convention and SLURM's defaults."""
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Step numbers from here on are SLURM's own: the batch script and the shell of salloc."""
 
@@ -55,11 +54,11 @@ def mistakes(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return what is wrong with how this process was started inside a job, each with what to do."""
     if not _in_job(environment) or int(environment.get("SLURM_NTASKS", 1)) == 1:
         return []
-    tasks, name = environment["SLURM_NTASKS"], environment.get("SLURM_JOB_NAME")
-    if name in _SHELLS:
+    tasks = environment["SLURM_NTASKS"]
+    if _in_terminal(environment):
         return [
-            f"the job is named '{name}', which is that of an interactive shell: each of its {tasks} tasks would become "
-            "rank 0; give it another --job-name"
+            f"the step has {tasks} tasks, and only this one runs in the terminal of srun --pty; start ranks with"
+            " srun --overlap, or ask for one task"
         ]
     if not _in_step(environment):
         return [f"the job has {tasks} tasks and this process was not started by srun; start it with srun"]
@@ -70,13 +69,15 @@ def mistakes(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
-    """Return the step that srun started this process in; None outside a job and for a single process without srun.
+    """Return the step that srun started this process in; None outside a job and for a single process.
+
+    Such a process was started without srun, or in the terminal of `srun --pty`.
 
     Raises InputError for what `mistakes` finds.
     """
     if found := mistakes(environment):
         raise InputError(found[0])
-    if not _in_step(environment) or environment.get("SLURM_JOB_NAME") in _SHELLS:
+    if not is_task(environment):
         return None
     counts = _tasks_by_node(environment)
     return JobStep(
@@ -156,6 +157,11 @@ def clear_failure_count(environment: Mapping[str, str] = os.environ) -> None:
         Path(name).unlink(missing_ok=True)
 
 
+def is_task(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether srun started this process as a task of a step, not in the terminal of `srun --pty`."""
+    return _in_step(environment) and not _in_terminal(environment)
+
+
 def _in_job(environment: Mapping[str, str]) -> bool:
     # torchrun assigns ranks itself, inside a job as well.
     return "SLURM_JOB_ID" in environment and "TORCHELASTIC_RUN_ID" not in environment
@@ -164,6 +170,20 @@ def _in_job(environment: Mapping[str, str]) -> bool:
 def _in_step(environment: Mapping[str, str]) -> bool:
     step = environment.get("SLURM_STEP_ID", "")
     return _in_job(environment) and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _in_terminal(environment: Mapping[str, str]) -> bool:
+    """Return whether this process's task has the terminal of `srun --pty`.
+
+    A step that is started from there inherits the variable, but no task of it has a terminal.
+    """
+    if not _in_step(environment) or "SLURM_PTY_PORT" not in environment:
+        return False
+    for process in (environment.get("SLURM_TASK_PID", "self"), "self"):  # In a container, the task may be unknown.
+        with suppress(OSError):
+            after_name = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
+            return after_name[4] != "0"  # the number of the terminal
+    return False
 
 
 def _tasks_by_node(environment: Mapping[str, str]) -> list[int]:

@@ -96,13 +96,14 @@ def test_ignored_signals_are_not_recorded() -> None:
         ({}, True),
         ({"LOCAL_RANK": "1"}, False),  # Lightning's own launcher
         ({"LOCAL_RANK": "1", "RANK": "1"}, True),  # torchrun
-        ({"LOCAL_RANK": "1", "SLURM_STEP_ID": "0"}, True),
+        ({"LOCAL_RANK": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, True),
+        ({"LOCAL_RANK": "1", "SLURM_JOB_ID": "7"}, False),  # Lightning's launcher, inside a job
     ],
 )
 def test_which_ranks_report_their_exit_code(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: bool
 ) -> None:
-    for name in ("LOCAL_RANK", "RANK", "SLURM_STEP_ID"):
+    for name in ("LOCAL_RANK", "RANK", "SLURM_JOB_ID", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

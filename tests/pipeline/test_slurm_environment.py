@@ -1,8 +1,14 @@
 """Reading the job step from environment variables."""
 
+import fcntl
+import functools
 import os
+import pty
 import shutil
 import socket
+import subprocess
+import termios
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -140,13 +146,47 @@ def test_the_node_name_is_slurms() -> None:
     assert node_name({}) == socket.gethostname()
 
 
+@pytest.fixture
+def terminal_task() -> Iterator[str]:
+    """The process id of a process with a terminal of its own, as `srun --pty` starts the first task."""
+    leader, follower = pty.openpty()
+    take_terminal = functools.partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0)
+    process = subprocess.Popen(["cat"], stdin=follower, start_new_session=True, preexec_fn=take_terminal)
+    yield str(process.pid)
+    process.kill()
+    process.wait()
+    os.close(leader)
+    os.close(follower)
+
+
+@pytest.fixture
+def plain_task() -> Iterator[str]:
+    """The process id of a process without a terminal, as srun starts tasks."""
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True)
+    yield str(process.pid)
+    process.kill()
+    process.communicate()
+
+
+def test_a_terminal_is_no_task(terminal_task: str, plain_task: str) -> None:
+    """Whatever the job's name: that of an interactive one is the shell's."""
+    inside = {**TASK, "SLURM_PTY_PORT": "41353"}
+    for name in ("bash", "zsh", "python3", "interactive"):
+        shell = {**inside, "SLURM_JOB_NAME": name, "SLURM_TASK_PID": terminal_task}
+        assert current_step({**shell, "SLURM_NTASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}) is None
+        with pytest.raises(InputError, match=r"^the step has 6 tasks, and only this one .*; start ranks with srun"):
+            current_step(shell)
+        # A step that is started from the shell, and a batch job of that name.
+        assert current_step({**inside, "SLURM_JOB_NAME": name, "SLURM_TASK_PID": plain_task}) is not None
+        assert current_step({**TASK, "SLURM_JOB_NAME": name}) is not None
+
+
 @pytest.mark.parametrize(
     "environment",
     [
         {},
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"},  # a batch script of one task, without srun
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "4294967290"},  # the shell of salloc
-        {**TASK, "SLURM_NTASKS": "1", "SLURM_JOB_NAME": "bash"},  # srun --pty bash
         {**TASK, "TORCHELASTIC_RUN_ID": "none"},  # torchrun inside a job
     ],
 )
@@ -161,7 +201,6 @@ def test_environments_without_a_step(environment: dict[str, str]) -> None:
         ({"SLURM_STEP_ID": "4294967290"}, "not started by srun"),
         ({"SLURM_STEP_ID": str(0xFFFFFFF0), "SLURM_NTASKS": "2"}, "not started by srun"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x3"}, r"'2\(x3' is not understood"),
-        ({"SLURM_JOB_NAME": "interactive"}, "named 'interactive'"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, r"\[2, 2, 1\] tasks"),
     ],
 )

@@ -105,8 +105,9 @@ FAULTS = {
         whole_step={"PYTHONPATH": "HANGS"},
     ),
     "no srun": Fault(r"the job has 2 tasks and this process was not started by srun; start it with srun", srun=""),
-    "a job named bash": Fault(
-        r"the job is named 'bash', .* give it another --job-name", whole_step={"SLURM_JOB_NAME": "bash"}
+    "the terminal of srun --pty": Fault(
+        r"the step has 2 tasks, and only this one runs in the terminal of srun --pty; start ranks with srun --overlap",
+        srun="in_terminal srun --kill-on-bad-exit=1 --pty",
     ),
     "no text": Fault(r"text none\.en is missing; put it there", **BROKEN_RECIPE),
     "a disk that is too small": Fault(
@@ -154,7 +155,9 @@ def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.Tem
             text = text.replace(place, str(folder / path))
         return text
 
-    lines = ["#!/bin/bash", f"cd {folder}"]
+    # `script` sends a NUL character, which the terminal shows.
+    in_terminal = """in_terminal() { script -qec "$*" /dev/null | sed 's/^^@//'; return "${PIPESTATUS[0]}"; }"""
+    lines = ["#!/bin/bash", f"cd {folder}", in_terminal]
     nothing = Fault("", options="--trainer.devices 3 --trainer.num_nodes 5")
     steps = {fault.made: fault for fault in FAULTS.values()}
     names = {made: f"step {number}" for number, made in enumerate([*steps, nothing.made])}
