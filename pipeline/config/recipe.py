@@ -1,9 +1,11 @@
 """Recipes: YAML files and command-line overrides, checked against typed settings."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -11,7 +13,7 @@ from data_module.errors import PROGRAM, InputError
 from data_module.paths import user_path
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from pipeline.config.schema import Checker, Signature, annotation, takes_text
+from pipeline.config.schema import Checker, Signature, annotation, place_of, takes_text
 from pipeline.config.settings import MonitoringSettings, RunSettings
 from pipeline.config.trainer_keys import RESERVED_KEYS
 
@@ -33,6 +35,8 @@ class Recipe:
     run: RunSettings = field(default_factory=RunSettings)
     monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)
     trainer: dict[str, Any] = field(default_factory=dict)
+    places: ClassVar[Mapping[str, str]] = {}
+    """File and line of each key that was read; of a recipe that `load_recipe` has returned."""
 
     def run_folder(self) -> Path:
         """Return the folder that `fit` writes to: `run.folder`, or `runs/<name>`."""
@@ -61,6 +65,18 @@ class Recipe:
         own = self.network.activation
         activation = network["activation"] if own == NetworkSettings.activation else own
         return replace(self, network=replace(self.network, output_bias=True, activation=activation))
+
+    @contextmanager
+    def naming_places(self) -> Iterator[None]:
+        """Put file and line before the message of an InputError that begins with a key."""
+        try:
+            yield
+        except InputError as error:
+            message = str(error)
+            key = message.partition(" ")[0].rstrip(":,")
+            place = place_of(key, self.places) if re.fullmatch(r"\w+(\.\w+)+", key) else None
+            error.args = (f"{place}: {message}" if place else message,)
+            raise
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, as they are written to YAML and to checkpoints."""
@@ -145,6 +161,7 @@ def _checked(
         many = f"{len(mistakes)} mistakes: " if len(mistakes) > 1 else ""
         raise InputError(many + "; ".join(mistakes))
     assert isinstance(recipe, Recipe)
+    object.__setattr__(recipe, "places", dict(places))
     return recipe
 
 

@@ -40,6 +40,13 @@ def takes_text(kind: Any) -> bool:
     return kind is str or kind == str | None
 
 
+def place_of(key: str, places: Mapping[str, str]) -> str | None:
+    """Return file and line of a key, else of the innermost section around it that was read; None if there is none."""
+    while key not in places and "." in key:
+        key = key.rpartition(".")[0]  # The place of `--corpus.train {...}` is that of all keys inside.
+    return places.get(key)
+
+
 class Checker:
     """Converts plain values to typed ones and collects the mistakes."""
 
@@ -50,9 +57,7 @@ class Checker:
         self.mistakes: list[str] = []
 
     def _wrong(self, key: str, message: str) -> None:
-        while key not in self._places and "." in key:
-            key = key.rpartition(".")[0]  # The place of `--corpus.train {...}` is that of all keys inside.
-        place = self._places.get(key)
+        place = place_of(key, self._places)
         self.mistakes.append(f"{place}: {message}" if place else message)
 
     def dataclass(self, values: Any, kind: type, prefix: str) -> Any:

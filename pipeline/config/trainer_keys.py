@@ -1,10 +1,15 @@
 """Keys of Lightning's Trainer: which of them a recipe may set, and which values are accepted."""
 
+import re
 from datetime import timedelta
 from typing import Any, Literal
 
-STRATEGIES = ("auto", "ddp")
-"""Values of `trainer.strategy` that are supported."""
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "accelerator": ("auto", "cpu", "gpu", "cuda"),
+    "strategy": ("auto", "ddp"),
+    "profiler": (None, "simple", "advanced", "pytorch"),
+}
+"""The values of some keys that are supported, of those that Lightning may know."""
 
 
 def validate_trainer_keys(options: dict[str, Any]) -> None:
@@ -14,7 +19,7 @@ def validate_trainer_keys(options: dict[str, Any]) -> None:
     if "max_steps" not in options:
         raise InputError("trainer.max_steps is missing; give the number of optimizer steps")
     steps, every = options["max_steps"], options.get("val_check_interval", 1)
-    precision, strategy = str(options.get("precision")), options.get("strategy", "auto")
+    precision = str(options.get("precision"))
     if steps < 1:  # -1 means "without end" to Lightning; a run has a last step.
         raise InputError(f"trainer.max_steps {steps} is not a number of steps; give 1 or more")
     if not isinstance(every, int) or every < 1:
@@ -22,8 +27,12 @@ def validate_trainer_keys(options: dict[str, Any]) -> None:
         raise InputError(f"trainer.val_check_interval {every} is not a number of steps; give 1 or more")
     if precision in ("16-true", "16", "bf16-true", "bf16"):
         raise InputError(f"trainer.precision {precision} is too coarse for Adam's updates; use 16-mixed or bf16-mixed")
-    if strategy not in STRATEGIES:
-        raise InputError(f"trainer.strategy {strategy} is not supported; remove it, and DDP is used on several devices")
+    for key, choices in CHOICES.items():
+        if (value := options.get(key, choices[0])) not in choices:
+            several = ", and DDP is used on several devices" if key == "strategy" else ""
+            names = ", ".join(map(str, filter(None, choices)))
+            raise InputError(f"trainer.{key} {value} is not supported; remove it{several}, or give one of {names}")
+    max_seconds(options.get("max_time"))
 
 
 def max_seconds(max_time: Any) -> float | None:
@@ -33,17 +42,23 @@ def max_seconds(max_time: Any) -> float | None:
 
     Raises InputError for a value that is not a duration.
     """
-    from lightning.pytorch.callbacks import Timer
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
     from data_module.errors import InputError
 
     try:
-        return Timer(max_time).time_remaining()
-    except (MisconfigurationException, TypeError):
+        if isinstance(max_time, str) and (found := re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", max_time.strip())):
+            max_time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, found.groups()), strict=True))
+        if isinstance(max_time, dict):
+            max_time = timedelta(**max_time)
+    except (TypeError, OverflowError):
+        pass
+    if isinstance(max_time, timedelta):
+        return max_time.total_seconds()
+    if max_time is not None:  # YAML reads 1:00:00:00 as a number of base 60.
         raise InputError(
-            f"trainer.max_time {max_time} is not a duration; give days:hours:minutes:seconds, as in 00:00:45:00"
-        ) from None
+            f"trainer.max_time {max_time} is not a duration; give days:hours:minutes:seconds in quotes,"
+            ' as in "00:00:45:00"'
+        )
+    return None
 
 
 RESERVED_KEYS = {

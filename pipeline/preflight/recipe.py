@@ -37,7 +37,8 @@ def load_context(
         return None, CheckResult(True, "no recipe to check; give one with --config FILE")
     try:
         recipe = load_recipe(configs, overrides, trainer_signature())
-        validate_trainer_keys(recipe.trainer)
+        with recipe.naming_places():
+            validate_trainer_keys(recipe.trainer)
     except InputError as error:
         return None, CheckResult(False, str(error))
     return CheckContext(recipe, job, reset, init_from), CheckResult(True, f"recipe {recipe.name}")
@@ -46,20 +47,21 @@ def load_context(
 def check_recipe(context: CheckContext) -> Iterator[CheckResult]:
     """Run the checks that `fit` runs before it trains, and those that only `doctor` has."""
     for check in (check for check in checks.CHECKS if check is not checks.check_corpus):
-        yield from result_of(partial(check, context))
+        yield from result_of(context.recipe, partial(check, context))
     if warning := checks.cpu_devices_warning(context):
         yield CheckResult(True, warning, is_warning=True)
     # The other ranks of a job would wait too long for text to be read, and `fit` reads it next.
     is_quick = context.job is not None and context.job.num_tasks > 1
-    yield from check_corpus(context.recipe.corpus, is_quick, context.init_from is None)
+    yield from check_corpus(context.recipe, is_quick, context.init_from is None)
     yield check_disk_space(context.recipe)
     yield from check_hardware_keys(context)
 
 
-def result_of(check: Callable[[], str | None]) -> Iterator[CheckResult]:
+def result_of(recipe: "Recipe", check: Callable[[], str | None]) -> Iterator[CheckResult]:
     """Run one check; yield what it returned, if it did, or the InputError that it raised."""
     try:
-        message = check()
+        with recipe.naming_places():
+            message = check()
     except InputError as error:
         yield CheckResult(False, str(error))
     else:
@@ -67,22 +69,24 @@ def result_of(check: Callable[[], str | None]) -> Iterator[CheckResult]:
             yield CheckResult(True, message)
 
 
-def check_corpus(settings: "CorpusSettings", is_quick: bool, learns: bool) -> Iterator[CheckResult]:
+def check_corpus(recipe: "Recipe", is_quick: bool, learns: bool) -> Iterator[CheckResult]:
     """Check the prepared corpus, or, before it is prepared, its settings, folder and texts as `prepare` does.
 
     Args:
-        settings: the recipe's `corpus:` section.
+        recipe: the recipe.
         is_quick: do not read any text.
         learns: whether the run begins without the tokenizer and weights of another one.
     """
     from data_module.corpus.checks import check_folder, check_settings, size_warnings, source_warnings
     from data_module.corpus.preparation import existing_corpus
 
+    settings = recipe.corpus
     try:
-        check_settings(settings)
-        is_prepared = existing_corpus(settings, compare_texts=not is_quick) is not None
-        if not is_prepared:
-            check_folder(settings)
+        with recipe.naming_places():
+            check_settings(settings)
+            is_prepared = existing_corpus(settings, compare_texts=not is_quick) is not None
+            if not is_prepared:
+                check_folder(settings)
     except InputError as error:
         yield CheckResult(False, str(error))
         return

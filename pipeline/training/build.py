@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from data_module.batching.batch import SpecialIds
@@ -43,9 +42,8 @@ from pipeline.training.early_stopping import ResumableEarlyStopping
 from pipeline.training.graceful_stop import GracefulStop
 from pipeline.training.kernels import choose_kernels, choose_loss
 from pipeline.training.memory_probe import MemoryProbe
-from pipeline.training.precision import precision_plugin
 from pipeline.training.start import Start, choose_bleu_tokenizer
-from pipeline.training.trainer import cluster_environment, trainer_options
+from pipeline.training.trainer import make_trainer, trainer_options
 
 
 class RunFolderSetup(Callback):
@@ -178,29 +176,9 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
 def build_trainer(start: Start, options: dict[str, Any], callbacks: list[Callback], log: RunLog) -> Trainer:
     """Return Lightning's Trainer; `options` are those of `trainer_options`.
 
-    Raises InputError for what the machine does not have and for keys that exclude one another.
+    Raises InputError as `make_trainer` does.
     """
-    float16 = precision_plugin(options)
-    plugins = [AtomicCheckpointIO(), cluster_environment(start.job), float16]
-    # `GracefulStop` ends the run in time; Lightning accepts the precision from one place.
-    elsewhere = ("max_time",) if float16 is None else ("max_time", "precision")
-    options = {key: value for key, value in options.items() if key not in elsewhere}
-    try:
-        trainer = Trainer(
-            **options,
-            max_epochs=-1,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            use_distributed_sampler=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            logger=log,
-            callbacks=callbacks,
-            plugins=[plugin for plugin in plugins if plugin is not None],
-        )
-    except (MisconfigurationException, ValueError, ImportError) as error:
-        raise InputError(f"trainer: {' '.join(str(error).split())}") from None
+    trainer = make_trainer(options, start.job, (AtomicCheckpointIO(),), logger=log, callbacks=callbacks)
     disable_signal_handling(trainer)
     return trainer
 

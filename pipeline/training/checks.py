@@ -1,5 +1,6 @@
 """Quick checks of what `fit` is asked to do, before it prepares a corpus. `doctor` runs the same ones."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,27 +43,31 @@ def check_training(context: CheckContext) -> None:
         )
 
 
-def check_accelerator(context: CheckContext) -> str | None:
-    """Check that the machine has the accelerator that the recipe asks for."""
-    from pipeline.training.precision import missing_gpu
+def check_trainer(context: CheckContext) -> None:
+    """Check that the machine can train as the recipe asks for: what Lightning and torch.compile refuse."""
+    from pipeline.runtime.console import quiet_lightning
+    from pipeline.training.compilation import should_compile
+    from pipeline.training.trainer import complete_options, make_trainer
 
-    if missing := missing_gpu(context.recipe.trainer.get("accelerator", "auto")):
-        raise InputError(missing)
-    return None
+    recipe = context.recipe
+    quiet_lightning()
+    options = complete_options(recipe.trainer, context.job, recipe.run.timeout_seconds)
+    with warnings.catch_warnings(action="ignore"):  # They are shown when training starts.
+        make_trainer(options, context.job, logger=False)
+    if recipe.run.compile:
+        should_compile(recipe.run.compile, options["accelerator"])
 
 
 def check_kernels(context: CheckContext) -> str | None:
     """Check that the machine can run the kernels that the recipe asks for."""
     from pipeline.training.kernels import choose_kernels
-    from pipeline.training.precision import best_precision
+    from pipeline.training.trainer import complete_options
 
-    if context.recipe.run.kernels is None:
+    recipe = context.recipe
+    if recipe.run.kernels is None:
         return None  # Nothing can be wrong; the choice is made, and said, when training starts.
-    trainer = context.recipe.trainer
-    accelerator = trainer.get("accelerator", "auto")
-    options = {"devices": "auto", **trainer, "accelerator": accelerator}
-    options["precision"] = trainer.get("precision") or best_precision(accelerator)
-    choose_kernels(context.recipe.run.kernels, options, context.recipe.network)
+    options = complete_options(recipe.trainer, context.job, recipe.run.timeout_seconds)
+    choose_kernels(recipe.run.kernels, options, recipe.network)
     return None
 
 
@@ -149,13 +154,13 @@ CHECKS: tuple[Callable[[CheckContext], str | None], ...] = (
     check_run_folder,
     check_initial_state,
     check_corpus,
-    check_accelerator,
+    check_trainer,
     check_kernels,
     check_bleu_tokenizer,
 )
 """Each raises InputError with what is wrong and what to do, or returns what it found, if that is worth a line.
 
-The last ones import torch, which takes time.
+The last ones import torch and Lightning, which takes time.
 """
 
 
@@ -168,7 +173,10 @@ def cpu_devices_warning(context: CheckContext) -> str | None:
 
     from pipeline.training.trainer import device_indices
 
-    count = len(device_indices(options))
+    try:
+        count = len(device_indices(options))
+    except InputError:
+        return None  # `check_trainer` reports it.
     if torch.cuda.is_available() or count < 2:
         return None
     return (

@@ -34,6 +34,11 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
 
 def fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
     """Do what `fit` does with a recipe whose keys have been checked."""
+    with recipe.naming_places():
+        return _fit_recipe(recipe, reset, init_from)
+
+
+def _fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
     from data_module.corpus.manifest import is_corpus
     from pipeline.checkpointing.checkpoint_files import latest_valid
     from pipeline.checkpointing.run_folder import inherit_network

@@ -46,11 +46,11 @@ def precision_plugin(options: dict[str, Any]) -> Any:
     The module scales the loss itself: Lightning's scaler does not allow clipping in manual optimization. Lightning
     accepts the precision from one place, so with a plugin it has to be left out of the Trainer's options.
     """
-    if options["precision"] != "16-mixed":
+    if options.get("precision") != "16-mixed":
         return None
     from lightning.pytorch.plugins import MixedPrecision
 
-    plugin = MixedPrecision("16-mixed", "cpu" if options["accelerator"] == "cpu" else "cuda")
+    plugin = MixedPrecision("16-mixed", "cpu" if options.get("accelerator") == "cpu" else "cuda")
     plugin.scaler = None
     return plugin
 

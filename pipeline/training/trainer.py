@@ -1,13 +1,16 @@
-"""Options of Lightning's Trainer that depend on the machine and the SLURM job."""
+"""Lightning's Trainer, and those of its options that depend on the machine and the SLURM job."""
 
 import os
 import sys
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.runtime.slurm import JobStep
 from pipeline.training.graceful_stop import MARGIN_SECONDS
-from pipeline.training.precision import allow_tf32, best_precision, missing_gpu
+from pipeline.training.precision import allow_tf32, best_precision, missing_gpu, precision_plugin
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 def trainer_options(
@@ -20,8 +23,16 @@ def trainer_options(
         job: the SLURM job step of this process; its nodes and tasks replace those of the recipe.
         timeout_seconds: how long a rank waits for another one.
 
-    Raises InputError for a GPU that is missing.
+    Raises InputError for a GPU that is missing, and for `devices` that are none.
     """
+    options = complete_options(recipe_options, job, timeout_seconds)
+    if str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda"):
+        allow_tf32()
+    return options
+
+
+def complete_options(recipe_options: dict[str, Any], job: JobStep | None, timeout_seconds: int) -> dict[str, Any]:
+    """Do what `trainer_options` does, without changing how PyTorch multiplies."""
     import torch
 
     from data_module.errors import InputError
@@ -32,12 +43,78 @@ def trainer_options(
     if options["accelerator"] == "auto" and not torch.cuda.is_available():
         options["accelerator"] = "cpu"
     options["precision"] = options.get("precision") or best_precision(options["accelerator"])
-    if str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda"):
-        allow_tf32()
     if job is not None:
         options |= {"num_nodes": job.num_nodes, "devices": job.tasks_per_node}
     options["strategy"] = strategy(options, timeout_seconds)
     return options
+
+
+def make_trainer(options: dict[str, Any], job: JobStep | None, plugins: tuple[Any, ...] = (), **own: Any) -> "Trainer":
+    """Return Lightning's Trainer.
+
+    Args:
+        options: those of `trainer_options`.
+        job: the SLURM job step of this process.
+        plugins: Lightning's plugins beside those for the precision and the job.
+        own: further arguments of the Trainer.
+
+    Raises InputError for what Lightning refuses; it names the key.
+    """
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from data_module.errors import InputError
+
+    refusals = (MisconfigurationException, ValueError, ImportError)
+    try:
+        return _make_trainer(options, job, plugins, own)
+    except refusals as error:
+        refused = "trainer"
+        for key in options:
+            rest = {name: value for name, value in options.items() if name not in (key, "strategy")}
+            try:
+                _make_trainer(rest | {"strategy": strategy(rest)}, job, (), {"logger": False})
+            except refusals:
+                continue
+            refused = f"trainer.{key} {options[key]}"
+            break
+        raise InputError(f"{refused}: {' '.join(str(error).split())}") from None
+
+
+def _make_trainer(
+    options: dict[str, Any], job: JobStep | None, plugins: tuple[Any, ...], own: dict[str, Any]
+) -> "Trainer":
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+
+    from data_module.errors import InputError
+
+    float16 = precision_plugin(options)
+    given = [*plugins, cluster_environment(job), float16]
+    # `GracefulStop` ends the run in time; Lightning accepts the precision from one place.
+    elsewhere = ("max_time",) if float16 is None else ("max_time", "precision")
+    trainer = Trainer(
+        **{key: value for key, value in options.items() if key not in elsewhere},
+        max_epochs=-1,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        plugins=[plugin for plugin in given if plugin is not None],
+        **own,
+    )
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    if isinstance(environment, LightningEnvironment) and trainer.num_nodes > 1:
+        raise InputError(
+            f"trainer.num_nodes {trainer.num_nodes}: nothing starts ranks on other nodes here; use srun in a SLURM job,"
+            " as slurm/train.sbatch does, or torchrun on each node, or set it to 1"
+        )
+    if environment is None and TorchElasticEnvironment.detect():
+        environment = TorchElasticEnvironment()
+    if environment is not None:
+        environment.validate_settings(trainer.num_devices, trainer.num_nodes)
+    return trainer
 
 
 def cluster_environment(job: JobStep | None) -> Any:
@@ -73,13 +150,27 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
 
 
 def device_indices(options: dict[str, Any]) -> list[int]:
-    """Return the devices of this node that `devices` names; they may be more than the node has."""
+    """Return the devices of this node that `devices` names; they may be more than the node has.
+
+    Raises InputError for what names none. On a CPU, devices are processes, which have a number only.
+    """
     import torch
 
-    devices = options.get("devices", "auto")
-    if devices in ("auto", -1, "-1"):
-        on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    from data_module.errors import InputError
+
+    devices = given = options.get("devices", "auto")
+    on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    if devices == "auto" or (devices in (-1, "-1") and on_gpu):
         devices = torch.cuda.device_count() if on_gpu else 1
-    if isinstance(devices, str):
-        devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
-    return devices if isinstance(devices, list) else list(range(devices))
+    try:
+        if isinstance(devices, str):
+            devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
+        indices = devices if isinstance(devices, list) else list(range(devices))
+    except ValueError:
+        indices = []
+    if not indices or min(indices) < 0 or (isinstance(devices, list) and not on_gpu):
+        problem = "is no choice of GPUs; give their number, -1 for all of them, a list of their indices, or auto"
+        if not on_gpu:
+            problem = "cannot be used on a CPU; give a number of processes, or auto"
+        raise InputError(f"trainer.devices {given}: {problem}")
+    return indices

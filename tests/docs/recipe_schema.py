@@ -22,7 +22,7 @@ from model.optimizer import OPTIMIZERS
 from model.settings import NetworkSettings, TrainingSettings
 from pipeline.config.recipe import IGNORED_KEYS, Recipe
 from pipeline.config.shipped import SCHEMA
-from pipeline.config.trainer_keys import STRATEGIES, trainer_signature, validate_trainer_keys
+from pipeline.config.trainer_keys import CHOICES, trainer_signature, validate_trainer_keys
 from tests.conftest import ROOT
 
 FILE = ROOT / "configs" / SCHEMA
@@ -187,8 +187,8 @@ def _trainer() -> Schema:
     for name, hint in trainer_signature().items():
         literals = [one for one in _members(hint) if typing.get_origin(one) is typing.Literal]
         values = [value for one in literals for value in typing.get_args(one)]
-        if name == "strategy":
-            properties[name] = {"enum": list(STRATEGIES)}
+        if name in CHOICES:
+            properties[name] = {"enum": list(CHOICES[name])}
         elif name == "precision":
             nothing = [None] if type(None) in _members(hint) else []
             properties[name] = {"enum": [value for value in [*values, *nothing] if _trainer_accepts(name, value)]}

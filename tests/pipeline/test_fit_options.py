@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from data_module.errors import InputError
 from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.config.trainer_keys import RESERVED_KEYS, max_seconds, trainer_signature, validate_trainer_keys
 from pipeline.preflight.machine import check_machine
+from pipeline.preflight.recipe import check_recipe, load_context
 from pipeline.runtime.slurm import JobStep
 from pipeline.training.compilation import should_compile
+from pipeline.training.fit import fit
 from pipeline.training.precision import best_precision, precision_plugin
 from pipeline.training.trainer import strategy, trainer_options
 from tests.conftest import ROOT, pipeline
@@ -38,7 +41,7 @@ def test_bf16_on_gpus_that_support_it_natively(
 
 def test_ddp_with_more_than_one_process() -> None:
     assert strategy({"accelerator": "cpu", "devices": 1}) == "auto"
-    for options in ({"devices": 2}, {"devices": 1, "num_nodes": 3}, {"devices": [0, 1], "strategy": "ddp"}):
+    for options in ({"devices": 2}, {"devices": 1, "num_nodes": 3}, {"devices": "2", "strategy": "ddp"}):
         chosen = strategy({"accelerator": "cpu", **options})
         assert isinstance(chosen, SingleStreamDDP)
         assert chosen._ddp_kwargs == {"gradient_as_bucket_view": True}
@@ -91,7 +94,8 @@ def test_max_time() -> None:
     assert max_seconds(None) is None
     assert max_seconds("01:00:02:03") == 86_523
     assert max_seconds({"minutes": 2}) == 120
-    for wrong in ("45", "45 minutes", {"minute": 2}):
+    assert max_seconds("00:00:00:00") == 0
+    for wrong in ("45", "45 minutes", "216000", {"minute": 2}, {"minutes": "x"}):
         with pytest.raises(InputError, match=r"trainer\.max_time .*00:00:45:00"):
             max_seconds(wrong)
 
@@ -144,6 +148,54 @@ def test_unusable_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_invalid_trainer_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         validate_trainer_keys({"max_steps": 1, **options})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("devices: -1", "trainer.devices -1: cannot be used on a CPU; give a number of processes"),
+        ("devices: [0]", "trainer.devices [0]: cannot be used on a CPU"),
+        ("devices: 0,1", "trainer.devices 0,1: cannot be used on a CPU"),
+        ("devices: 1.5", "trainer.devices 1.5: cannot be used on a CPU"),
+        ("devices: 0", "trainer.devices 0: cannot be used on a CPU"),
+        ("num_nodes: 0", "trainer.num_nodes 0: `num_nodes` must be a positive integer"),
+        ("num_nodes: 2", "trainer.num_nodes 2: nothing starts ranks on other nodes here; use srun"),
+        ("accelerator: tpu", "trainer.accelerator tpu is not supported; remove it, or give one of auto, cpu, gpu"),
+        ("precision: transformer-engine", "trainer.precision transformer-engine: Requirement"),
+        (
+            "max_time: 1:00:00:00",
+            "trainer.max_time 216000 is not a duration; give days:hours:minutes:seconds in quotes",
+        ),
+        ("profiler: xla", "trainer.profiler xla is not supported; remove it, or give one of simple, advanced"),
+        ("limit_test_batches: 1.5", "trainer.limit_test_batches 1.5: You have passed invalid value"),
+    ],
+)
+def test_what_lightning_would_refuse_late(recipe_file: Path, tmp_path: Path, line: str, message: str) -> None:
+    """`fit` and `doctor` say it with file and line, before the corpus is prepared."""
+    recipe = yaml.safe_load(recipe_file.read_text())
+    recipe["trainer"].pop(line.partition(":")[0], None)
+    recipe["corpus"]["folder"] = str(tmp_path / "corpus")
+    text = yaml.safe_dump({key: recipe[key] for key in sorted(recipe, key="trainer".__eq__)}, sort_keys=False)
+    recipe_file.write_text(f"{text}  {line}\n")
+    with pytest.raises(InputError) as refusal:
+        fit([recipe_file], [], False, None)
+    assert str(refusal.value).startswith(f"{recipe_file}:{text.count(chr(10)) + 1}: {message}")
+    context, loaded = load_context([recipe_file], [], False, None, None)
+    results = [loaded, *(check_recipe(context) if context is not None else ())]
+    assert [one.message for one in results if not one.ok] == [str(refusal.value)]
+    assert not (tmp_path / "corpus").exists()
+
+
+def test_compilation_without_a_compiler_is_refused_early(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", "")
+    options = ["--run.compile", "true", "--corpus.folder", str(tmp_path / "corpus")]
+    with pytest.raises(InputError, match=r"^command line: run\.compile: torch\.compile needs one of"):
+        fit([recipe_file], options, False, None)
+    assert not (tmp_path / "corpus").exists()
 
 
 def test_a_key_without_effect_is_reported_once(recipe_file: Path, tmp_path: Path) -> None:
