@@ -32,6 +32,8 @@ from data_module.tokenization.word_encoder import WordEncoder
 
 log = logging.getLogger(__name__)
 
+_ENOUGH_CHARACTERS = 2 * MAX_PIECE_CHARACTERS
+"""Characters of different words for each piece of a vocabulary, which certainly allow that many pieces."""
 _MAX_UNKNOWN = 0.05
 """Fraction of unknown pieces above which the text is probably in another script or language."""
 
@@ -47,10 +49,20 @@ def learn_tokenizer(settings: CorpusSettings, num_pairs: list[int], progress: bo
     Raises:
         InputError: see `read_pairs` and `train_on_words`.
     """
-    words = _count_words(settings, num_pairs, progress)
-    if not settings.lowercase:
-        add_casings(words, settings.noise, frozenset(settings.user_symbols))
-    return Tokenizer(_train_tokenizer(settings, words, progress))
+    return Tokenizer(_train_tokenizer(settings, _count_words(settings, num_pairs, progress), progress))
+
+
+def check_vocabulary_size(settings: CorpusSettings, num_pairs: list[int]) -> None:
+    """Raise InputError for a size that the training text does not allow, as `learn_tokenizer` does.
+
+    Of a large text only the beginning is read: it has words enough.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        num_pairs: number of pairs of each training source, without repetitions.
+    """
+    words = _count_words(settings, num_pairs, False, enough=_ENOUGH_CHARACTERS * settings.vocabulary_size)
+    _train_tokenizer(settings, words, False)
 
 
 def add_casings(words: WordCounts, noise: NoiseSettings, protected: frozenset[str] = frozenset()) -> None:
@@ -120,11 +132,13 @@ def write_corpus(
     return manifest
 
 
-def _count_words(settings: CorpusSettings, num_pairs: list[int], progress: bool) -> WordCounts:
+def _count_words(
+    settings: CorpusSettings, num_pairs: list[int], progress: bool, enough: int | None = None
+) -> WordCounts:
     """Count the words of a seeded uniform sample of `tokenizer_sentences` sentences, or of all if there are fewer.
 
     Both sides of a pair are sampled together. The words of a repeated source count as often as it is repeated. Prefixes
-    are left out: they are pieces of their own.
+    are left out: they are pieces of their own. With `enough`, stop when all different words have that many characters.
     """
     random = np.random.default_rng(settings.seed)
     remaining = sum(num_pairs)
@@ -143,6 +157,10 @@ def _count_words(settings: CorpusSettings, num_pairs: list[int], progress: bool)
                 remaining -= size
                 wanted -= take
                 bar.update(size)
+                if enough is not None and sum(map(len, words.counts)) >= enough:
+                    break
+    if not settings.lowercase:
+        add_casings(words, settings.noise, frozenset(settings.user_symbols))
     return words
 
 

@@ -298,7 +298,8 @@ def _few(names: list[str]) -> str:
 def size_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[str]:
     """Return a line each for few pairs and for a vocabulary that the training text cannot feed.
 
-    Both are of no concern where a run starts from the weights and the tokenizer of another one.
+    Both are of no concern where a run starts from the weights and the tokenizer of another one. For a vocabulary that
+    the text does not allow, see `builder.check_vocabulary_size`.
 
     Args:
         settings: the recipe's `corpus:` section.

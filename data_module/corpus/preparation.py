@@ -78,13 +78,14 @@ def prepare(
             if manifest is None or force:
                 # Check every source before doing any expensive work.
                 checked = [check_source(text, settings) for text in settings.texts()]
-                sizes = [] if tokenizer else size_warnings(settings, checked)
-                for warning in source_warnings(settings, checked) + sizes:
+                for warning in source_warnings(settings, checked):
                     log.warning(warning)
                 train_pairs = [source.num_pairs for source in checked[: len(settings.train)]]
                 with _replacing(target) as temporary, without_garbage_collection():
                     inputs = wanted | {"hub_revisions": _hub_revisions(settings)}
                     own = tokenizer or learn_tokenizer(settings, train_pairs, progress)
+                    for warning in [] if tokenizer else size_warnings(settings, checked):
+                        log.warning(warning)
                     manifest = write_corpus(settings, own, inputs, train_pairs, temporary, progress)
     return manifest
 

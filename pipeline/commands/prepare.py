@@ -33,8 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     from pipeline.training.init_from import load_initial_weights
 
     recipe = load_recipe(arguments.config, arguments.overrides)
-    tokenizer = load_initial_weights(arguments.init_from, recipe).tokenizer if arguments.init_from else None
-    manifest = prepare(recipe.corpus, tokenizer, force=arguments.force)
+    with recipe.naming_places():
+        tokenizer = load_initial_weights(arguments.init_from, recipe).tokenizer if arguments.init_from else None
+        manifest = prepare(recipe.corpus, tokenizer, force=arguments.force)
     print(f"{summary(manifest)}\nthe corpus is in {recipe.corpus.folder}", file=sys.stderr, flush=True)
     print(json.dumps({"folder": recipe.corpus.folder, **numbers(manifest)}))
     return 0

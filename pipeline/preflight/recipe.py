@@ -72,13 +72,17 @@ def result_of(recipe: "Recipe", check: Callable[[], str | None]) -> Iterator[Che
 def check_corpus(recipe: "Recipe", is_quick: bool, learns: bool) -> Iterator[CheckResult]:
     """Check the prepared corpus, or, before it is prepared, its settings, folder and texts as `prepare` does.
 
+    Likely mistakes in the texts are named before and after they are prepared.
+
     Args:
         recipe: the recipe.
         is_quick: do not read any text.
         learns: whether the run begins without the tokenizer and weights of another one.
     """
+    from data_module.corpus.builder import check_vocabulary_size
     from data_module.corpus.checks import check_folder, check_settings, size_warnings, source_warnings
     from data_module.corpus.preparation import existing_corpus
+    from data_module.readers.pairs import all_available
 
     settings = recipe.corpus
     try:
@@ -92,14 +96,22 @@ def check_corpus(recipe: "Recipe", is_quick: bool, learns: bool) -> Iterator[Che
         return
     if is_prepared:
         yield CheckResult(True, f"corpus {settings.folder} is prepared")
-        return
+        if is_quick or not all_available(settings):
+            return
     checked: list[SourceCheck | None] = []
     for text in settings.texts():
         yield from check_text(text, settings, checked, is_quick)
     complete = [source for source in checked if source is not None]
-    if len(complete) == len(settings.texts()):
-        warnings = source_warnings(settings, complete) + (size_warnings(settings, complete) if learns else [])
-        yield from (CheckResult(True, warning, is_warning=True) for warning in warnings)
+    if len(complete) < len(settings.texts()):
+        return
+    warnings = source_warnings(settings, complete)
+    if learns:
+        train_pairs = [source.num_pairs for source in complete[: len(settings.train)]]
+        check = partial(check_vocabulary_size, settings, train_pairs)
+        refused = [] if is_prepared else list(result_of(recipe, check))
+        yield from refused
+        warnings += [] if refused else size_warnings(settings, complete)
+    yield from (CheckResult(True, warning, is_warning=True) for warning in warnings)
 
 
 def check_text(

@@ -190,7 +190,7 @@ def test_doctor_reports_what_fit_refuses(trained_run: Path, recipe_file: Path) -
     fresh = pipeline("doctor", "--config", recipe_file, "--run.folder", trained_run, "--network.d_ff", 64, "--fresh")
     assert fresh.returncode == 0, fresh.stdout
     endless = pipeline("doctor", "--config", recipe_file, "--trainer.max_steps", -1)
-    assert b"WRONG trainer.max_steps -1 is not a number of steps" in endless.stdout
+    assert b"WRONG command line: trainer.max_steps -1 is not a number of steps" in endless.stdout
 
 
 def test_errors_of_the_command_line(trained_run: Path, tmp_path: Path) -> None:

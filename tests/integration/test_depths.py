@@ -40,7 +40,7 @@ def test_plots_show_the_layers_that_a_stack_has(run: Path, tmp_path: Path) -> No
     done = pipeline("fit", "--config", run.parent / "tiny.yaml", *DEPTHS, *options)
     assert done.returncode == 2
     error = done.stderr.decode().splitlines()[-1]
-    assert error == "error: monitoring.attention_layers: 3 does not exist; give numbers up to 2"
+    assert error == "error: command line: monitoring.attention_layers: 3 does not exist; give numbers up to 2"
 
 
 def test_every_command_works(run: Path, tiny_corpus: Path, tmp_path: Path) -> None:

@@ -232,7 +232,11 @@ def test_a_missing_attention_layer_is_refused(recipe_file: Path, tmp_path: Path)
     run = tmp_path / "run"
     done = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--monitoring.attention_layers", "[0, 1]")
     assert done.returncode == 2
-    assert done.stderr.decode().splitlines()[-1].startswith("error: monitoring.attention_layers: 1 does not exist; ")
+    assert (
+        done.stderr.decode()
+        .splitlines()[-1]
+        .startswith("error: command line: monitoring.attention_layers: 1 does not exist; ")
+    )
 
 
 def test_learned_positions_reach_the_longest_validation_sentence(
@@ -247,7 +251,7 @@ def test_learned_positions_reach_the_longest_validation_sentence(
     fit(recipe_file, tmp_path / "short", *learned, "--trainer.max_steps", 1)
     done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", *longer, *learned)
     assert done.returncode == 2
-    assert "error: network.max_positions 60 is less than the longest sentence" in done.stderr.decode()
+    assert "error: command line: network.max_positions 60 is less than the longest sentence" in done.stderr.decode()
 
 
 def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:

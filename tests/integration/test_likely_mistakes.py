@@ -10,6 +10,8 @@ import pytest
 import yaml
 from torch.utils.data import DataLoader
 
+from data_module.corpus.builder import check_vocabulary_size
+from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
 from pipeline.preflight.recipe import check_recipe
 from pipeline.runtime.console import quiet_lightning
@@ -141,6 +143,32 @@ def test_few_pairs_are_named_by_doctor_and_fit(place: Path) -> None:
     assert b"note  " + warning in pipeline("doctor", place / "mine.yaml").stdout
     assert warning in pipeline("fit", place / "mine.yaml").stderr
     assert warning not in pipeline("fit", place / "mine.yaml").stderr
+
+
+def test_a_vocabulary_that_the_text_does_not_allow(place: Path) -> None:
+    """`doctor` and `fit` name the largest one that works, and nothing else to set."""
+    line = refusal(place, "--corpus.vocabulary_size", 3000)
+    assert line.startswith("command line: corpus.vocabulary_size: 3000 pieces are more than the training text allows; ")
+    assert not (place / "corpus").exists()
+    largest = int(line.rpartition(" ")[2])
+    settings = load_recipe([place / "mine.yaml"], ["--corpus.vocabulary_size", str(largest + 1)]).corpus
+    with pytest.raises(InputError, match=f"the largest that works is {largest}$"):
+        check_vocabulary_size(settings, [300])
+    options = ["--corpus.vocabulary_size", largest, "--trainer.max_steps", 2]
+    for command in ("doctor", "fit"):
+        assert pipeline(command, place / "mine.yaml", *options).returncode == 0
+
+
+def test_swapped_sides_are_named_before_and_after_they_are_prepared(place: Path) -> None:
+    sides = {side: (place / f"validation.{side}").read_text() for side in ("source", "target")}
+    (place / "train.source").write_text(sides["target"].upper())
+    (place / "train.target").write_text(sides["source"])
+    (place / "validation.target").write_text(sides["target"].upper())
+    note = f"{place / 'train.source'}, {place / 'train.target'}: its source resembles the target of "
+    for command in ("doctor", "prepare", "doctor"):
+        done = pipeline(command, place / "mine.yaml")
+        assert done.returncode == 0, done.stderr
+        assert note in (done.stdout + done.stderr).decode()
 
 
 def test_lightning_says_nothing_about_ranks(place: Path) -> None:

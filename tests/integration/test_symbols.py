@@ -1,5 +1,6 @@
 """Byte fallback and user symbols, from a recipe to translations."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -15,8 +16,8 @@ def test_a_run_with_bytes_and_symbols(recipe_file: Path, tiny_corpus: Path, tmp_
     options = ["--config", recipe_file, "--run.folder", run, "--corpus.folder", corpus, *SYMBOLS]
     done = pipeline("fit", *options)
     assert done.returncode == 2
-    message = "error: corpus.vocabulary_size: 60 has no room for 256 bytes and 2 user symbols beside characters"
-    assert done.stderr.decode().startswith(message)
+    message = r":\d+: corpus\.vocabulary_size: 60 has no room for 256 bytes and 2 user symbols beside characters"
+    assert re.match(f"error: {recipe_file}{message}", done.stderr.decode())
     options += ["--corpus.vocabulary_size", 320]
     done = pipeline("doctor", *options)
     assert done.returncode == 0, done.stdout.decode()
