@@ -36,7 +36,7 @@ class AttentionPlots(Callback):
     Must come after `samples`, which collects the translations, and before `EMA`, which restores the weights.
 
     Args:
-        settings: which sentences, layers and heads are drawn.
+        settings: which sentences, layers and heads are drawn; `check_training` has compared the latter to the network.
         samples: has the translations of the validation.
         sources: the validation's source sentences.
         tokenizer: splits the sentences into pieces.
@@ -44,7 +44,7 @@ class AttentionPlots(Callback):
         network: the network's shape.
 
     Raises:
-        InputError: a sentence, layer or head of the settings does not exist.
+        InputError: a sentence of the settings does not exist.
     """
 
     @property
@@ -71,14 +71,10 @@ class AttentionPlots(Callback):
             for kind, depth in depths.items()
         }
         self._heads = settings.attention_heads or list(range(min(network.num_heads, _MAX_HEADS)))
-        limits = {
-            "attention_sentences": (self._pairs, len(sources)),
-            "attention_layers": (settings.attention_layers or [], max(depths.values())),
-            "attention_heads": (self._heads, network.num_heads),
-        }
-        for name, (indices, count) in limits.items():
-            if max(indices, default=0) >= count:
-                raise InputError(f"monitoring.{name}: {max(indices)} does not exist; give numbers up to {count - 1}")
+        if (last := max(self._pairs, default=0)) >= len(sources):
+            raise InputError(
+                f"monitoring.attention_sentences: {last} does not exist; give numbers up to {len(sources) - 1}"
+            )
         samples.keep(self._pairs)
         self._frequent_pieces = _most_frequent(corpus, tokenizer.vocabulary_size, settings.embedding_pieces)
         self._positions_drawn = False

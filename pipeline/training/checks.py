@@ -28,7 +28,7 @@ class CheckContext:
 
 
 def check_training(context: CheckContext) -> None:
-    """Check settings of training that depend on other sections."""
+    """Check settings of training and monitoring that depend on other sections."""
     recipe = context.recipe
     network, training, max_steps = recipe.network, recipe.training, recipe.trainer["max_steps"]
     if training.r_drop_alpha and not (network.dropout or network.attention_dropout or network.activation_dropout):
@@ -41,6 +41,13 @@ def check_training(context: CheckContext) -> None:
             f"training.warmup_steps {training.warmup_steps} leaves no step to training.schedule {training.schedule}, "
             f"which ends at trainer.max_steps {max_steps}; lower the former"
         )
+    plots, depth = recipe.monitoring, max(network.encoder_layers, network.decoder_layers)
+    for name, indices, count in (
+        ("attention_layers", plots.attention_layers, depth),
+        ("attention_heads", plots.attention_heads, network.num_heads),
+    ):
+        if indices and max(indices) >= count:
+            raise InputError(f"monitoring.{name}: {max(indices)} does not exist; give numbers up to {count - 1}")
 
 
 def check_trainer(context: CheckContext) -> None:

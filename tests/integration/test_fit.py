@@ -228,17 +228,6 @@ def test_a_corpus_copied_without_its_texts(tiny_corpus: Path, recipe_file: Path,
     assert b"max_tokens" in refused.stderr
 
 
-def test_a_missing_attention_layer_is_refused(recipe_file: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    done = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--monitoring.attention_layers", "[0, 1]")
-    assert done.returncode == 2
-    assert (
-        done.stderr.decode()
-        .splitlines()[-1]
-        .startswith("error: command line: monitoring.attention_layers: 1 does not exist; ")
-    )
-
-
 def test_learned_positions_reach_the_longest_validation_sentence(
     tiny_corpus: Path, recipe_file: Path, tmp_path: Path
 ) -> None:

@@ -214,6 +214,14 @@ def test_a_rate_that_decays_to_the_last_step(place: Path) -> None:
     assert "needs training.peak_learning_rate" in refusal(place, *linear[:2], "--run.folder", place / "other")
 
 
+def test_layers_and_heads_that_the_network_does_not_have(place: Path) -> None:
+    layers = refusal(place, "--monitoring.attention_layers", "[0, 1]")
+    assert layers == "command line: monitoring.attention_layers: 1 does not exist; give numbers up to 0"
+    heads = refusal(place, "--monitoring.attention_heads", 2)
+    assert heads == "command line: monitoring.attention_heads: 2 does not exist; give numbers up to 1"
+    assert not (place / "corpus").exists()
+
+
 def test_r_drop_without_dropout(place: Path) -> None:
     options = ["--network.dropout", 0, "--training.r_drop_alpha", 5.0]
     assert "training.r_drop_alpha 5.0 compares passes with other dropout, and there is none" in refusal(place, *options)
