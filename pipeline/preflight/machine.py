@@ -63,13 +63,10 @@ def check_gpus_per_task(job: "JobStep", visible: int, allocated: str | None) -> 
         visible: number of GPUs that torch sees.
         allocated: SLURM_GPUS_ON_NODE, if it is set.
     """
-    tasks = job.tasks_per_node
-    if allocated and allocated.isdigit() and int(allocated) != visible:
-        hint = "check nvidia-smi and torch's CUDA build"
-        yield CheckResult(False, f"SLURM allocated {allocated} GPUs on this node and torch sees {visible}; {hint}")
-    elif visible and visible != tasks:
-        hint = f"set --ntasks-per-node={visible}, or request {tasks} GPUs per node"
-        yield CheckResult(False, f"the node has {visible} GPUs for {tasks} tasks; {hint}")
+    from pipeline.training.precision import gpus_mistake
+
+    if mistake := gpus_mistake(job, visible, allocated):
+        yield CheckResult(False, mistake)
 
 
 def check_min_nodes(job: "JobStep | None") -> Iterator[CheckResult]:

@@ -1,5 +1,6 @@
 """Quick checks of what `fit` is asked to do, before it prepares a corpus. `doctor` runs the same ones."""
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,15 +53,23 @@ def check_training(context: CheckContext) -> None:
 
 def check_trainer(context: CheckContext) -> None:
     """Check that the machine can train as the recipe asks for: what Lightning and torch.compile refuse."""
+    import torch
+
     from pipeline.runtime.console import quiet_lightning
     from pipeline.training.compilation import should_compile
+    from pipeline.training.precision import gpus_mistake
     from pipeline.training.trainer import complete_options, make_trainer
 
-    recipe = context.recipe
+    recipe, job = context.recipe, context.job
     quiet_lightning()
-    options = complete_options(recipe.trainer, context.job, recipe.run.timeout_seconds)
+    options = complete_options(recipe.trainer, job, recipe.run.timeout_seconds)
+    if job is not None and options["accelerator"] != "cpu":
+        visible = torch.cuda.device_count()
+        mistake = gpus_mistake(job, visible, os.environ.get("SLURM_GPUS_ON_NODE"))
+        if mistake and visible < job.tasks_per_node:  # Lightning would name a setting that the job has made.
+            raise InputError(mistake)
     with warnings.catch_warnings(action="ignore"):  # They are shown when training starts.
-        make_trainer(options, context.job, logger=False)
+        make_trainer(options, job, logger=False)
     if recipe.run.compile:
         should_compile(recipe.run.compile, options["accelerator"])
 

@@ -4,6 +4,9 @@ import os
 from typing import Any
 
 from pipeline.runtime.console import say
+from pipeline.runtime.slurm import JobStep
+
+_BINDING = "request GPUs by --gpus-per-node, not by --gpus-per-task or --gpu-bind: each task has to see all of its node"
 
 
 def missing_gpu(accelerator: Any) -> str | None:
@@ -18,6 +21,25 @@ def missing_gpu(accelerator: Any) -> str | None:
         return f"trainer.accelerator {accelerator}: {unusable}; {hint}"
     hint = "check nvidia-smi and torch's CUDA build, or set it to cpu"
     return f"trainer.accelerator {accelerator}: torch finds no GPU; {hint}" if accelerator != "auto" else None
+
+
+def gpus_mistake(job: JobStep, visible: int, allocated: str | None) -> str | None:
+    """Return the mistake if torch does not see one GPU for each task of this node; None if it does, or sees none.
+
+    Args:
+        job: the SLURM job step of this process.
+        visible: number of GPUs that torch sees.
+        allocated: SLURM_GPUS_ON_NODE, if it is set.
+    """
+    tasks, count = job.tasks_per_node, int(allocated) if allocated and allocated.isdigit() else visible
+    if visible != count:
+        is_bound = 0 < visible * tasks <= count
+        hint = _BINDING if is_bound else "check nvidia-smi and torch's CUDA build"
+        return f"SLURM allocated {count} GPUs on this node and torch sees {visible}; {hint}"
+    if visible and visible != tasks:
+        hint = f"{_BINDING}, or set" if visible < tasks else f"request {tasks} GPUs per node, or set"
+        return f"the node has {visible} GPUs for {tasks} tasks; {hint} --ntasks-per-node={visible}"
+    return None
 
 
 def _cuda_error() -> str:

@@ -9,11 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
 from pipeline.preflight import distributed
 from pipeline.preflight.check_result import CheckResult
@@ -22,6 +25,7 @@ from pipeline.preflight.machine import check_gpus_per_task
 from pipeline.preflight.recipe import CheckContext, check_hardware_keys
 from pipeline.preflight.run_checks import agree_on_context
 from pipeline.runtime.slurm import JobStep
+from pipeline.training.checks import check_trainer
 from tests.conftest import ROOT
 
 FORK = multiprocessing.get_context("fork")
@@ -140,9 +144,28 @@ def test_tasks_and_gpus_of_a_node() -> None:
     [fewer] = check_gpus_per_task(step, 0, "4")
     assert fewer.message.startswith("SLURM allocated 4 GPUs on this node and torch sees 0")
     [more] = check_gpus_per_task(step, 8, "8")
-    assert more.message.startswith("the node has 8 GPUs for 4 tasks; set --ntasks-per-node=8")
-    assert not fewer.ok
-    assert not more.ok
+    assert more.message == "the node has 8 GPUs for 4 tasks; request 4 GPUs per node, or set --ntasks-per-node=8"
+    [lost] = check_gpus_per_task(step, 3, "4")
+    assert lost.message.endswith("torch sees 3; check nvidia-smi and torch's CUDA build")
+    assert not any(one.ok for one in (fewer, more, lost))
+
+
+@pytest.mark.parametrize(("tasks", "visible", "allocated"), [(8, 1, "8"), (4, 2, "8"), (8, 1, None)])
+def test_tasks_that_see_a_part_of_their_nodes_gpus(
+    tasks: int, visible: int, allocated: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with --gpus-per-task=1, where each of eight tasks sees one GPU of eight. `fit` says the same."""
+    step = JobStep(**{**vars(STEP), "num_tasks": tasks, "num_nodes": 1, "tasks_per_node": tasks})
+    [bound] = check_gpus_per_task(step, visible, allocated)
+    assert not bound.ok
+    assert "; request GPUs by --gpus-per-node, not by --gpus-per-task or --gpu-bind" in bound.message
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", allocated or "")
+    with pytest.raises(InputError) as refusal:
+        check_trainer(replace(demo_context([]), job=step))
+    assert str(refusal.value) == bound.message
 
 
 def demo_context(options: list[str]) -> CheckContext:
