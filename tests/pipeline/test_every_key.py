@@ -318,6 +318,17 @@ def built(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setitem(OPTIMIZERS, "own", own_optimizer)
         # Nothing is compiled here.
         patch.setattr("pipeline.training.compilation.missing_compiler", lambda on_gpu: None)
+        # As torchrun starts the first of two nodes.
+        for name, number in {
+            "WORLD_SIZE": 4,
+            "LOCAL_WORLD_SIZE": 2,
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "GROUP_RANK": 0,
+        }.items():
+            patch.setenv(name, str(number))
+        for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"):
+            patch.setenv(name, "1")
         # Trainer sets these.
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         patch.setattr(torch.backends.cudnn, "benchmark", True)
