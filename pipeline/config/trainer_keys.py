@@ -53,10 +53,9 @@ def max_seconds(max_time: Any) -> float | None:
         pass
     if isinstance(max_time, timedelta):
         return max_time.total_seconds()
-    if max_time is not None:  # YAML reads 1:00:00:00 as a number of base 60.
+    if max_time is not None:
         raise InputError(
-            f"trainer.max_time {max_time} is not a duration; give days:hours:minutes:seconds in quotes,"
-            ' as in "00:00:45:00"'
+            f"trainer.max_time {max_time} is not a duration; give days:hours:minutes:seconds, as in 00:00:45:00"
         )
     return None
 

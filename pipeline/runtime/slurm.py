@@ -104,7 +104,7 @@ def main_address(environment: Mapping[str, str] = os.environ) -> str:
     if "[" in nodes:  # a short form, such as rack[1-2]n[01-02]
         command = ["scontrol", "show", "hostnames", nodes]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(environment))
+            done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, env=dict(environment))
             names, reason = done.stdout.split(), " ".join(done.stderr.split()) or "it prints no name"
         except (OSError, subprocess.TimeoutExpired) as error:
             names, reason = [], str(error)
@@ -181,7 +181,7 @@ def _in_terminal(environment: Mapping[str, str]) -> bool:
         return False
     for process in (environment.get("SLURM_TASK_PID", "self"), "self"):  # In a container, the task may be unknown.
         with suppress(OSError):
-            after_name = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
+            after_name = Path("/proc", process, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             return after_name[4] != "0"  # the number of the terminal
     return False
 

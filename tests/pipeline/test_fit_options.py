@@ -162,10 +162,7 @@ def test_invalid_trainer_options(options: dict[str, Any], message: str) -> None:
         ("num_nodes: 2", "trainer.num_nodes 2: nothing starts ranks on other nodes here; use srun"),
         ("accelerator: tpu", "trainer.accelerator tpu is not supported; remove it, or give one of auto, cpu, gpu"),
         ("precision: transformer-engine", "trainer.precision transformer-engine: Requirement"),
-        (
-            "max_time: 1:00:00:00",
-            "trainer.max_time 216000 is not a duration; give days:hours:minutes:seconds in quotes",
-        ),
+        ("max_time: 45", "trainer.max_time 45 is not a duration; give days:hours:minutes:seconds"),
         ("profiler: xla", "trainer.profiler xla is not supported; remove it, or give one of simple, advanced"),
         ("limit_test_batches: 1.5", "trainer.limit_test_batches 1.5: You have passed invalid value"),
     ],
@@ -174,7 +171,7 @@ def test_what_lightning_would_refuse_late(recipe_file: Path, tmp_path: Path, lin
     """`fit` and `doctor` say it with file and line, before the corpus is prepared."""
     recipe = yaml.safe_load(recipe_file.read_text())
     recipe["trainer"].pop(line.partition(":")[0], None)
-    recipe["corpus"]["folder"] = str(tmp_path / "corpus")
+    recipe["corpus"]["folder"], recipe["run"]["folder"] = str(tmp_path / "corpus"), str(tmp_path / "run")
     text = yaml.safe_dump({key: recipe[key] for key in sorted(recipe, key="trainer".__eq__)}, sort_keys=False)
     recipe_file.write_text(f"{text}  {line}\n")
     with pytest.raises(InputError) as refusal:
