@@ -169,6 +169,7 @@ def test_every_process_writes_the_same_bytes(settings: CorpusSettings, tmp_path:
     assert digest(tmp_path / "later") != digest(folders[0])
 
 
+@pytest.mark.slow
 def test_the_identity_is_the_same_in_every_interpreter(settings: CorpusSettings) -> None:
     """Otherwise each rank would write views of its own."""
     code = (

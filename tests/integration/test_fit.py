@@ -233,8 +233,8 @@ def test_learned_positions_reach_the_longest_validation_sentence(
 ) -> None:
     shutil.copytree(tiny_corpus.parent, tmp_path / "texts")
     text = tmp_path / "texts" / "validation.target"
-    first, *rest = text.read_text().splitlines()
-    text.write_text("\n".join([" ".join([first] * 40), *rest]) + "\n")
+    longest = max(text.read_text().splitlines(), key=len)
+    text.write_text(text.read_text().replace(longest, " ".join([longest] * 7)))
     longer = [f"--corpus.validation.target={text}", "--corpus.folder", tmp_path / "corpus"]
     learned = ["--network.learned_positions", "true", "--network.max_positions", 60]
     fit(recipe_file, tmp_path / "short", *learned, "--trainer.max_steps", 1)

@@ -107,6 +107,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_disk_full_while_a_view_is_written(recipe: Path, small_disk: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = ["fit", "--config", recipe, "--run.folder", run]

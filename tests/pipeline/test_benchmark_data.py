@@ -24,6 +24,7 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert all(figures[name] > 0 for name in (*rates, "plan_seconds", "plan_seconds_large", "peak_memory_bytes"))
 
 
+@pytest.mark.slow
 def test_figures_of_views(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--corpus.folder", str(tmp_path / "corpus"), "--corpus.bpe_dropout.source", "0.1"]
     assert main(["benchmark", "data", "--config", str(recipe_file), *options]) == 0
