@@ -119,9 +119,6 @@ class TrainingSettings:
     """Probability that label smoothing spreads evenly over all pieces (section 5.4)."""
     r_drop_alpha: float = 0.0
     """Weight of R-Drop's divergence between two passes with other dropout (Liang et al. 2021); 0 for a single pass."""
-    share_casings: bool = False
-    """Let the casings of a piece (`house`, `House`, `HOUSE`) have part of their embeddings in common. No effect on text
-    in lower case. The paper's embeddings have nothing in common."""
     schedule: str = "paper"
     """`paper`, `inverse_sqrt`, `linear`, `cosine`, or a name registered in `model.lr_schedule.SCHEDULES`."""
     peak_learning_rate: float | None = None

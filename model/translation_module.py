@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
-from model.casing_factors import CasingFactors
 from model.compilation import CompiledForward
 from model.cpu.compiled_loss import CompiledLoss
 from model.decoding import BeamSearch
@@ -57,7 +56,6 @@ class TranslationModule(LightningModule):
         decoding: DecodingSettings,
         seed: int,
         options: StepOptions = StepOptions(),  # noqa: B008
-        casings: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Initialize the network.
 
@@ -69,7 +67,6 @@ class TranslationModule(LightningModule):
             decoding: the recipe's `decoding:`.
             seed: seed of dropout.
             options: how a training step is computed.
-            casings: group and casing of each piece, int64 [V] each, with `training.share_casings`; see `CasingFactors`.
 
         Raises:
             ValueError: the settings name a part that is not registered.
@@ -79,7 +76,6 @@ class TranslationModule(LightningModule):
         self.special, self.training_settings, self.decoding, self.seed = special, training, decoding, seed
         self.network_settings = network
         self.network = Transformer(vocabulary_size, network)
-        self.casing_factors = CasingFactors(self.network.embedding.weight, *casings) if casings else None
         self.compiled_forward = CompiledForward(self.network) if options.compiled else None
         self.loss_scale = LossScaler() if options.scale_loss else None
         self.kernels = options.kernels
@@ -91,12 +87,6 @@ class TranslationModule(LightningModule):
         self._source_of_pair: Tensor | None = None
         self._skipped, self._skipped_in_a_row = torch.zeros(()), torch.zeros(())
         """Number of skipped steps, in total and in the current unbroken sequence; on the CPU before the first step."""
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Start from the weights of another network of the same sizes, its `state_dict`."""
-        self.network.load_state_dict(weights)
-        if self.casing_factors is not None:
-            self.casing_factors.split(self.network.embedding.weight)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copy the batch to the device. Unlike Lightning's default, this does not block the host."""
@@ -150,8 +140,6 @@ class TranslationModule(LightningModule):
         """
         step = self.global_step + 1
         sums = self._accumulate_gradients(rank_batch, step)
-        if self.casing_factors is not None:
-            self.casing_factors.take_gradient(self.network.embedding.weight)
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         learning_rate = self._schedule(step)
@@ -169,8 +157,6 @@ class TranslationModule(LightningModule):
         prepare_step(optimizer.optimizer, skip, self.loss_scale.factor if self.loss_scale is not None else None)
         optimizer.step()
         optimizer.zero_grad()
-        if self.casing_factors is not None:
-            self.casing_factors.write(self.network.embedding.weight)
         if self.loss_scale is not None:
             self.loss_scale.update(skip)
         self._skipped = self._skipped + skip
@@ -328,12 +314,7 @@ class TranslationModule(LightningModule):
         """Build the learning-rate schedule and the optimizer."""
         width = self.network_settings.d_model
         self._schedule = build_schedule(self.training_settings, width, self.trainer.max_steps)
-        parameters = list(self.network.parameters())
-        if self.casing_factors is not None:
-            # In place of the embedding matrix, which is their sum.
-            parameters = [one for one in parameters if one is not self.network.embedding.weight]
-            parameters += self.casing_factors.parameters()
-        return build_optimizer(parameters, self.training_settings)
+        return build_optimizer(self.network.parameters(), self.training_settings)
 
 
 def _weights_cast_once(device: str) -> torch.autocast:

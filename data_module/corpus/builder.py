@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from data_module.errors import InputError
 from data_module.noise.noise import CASINGS, with_casing
 from data_module.readers.pairs import read_pairs
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
-from data_module.tokenization.casings import train_on_casings
 from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, UNK_ID, Tokenizer, train_on_words
 from data_module.tokenization.word_counts import WordCounts
 from data_module.tokenization.word_encoder import WordEncoder
@@ -165,20 +163,16 @@ def _count_words(
 
 
 def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool) -> bytes:
-    options = {
-        "character_coverage": settings.character_coverage,
-        "byte_fallback": settings.byte_fallback,
-        "user_symbols": settings.user_symbols,
-    }
-    # A casing of the text that is half as frequent as the rarest of the noise is worth pieces of its own.
-    shares = [share for kind in CASINGS if (share := getattr(settings.noise, kind)) and not settings.lowercase]
-    train = (
-        partial(train_on_casings, rarest=min(shares) / 2)
-        if shares
-        else partial(train_on_words, lowercase=settings.lowercase)
-    )
     with ThreadPoolExecutor(1) as pool, _bar("training the tokenizer", None, progress) as bar:
-        training = pool.submit(train, words, settings.vocabulary_size, **options)
+        training = pool.submit(
+            train_on_words,
+            words,
+            settings.vocabulary_size,
+            lowercase=settings.lowercase,
+            character_coverage=settings.character_coverage,
+            byte_fallback=settings.byte_fallback,
+            user_symbols=settings.user_symbols,
+        )
         while not training.done():
             wait([training], timeout=0.5)
             bar.update()

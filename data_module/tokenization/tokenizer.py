@@ -235,34 +235,15 @@ def train_on_words(
             try:
                 largest = Tokenizer(_train(words, options | {"hard_vocab_limit": False})).vocabulary_size
             except RuntimeError:
-                raise _too_many_characters(vocabulary_size, options) from error
+                raise InputError(
+                    f"corpus.vocabulary_size: {vocabulary_size} is too small for the characters that make up"
+                    f" {options['character_coverage']:.2%} of the text; raise it, or lower corpus.character_coverage"
+                ) from error
             raise InputError(
                 f"corpus.vocabulary_size: {vocabulary_size} pieces are more than the training text allows;"
                 f" the largest that works is {largest}"
             ) from error
     return _without_rule_path(model) if lowercase else model
-
-
-def learn_merges(
-    words: WordCounts,
-    vocabulary_size: int,
-    character_coverage: float,
-    byte_fallback: bool,
-    user_symbols: Sequence[str],
-) -> bytes:
-    """Train as `train_on_words` does, with fewer pieces where the text allows no more."""
-    options = _options(words, vocabulary_size, False, character_coverage, byte_fallback, user_symbols)
-    try:
-        return _train(words, options | {"hard_vocab_limit": False})
-    except RuntimeError as error:
-        raise _too_many_characters(vocabulary_size, options) from error
-
-
-def _too_many_characters(vocabulary_size: int, options: Mapping[str, Any]) -> InputError:
-    return InputError(
-        f"corpus.vocabulary_size: {vocabulary_size} is too small for the characters that make up"
-        f" {options['character_coverage']:.2%} of the text; raise it, or lower corpus.character_coverage"
-    )
 
 
 def _options(

@@ -151,7 +151,8 @@ def _checked(
     values: dict[str, Any], places: dict[str, str], trainer_signature: Signature | None, mistakes: list[str]
 ) -> Recipe:
     """Return the recipe; raise InputError that names `mistakes` and all that are found."""
-    check = Checker(places, {f"trainer.{key}": why or "the pipeline sets it" for key, why in RESERVED_KEYS.items()})
+    refused = {f"trainer.{key}": why or "the pipeline sets it" for key, why in RESERVED_KEYS.items()}
+    check = Checker(places, refused | REMOVED_KEYS)
     recipe = check.dataclass(values, Recipe, "")
     check.mistakes += _unregistered_names(values, places)
     if trainer_signature is not None and isinstance(values.get("trainer"), dict):
@@ -165,6 +166,10 @@ def _checked(
     return recipe
 
 
+REMOVED_KEYS = {
+    "training.share_casings": "casings no longer share embeddings; remove the key",
+}
+"""Keys of earlier revisions, each with what to do."""
 _REGISTRY_KEYS = {
     "network.norm": NetworkSettings.norm,
     "network.activation": NetworkSettings.activation,

@@ -166,6 +166,4 @@ def _num_parameters(recipe: "Recipe") -> int:
 
     with torch.device("meta"):
         parameters = Transformer(recipe.corpus.vocabulary_size, recipe.network).parameters()
-    # The factors of the embeddings: one of each piece, and at most as many of groups.
-    factors = 2 * recipe.corpus.vocabulary_size * recipe.network.d_model * recipe.training.share_casings
-    return sum(parameter.numel() for parameter in parameters) + factors
+    return sum(parameter.numel() for parameter in parameters)

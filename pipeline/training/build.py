@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
 
 from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
-from data_module.tokenization.casings import casing_groups
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.cpu.compiled_loss import CompiledLoss
@@ -100,14 +98,7 @@ def build_module(
         recipe.decoding,
         recipe.run.seed,
         StepOptions(compiled, scale_loss, kernels, compiled_loss),
-        _casings(tokenizer) if recipe.training.share_casings and not tokenizer.lowercase else None,
     )
-
-
-def _casings(tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
-    """Return group and casing of each piece; see `casing_groups`."""
-    group, casing = casing_groups(tokenizer.pieces(), tokenizer.user_symbols)
-    return torch.from_numpy(group), torch.from_numpy(casing)
 
 
 def build_data(
@@ -196,7 +187,7 @@ def train(start: Start) -> None:
     if module.compiled_forward is not None and torch.cuda.is_available():
         start_compiler()
     if start.initial is not None:
-        module.load_weights(start.initial.weights)
+        module.network.load_state_dict(start.initial.weights)
     data = build_data(recipe, start.tokenizer, options, kernels)
     _check_positions(recipe, data)
     if text_sources := data.validation_sources():

@@ -193,7 +193,7 @@ def test_overlays_fit_every_recipe(overlay: Path) -> None:
 
 
 def test_the_overlay_of_noise_fits_every_recipe() -> None:
-    """It changes noise, byte fallback and shared casings alone, and each kind of noise is on in few pairs."""
+    """It changes noise and byte fallback alone, and each kind of noise is on in few pairs."""
     for path in RECIPES:
         plain, noisy = load_recipe([path]), load_recipe([path, CONFIGS / "robust_text.yaml"])
         kinds = {kind: getattr(noisy.corpus.noise, kind) for kind in NOISE_KINDS}
@@ -201,6 +201,4 @@ def test_the_overlay_of_noise_fits_every_recipe() -> None:
         assert sum(kinds.values()) < 0.5
         assert noisy.corpus.byte_fallback
         same = {key: getattr(plain.corpus, key) for key in ("noise", "byte_fallback")}
-        assert noisy.training.share_casings
-        training = replace(noisy.training, share_casings=False)
-        assert replace(noisy, corpus=replace(noisy.corpus, **same), training=training) == plain
+        assert replace(noisy, corpus=replace(noisy.corpus, **same)) == plain

@@ -28,7 +28,7 @@ from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.config.recipe import Recipe, recipe_from_dict
 from pipeline.config.trainer_keys import trainer_signature
 from pipeline.inference.translator import load_translator
-from pipeline.training.build import build_module, train
+from pipeline.training.build import train
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 from pipeline.training.precision import best_precision
 from pipeline.training.start import Start
@@ -52,8 +52,6 @@ class Built:
     optimizer: Any = None
     search: list[Any] = field(default_factory=list)
     """Arguments of the search."""
-    cased: Any = None
-    """A module for a tokenizer that keeps upper case."""
 
     def layers(self) -> list[Any]:
         return [*self.module.network.encoder, *self.module.network.decoder]
@@ -192,7 +190,6 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
     "network.output_bias": (True, lambda b: isinstance(b.module.network.projection.bias, nn.Parameter)),
     "training.label_smoothing": (0.2, lambda b: b.module.training_settings.label_smoothing),
     "training.r_drop_alpha": (5.0, lambda b: b.module.training_settings.r_drop_alpha),
-    "training.share_casings": (True, lambda b: b.cased.casing_factors is not None),
     "training.schedule": ("linear", lambda b: "linear" if b.rates()[4:7] == pytest.approx([1.5, 1, 0.5]) else None),
     "training.peak_learning_rate": (1.25, lambda b: max(b.rates()) / 2.0),
     "training.warmup_steps": (3, lambda b: 1 + b.rates().index(max(b.rates()))),
@@ -336,7 +333,6 @@ def built(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         recipe = recipe_from_dict(values, trainer_signature())
         built = build(recipe)
         built.search = arguments_of_search(built)
-        built.cased = build_module(recipe, Tokenizer.load(tiny_corpus / "tokenizer.model"))
         yield built
 
 

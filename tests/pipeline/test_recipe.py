@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
-from pipeline.config.recipe import Recipe, load_recipe, recipe_from_dict
+from pipeline.config.recipe import REMOVED_KEYS, Recipe, load_recipe, recipe_from_dict
 from pipeline.config.settings import RunSettings
 from pipeline.config.trainer_keys import trainer_signature
 from tests.conftest import pipeline
@@ -197,6 +197,12 @@ def test_reserved_trainer_keys(tmp_path: Path) -> None:
     )
     assert "trainer.max_epochs may not be set; count in steps with trainer.max_steps" in message
     assert "trainer.barebones may not be set; the pipeline sets it" in message
+
+
+def test_removed_keys_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    for key, what_to_do in REMOVED_KEYS.items():
+        message = error_message(write(tmp_path, MINIMAL), f"--{key}=1", trainer={"max_steps": int})
+        assert message == f"command line: {key} may not be set; {what_to_do}"
 
 
 def test_positions_of_mistakes(tmp_path: Path) -> None:
