@@ -35,9 +35,6 @@ def figures_of(comparison: "SideBySide", network: NetworkSettings, vocabulary_si
         ratios = [_rate(one, "ours") / _rate(one, name) for one in rounds]
         figures |= _spread(f"ratio_to_{name}", ratios)
     baselines = {name: _of_network(comparison, name, flops, product_rate) for name in comparison.others}
-    if "lstm" in baselines:
-        # The FLOPs are those of a Transformer.
-        del baselines["lstm"]["mfu"]
     return figures | {"baselines": baselines}
 
 
@@ -88,18 +85,6 @@ def table(figures: dict[str, Any]) -> str:
         f"the loop {1000 * figures['loop_seconds_per_step']:.2f} ms a step"
     )
     return "\n".join(lines)
-
-
-def equal_time_table(figures: dict[str, Any]) -> str:
-    """Return a table with a line for each network and time of scoring."""
-    lines = [f"{'':8}{'minutes':>10}{'steps':>10}{'tokens':>12}{'nats/token':>12}{'BLEU':>8}"]
-    for name in ("ours", "lstm"):
-        lines += [
-            f"{name:8}{one['seconds'] / 60:10.1f}{one['steps']:10,}{one['target_tokens']:12,}"
-            f"{one['negative_log_likelihood']:12.3f}{one['bleu']:8.2f}"
-            for one in figures[name]
-        ]
-    return "\n".join([*lines, f"validation text, greedy search, {figures['bleu_signature']}"])
 
 
 def _spread(name: str, values: list[float]) -> dict[str, Any]:

@@ -25,20 +25,10 @@ both without padding. Figures:
                             compiled nothing
   compiled_graphs           number of graphs that the network was compiled to
   steps_taken_again         steps of ours that were repeated because a graph was compiled in their round
-
-`--baseline lstm` is a recurrent encoder-decoder with attention and the recipe's number of parameters. It takes our
-batches, pair for pair, and has no `mfu`. `--minutes T` then trains the recipe and the LSTM, both from the start, for T
-minutes each, in turns. `equal_time` has, for `ours` and `lstm`, after each quarter of that time:
-
-  seconds, steps            training time and optimizer steps so far
-  target_tokens             trained on so far, without padding
-  bleu                      of the validation text, greedy search; `bleu_signature` stands beside the networks
-  negative_log_likelihood   of the validation text, in nats a target token
 """
 
 import argparse
 import json
-import math
 import os
 import sys
 import tempfile
@@ -58,7 +48,7 @@ if TYPE_CHECKING:
     from data_module.tokenization.tokenizer import Tokenizer
     from data_module.translation_data_module import TranslationDataModule
     from model.translation_module import TranslationModule
-    from pipeline.benchmark.side_by_side import BareLoop, SideBySide
+    from pipeline.benchmark.side_by_side import SideBySide
     from pipeline.config.recipe import Recipe
 
 LOOP_ROUND, LOOP_STEPS = 50, 300
@@ -74,15 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline",
         action="append",
         default=[],
-        choices=("torch", "marian", "lstm"),
-        help="compare with torch.nn.Transformer's layers, Hugging Face's MarianMTModel or an LSTM with attention; may "
-        "be repeated",
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        metavar="T",
-        help="then train the recipe and the LSTM for T minutes each, in turns, and score both",
+        choices=("torch", "marian"),
+        help="compare with torch.nn.Transformer's layers or Hugging Face's MarianMTModel; may be repeated",
     )
 
 
@@ -99,15 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     from data_module.errors import InputError
     from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.benchmark.report import equal_time_table, figures_of, loop_seconds, rounded, table
+    from pipeline.benchmark.report import figures_of, loop_seconds, rounded, table
     from pipeline.config.recipe import load_recipe
     from pipeline.config.trainer_keys import trainer_signature
 
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: must be 1 or more")
-    if arguments.minutes is not None:
-        _check_minutes(arguments, recipe)
     device = benchmark_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
@@ -123,27 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
         "torch_version": torch.__version__,
     }
     print(table(figures), file=sys.stderr)
-    if arguments.minutes is not None:
-        figures["equal_time"] = equal_time(recipe, tokenizer, 60.0 * arguments.minutes, device)
-        print(equal_time_table(figures["equal_time"]), file=sys.stderr)
     print(json.dumps(rounded(figures)))
     return 0
-
-
-def _check_minutes(arguments: argparse.Namespace, recipe: "Recipe") -> None:
-    """Raise InputError unless the recipe and the LSTM can be trained for equal time."""
-    from data_module.errors import InputError
-    from model.lr_schedule import DECAY_TO_LAST_STEP
-
-    training = recipe.training
-    if "lstm" not in arguments.baseline:
-        raise InputError("--minutes: compares with the LSTM; add --baseline lstm")
-    if not 0.0 < arguments.minutes < math.inf:
-        raise InputError(f"--minutes {arguments.minutes}: must be more than 0")
-    if training.schedule in DECAY_TO_LAST_STEP:
-        raise InputError(
-            f"--minutes: training.schedule {training.schedule} ends at a step, which is not known; use inverse_sqrt"
-        )
 
 
 class BenchmarkDevice(NamedTuple):
@@ -208,9 +170,6 @@ def recipe_comparison(
     schedule = build_schedule(recipe.training, recipe.network.d_model, ENDLESS)
     others = {}
     for name in baselines:
-        if name == "lstm":
-            others[name] = _lstm_loop(recipe, module, device)
-            continue
         network = baseline_network(name, tokenizer.vocabulary_size, recipe.network, data.special, data.longest)
         batches = padded_steps(data, device.device)
         others[name] = BareLoop(network, loss, recipe.training, schedule, device.precision, batches)
@@ -221,39 +180,6 @@ def recipe_comparison(
     max_steps = comparison.num_steps if module.compiled_forward is None else ENDLESS
     _fit(module, data, [comparison], device.options, max_steps, profiler=comparison.loader_profiler())
     return comparison
-
-
-def _lstm_loop(recipe: "Recipe", module: "TranslationModule", device: BenchmarkDevice) -> "BareLoop":
-    """Return a training loop for an LSTM with as many parameters as the module's network."""
-    from model.lr_schedule import build_schedule
-    from pipeline.benchmark.lstm import lstm_loop, lstm_of_size
-
-    settings, num_parameters = recipe.network, sum(p.numel() for p in module.network.parameters())
-    network = lstm_of_size(num_parameters, module.network.vocabulary_size, settings.d_model, settings.dropout)
-    schedule = build_schedule(recipe.training, settings.d_model, ENDLESS)
-    return lstm_loop(network, recipe.training, schedule, device.precision, module.special.pad, module.loss_kernels)
-
-
-def equal_time(recipe: "Recipe", tokenizer: "Tokenizer", seconds: float, device: BenchmarkDevice) -> dict[str, Any]:
-    """Train the recipe's network and the LSTM for as many seconds each; the module's docstring has the figures."""
-    from pipeline.benchmark.equal_time import EqualTime, ValidationText
-    from pipeline.inference.metrics import Bleu
-    from pipeline.training.build import build_data, build_module
-    from pipeline.training.kernels import choose_kernels, choose_loss
-    from pipeline.training.start import choose_bleu_tokenizer
-
-    kernels = choose_kernels(recipe.run.kernels, device.options, recipe.network)
-    compiled_loss = choose_loss(recipe.run.kernels, device.options)
-    module = build_module(recipe, tokenizer, kernels=kernels, compiled_loss=compiled_loss)
-    data = build_data(recipe, tokenizer, device.options, kernels)
-    references = data.validation_text()[1]
-    if tokenizer.lowercase:
-        references = tokenizer.lower(references)
-    bleu = Bleu(tokenize=choose_bleu_tokenizer(recipe, None).tokenizer)
-    text = ValidationText(data, tokenizer, references, bleu, recipe.decoding)
-    comparison = EqualTime(_lstm_loop(recipe, module, device), text, seconds, device.precision)
-    _fit(module, data, [comparison], device.options, ENDLESS)
-    return {**comparison.scores, "bleu_signature": bleu.signature()}
 
 
 def _loop_comparison(recipe: "Recipe", tokenizer: "Tokenizer", device: BenchmarkDevice) -> "SideBySide":
