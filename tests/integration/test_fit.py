@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipeline.checkpointing.run_folder import STOPPED_EARLY
 from pipeline.config.recipe import load_recipe
 from pipeline.training.fit import finished_reason
-from tests.conftest import pipeline
+from tests.conftest import pipeline, refusal
 from tests.integration.runs import start
 
 
@@ -264,9 +264,9 @@ def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:
 
 
 def test_missing_hardware_is_refused(recipe_file: Path, tmp_path: Path) -> None:
-    done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.accelerator", "tpu")
-    assert done.returncode == 2
-    assert done.stderr.decode().splitlines()[-1].startswith("error: trainer: ")
+    line = refusal("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.accelerator", "tpu")
+    assert line.startswith("error: command line: trainer.accelerator tpu is not supported; ")
+    assert not (tmp_path / "run").exists()
 
 
 def test_validation_metrics_are_logged_at_their_steps(trained_run: Path) -> None:
