@@ -185,6 +185,7 @@ def trained_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("trained")
     recipe = folder / "tiny.yaml"
     values = tiny_recipe(tiny_corpus.parent)
+    del values["monitoring"], values["decoding"]  # for pictures and usual limits
     values["trainer"] |= {"max_steps": 240, "val_check_interval": 120}
     values["training"] |= {"warmup_steps": 100}
     values["run"] |= {"checkpoint_every_steps": 80, "log_every_steps": 40}

@@ -103,9 +103,7 @@ def test_search_options_reach_the_search(trained_run: Path, tmp_path: Path, caps
     options = ["--beam", "3", "--length-penalty", "1.2", "--stop-rule", "first"]
     _, arguments = parse("translate", [str(trained_run), *options])
     with _translator(arguments, one_process=True) as found:
-        assert found.settings == DecodingSettings(
-            beam_size=3, length_penalty=1.2, max_extra_tokens=4, stop_rule="first"
-        )
+        assert found.settings == DecodingSettings(beam_size=3, length_penalty=1.2, stop_rule="first")
     text = tmp_path / "text"
     text.write_text("the dog sees a cat\n")
     assert main(["evaluate", str(trained_run), "--source", str(text), "--reference", str(text), *options]) == 0
