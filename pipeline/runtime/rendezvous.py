@@ -1,5 +1,6 @@
 """Connects the ranks of a run through a key-value store in rank 0, and names the ranks that are missing."""
 
+import os
 import re
 import socket
 import time
@@ -51,7 +52,7 @@ class Rendezvous:
     def _waited(self) -> float:
         return time.monotonic() - self._started
 
-    def connect(self, serves: bool) -> dist.TCPStore:
+    def connect(self, serves: bool) -> dist.Store:
         """Connect to rank 0's store, wait until all ranks have, and return it.
 
         Args:
@@ -65,7 +66,10 @@ class Rendezvous:
         except OSError as error:
             name = f"the first node's name {self.host} does not resolve ({error.strerror})"
             raise RendezvousError(f"{name}; add it to DNS or /etc/hosts, or export MASTER_ADDR=its address") from None
-        store = self._serve() if serves else self._connect()
+        store: dist.Store = self._serve() if serves else self._connect()
+        if attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT"):
+            # The store of torchrun's agent still has the keys of the ranks that it has started before.
+            store = dist.PrefixStore(f"attempt_{attempt}", store)
         try:
             store.set(_connected(self.rank), node_name())
             problem = self._wait_for_all(store) if self.rank == 0 else self._wait_for_outcome(store)
@@ -107,7 +111,7 @@ class Rendezvous:
                 noticed = True
             time.sleep(_POLL_SECONDS)
 
-    def _wait_for_all(self, store: dist.TCPStore) -> str:
+    def _wait_for_all(self, store: dist.Store) -> str:
         """Wait on rank 0 until all ranks have connected; return what is wrong if some have not, else an empty string.
 
         PyTorch's own wait would write to the log when it ends in vain.
@@ -128,14 +132,14 @@ class Rendezvous:
             time.sleep(5 * _POLL_SECONDS)  # The store ends with this process; first the others read this.
         return problem
 
-    def _missing(self, store: dist.TCPStore) -> str:
+    def _missing(self, store: dist.Store) -> str:
         """Return the ranks that have not connected, and the nodes from which none has."""
         missing = [rank for rank in range(self.size) if not store.check([_connected(rank)])]
         present = {store.get(_connected(rank)).decode() for rank in set(range(self.size)).difference(missing)}
         silent = [node for node in self.nodes if node not in present]
         return f"ranks {_few(missing)}" + (f" (all of {_few(silent)})" if silent else "")
 
-    def _wait_for_outcome(self, store: dist.TCPStore) -> str:
+    def _wait_for_outcome(self, store: dist.Store) -> str:
         """Wait until rank 0 has told what `_wait_for_all` returned, and return it."""
         while not store.check([_OUTCOME]):
             if self._waited > self.timeout_seconds + _GRACE_SECONDS:
