@@ -28,7 +28,7 @@ SlurmctldPort={controller_port}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={munge}/socket,cred_expire=5
+AuthInfo=socket={munge}/socket,cred_expire=10
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -39,7 +39,8 @@ SlurmdLogFile={folder}/slurmd-%n.log
 ReturnToService=2
 JobRequeue=1
 SlurmdParameters=config_overrides
-SlurmdTimeout=10
+MessageTimeout=30
+SlurmdTimeout=20
 KillWait=10
 OverTimeLimit=0
 ProctrackType=proctrack/linuxproc
@@ -165,6 +166,21 @@ class Cluster:
         """Return whether all nodes are up and idle."""
         lines = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%N %T", check=False).stdout.split("\n")[:-1]
         return len(lines) == len(self.nodes) and all(line.endswith(" idle") for line in lines)
+
+    def make_idle(self) -> None:
+        """Wait until all nodes are idle, whatever a test did to them.
+
+        SLURM takes a node out of service where a daemon answers late, as on a busy machine, or a process outlives its
+        job by a minute. An administrator puts it back.
+        """
+        deadline = time.monotonic() + 200
+        while not self.is_idle():
+            assert time.monotonic() < deadline, self.run("sinfo", "-N", "-o", "%N %T %E", check=False).stdout
+            time.sleep(2)
+            for node in self.nodes:
+                if node not in self._processes or self._processes[node].poll() is not None:
+                    self.start_node(node)
+                self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
 
     def cancel_all(self) -> None:
         """Cancel all jobs, and those that are requeued meanwhile."""

@@ -53,6 +53,6 @@ def cluster_apart(links: Links) -> Iterator[Cluster]:
 @pytest.fixture
 def cluster(whole_cluster: Cluster) -> Iterator[Cluster]:
     """The cluster, idle before and after a test."""
-    whole_cluster.wait_until(whole_cluster.is_idle, 200)
+    whole_cluster.make_idle()
     yield whole_cluster
     whole_cluster.cancel_all()

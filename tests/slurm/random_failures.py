@@ -112,7 +112,7 @@ class Trial:
             self.links.mend(node)
         for node in self.lost:
             self.cluster.start_node(node)
-        self.cluster.wait_until(self.cluster.is_idle, 400)
+        self.cluster.make_idle()
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ def lost_node(cluster: Cluster, node: str) -> Iterator[None]:
         yield
     finally:
         cluster.start_node(node)
-        cluster.wait_until(cluster.is_idle, 200)
+        cluster.make_idle()
 
 
 def test_a_dead_rank_a_hung_rank(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
