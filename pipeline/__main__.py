@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from data_module.errors import PROGRAM, InputError
 from pipeline.runtime.atomic_file import disk_full_error
-from pipeline.runtime.errors import user_message
+from pipeline.runtime.errors import RendezvousError, user_message
 from pipeline.runtime.slurm import report_mistake_to_script
 from pipeline.runtime.utf8 import use_utf8
 
@@ -127,6 +127,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except RendezvousError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except Exception as error:
         line = user_message(error)
         if line is None:

@@ -141,7 +141,7 @@ def pipeline(*arguments: object, text: str | bytes | None = None, **options: Any
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **added}
     given = text if isinstance(text, bytes) or text is None else text.encode()
     words = list(map(str, arguments))
-    if not all(name.startswith(("SLURM_MEM_", "SLURM_CPUS_")) for name in added):
+    if not all(name.startswith(("SLURM", "MASTER_")) for name in added):
         return subprocess.run(
             [sys.executable, "-m", "pipeline", *words],
             capture_output=True,

@@ -23,7 +23,9 @@ from data_module.atomic_folder import existing_parent
 from data_module.errors import InputError
 from pipeline.config.recipe import Recipe
 from pipeline.preflight.check_result import CheckResult
-from pipeline.runtime.slurm import JobStep, main_address, main_port, node_name, report_mistake_to_script
+from pipeline.runtime.errors import RendezvousError
+from pipeline.runtime.rendezvous import Rendezvous
+from pipeline.runtime.slurm import JobStep, known_nodes, main_address, main_port, node_name, report_mistake_to_script
 
 WAIT = timedelta(seconds=20)
 MAX_CLOCK_DIFFERENCE_SECONDS = 2.0
@@ -65,31 +67,16 @@ class RankGroup:
 
     def connect(self) -> list[CheckResult]:
         """Connect to rank 0 and wait for all ranks. Return a result only if that failed."""
+        job = self.job
         try:
-            host, port = main_address(), main_port()
-        except InputError as error:
-            return [self._failure(str(error))]
-        try:
-            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-        except OSError as error:
-            hint = "add it to DNS or /etc/hosts, or export MASTER_ADDR=its address"
-            return [self._failure(f"the first node's name {host} does not resolve ({error.strerror}); {hint}")]
+            host, port, seconds = main_address(), main_port(), WAIT.total_seconds()
+            meeting = Rendezvous(host, port, job.rank, job.num_tasks, seconds, known_nodes())
+            self.store = meeting.connect(serves=job.rank == 0)
+        except (InputError, RendezvousError) as error:
+            return [CheckResult(False, str(error), self.location)]
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
         self.first_node_is_local = _is_loopback(str(address))
-        try:
-            self.store = dist.TCPStore(host, port, is_master=self.job.rank == 0, timeout=WAIT, wait_for_workers=False)
-            self.store.set(f"connected/{self.job.rank}", self.location)
-        except (RuntimeError, dist.DistError):
-            if self.job.rank == 0:
-                return [self._failure(f"cannot listen on {host}:{port} for other ranks; export another MASTER_PORT")]
-            hint = "check firewalls between nodes, or export another MASTER_PORT"
-            return [self._failure(f"cannot connect to rank 0 at {host}:{port}; {hint}")]
-        missing = self.wait_for("connected", list(range(self.job.num_tasks)))
-        names = ", ".join(map(str, missing))
-        hint = "see the messages above, or check their nodes"
-        return [self._failure(f"ranks {names} did not connect; {hint}")] if missing else []
-
-    def _failure(self, message: str) -> CheckResult:
-        return CheckResult(False, message, self.location)
+        return []
 
     def wait_for(self, key: str, ranks: list[int]) -> list[int]:
         """Wait until these ranks have set a key of the store; return those that have not."""

@@ -8,6 +8,10 @@ from data_module.errors import IN_CLONE, InputError
 from pipeline.runtime.atomic_file import disk_full_error, exception_chain
 
 
+class RendezvousError(Exception):
+    """Ranks could not connect to one another: one line, as for a mistake, but the same start may succeed later."""
+
+
 def user_message(error: Exception) -> str | None:
     """Return the line to print for a user's mistake, unreadable input, a full disk or a missing package.
 

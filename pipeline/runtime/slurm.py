@@ -95,10 +95,16 @@ def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
 def main_address(environment: Mapping[str, str] = os.environ) -> str:
     """Return the name or address of the node on which rank 0 listens: MASTER_ADDR, else the first node of the step.
 
-    Raises InputError if SLURM does not tell the node's name.
+    Raises InputError as `step_nodes` does.
     """
-    if address := environment.get("MASTER_ADDR"):
-        return address
+    return environment.get("MASTER_ADDR") or step_nodes(environment)[0]
+
+
+def step_nodes(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of the step's nodes.
+
+    Raises InputError if SLURM does not tell them.
+    """
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     names, reason = nodes.split(","), "it is empty"
     if "[" in nodes:  # a short form, such as rack[1-2]n[01-02]
@@ -113,7 +119,15 @@ def main_address(environment: Mapping[str, str] = os.environ) -> str:
             f"SLURM_STEP_NODELIST {nodes}: `scontrol show hostnames` does not name the step's first node ({reason});"
             " export MASTER_ADDR=its name or address"
         )
-    return names[0]
+    return names
+
+
+def known_nodes(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of the step's nodes; none if SLURM does not tell them."""
+    try:
+        return step_nodes(environment)
+    except InputError:
+        return []
 
 
 def main_port(environment: Mapping[str, str] = os.environ) -> int:

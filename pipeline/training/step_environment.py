@@ -2,7 +2,7 @@
 
 from lightning.fabric.plugins import ClusterEnvironment
 
-from pipeline.runtime.slurm import JobStep, main_address, main_port
+from pipeline.runtime.slurm import JobStep, known_nodes, main_address, main_port
 
 
 class StepEnvironment(ClusterEnvironment):
@@ -34,6 +34,11 @@ class StepEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         """Port on which rank 0 listens."""
         return main_port()
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of the step's nodes; empty if SLURM does not tell them."""
+        return known_nodes()
 
     def world_size(self) -> int:
         """Return the number of ranks."""

@@ -2,11 +2,9 @@
 
 import os
 import sys
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from pipeline.runtime.slurm import JobStep
-from pipeline.training.graceful_stop import MARGIN_SECONDS
 from pipeline.training.precision import allow_tf32, best_precision, missing_gpu, precision_plugin
 
 if TYPE_CHECKING:
@@ -135,7 +133,7 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
     Raises InputError for more than one device in an interactive session: other ranks could not be started there.
     """
     from data_module.errors import InputError
-    from pipeline.compat.lightning import SingleStreamDDP
+    from pipeline.training.ddp import ConnectedDDP
 
     num_devices = len(device_indices(options))
     if num_devices * int(options.get("num_nodes", 1)) > 1:
@@ -144,8 +142,7 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
                 f"trainer.devices: a notebook trains on one device, not {num_devices}; set it to 1, or use the "
                 "command fit"
             )
-        timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
-        return SingleStreamDDP(gradient_as_bucket_view=True, timeout=timeout)
+        return ConnectedDDP(timeout_seconds)
     return "auto"
 
 

@@ -65,7 +65,9 @@ FAULTS = {
         "export MASTER_ADDR=no.such.node.invalid",
     ),
     "an address where nobody is": Fault(
-        r"ranks 1 did not connect; .* \[127\.0\.0\.11 rank 0\]", "export MASTER_PORT=9; sleep 40 & wait"
+        r"ranks 1 \(all of 127\.0\.0\.12\) did not connect to rank 0 at 127\.0\.0\.11:\d+ within 20 s; .* "
+        r"\[127\.0\.0\.11 rank 0\]",
+        "export MASTER_PORT=9; sleep 40 & wait",
     ),
     "an interface that is not there": Fault(
         rf"GLOO_SOCKET_IFNAME=ib7: no such interface; set it to one of .*lo.* {SECOND}",

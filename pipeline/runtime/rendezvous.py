@@ -1,0 +1,164 @@
+"""Connects the ranks of a run through a key-value store in rank 0, and names the ranks that are missing."""
+
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pipeline.runtime.console import print_above_bars
+from pipeline.runtime.errors import RendezvousError
+from pipeline.runtime.launch import local_rank
+from pipeline.runtime.slurm import node_name
+
+NOTICE_SECONDS = 30.0
+"""After this time, a rank says for whom it waits."""
+_ATTEMPT_SECONDS = 5.0
+"""How long one attempt to connect may take."""
+_GRACE_SECONDS = 5.0
+"""How much longer other ranks wait for what rank 0 has found."""
+_POLL_SECONDS = 0.1
+_OUTCOME = "rendezvous/outcome"
+"""Key of what rank 0 has found: what is wrong, or nothing."""
+_MOST_NAMED = 16
+
+
+@dataclass
+class Rendezvous:
+    """Where the ranks of a run meet, and which of them this process is."""
+
+    host: str
+    """Name or address of rank 0's node."""
+    port: int
+    """The port on which rank 0 listens."""
+    rank: int
+    size: int
+    """Number of ranks."""
+    timeout_seconds: float
+    """How long to wait for other ranks."""
+    nodes: Sequence[str] = ()
+    """Names of all nodes, as far as they are known, to name those from which no rank has connected."""
+    _started: float = field(default_factory=time.monotonic)
+
+    @property
+    def _where(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def _waited(self) -> float:
+        return time.monotonic() - self._started
+
+    def connect(self, serves: bool) -> dist.Store:
+        """Connect to rank 0's store, wait until all ranks have, and return it.
+
+        Args:
+            serves: whether this process hosts the store.
+
+        Raises:
+            RendezvousError: a rank is missing. It names the rank, the address and what to do.
+        """
+        try:
+            socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            name = f"the first node's name {self.host} does not resolve ({error.strerror})"
+            raise RendezvousError(f"{name}; add it to DNS or /etc/hosts, or export MASTER_ADDR=its address") from None
+        store: dist.Store = self._serve() if serves else self._connect()
+        if attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT"):
+            # The store of torchrun's agent still has the keys of the ranks that it has started before.
+            store = dist.PrefixStore(f"attempt_{attempt}", store)
+        try:
+            store.set(_connected(self.rank), node_name())
+            problem = self._wait_for_all(store) if self.rank == 0 else self._wait_for_outcome(store)
+        except (RuntimeError, dist.DistError):
+            problem = f"rank 0 at {self._where} has ended; see its messages, or check its node"
+        if problem:
+            raise RendezvousError(problem)
+        return store
+
+    def _serve(self) -> dist.TCPStore:
+        """Host the store. A port that is in use is found before PyTorch, which would fill the log."""
+        timeout = timedelta(seconds=self.timeout_seconds)
+        try:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("", self.port))
+            return dist.TCPStore(self.host, self.port, is_master=True, timeout=timeout, wait_for_workers=False)
+        except (OSError, RuntimeError, dist.DistError) as error:
+            problem = f"cannot listen on {self._where} for other ranks ({reason_of(error)})"
+        raise RendezvousError(f"{problem}; export another MASTER_PORT, or MASTER_ADDR=an address of this node")
+
+    def _connect(self) -> dist.TCPStore:
+        """Connect to the store of rank 0, as soon as it listens. PyTorch would fill the log with its attempts."""
+        noticed = False
+        while True:
+            try:
+                socket.create_connection((self.host, self.port), timeout=_ATTEMPT_SECONDS).close()
+                timeout = timedelta(seconds=max(self.timeout_seconds - self._waited, _ATTEMPT_SECONDS))
+                return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
+            except (OSError, RuntimeError, dist.DistError) as error:
+                reason = reason_of(error)
+            if self._waited > self.timeout_seconds:
+                raise RendezvousError(
+                    f"cannot connect to rank 0 at {self._where} within {self.timeout_seconds:g} s ({reason}); see its"
+                    " messages, check its node and firewalls between nodes, or export another MASTER_PORT"
+                )
+            if self._waited > NOTICE_SECONDS and not noticed and local_rank() == 0:
+                print_above_bars(f"rank {self.rank} on {node_name()} waits for rank 0 at {self._where} ({reason})")
+                noticed = True
+            time.sleep(_POLL_SECONDS)
+
+    def _wait_for_all(self, store: dist.Store) -> str:
+        """Wait on rank 0 until all ranks have connected; return what is wrong if some have not, else an empty string.
+
+        PyTorch's own wait would write to the log when it ends in vain.
+        """
+        noticed, problem = False, ""
+        while not problem and not store.check([_connected(rank) for rank in range(self.size)]):
+            time.sleep(_POLL_SECONDS)
+            if self._waited > self.timeout_seconds:
+                problem = (
+                    f"{self._missing(store)} did not connect to rank 0 at {self._where} within"
+                    f" {self.timeout_seconds:g} s; see their messages, or check their nodes and firewalls between nodes"
+                )
+            elif self._waited > NOTICE_SECONDS and not noticed:
+                print_above_bars(f"rank 0 waits for {self._missing(store)} to connect to {self._where}")
+                noticed = True
+        store.set(_OUTCOME, problem)
+        if problem:
+            time.sleep(5 * _POLL_SECONDS)  # The store ends with this process; first the others read this.
+        return problem
+
+    def _missing(self, store: dist.Store) -> str:
+        """Return the ranks that have not connected, and the nodes from which none has."""
+        missing = [rank for rank in range(self.size) if not store.check([_connected(rank)])]
+        present = {store.get(_connected(rank)).decode() for rank in set(range(self.size)).difference(missing)}
+        silent = [node for node in self.nodes if node not in present]
+        return f"ranks {_few(missing)}" + (f" (all of {_few(silent)})" if silent else "")
+
+    def _wait_for_outcome(self, store: dist.Store) -> str:
+        """Wait until rank 0 has told what `_wait_for_all` returned, and return it."""
+        while not store.check([_OUTCOME]):
+            if self._waited > self.timeout_seconds + _GRACE_SECONDS:
+                return f"rank 0 did not connect to {self._where} within {self.timeout_seconds:g} s; see its messages"
+            time.sleep(_POLL_SECONDS)
+        return store.get(_OUTCOME).decode()
+
+
+def _connected(rank: int) -> str:
+    """Return the key of the node of a rank that has connected."""
+    return f"rendezvous/{rank}"
+
+
+def reason_of(error: Exception) -> str:
+    """Return the reason of a failed connection, without places in PyTorch's sources."""
+    return getattr(error, "strerror", None) or re.sub(r"^\[enforce .*?\] ", "", str(error).partition("\n")[0])
+
+
+def _few(names: Sequence[object]) -> str:
+    """Return the first names, and the number of the others."""
+    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    return ", ".join([*map(str, names[:_MOST_NAMED]), *more])

@@ -1,0 +1,126 @@
+"""Ranks that connect to one another, and what is said of those that do not."""
+
+import os
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pipeline.runtime import rendezvous
+from pipeline.runtime.errors import RendezvousError
+from pipeline.runtime.rendezvous import Rendezvous
+from tests.conftest import pipeline
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server((HOST, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "node_name", lambda: "here")
+
+
+def outcomes(port: int, size: int, ranks: list[int], timeout_seconds: float) -> list[str]:
+    """What some ranks of a run find, each in a thread: an empty string if all have connected."""
+    found, stores = [""] * len(ranks), []
+
+    def connect(index: int) -> None:
+        meeting = Rendezvous(HOST, port, ranks[index], size, timeout_seconds, ["here", "there"])
+        try:
+            stores.append(meeting.connect(serves=ranks[index] == 0))
+        except RendezvousError as error:
+            found[index] = str(error)
+
+    threads = [threading.Thread(target=connect, args=(index,)) for index in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_all_ranks_meet(port: int) -> None:
+    assert outcomes(port, 3, [2, 0, 1], timeout_seconds=60) == ["", "", ""]
+
+
+def test_ranks_that_are_missing(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 names them, after a while and at the end, and the ranks that have connected say the same."""
+    first, second = outcomes(port, 4, [0, 2], timeout_seconds=3)
+    assert first == second
+    assert first == (
+        f"ranks 1, 3 (all of there) did not connect to rank 0 at {HOST}:{port} within 3 s; see their messages, or"
+        " check their nodes and firewalls between nodes"
+    )
+    waiting = capsys.readouterr().err.splitlines()
+    assert waiting.count(f"rank 0 waits for ranks 1, 3 (all of there) to connect to {HOST}:{port}") == 1
+    assert len(waiting) == 1
+
+
+def test_rank_0_is_missing(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    [found] = outcomes(port, 2, [1], timeout_seconds=1.5)
+    assert found.startswith(
+        f"cannot connect to rank 0 at {HOST}:{port} within 1.5 s (Connection refused); see its mess"
+    )
+    assert capsys.readouterr().err == f"rank 1 on here waits for rank 0 at {HOST}:{port} (Connection refused)\n"
+
+
+def test_rank_0_ends_before_all_have_met(port: int) -> None:
+    store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False)
+
+    def end() -> None:
+        nonlocal store
+        store.wait(["rendezvous/1"])
+        del store
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    [found] = outcomes(port, 2, [1], timeout_seconds=60)
+    ending.join()
+    assert found == f"rank 0 at {HOST}:{port} has ended; see its messages, or check its node"
+
+
+def test_a_port_that_is_in_use(port: int) -> None:
+    with socket.create_server((HOST, port)):
+        [found] = outcomes(port, 2, [0], timeout_seconds=60)
+    assert found.startswith(f"cannot listen on {HOST}:{port} for other ranks (Address already in use); export another")
+
+
+def test_a_name_that_does_not_resolve(port: int) -> None:
+    with pytest.raises(RendezvousError, match=r"^the first node's name no\.such\.node\.invalid does not resolve \("):
+        Rendezvous("no.such.node.invalid", port, 1, 2, 60).connect(serves=False)
+
+
+def test_fit_says_who_is_missing_in_one_line(recipe_file: Path, tmp_path: Path, port: int) -> None:
+    """The first of two tasks. The exit code is that of a failure after which a job starts again."""
+    environment = {
+        **{name: "" for name in os.environ if name.startswith("SLURM_")},
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "node1,node2",
+        "SLURMD_NODENAME": "node1",
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+    }
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    options = ["--run.folder", tmp_path / "run", "--run.timeout_seconds", 1]
+    done = pipeline("fit", recipe_file, *options, environment=environment)
+    [up_to_date, line] = done.stderr.decode().splitlines()
+    assert up_to_date.endswith("is up to date")
+    assert line == (
+        f"error: rank 0 on node1: ranks 1 (all of node2) did not connect to rank 0 at {HOST}:{port} within 1 s; see"
+        " their messages, or check their nodes and firewalls between nodes"
+    )
+    assert done.returncode == 1
