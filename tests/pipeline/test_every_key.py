@@ -24,11 +24,11 @@ from model.optimizer import OPTIMIZERS, adam
 from model.positions import LearnedPositions
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import write_atomic
-from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.config.recipe import Recipe, recipe_from_dict
 from pipeline.config.trainer_keys import trainer_signature
 from pipeline.inference.translator import load_translator
 from pipeline.training.build import train
+from pipeline.training.ddp import ConnectedDDP
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 from pipeline.training.precision import best_precision
 from pipeline.training.start import Start
@@ -229,7 +229,7 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
     "monitoring.attention_heads": ([2], lambda b: b.callbacks["AttentionPlots"]._heads),
     "monitoring.embedding_pieces": (20, lambda b: len(b.callbacks["AttentionPlots"]._frequent_pieces)),
     "trainer.accelerator": ("cpu", lambda b: b.trainer.strategy.root_device.type),
-    "trainer.strategy": ("ddp", lambda b: "ddp" if type(b.trainer.strategy) is SingleStreamDDP else None),
+    "trainer.strategy": ("ddp", lambda b: "ddp" if type(b.trainer.strategy) is ConnectedDDP else None),
     "trainer.devices": (2, lambda b: b.trainer.num_devices),
     "trainer.num_nodes": (2, lambda b: b.trainer.num_nodes),
     "trainer.precision": (PRECISION, lambda b: b.trainer.precision),
