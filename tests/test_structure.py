@@ -1,4 +1,4 @@
-"""The architecture that docs/architecture.md describes: packages, rooms, no circles, functions of a readable size."""
+"""The architecture that docs/architecture.md describes: packages, layers, no circles, functions of a readable size."""
 
 import ast
 import subprocess
@@ -16,7 +16,7 @@ PACKAGES = {
     "pipeline": {"pipeline", "model", "data_module"},
 }
 """What each package may import of the project."""
-ROOMS = {
+LAYERS = {
     "data_module": [
         "translation_data_module",
         "batching",
@@ -48,9 +48,9 @@ ROOMS = {
         "compat",
     ],
 }
-"""A package's rooms, from the top down: a room may import from itself and from those below it.
+"""A package's layers, from the top down: a layer may import from itself and from those below it.
 
-A room is a folder, or a file beside the folders. The files of `model` are one room, except for those listed.
+A layer is a folder, or a file beside the folders. The files of `model` are one layer, except for those listed.
 """
 ROOT_FOLDERS = {".ci", ".github", "configs", "data_module", "docs", "model", "pipeline", "slurm", "tests"}
 ROOT_FILES = {
@@ -92,10 +92,10 @@ def imported(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def room(module: str) -> str:
+def layer(module: str) -> str:
     package, *rest = module.split(".")
     if package == "model":
-        return rest[0] if rest and rest[0] in ROOMS["model"] else "model"
+        return rest[0] if rest and rest[0] in LAYERS["model"] else "model"
     return rest[0] if rest else package
 
 
@@ -123,8 +123,8 @@ def test_imports_go_down(path: Path) -> None:
         if within(name, package) and package in (name, module):
             continue
         if within(name, package):
-            rooms = ROOMS[package]
-            assert rooms.index(room(module)) <= rooms.index(room(name)), f"{module} imports {name}, which is above it"
+            order = LAYERS[package]
+            assert order.index(layer(module)) <= order.index(layer(name)), f"{module} imports {name}, which is above it"
 
 
 def test_only_the_lightning_module_knows_lightning() -> None:

@@ -21,7 +21,7 @@ from pipeline.config.trainer_keys import RESERVED_KEYS, trainer_signature
 from tests.conftest import ROOT
 from tests.docs import recipe_schema, roofline
 from tests.docs.recipe_schema import meanings
-from tests.test_structure import ROOMS
+from tests.test_structure import LAYERS
 
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 _KINDS = {
@@ -113,10 +113,10 @@ def configs() -> str:
     return "\n".join(rows)
 
 
-def rooms() -> str:
-    """The order of rooms, from the top down."""
-    rows = ["| package | rooms, from the top down |", "| --- | --- |"]
-    for package, names in ROOMS.items():
+def layers() -> str:
+    """The order of layers, from the top down."""
+    rows = ["| package | layers, from the top down |", "| --- | --- |"]
+    for package, names in LAYERS.items():
         rows.append(f"| `{package}` | {' > '.join(f'`{name}`' for name in names)} |")
     return "\n".join(rows)
 
@@ -152,7 +152,7 @@ PARTS = {
     "recipe_keys": recipe_keys,
     "trainer_keys": trainer_keys,
     "configs": configs,
-    "rooms": rooms,
+    "layers": layers,
     "tree": tree,
     "roofline_assumptions": roofline.assumptions,
     "roofline_terms": roofline.terms,
