@@ -15,8 +15,8 @@ from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import cpp_program, exported_program, onnx_model, torchscript
 from pipeline.export.ctranslate2_model import write_ctranslate2
 from pipeline.export.huggingface_model import write_huggingface
-from pipeline.export.model_card import model_card
 from pipeline.export.parity import Figures, Parity, different, largest, size, timed
+from pipeline.export.readme import model_card
 from pipeline.export.runners import CTranslate2Runner, HuggingFaceRunner, ProgramRunner, SearchRunner
 
 

@@ -69,9 +69,10 @@ def test_the_packages_are_those_of_the_wheel(environment: Path, tmp_path: Path) 
     assert "sacremoses" not in hint
     packed = Path(place).parent.parent
     sources = [*(ROOT / "model").rglob("*.cpp"), *(ROOT / "model").rglob("*.h")]
-    assert len(sources) == 3
-    for source in sources:
-        assert (packed / source.relative_to(ROOT)).is_file()
+    templates = [*(ROOT / "pipeline" / "export" / "templates").iterdir()]
+    assert (len(sources), len(templates)) == (3, 2)
+    for path in (*sources, *templates):
+        assert (packed / path.relative_to(ROOT)).is_file()
 
 
 def test_the_python_api_of_the_wheel(environment: Path, tmp_path: Path) -> None:
