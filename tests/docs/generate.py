@@ -98,19 +98,25 @@ def _default(value: ast.expr | None) -> str:
 
 
 def trainer_keys() -> str:
-    """The keys of Lightning's Trainer that a recipe may set, and those that it may not."""
+    """The keys of Lightning's Trainer that a recipe may set, and those that it may not, by reason."""
     accepted = ", ".join(f"`{name}`" for name in trainer_signature())
-    rows = [f"| `{name}` | {reason or 'set by the pipeline'} |" for name, reason in RESERVED_KEYS.items()]
+    refused: dict[str, list[str]] = {}
+    for name, reason in RESERVED_KEYS.items():
+        refused.setdefault(reason or "set by the pipeline", []).append(f"`{name}`")
+    rows = [f"| {', '.join(names)} | {reason} |" for reason, names in refused.items()]
     return "\n".join([f"Accepted: {accepted}.", "", "| refused | reason, or what to use |", "| --- | --- |", *rows])
 
 
 def configs() -> str:
-    """A row for each recipe and overlay, from the first sentence of its comment."""
+    """A row for each recipe and overlay, from the first sentence of its comment; those of Table 3 share a row."""
     rows = ["| file | what it is |", "| --- | --- |"]
+    table3 = ROOT / "configs" / "table3"
     for path in sorted((ROOT / "configs").rglob("*.yaml"), key=lambda one: (len(one.parts), str(one))):
         name = path.relative_to(ROOT)
-        rows.append(f"| [`{name}`](../{name}) | {description(path)} |")
-    return "\n".join(rows)
+        if path.parent != table3:
+            rows.append(f"| [`{name}`](../{name}) | {description(path)} |")
+    names = ", ".join(f"`{path.stem}`" for path in sorted(table3.glob("*.yaml")))
+    return "\n".join([*rows, f"| [`configs/table3/`](../configs/table3) | The rows of Table 3: {names} |"])
 
 
 def layers() -> str:
