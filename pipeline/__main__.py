@@ -19,7 +19,7 @@ import threading
 from typing import Any, NamedTuple, NoReturn
 
 from data_module.errors import PROGRAM, InputError
-from pipeline.runtime.atomic_file import disk_full_error
+from data_module.files import disk_full_error
 from pipeline.runtime.errors import RendezvousError, user_message
 from pipeline.runtime.slurm import report_mistake_to_script
 from pipeline.runtime.utf8 import use_utf8

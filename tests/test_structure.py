@@ -25,7 +25,7 @@ LAYERS = {
         "noise",
         "readers",
         "tokenization",
-        "atomic_folder",
+        "files",
         "settings",
         "paths",
         "errors",

@@ -1,13 +1,12 @@
 """Checks of a recipe's `corpus:` section before anything expensive is done, for `prepare`, `fit` and `doctor`."""
 
-import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_module.atomic_folder import existing_parent, lock_file, take_lock, write_error
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
+from data_module.files import FileLock, existing_parent, write_error
 from data_module.readers.pairs import invalid_utf8, open_reader
 from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import BYTE_NAMES, NUM_BYTES, SPECIAL_NAMES, Tokenizer, minimum_size
@@ -168,12 +167,18 @@ def check_folder(settings: CorpusSettings) -> None:
     lock = lock_file(folder.resolve())
     try:
         if lock.exists():
-            os.close(take_lock(lock)[0])
+            with FileLock(lock, of_all_users=True) as opened:
+                opened.take()
     except OSError as refused:
         raise InputError(
             f"{folder}: cannot be locked: {refused.strerror} ({lock}); remove that file if no prepare is running, or"
             " name another corpus.folder"
         ) from None
+
+
+def lock_file(folder: Path) -> Path:
+    """Return the name of the file that locks a folder, beside it."""
+    return folder.with_name(f".{folder.name}.lock")
 
 
 def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:

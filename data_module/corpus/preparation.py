@@ -4,10 +4,8 @@ A corpus is written to a temporary folder beside its own and renamed when it is 
 """
 
 import errno
-import fcntl
 import gc
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,19 +13,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data_module.atomic_folder import lock_file, replace_folder, take_lock
 from data_module.corpus.builder import learn_tokenizer, write_corpus
 from data_module.corpus.checks import (
     check_folder,
     check_settings,
     check_source,
     check_tokenizer,
+    lock_file,
     size_warnings,
     source_warnings,
 )
 from data_module.corpus.kept_text import KeptText
 from data_module.corpus.manifest import differences, is_corpus, read_manifest
 from data_module.errors import InputError
+from data_module.files import FileLock, replace_folder
 from data_module.readers.pairs import all_available, fingerprint, open_reader
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
@@ -191,14 +190,11 @@ def _check_epochs(folder: Path, manifest: dict[str, Any], settings: CorpusSettin
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which need not exist. The operating system releases it if the process dies."""
-    lock, is_locked = take_lock(lock_file(folder))
-    try:
-        if not is_locked:
+    with FileLock(lock_file(folder), of_all_users=True) as lock:
+        if not lock.take():
             log.info("another process is preparing %s; waiting for it", folder)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.take(wait=True)
         yield
-    finally:
-        os.close(lock)
 
 
 def _partial(folder: Path) -> Path:

@@ -5,7 +5,6 @@ combinations of words that do not occur in training.
 """
 
 import argparse
-import os
 import random
 import re
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data_module.demo.sentences import Author, Lexicon, Sentence
+from data_module.files import atomic_file
 from data_module.paths import user_path
 
 SPLIT_SIZES = {"train": 20_000, "validation": 1_000, "test": 1_000, "test_new_combinations": 1_000}
@@ -74,9 +74,8 @@ def write_demo_corpus(folder: Path, seed: int = 1) -> None:
             path, content = folder / f"{split}.{suffix}", "".join(f"{line}\n" for line in lines).encode()
             if path.is_file() and path.read_bytes() == content:
                 continue
-            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            temporary.write_bytes(content)
-            temporary.replace(path)
+            with atomic_file(path) as file:
+                file.write(content)
 
 
 def main() -> None:

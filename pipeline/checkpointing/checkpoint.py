@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from data_module.errors import PROGRAM, InputError
+from data_module.files import atomic_file, disk_full_error
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint_files import AVERAGES, is_valid, latest_valid, step_of
-from pipeline.runtime.atomic_file import atomic_file, disk_full_error
 
 FORMAT_VERSION = 1
 _PREFIX = "network."

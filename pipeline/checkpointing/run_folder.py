@@ -1,6 +1,5 @@
 """The run folder: resolved recipe, tokenizer, checkpoints, logs and versions, with one writer at a time."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -9,18 +8,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
-from data_module.atomic_folder import existing_parent, write_error
 from data_module.corpus.manifest import TEXT_KEYS, changed_texts
 from data_module.errors import InputError
+from data_module.files import (
+    FileLock,
+    atomic_file,
+    existing_parent,
+    is_temporary_file,
+    remove_temporary_files,
+    write_error,
+)
 from model.lr_schedule import DECAY_TO_LAST_STEP
 from model.settings import changed_keys
 from pipeline.checkpointing.checkpoint_files import AVERAGE_RECORDS, AVERAGES
 from pipeline.config.recipe import IGNORED_KEYS, Recipe, load_recipe
-from pipeline.runtime.atomic_file import atomic_file, is_temporary_file, remove_temporary_files
 from pipeline.runtime.signals import Stopped, raise_if_stopped
 from pipeline.runtime.slurm import JobStep
 from pipeline.runtime.versions import versions
@@ -66,15 +71,16 @@ def check_writable(path: Path) -> None:
 
 
 def is_in_use(path: Path) -> bool:
-    """Return whether another process is writing to the folder. The caller must not hold its lock, which would end."""
+    """Return whether a process is writing to the folder."""
+    if not (path / _LOCK).exists():
+        return False
     try:
-        with (path / _LOCK).open("r+", encoding="utf-8") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # Two that ask at the same time do not see each other.
-    except (BlockingIOError, PermissionError):
+        with FileLock(path / _LOCK) as lock:
+            return not lock.take(shared=True)  # Two that ask at the same time do not see each other.
+    except PermissionError:
         return True
     except OSError:
-        pass  # There is no such folder, or its file system has no locks, which is reported when it is locked.
-    return False
+        return False  # Its file system has no locks, which is reported when it is locked.
 
 
 def in_use_error(path: Path) -> InputError:
@@ -92,11 +98,11 @@ class RunFolder:
         """
         self.path = path
         check_writable(path)
-        self._lock: IO[str] = self._open_lock()
+        self._lock = self._open_lock()
         deadline = time.monotonic() + patience_seconds
         reported = False
         try:
-            while not self._take():
+            while not self._lock.take():
                 if time.monotonic() >= deadline:
                     raise in_use_error(path)
                 if not reported:
@@ -115,30 +121,16 @@ class RunFolder:
         for name in _OWN_FILES:
             remove_temporary_files(path, name)
 
-    def _open_lock(self) -> IO[str]:
+    def _open_lock(self) -> FileLock:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            return self._lock_path.open("a", encoding="utf-8")
+            return FileLock(self._lock_path)
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror}); give another run.folder") from error
 
     @property
     def _lock_path(self) -> Path:
         return self.path / _LOCK
-
-    def _take(self) -> bool:
-        try:
-            # A POSIX lock ends with this process; one of flock would be inherited by loader workers.
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-        # Its previous owner may have removed the file: a lock on a removed file excludes nobody.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(self._lock_path.stat(), os.fstat(self._lock.fileno())):
-                return True
-        self._lock.close()
-        self._lock = self._open_lock()
-        return self._take()
 
     def close(self) -> None:
         """Release the lock, and remove a folder that holds nothing else."""

@@ -77,9 +77,9 @@ def average_best(run: Path, count: int, output: Path) -> list[str]:
 
     Raises InputError when there are fewer checkpoints, no validation scores, or no validation text.
     """
+    from data_module.files import atomic_file
     from pipeline.checkpointing.checkpoint import write_atomic
     from pipeline.inference.best_average import BestAverage, saved_checkpoints
-    from pipeline.runtime.atomic_file import atomic_file
 
     saved = saved_checkpoints(run)
     require_enough(run, "--best", count, len(saved))

@@ -228,7 +228,7 @@ def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, t
 
 def write_lines(output: Path, lines: list[str]) -> None:
     """Write lines to a file as a whole; where that cannot be, as to a pipe, write them in place."""
-    from pipeline.runtime.atomic_file import atomic_file
+    from data_module.files import atomic_file
 
     output, contents = output.resolve(), "".join(line + "\n" for line in lines).encode()
     if (output.exists() and not output.is_file()) or not os.access(output.parent, os.W_OK):

@@ -51,8 +51,8 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     Raises:
         InputError: the folder cannot be created.
     """
-    from data_module.atomic_folder import replace_folder
     from data_module.errors import InputError
+    from data_module.files import replace_folder
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

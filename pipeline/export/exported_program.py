@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from data_module.files import atomic_file
 from model.attention import attention
 from model.positions import LearnedPositions
 from model.transformer import Transformer
 from pipeline.compat.pytorch import load_programs, save_programs
-from pipeline.runtime.atomic_file import atomic_file
 
 NAME = "model.pt2"
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from data_module.files import atomic_file
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.packing import can_pack, strip_weights
 from model.transformer import Transformer
-from pipeline.runtime.atomic_file import atomic_file
 
 NAME, INT8_NAME = "model.ts", "model.int8.ts"
 

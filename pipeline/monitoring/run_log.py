@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger
 from PIL.Image import Image
 from torch import Tensor
 
+from data_module.files import atomic_file
 from pipeline.checkpointing.run_folder import EVENTS, METRICS, SUMMARY
 from pipeline.monitoring.log_files import AppendedFile, EventFile, truncate_after
 from pipeline.monitoring.tensorboard_events import (
@@ -25,7 +26,6 @@ from pipeline.monitoring.tensorboard_events import (
     scalar_summary,
     text_summary,
 )
-from pipeline.runtime.atomic_file import atomic_file
 from pipeline.runtime.console import say
 
 

@@ -4,7 +4,6 @@ The ranks exchange values through a key-value store (TCPStore) in rank 0. Every 
 with a fault ends within a minute.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,8 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data_module.atomic_folder import existing_parent
 from data_module.errors import InputError
+from data_module.files import FileLock, existing_parent
 from pipeline.config.recipe import Recipe
 from pipeline.preflight.check_result import CheckResult
 from pipeline.runtime.errors import RendezvousError
@@ -197,8 +196,8 @@ def _check_shared_run_folder(ranks: RankGroup, run: Path) -> Iterator[CheckResul
     lock, problem = None, None
     if ranks.is_first_on_node:
         try:
-            lock = probe.open("w", encoding="utf-8")
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = FileLock(probe)
+            lock.take()
         except OSError as error:
             reason = "cannot lock files" if lock else "is not writable"
             problem = f"run folder {run}: {folder} {reason} ({error.strerror}); set another run.folder"
@@ -224,11 +223,10 @@ def _check_shared_run_folder(ranks: RankGroup, run: Path) -> Iterator[CheckResul
 
 def _can_lock(path: Path) -> bool:
     try:
-        with path.open("r+", encoding="utf-8") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with FileLock(path) as lock:
+            return lock.take()
     except OSError:
         return False
-    return True
 
 
 def _check_all_reduce(ranks: RankGroup) -> Iterator[CheckResult]:

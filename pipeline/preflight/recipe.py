@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_module.atomic_folder import existing_parent
 from data_module.errors import InputError
+from data_module.files import existing_parent
 from pipeline.preflight.check_result import CheckResult
 from pipeline.training import checks
 from pipeline.training.checks import CheckContext

@@ -4,7 +4,6 @@ A program is code that runs with the user's rights. It is made from the source t
 loaded from the user's private folder only, and only if it is the program that was put there.
 """
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -13,11 +12,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+from data_module.files import FileLock, atomic_file
 from pipeline.runtime.private_folder import compiled_code_folder
 
 Loaded = TypeVar("Loaded")
@@ -31,7 +30,6 @@ _COMPILING = "-compiling-"
 """Part of the name of a folder in which a program is made."""
 _SECONDS = 300
 """How long the compiler may take; it takes a few seconds."""
-_one_thread = threading.Lock()
 
 
 class Program(NamedTuple, Generic[Loaded]):
@@ -56,9 +54,9 @@ def load_program(program: Program[Loaded]) -> Loaded:
     compiler = find_compiler()
     folder = compiled_code_folder()
     path = folder / f"{program.name}-{_key(compiler, program.sources)}.so"
-    # Several processes of one command begin at the same time. The lock of a file does not exclude a process's threads.
-    with _one_thread, Path(folder, f"{program.name}.lock").open("w", encoding="utf-8") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+    # Several processes of one command, or threads of one process, begin at the same time.
+    with FileLock(folder / f"{program.name}.lock") as lock:
+        lock.take(wait=True)
         if not _is_whole(path):
             _compile(compiler, program, path)
     return program.load(path)
@@ -156,8 +154,8 @@ def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:
         build(compiler, source, made)
         if not program.agrees(program.load(made)):
             raise OSError(f"what {compiler[0]} made from {source.name} computes other results; try another compiler")
-        checksum = hashlib.sha256(made.read_bytes()).hexdigest()
-        # The program first: a checksum without its program, or with another one, makes it anew.
-        made.replace(path)
-        made.write_text(checksum, encoding="ascii")
-        made.replace(_checksum_path(path))
+        contents = made.read_bytes()
+    # The program first: a checksum without its program, or with another one, makes it anew.
+    for target, data in ((path, contents), (_checksum_path(path), hashlib.sha256(contents).hexdigest().encode())):
+        with atomic_file(target) as file:
+            file.write(data)

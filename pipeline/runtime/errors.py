@@ -5,7 +5,7 @@ import sys
 import zlib
 
 from data_module.errors import IN_CLONE, InputError
-from pipeline.runtime.atomic_file import disk_full_error, exception_chain
+from data_module.files import disk_full_error, exception_chain
 
 
 class RendezvousError(Exception):

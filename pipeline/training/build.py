@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
+from data_module.files import atomic_file
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.cpu.compiled_loss import CompiledLoss
@@ -33,7 +34,6 @@ from pipeline.monitoring.starts import first_submission, record_start
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.runtime import signals
-from pipeline.runtime.atomic_file import atomic_file
 from pipeline.runtime.console import say
 from pipeline.training.compilation import should_compile, start_compiler
 from pipeline.training.early_stopping import ResumableEarlyStopping

@@ -227,7 +227,7 @@ def test_full_disk_while_rebuilding_keeps_the_old_corpus(place: Workplace, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("data_module.atomic_folder._sync", full)
+        patch.setattr("data_module.files._sync", full)
         with pytest.raises(InputError, match="disk is full"):
             prepare(place.settings, force=True, progress=False)
     assert place.works() == manifest

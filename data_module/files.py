@@ -1,0 +1,206 @@
+"""Files and folders written as a whole or not at all, full disks behind other errors, and locks of files."""
+
+import errno
+import fcntl
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file; at the end flush it to the disk and rename it to `path`.
+
+    Whatever has the name `path` is therefore complete. After an error nothing is left of the temporary file; an error
+    that comes from a full disk names `path`.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync(path.parent)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if (full := disk_full_error(error)) is not None:
+            full.filename = str(path)
+        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+            error.filename = str(path)
+        raise
+
+
+def is_temporary_file(entry: Path, name: str) -> bool:
+    """Return whether a killed process left `entry` while writing the file `name`; "" matches any name."""
+    return entry.name.startswith(f".{name}") and entry.name.endswith(".tmp")
+
+
+def remove_temporary_files(folder: Path, name: str) -> None:
+    """Remove what killed processes left while writing the file `name`; no process may be writing it now."""
+    for entry in folder.glob(".*.tmp"):
+        if is_temporary_file(entry, name):
+            entry.unlink()
+
+
+def replace_folder(new: Path, folder: Path, old: Path) -> None:
+    """Move the folder `new` to `folder`; what was there before is moved to `old`, for the caller to remove.
+
+    All three are on one file system. `new` is flushed to disk first, so that `folder` is complete even after a power
+    failure. If the move fails, the previous folder is restored. A process killed between the two renames leaves it at
+    `old`.
+    """
+    for path in (*new.rglob("*"), new):
+        _sync(path)
+    if folder.exists():
+        folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the path, or the nearest parent that exists."""
+    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+
+
+def write_error(folder: Path) -> str | None:
+    """Return why no file can be created in a folder, or None."""
+    try:
+        # os.access would not do: it allows root everything.
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror
+
+
+def disk_full_error(error: BaseException) -> OSError | None:
+    """Return the full disk, exceeded quota or file size limit that caused an error, None if there was none.
+
+    Libraries raise errors of their own in place of the operating system's.
+    """
+    return next((e for e in exception_chain(error) if isinstance(e, OSError) and e.errno in _DISK_FULL), None)
+
+
+def exception_chain(error: BaseException | None) -> list[BaseException]:
+    """Return an error and the errors that it was raised from."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:  # TensorBoard raises an error from itself.
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+class FileLock:
+    """A lock that one process holds, or several that share it; it ends with the process, however that ends.
+
+    The lock belongs to the process that takes it: processes that it forks, such as workers of a data loader, do not
+    keep the lock when it dies. Two objects exclude one another in one process too.
+    """
+
+    def __init__(self, path: Path, *, of_all_users: bool = False) -> None:
+        """Open the file, which is created if it is not there; `take` locks it.
+
+        Args:
+            path: the file to lock. It may be removed while it is locked.
+            of_all_users: other users may lock a file that this one creates.
+
+        Raises:
+            OSError: it cannot be created or opened. Another user's file has to be writable, or only readable if it is
+                `of_all_users`.
+        """
+        self._path, self._of_all_users = path, of_all_users
+        self._descriptor: int | None = self._open()
+        _open_locks.add(self)
+
+    def take(self, *, shared: bool = False, wait: bool = False) -> bool:
+        """Lock the file; return whether it is locked now.
+
+        Args:
+            shared: exclude only locks that are not shared.
+            wait: until no other lock excludes this one.
+
+        Raises:
+            OSError: the file system has no locks.
+        """
+        operation = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+        while True:
+            assert self._descriptor is not None
+            try:
+                fcntl.flock(self._descriptor, operation)
+            except BlockingIOError:
+                return False
+            # Its previous owner may have removed the file: a lock on a removed file excludes nobody.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(self._path.stat(), os.fstat(self._descriptor)):
+                    return True
+            self.close()
+            self._descriptor = self._open()
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._descriptor is not None:
+            with suppress(OSError):  # The file system may have no locks.
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._close_descriptor()
+
+    def __enter__(self) -> "FileLock":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):  # else opening failed
+            self.close()
+
+    def _close_descriptor(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> int:
+        if not self._of_all_users:
+            return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        with suppress(FileNotFoundError):
+            try:
+                return os.open(self._path, os.O_RDWR)
+            except PermissionError:
+                return os.open(self._path, os.O_RDONLY)  # enough for a lock, but for NFS
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        with suppress(PermissionError):  # It may be another user's by now.
+            os.fchmod(descriptor, 0o666)  # whatever the umask is
+        return descriptor
+
+
+_open_locks: "weakref.WeakSet[FileLock]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for lock in list(_open_locks):
+        lock._close_descriptor()
+
+
+# A forked process has the file open too, and its descriptor would keep the lock of a parent that dies. Releasing the
+# lock there would release the parent's.
+os.register_at_fork(after_in_child=_close_in_child)
