@@ -8,7 +8,7 @@ import io
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def _outdated_message(run: Path, average: Path, contents: dict[str, Any], newest
 
 
 def _made_at(contents: dict[str, Any]) -> int:
-    """Return the step of the newest checkpoint that an average was made of or, with `--best`, could have been."""
+    """Return the step of the newest checkpoint that an average was made of or, with `--best`, that the run had."""
     step = int(contents.get("global_step", 0))
     return int(contents.get("selection", {}).get("run_step", step))
 
@@ -212,34 +212,7 @@ def network_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-class WeightMean:
-    """The mean of checkpoints' weights, summed in float64. It takes 8 bytes a weight, however many are added."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self.count = 0
-
-    def add(self, contents: dict[str, Any]) -> None:
-        """Add a checkpoint that `read_checkpoint` has read."""
-        for name, tensor in contents["state_dict"].items():
-            if self.count:
-                self._sums[name] += tensor.double()
-            else:
-                # A copy: the memory of a checkpoint in float64 would be added to.
-                self._sums[name] = tensor.to(torch.float64, copy=True)
-        self.count += 1
-
-    def items(self, other: dict[str, Any] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and means in float64, with those of one more checkpoint if it is given, one at a time."""
-        if other is None:
-            yield from ((name, total / self.count) for name, total in self._sums.items())
-            return
-        for name, tensor in other["state_dict"].items():
-            total = self._sums[name] + tensor.double() if self.count else tensor.double()
-            yield name, total / (self.count + 1)
-
-
-def check_same_model(path: Path, contents: dict[str, Any], other: Path, other_contents: dict[str, Any]) -> None:
+def _check_same_model(path: Path, contents: dict[str, Any], other: Path, other_contents: dict[str, Any]) -> None:
     """Raise InputError if the first of two checkpoints has another network or vocabulary than the other."""
     parts = contents["translation"], other_contents["translation"]
     fits = _shapes(contents) == _shapes(other_contents) and not changed_keys(parts[0]["network"], parts[1]["network"])
@@ -258,14 +231,16 @@ def average(paths: list[Path], read: Callable[[Path], dict[str, Any]] = read_che
 
     Raises InputError when networks or vocabularies differ.
     """
-    first, mean = read(paths[-1]), WeightMean()
-    mean.add(first)
+    first = read(paths[-1])
+    # Copies, because weights that are stored in float64 would be added to in place.
+    sums = {name: tensor.to(torch.float64, copy=True) for name, tensor in first["state_dict"].items()}
     for path in paths[:-1]:
         other = read(path)
-        check_same_model(path, other, paths[-1], first)
-        mean.add(other)
+        _check_same_model(path, other, paths[-1], first)
+        for name, tensor in other["state_dict"].items():
+            sums[name] += tensor
     return {
-        "state_dict": {name: tensor.to(first["state_dict"][name].dtype) for name, tensor in mean.items()},
+        "state_dict": {name: (total / len(paths)).to(first["state_dict"][name].dtype) for name, total in sums.items()},
         "translation": first["translation"],
         "global_step": first.get("global_step", 0),
         "averaged": [path.name for path in paths],

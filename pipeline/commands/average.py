@@ -1,14 +1,14 @@
-"""Average the weights of a run's checkpoints: the last N, or the best by its validation text.
+"""Average the weights of a run's checkpoints: the last N, or the N around its best validation.
 
-The paper averages the last 5 for base and 20 for big (section 6.1). With --best N, two averages are compared: that of
-the N checkpoints around the best validation, and that of the up to N checkpoints that a greedy search finds. The one
-with the better BLEU on the validation text is written, with a JSON file beside it that says what was chosen and why.
+The paper averages the last 5 for base and 20 for big (section 6.1). With --best N, a JSON file beside the average says
+which checkpoints were chosen and why.
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from data_module.errors import InputError
 from data_module.paths import user_path
@@ -73,28 +73,66 @@ def record_of(output: Path) -> Path:
 
 
 def average_best(run: Path, count: int, output: Path) -> list[str]:
-    """Write the better of two averages and a JSON file that describes the choice; return the checkpoints' names.
+    """Write the average of the checkpoints around the best validation and a JSON file that describes the choice.
 
-    Raises InputError when there are fewer checkpoints, no validation scores, or no validation text.
+    Returns the checkpoints' names. Raises InputError when there are fewer checkpoints or no validation scores.
     """
     from data_module.files import atomic_file
-    from pipeline.checkpointing.checkpoint import write_atomic
-    from pipeline.inference.best_average import BestAverage, saved_checkpoints
+    from pipeline.checkpointing.checkpoint import average, write_atomic
+    from pipeline.checkpointing.checkpoint_files import nearest_steps
 
     saved = saved_checkpoints(run)
     require_enough(run, "--best", count, len(saved))
     step, bleu = best_validation(run)
-    search = BestAverage(run, saved)
     print(f"best validation: step {step}: BLEU {bleu:.2f}", file=sys.stderr)
-    choice = search.choose(step, count)
-    best = {"step": step, "bleu": bleu}
-    selection = {"option": f"--best {count}", "run_step": max(saved), "best_validation": best, **choice}
-    averaged = search.average(choice[choice["chosen"]]["steps"])
+    chosen = {saved[near]: near for near in nearest_steps(saved, step, count)}
+    averaged = average(list(chosen), lambda path: read_saved(run, path, chosen[path]))
+    selection = {
+        "option": f"--best {count}",
+        "run_step": max(saved),
+        "best_validation": {"step": step, "bleu": bleu},
+        "steps": list(chosen.values()),
+    }
     # The record comes first, so that no average lacks it.
     with atomic_file(record_of(output)) as file:
         file.write((json.dumps(selection, indent=2) + "\n").encode())
     write_atomic({**averaged, "selection": selection}, output)
-    return list(averaged["averaged"])
+    return [path.name for path in chosen]
+
+
+def saved_checkpoints(run: Path) -> dict[int, Path]:
+    """Return a run's complete checkpoints by step: the newest, those around the best validation, and the best one.
+
+    Raises InputError when there is none.
+    """
+    from pipeline.checkpointing.checkpoint import read_checkpoint
+    from pipeline.checkpointing.checkpoint_files import around_best_checkpoints, is_valid, step_checkpoints, step_of
+
+    paths = (*around_best_checkpoints(run), *step_checkpoints(run))
+    saved = {step_of(path): path for path in paths if is_valid(path)}
+    best = run / "checkpoints" / "best.ckpt"
+    if is_valid(best):
+        # A validation need not be at a step that is saved.
+        saved.setdefault(int(read_checkpoint(best).get("global_step", 0)), best)
+    if not saved:
+        raise InputError(f"{run}: holds no checkpoint; give a run folder that fit wrote")
+    return saved
+
+
+def read_saved(run: Path, path: Path, step: int) -> dict[str, Any]:
+    """Return a checkpoint's contents, also if `fit` has moved it to those around the best validation meanwhile.
+
+    Raises InputError when `fit` has removed or replaced it.
+    """
+    from pipeline.checkpointing.checkpoint import read_checkpoint
+    from pipeline.checkpointing.checkpoint_files import around_best_path
+
+    for candidate in (path, around_best_path(run, step)):
+        if candidate.exists():
+            contents = read_checkpoint(candidate)
+            if int(contents.get("global_step", step)) == step:
+                return contents
+    raise InputError(f"{path}: fit has removed it since this command began; run the same command again")
 
 
 def best_validation(run: Path) -> tuple[int, float]:
