@@ -3,12 +3,16 @@
 import argparse
 import importlib
 
+from data_module.errors import InputError
+
 KINDS = {
     "train": "training steps, also against other programs",
-    "scaling": "training on 1 to 512 GPUs, predicted from one",
+    "roofline": "training on 1 to 512 GPUs, computed from data sheets",
     "data": "preparing a corpus, planning its epochs, loading its batches",
     "decode": "translating a text, also with CTranslate2 and Hugging Face",
 }
+REMOVED_KINDS = {"scaling": "'benchmark roofline' predicts the steps and measures nothing; see its --help"}
+"""Kinds of earlier revisions, each with what serves instead."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(one)
+    for kind in REMOVED_KINDS:
+        # With a recipe, whatever follows is parsed, so that `run` can refuse the kind.
+        kinds.add_parser(kind).set_defaults(config=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen kind of benchmark."""
+    if arguments.kind in REMOVED_KINDS:
+        raise InputError(f"there is no 'benchmark {arguments.kind}': {REMOVED_KINDS[arguments.kind]}")
     return int(importlib.import_module(f"pipeline.benchmark.{arguments.kind}").run(arguments))

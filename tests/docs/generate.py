@@ -161,7 +161,7 @@ PARTS = {
     "layers": layers,
     "tree": tree,
     "roofline_assumptions": roofline.assumptions,
-    "roofline_terms": roofline.terms,
+    "roofline_terms": roofline.amounts_and_times,
     "roofline_predictions": roofline.predictions,
 }
 

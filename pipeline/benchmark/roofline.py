@@ -1,0 +1,352 @@
+"""Predict an optimizer step on 1 to 512 GPUs from the network's shapes and the GPU's data sheet: a roofline.
+
+A kernel takes the longer of two times: its arithmetic at an attainable share of the GPU's peak rate, and the bytes that
+it reads and writes at an attainable share of memory bandwidth. Kernels run one after another, so their times add up. A
+step takes at least the time in which the host launches its kernels; then it waits for the part of the all-reduce that
+the backward pass does not hide. docs/roofline.md describes the terms and the assumptions.
+
+Nothing is measured: neither a GPU nor the corpus is needed. The step is compiled, in 16-bit mixed precision, with
+Triton's kernels and sentences end to end in a row without padding.
+"""
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from data_module.errors import InputError
+from model.settings import NetworkSettings
+from pipeline.benchmark.report import rounded
+from pipeline.config.arguments import add_recipe_arguments
+from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.profiling.flops import training_flops
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Numbers that nothing here measures or counts."""
+
+    product_share: float = 0.7
+    """Share of the peak rate that a large matrix product attains."""
+    attention_share: float = 0.15
+    """Share of the peak rate that the products of an attention kernel attain."""
+    bandwidth_share: float = 0.8
+    """Share of memory bandwidth that a kernel attains."""
+    launch_microseconds: float = 9.0
+    """Microseconds in which the host launches a kernel."""
+    backward_share: float = 0.5
+    """Share of a micro-batch's time that its backward pass takes."""
+    link_share: float = 0.75
+    """Share of the links' bandwidth that an all-reduce attains."""
+    latency_microseconds: float = 5.0
+    """Microseconds from one GPU to the next."""
+    sentence_tokens: int = 27
+    """Tokens of every sentence, its end symbol included."""
+
+
+ASSUMED = Assumptions()
+LAUNCHES, COUNTED_SUB_LAYERS = 704, 30
+"""Kernels of a compiled step of one micro-batch with 6 encoder and 6 decoder layers, and the sub-layers of these."""
+QUERIES_PER_TILE, KEYS_FORWARD, KEYS_BACKWARD = 64, 64, 32
+"""Tiles of the attention kernels: consecutive queries, of whatever sentences, and the keys of an iteration of their
+loop. Heads of more than 64 have smaller tiles."""
+BYTES_PER_LOGIT = 6
+"""What the loss kernel moves between the products: it reads 16 bits twice and writes them once."""
+BUCKET_BYTES = 25 << 20
+"""Gradients that DDP sends at once, by default."""
+HALF, FLOAT, MASK = 2, 4, 1
+"""Bytes of a number in 16 bits, of one in 32, and of an element of a dropout mask."""
+
+
+class Gpu(NamedTuple):
+    """What data sheets say of a GPU, and of a node's links in one direction."""
+
+    name: str
+    flops_per_second: float
+    """Dense 16-bit matrix products."""
+    bytes_per_second: float
+    """Memory bandwidth."""
+    link_bytes_per_second: float
+    """NVLink. Data sheets give the sum of both directions."""
+    adapter_bytes_per_second: float
+    """Network adapter, one for each GPU of a node."""
+    gpus_per_node: int = 8
+
+    def all_reduce_seconds(self, num_bytes: float, gpus: int, times: int = 1) -> float:
+        """Return the time in which GPUs reduce these bytes in equal parts, in rings or trees, as NCCL chooses.
+
+        A ring of n GPUs sends 2 (n - 1) / n of the bytes in 2 (n - 1) hops. A double tree sends all bytes twice, up
+        and down, in 2 log2(n) hops. Between nodes, the network is the slowest link.
+        """
+        one_node = gpus <= self.gpus_per_node
+        bandwidth = self.link_bytes_per_second if one_node else self.gpus_per_node * self.adapter_bytes_per_second
+        once, hop = num_bytes / (ASSUMED.link_share * bandwidth), times * ASSUMED.latency_microseconds / 1e6
+        ring = 2 * (gpus - 1) / gpus * once + 2 * (gpus - 1) * hop
+        return min(ring, 2 * once + 2 * math.ceil(math.log2(gpus)) * hop)
+
+
+GPUS = {
+    "a100": Gpu("A100 SXM 80 GB", 312e12, 2.039e12, 300e9, 25e9),
+    "h100": Gpu("H100 SXM", 989e12, 3.35e12, 450e9, 50e9),
+    "h200": Gpu("H200 SXM", 989e12, 4.8e12, 450e9, 50e9),
+}
+
+
+class Work(NamedTuple):
+    """Equal kernels."""
+
+    flops: float
+    """Of one kernel, in matrix products. An addition and a multiplication count as two."""
+    num_bytes: float
+    """That one kernel reads and writes."""
+    kernels: int = 1
+    share: float = ASSUMED.product_share
+    """Share of the peak rate that the arithmetic attains."""
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Return the time of all kernels."""
+        arithmetic = self.flops / (self.share * gpu.flops_per_second)
+        return self.kernels * max(arithmetic, self.num_bytes / (ASSUMED.bandwidth_share * gpu.bytes_per_second))
+
+
+class Batch(NamedTuple):
+    """One GPU's batch of a step, and the network that it trains."""
+
+    network: NetworkSettings
+    vocabulary_size: int
+    tokens: int
+    """Tokens on each side, of all micro-batches."""
+    micro_batches: int = 1
+    sentence_tokens: int = ASSUMED.sentence_tokens
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Return the sizes of all heads' keys and values."""
+        return self.network.num_heads * self.network.key_size, self.network.num_heads * self.network.value_size
+
+    @property
+    def sub_layers(self) -> int:
+        """Return the number of sub-layers: two in an encoder layer, three in a decoder layer."""
+        return 2 * self.network.encoder_layers + 3 * self.network.decoder_layers
+
+
+def products(batch: Batch) -> list[Work]:
+    """Return the products of all linear layers: outputs, gradients of inputs and gradients of weights.
+
+    A product of [a, b] and [b, c] reads and writes ab + bc + ac numbers in 16 bits, except that gradients of weights
+    are written in 32.
+    """
+    width, inner, (keys, values) = batch.network.d_model, batch.network.d_ff, batch.head_sizes
+    own = [(width, 2 * keys + values), (values, width), (width, inner), (inner, width)]
+    cross = [(width, keys), (width, keys + values), (values, width)]
+    works = []
+    for shapes, layers in (own, batch.network.encoder_layers), ([*own, *cross], batch.network.decoder_layers):
+        for inputs, outputs in shapes:
+            flops, weights = 2.0 * batch.tokens * inputs * outputs, inputs * outputs
+            states = HALF * batch.tokens * (inputs + outputs)
+            works += [Work(flops, states + HALF * weights, 2 * layers), Work(flops, states + FLOAT * weights, layers)]
+    return works
+
+
+def attention(batch: Batch) -> list[Work]:
+    """Return the kernels of `model/gpu/segment_kernels.py`.
+
+    An iteration has two products in the forward pass: scores and result. In the backward pass there are three for the
+    gradients of queries, and four for those of keys and values: both compute scores and the gradients of the weights.
+    """
+    (keys, values), decoder_layers = batch.head_sizes, batch.network.decoder_layers
+    states = HALF * batch.tokens * (keys + values)
+    works = []
+    # Encoder and cross-attention, then the decoder's self-attention.
+    for is_causal, layers in (False, batch.network.encoder_layers + decoder_layers), (True, decoder_layers):
+        forward, backward = (
+            2.0 * QUERIES_PER_TILE * size * num_iterations(batch, size, is_causal)
+            for size in (KEYS_FORWARD, KEYS_BACKWARD)
+        )
+        works += [
+            # Queries, keys and values are read; the result is written.
+            Work(forward * (keys + values), 2 * states, layers, ASSUMED.attention_share),
+            # These and the result's gradient are read twice, the result once; three gradients are written.
+            Work(backward * (4 * keys + 3 * values), 6 * states, layers, ASSUMED.attention_share),
+        ]
+    return works
+
+
+def num_iterations(batch: Batch, keys: int, is_causal: bool) -> int:
+    """Return how often the loops of all tiles of queries run, for one head, with `keys` in each iteration.
+
+    A loop begins with the first query's sentence. It ends with the last query's, or at that query if it is causal.
+    """
+    iterations, length = 0, batch.sentence_tokens
+    for first in range(0, batch.tokens, QUERIES_PER_TILE):
+        last = min(first + QUERIES_PER_TILE, batch.tokens) - 1
+        end = last + 1 if is_causal else min((last // length + 1) * length, batch.tokens)
+        iterations += math.ceil((end - first // length * length) / keys)
+    return iterations
+
+
+def loss(batch: Batch) -> list[Work]:
+    """Return the three products with the output projection, and what passes over the logits."""
+    logits, width = batch.tokens * batch.vocabulary_size, batch.network.d_model
+    flops, weights = 2.0 * logits * width, width * batch.vocabulary_size
+    states = HALF * (logits + width * batch.tokens)
+    passes = Work(0.0, BYTES_PER_LOGIT * logits)
+    return [Work(flops, states + HALF * weights, 2), Work(flops, states + FLOAT * weights), passes]
+
+
+def pointwise(batch: Batch) -> list[Work]:
+    """Return everything between products, in kernels that read each input and write each result once."""
+    network, (keys, values), width = batch.network, batch.head_sizes, batch.network.d_model
+    # Self-attention everywhere, and the query, key and value projections of cross-attention in decoder layers.
+    attentions = network.encoder_layers + 2 * network.decoder_layers
+    feed_forwards = network.encoder_layers + network.decoder_layers
+    # Forward: reads 32 bits; writes the dropout mask and the sum with the positions.
+    # Backward: reads two gradients and the mask; reads, adds to and writes 32 bits.
+    embedding = 2 * width * ((FLOAT + MASK + HALF) + (2 * HALF + MASK + 2 * FLOAT))
+    # Forward: reads the input and the sub-layer's output; writes the dropout mask, the sum and its norm. Backward:
+    # reads two gradients of the norm, the sum and the mask; writes two gradients; reads one for a bias.
+    residual = batch.sub_layers * width * ((4 * HALF + MASK) + (6 * HALF + MASK))
+    # Forward: reads and writes. Backward: reads gradient and result; writes a gradient; reads it for a bias.
+    relu = feed_forwards * network.d_ff * (2 + 4) * HALF
+    # Backward: reads the gradients of queries, keys and values for their biases; adds those of the encoder's output.
+    projection = attentions * (2 * keys + values) * HALF + width * (network.decoder_layers * HALF + FLOAT)
+    # The gradient of the embedding matrix is set to zero for each side, and both are added to the loss's.
+    matrix = batch.vocabulary_size * width * (2 * FLOAT + 2 * 3 * FLOAT)
+    return [Work(0.0, batch.tokens * (embedding + residual + relu + projection) + matrix)]
+
+
+def optimizer(batch: Batch) -> Work:
+    """Return what a step does to each weight.
+
+    The norm reads its gradient. Adam reads the weight, its gradient and two moments, and writes weight and moments, in
+    32 bits. The weight's 16-bit copy is made anew.
+    """
+    return Work(0.0, num_weights(batch.network, batch.vocabulary_size) * (FLOAT + 7 * FLOAT + (FLOAT + HALF)))
+
+
+@cache
+def num_weights(network: NetworkSettings, vocabulary_size: int) -> int:
+    """Return the number of trained weights."""
+    import torch
+
+    from model.transformer import Transformer
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Transformer(vocabulary_size, network).parameters())
+
+
+def terms(batch: Batch, gpu: Gpu) -> dict[str, float]:
+    """Return the seconds of a step's terms on the device, and of the launches."""
+    micro_batch = batch._replace(tokens=math.ceil(batch.tokens / batch.micro_batches))
+    works = {term.__name__: term(micro_batch) for term in (products, attention, loss, pointwise)}
+    seconds = {name: batch.micro_batches * sum(work.seconds(gpu) for work in term) for name, term in works.items()}
+    launches = batch.micro_batches * LAUNCHES * batch.sub_layers / COUNTED_SUB_LAYERS
+    seconds["optimizer"] = optimizer(batch).seconds(gpu)
+    seconds["launches"] = launches * ASSUMED.launch_microseconds / 1e6
+    return seconds
+
+
+class Prediction(NamedTuple):
+    """A step on a number of GPUs."""
+
+    gpus: int
+    step_seconds: float
+    exposed_seconds: float
+    """Part of `step_seconds` that waits for gradients."""
+    target_tokens_per_second: float
+    """Of all GPUs together."""
+    mfu: float
+    """Share of the data sheet's peak rate."""
+
+
+def predict(batch: Batch, gpu: Gpu, gpus: int, is_shared: bool) -> Prediction:
+    """Predict the step of GPUs that share the batch (strong scaling), or that have such a batch each (weak scaling).
+
+    GPUs that share it have whole micro-batches while there are enough of them.
+    """
+    parts, batches = (gpus, 1) if is_shared else (1, gpus)
+    tokens, number = (math.ceil(total / parts) for total in (batch.tokens, batch.micro_batches))
+    *device, launches = terms(batch._replace(tokens=tokens, micro_batches=number), gpu).values()
+    own = max(sum(device), launches)
+    # The shared embedding's gradient is complete only when the last micro-batch's backward pass ends. The others travel
+    # during the pass, in DDP's buckets.
+    embedding = FLOAT * batch.vocabulary_size * batch.network.d_model
+    others = FLOAT * num_weights(batch.network, batch.vocabulary_size) - embedding
+    during = gpu.all_reduce_seconds(others, gpus, math.ceil(others / BUCKET_BYTES))
+    backward = ASSUMED.backward_share * own / number
+    exposed = max(0.0, during - backward) + gpu.all_reduce_seconds(embedding, gpus)
+    rate = batches * batch.tokens / (own + exposed)
+    pair = np.array([batch.sentence_tokens])
+    flops = training_flops(batch.network, batch.vocabulary_size, pair, pair) / batch.sentence_tokens
+    return Prediction(gpus, own + exposed, exposed, rate, rate * flops / (gpus * gpu.flops_per_second))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's arguments."""
+    add_recipe_arguments(parser)
+    parser.add_argument("--gpu", choices=GPUS, default="h100", help="default: %(default)s")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="default: %(default)s")
+    parser.add_argument(
+        "--network-gb-s",
+        type=float,
+        help="bandwidth of a node's network, 10^9 bytes a second in each direction (default: an adapter for each GPU)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Predict steps and print them."""
+    from pipeline.config.trainer_keys import trainer_signature
+
+    gpu, network, per_node = GPUS[arguments.gpu], arguments.network_gb_s, arguments.gpus_per_node
+    if per_node < 1:
+        raise InputError(f"--gpus-per-node {per_node}: must be 1 or more")
+    gpu = gpu._replace(gpus_per_node=per_node)
+    if network is not None:
+        if not 0 < network < math.inf:
+            raise InputError(f"--network-gb-s {network}: must be more than 0")
+        gpu = gpu._replace(adapter_bytes_per_second=network * 1e9 / per_node)
+    recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
+    batch = batch_of(recipe)
+    scalings = [[predict(batch, gpu, 2**power, is_shared) for power in range(10)] for is_shared in (True, False)]
+    print(_table(batch, gpu, *scalings), file=sys.stderr)
+    strong, weak = ([prediction._asdict() for prediction in scaling] for scaling in scalings)
+    figures = {"recipe": recipe.name, "gpu": gpu.name, "term_seconds": terms(batch, gpu)}
+    print(json.dumps(rounded({**figures, "strong": strong, "weak": weak})))
+    return 0
+
+
+def batch_of(recipe: Recipe) -> Batch:
+    """Return the recipe's batch; raise InputError if its steps are not those that are predicted."""
+    precision = str(recipe.trainer.get("precision", "bf16-mixed"))
+    if not precision.startswith(("bf16", "16")):
+        raise InputError(f"trainer.precision {precision}: only 16-bit precision is predicted; set it to bf16-mixed")
+    if recipe.run.kernels == "pytorch":
+        raise InputError("run.kernels pytorch: only Triton's kernels are predicted; set it to null")
+    tokens, limit = recipe.batches.batch_tokens, recipe.batches.max_tokens_per_device
+    return Batch(recipe.network, recipe.corpus.vocabulary_size, tokens, math.ceil(tokens / (limit or tokens)))
+
+
+def _table(batch: Batch, gpu: Gpu, strong: list[Prediction], weak: list[Prediction]) -> str:
+    """Return the terms of one GPU's step, and a table of both ways of scaling.
+
+    Efficiency is relative to perfect scaling from one GPU.
+    """
+    columns = f"{'ms/step':>10}{'exposed':>9}{'tokens/s':>13}{'MFU':>6}{'efficiency':>12}"
+    lines = [
+        f"{gpu.name}, ms: " + ", ".join(f"{name} {1000 * time:.1f}" for name, time in terms(batch, gpu).items()),
+        f"{'':4}{f'one batch of {batch.tokens:,} tokens':>50}{f'{batch.tokens:,} tokens a GPU':>50}",
+        f"GPUs{columns}{columns}",
+    ]
+    for both in zip(strong, weak, strict=True):
+        cells = (
+            f"{1000 * one.step_seconds:10.1f}{1000 * one.exposed_seconds:9.1f}"
+            f"{one.target_tokens_per_second:13,.0f}{one.mfu:6.0%}{one.mfu / strong[0].mfu:12.1%}"
+            for one in both
+        )
+        lines.append(f"{both[0].gpus:<4}{''.join(cells)}")
+    return "\n".join(lines)

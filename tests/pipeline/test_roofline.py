@@ -1,0 +1,293 @@
+"""`benchmark roofline`: its terms against PyTorch's count of FLOPs, DDP's buckets and numbers worked by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+from pipeline.__main__ import main
+from pipeline.benchmark import roofline
+from pipeline.benchmark.roofline import BUCKET_BYTES, GPUS, Batch, Gpu, Work, predict, terms
+
+aten = torch.ops.aten
+
+BASE = Batch(NetworkSettings(), vocabulary_size=37_000, tokens=25_000)
+BIG = Batch(NetworkSettings(d_model=1024, d_ff=4096, num_heads=16), vocabulary_size=37_000, tokens=25_000)
+ODD = Batch(NetworkSettings(num_layers=3, d_model=24, d_ff=40, num_heads=2, d_k=6, d_v=10), 50, 60, sentence_tokens=20)
+DEEP = BASE._replace(network=NetworkSettings(num_encoder_layers=12, num_decoder_layers=2))
+ROUND = Gpu("round figures", 1e12, 1e12, 4e9 / 3, 1e9 / 6, gpus_per_node=2)
+"""Attains 0.7 TFLOP/s in products, 0.15 in attention, 0.8 TB/s, and 1 GB/s in a node of two or 0.25 between nodes."""
+MB = 10**6
+
+
+def flops(works: list[Work]) -> float:
+    return sum(work.kernels * work.flops for work in works)
+
+
+def num_bytes(works: list[Work]) -> float:
+    return sum(work.kernels * work.num_bytes for work in works)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ODD,
+        Batch(NetworkSettings(num_layers=2), 100, 40),
+        Batch(NetworkSettings(num_encoder_layers=3, num_decoder_layers=1), 100, 40),
+    ],
+)
+def test_products_are_those_that_pytorch_counts(batch: Batch) -> None:
+    network, ids = Transformer(batch.vocabulary_size, batch.network), torch.zeros(1, batch.tokens, dtype=torch.long)
+    states = torch.zeros(batch.tokens, batch.network.d_model, requires_grad=True)
+    for works, compute in (
+        (roofline.products(batch), lambda: network(ids, ids)),
+        (roofline.loss(batch), lambda: F.linear(states, network.embedding.weight)),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            compute().sum().backward()
+        counts = counter.get_flop_counts()["Global"]
+        # Attention's products are counted under other names.
+        assert flops(works) == sum(counts.get(kind, 0) for kind in (aten.mm, aten.addmm))
+
+
+def test_the_products_of_base_by_hand() -> None:
+    # A token on each side, in multiples of d_model^2 = 262,144 multiplications: an encoder layer has 4 in attention
+    # and 8 in the feed-forward network, a decoder layer 4 more.
+    assert flops(roofline.products(BASE)) == 3 * 2 * 25_000 * 6 * (12 + 16) * 512**2
+    assert flops(roofline.products(DEEP)) == 3 * 2 * 25_000 * (12 * 12 + 2 * 16) * 512**2
+    # The encoder's third layer: 25,000 x 512 by 512 x 2,048, at 2 bytes, in two products; the gradient of its weight is
+    # written at 4.
+    states, weights = roofline.products(BASE)[4:6]
+    assert states == Work(2 * 25_000 * 512 * 2048, 2 * 25_000 * (512 + 2048) + 2 * 512 * 2048, 12)
+    assert weights == Work(2 * 25_000 * 512 * 2048, 2 * 25_000 * (512 + 2048) + 4 * 512 * 2048, 6)
+
+
+def test_work_takes_the_longer_of_arithmetic_and_memory() -> None:
+    assert Work(7e11, 1.0).seconds(ROUND) == pytest.approx(1.0)
+    assert Work(7e11, 8e11, kernels=3).seconds(ROUND) == pytest.approx(3.0)
+    assert Work(7e11, 16e11).seconds(ROUND) == pytest.approx(2.0)
+    assert Work(0.3e12, 0.0, share=0.15).seconds(ROUND) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(3_000, 27), (100, 64), (130, 200), (64, 1), (27 * 64, 27)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_iterations_are_those_of_the_kernels(tokens: int, length: int, is_causal: bool) -> None:
+    """The kernel's loops, written out: a loop begins at the first key of its tile's sentences and ends at the last."""
+    sentence_of = [token // length for token in range(tokens)]
+    for keys in (64, 32):
+        expected = 0
+        for first in range(0, tokens, 64):
+            queries = range(first, min(first + 64, tokens))
+            sentences = range(sentence_of[queries[0]], sentence_of[queries[-1]] + 1)
+            own = [key for key in range(tokens) if sentence_of[key] in sentences]
+            end = min(own[-1], queries[-1]) if is_causal else own[-1]
+            expected += len(range(own[0], end + 1, keys))
+        batch = BASE._replace(tokens=tokens, sentence_tokens=length)
+        assert roofline.num_iterations(batch, keys, is_causal) == expected
+
+
+def test_tiles_are_those_of_the_kernels() -> None:
+    from model.gpu import segment_kernels
+
+    forward, queries, keys = (
+        segment_kernels.tiles(kernel, 64, 64, torch.bfloat16)
+        for kernel in (segment_kernels._forward, segment_kernels._backward_queries, segment_kernels._backward_keys)
+    )
+    assert (forward["QUERIES"], forward["KEYS"]) == (roofline.QUERIES_PER_TILE, roofline.KEYS_FORWARD)
+    assert (queries["QUERIES"], queries["KEYS"]) == (roofline.QUERIES_PER_TILE, roofline.KEYS_BACKWARD)
+    # These tiles are of keys.
+    assert (keys["KEYS"], keys["QUERIES"]) == (roofline.QUERIES_PER_TILE, roofline.KEYS_BACKWARD)
+
+
+def test_attention_by_hand() -> None:
+    # 128 tokens in sentences of 64: two tiles, whose loops run once over 64 keys, or twice over 32. 3 layers with 3
+    # attentions, 2 heads of d_k 6 and d_v 10.
+    works = roofline.attention(ODD._replace(tokens=128, sentence_tokens=64))
+    forward, backward = works[::2], works[1::2]
+    assert flops(forward) == 9 * 2 * 2 * 1 * 2 * 64 * 64 * (6 + 10)
+    assert flops(backward) == 9 * 2 * 2 * 2 * 2 * 64 * 32 * ((2 * 6 + 10) + (2 * 6 + 2 * 10))
+    assert num_bytes(forward) == 9 * 128 * 2 * 2 * 2 * (6 + 10)
+    assert num_bytes(backward) == 9 * 128 * 2 * 2 * 6 * (6 + 10)
+    # One sentence of 128, in 12 encoder and 2 decoder layers: its two tiles of queries meet 2 tiles of keys each, or,
+    # if causal, 1 and 2; 32 keys at a time backward.
+    works = roofline.attention(DEEP._replace(tokens=128, sentence_tokens=128))
+    assert flops(works[::2]) == (14 * 4 + 2 * 3) * 2 * 64 * 64 * 2 * 512
+    assert flops(works[1::2]) == (14 * 8 + 2 * 6) * 2 * 64 * 32 * 7 * 512
+
+
+def test_the_loss_by_hand() -> None:
+    logits, states, weights = 25_000 * 37_000, 25_000 * 512, 37_000 * 512
+    works = roofline.loss(BASE)
+    assert flops(works) == 3 * 2 * logits * 512
+    # Three products with the logits, of which one writes 32 bits; the passes move 6 bytes a logit.
+    assert num_bytes(works) == 3 * 2 * (logits + states) + (2 + 2 + 4) * weights + 6 * logits
+
+
+def test_pointwise_work_by_hand() -> None:
+    # Of base, a token and number of the width. Forward: 2 embeddings of 7 bytes, 30 residuals of 9, and 12 inner
+    # layers of four widths with 4.
+    forward = 2 * 7 + 30 * 9 + 12 * 4 * 4
+    # Backward: residuals 13, inner layers 8; biases of 12 fused projections of three widths and, in cross-attention, 6
+    # of one and 6 of two; the encoder's output 6 x 2 + 4; embeddings 13.
+    backward = 30 * 13 + 12 * 4 * 8 + (36 + 6 + 12) * 2 + 16 + 2 * 13
+    # The gradient of the embedding matrix is set to zero twice (4), added twice (12).
+    matrix = 37_000 * 512 * (2 * 4 + 2 * 12)
+    assert roofline.pointwise(BASE) == [Work(0.0, 25_000 * 512 * (forward + backward) + matrix)]
+    # 12 and 2 layers have 30 residuals, too, but 14 inner layers, 14 fused projections, 2 cross-attentions.
+    forward = 2 * 7 + 30 * 9 + 14 * 4 * 4
+    backward = 30 * 13 + 14 * 4 * 8 + (42 + 2 + 4) * 2 + 2 * 2 + 4 + 2 * 13
+    assert roofline.pointwise(DEEP) == [Work(0.0, 25_000 * 512 * (forward + backward) + matrix)]
+
+
+def test_the_optimizer_by_hand() -> None:
+    # 12 encoder layers of 3,152,384 weights, 2 decoder layers of 4,204,032, and the embeddings. Bytes of a weight: norm
+    # 4, Adam reads four and writes three numbers, 16-bit copy 4 + 2.
+    weights = 12 * 3_152_384 + 2 * 4_204_032 + 37_000 * 512
+    assert roofline.num_weights(DEEP.network, 37_000) == weights
+    assert roofline.optimizer(DEEP) == Work(0.0, weights * (4 + 28 + 6))
+
+
+def test_terms_are_those_of_all_micro_batches() -> None:
+    whole, parts = terms(BASE, GPUS["h100"]), terms(BASE._replace(micro_batches=4), GPUS["h100"])
+    quarter = terms(BASE._replace(tokens=6_250), GPUS["h100"])
+    assert whole["products"] == sum(work.seconds(GPUS["h100"]) for work in roofline.products(BASE))
+    for name in ("products", "attention", "loss", "pointwise", "launches"):
+        assert parts[name] == pytest.approx(4 * quarter[name])
+    assert parts["optimizer"] == whole["optimizer"]
+    # 704 launches of 9 us with 6 and 6 layers; 12 and 2 have as many sub-layers, 3 and 1 have 9 of 30.
+    assert whole["launches"] == terms(DEEP, GPUS["h100"])["launches"] == pytest.approx(0.006336)
+    shallow = BASE._replace(network=NetworkSettings(num_encoder_layers=3, num_decoder_layers=1))
+    assert terms(shallow, GPUS["h100"])["launches"] == pytest.approx(0.3 * 0.006336)
+
+
+def test_all_reduce_by_hand() -> None:
+    # Two: a ring sends 100 MB in 2 hops of 5 us. Four, between nodes: 150 MB in 6, where a tree would send 200 MB in 4.
+    assert ROUND.all_reduce_seconds(100 * MB, 1) == 0
+    assert ROUND.all_reduce_seconds(100 * MB, 2) == pytest.approx(0.100 + 10e-6)
+    assert ROUND.all_reduce_seconds(100 * MB, 4) == pytest.approx(4 * 0.150 + 30e-6)
+    assert ROUND.all_reduce_seconds(100 * MB, 4, times=3) == pytest.approx(4 * 0.150 + 90e-6)
+    # 512 with little to send: 1 kB up and down a tree of 9 levels beats 1,022 hops.
+    assert ROUND.all_reduce_seconds(1000, 512) == pytest.approx(8e-6 + 90e-6)
+
+
+def test_servers_of_eight() -> None:
+    """An H100 attains three quarters of NVLink's 450 GB/s in a node, and of eight adapters of 50 GB/s between nodes."""
+    for gpus, bandwidth in ((8, 450e9), (16, 400e9)):
+        ring = 2 * (gpus - 1) / gpus * 1e12 / (0.75 * bandwidth) + 2 * (gpus - 1) * 5e-6
+        assert GPUS["h100"].all_reduce_seconds(1e12, gpus) == pytest.approx(ring)
+
+
+@pytest.mark.parametrize("batch", [BASE, BIG])
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_exposed_time_is_about_that_of_buckets_of_ddp(batch: Batch, gpus: int) -> None:
+    """DDP's own assignment; gradients become complete evenly, the embedding's at the end of the backward pass."""
+    with torch.device("meta"):
+        backwards = [p.numel() * 4 for p in Transformer(batch.vocabulary_size, batch.network).parameters()][::-1]
+        gradients = [torch.empty(size // 4) for size in backwards]
+    buckets, _ = dist._compute_bucket_assignment_by_size(gradients, [1 << 20, BUCKET_BYTES])
+    backward = 0.5 * sum(list(terms(batch, GPUS["h100"]).values())[:-1])
+    end, done = 0.0, 0
+    for bucket in buckets:
+        num_bytes_of_bucket = sum(backwards[index] for index in bucket)
+        done += num_bytes_of_bucket
+        ready = done / sum(backwards[:-1]) if bucket is not buckets[-1] else 1.0
+        end = max(end, ready * backward) + GPUS["h100"].all_reduce_seconds(num_bytes_of_bucket, gpus)
+    exposed = predict(batch, GPUS["h100"], gpus, is_shared=False).exposed_seconds
+    assert exposed == pytest.approx(end - backward, rel=0.2)
+
+
+def test_a_batch_each_by_hand() -> None:
+    one = predict(BASE, ROUND, 1, is_shared=False)
+    two = predict(BASE._replace(micro_batches=4), ROUND, 2, is_shared=False)
+    assert one.step_seconds == pytest.approx(sum(list(terms(BASE, ROUND).values())[:-1]))
+    assert one.exposed_seconds == 0
+    # The products of 25,000 tokens, and 18 attentions of two products with 27 keys, 512 wide.
+    needed = 25_000 * 3 * 2 * (6 * 28 * 512**2 + 37_000 * 512 + 18 * 2 * 27 * 512)
+    assert one.mfu == pytest.approx(needed / one.step_seconds / 1e12)
+    assert two.mfu == pytest.approx(2 * needed / two.step_seconds / 2e12)
+    assert two.target_tokens_per_second == pytest.approx(50_000 / two.step_seconds)
+    # The embedding's 75.776 MB always wait, at 1 GB/s. The others' 176.5 MB travel during the backward pass of the
+    # last of four micro-batches, which takes longer.
+    assert two.exposed_seconds == pytest.approx(0.075776 + 10e-6)
+    # Four GPUs are two nodes: 4 x 1.5 times the bytes, in 7 buckets of 6 hops.
+    four = predict(BASE._replace(tokens=108, micro_batches=4), ROUND, 4, is_shared=False)
+    others = 4 * (roofline.num_weights(BASE.network, 37_000) - 37_000 * 512)
+    backward = 0.5 * (four.step_seconds - four.exposed_seconds) / 4
+    expected = 6 * (others + 75.776e6) / 1e9 + 8 * 30e-6 - backward
+    assert four.exposed_seconds == pytest.approx(expected)
+
+
+def test_a_shared_batch_by_hand() -> None:
+    """Each GPU has as many tokens less, in whole micro-batches while there are enough of them."""
+    batch = BASE._replace(micro_batches=4)
+    for gpus, tokens, micro_batches in ((2, 12_500, 2), (8, 3_125, 1)):
+        shared = predict(batch, ROUND, gpus, is_shared=True)
+        own = terms(BASE._replace(tokens=tokens, micro_batches=micro_batches), ROUND)
+        assert shared.step_seconds - shared.exposed_seconds == pytest.approx(sum(list(own.values())[:-1]))
+        assert shared.target_tokens_per_second == pytest.approx(25_000 / shared.step_seconds)
+    # Launches take longer than 391 tokens on a device.
+    shared = predict(BASE, GPUS["h200"], 64, is_shared=True)
+    assert shared.step_seconds == pytest.approx(0.006336 + shared.exposed_seconds)
+
+
+def test_predictions_lie_in_the_possible_range() -> None:
+    """Whatever is assumed: no faster than the data sheet's peak, and better data sheets are never slower."""
+    for batch in (BASE, BIG):
+        a100, h100, h200 = (predict(batch, GPUS[name], 1, is_shared=True) for name in ("a100", "h100", "h200"))
+        assert 0 < max(a100.mfu, h100.mfu, h200.mfu) < 1
+        assert h200.step_seconds <= h100.step_seconds < a100.step_seconds < 0.5
+
+
+PREDICTED = ["--trainer.precision", "bf16-mixed", "--batches.max_tokens_per_device", "100"]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_the_command_needs_no_corpus(gpu: str, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["benchmark", "roofline", "--config", str(recipe_file), "--gpu", gpu, *PREDICTED]
+    assert main([*command, "--corpus.folder", "nowhere", "--gpus-per-node", "4", "--network-gb-s", "1e-4"]) == 0
+    printed = capsys.readouterr()
+    assert f"{GPUS[gpu].name}, ms: products 0.0, " in printed.err
+    assert "optimizer 0.0, launches 4.2\n" in printed.err
+    figures = json.loads(printed.out)
+    # A tiny network of one layer: the host needs a sixth of 704 x 9 us for each of four micro-batches.
+    one, _, four, eight, *_, last = figures["strong"]
+    assert one["step_seconds"] == figures["term_seconds"]["launches"] == pytest.approx(4 * 0.001056)
+    assert one["target_tokens_per_second"] == pytest.approx(400 / (4 * 0.001056), rel=1e-4)
+    assert four["step_seconds"] == pytest.approx(0.001056 + four["exposed_seconds"], rel=1e-4)
+    # Four GPUs are a node; eight are a ring through networks of 100 kB/s, of which they attain three quarters.
+    num_bytes = 4 * roofline.num_weights(NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2), 60)
+    assert four["exposed_seconds"] < 0.001
+    assert eight["exposed_seconds"] == pytest.approx(2 * 7 / 8 * num_bytes / 75_000, rel=0.01)
+    assert last["gpus"] == 512
+    assert [way["gpus"] for way in figures["weak"]] == [2**power for power in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--network-gb-s", "0"], "--network-gb-s 0.0"),
+        (["--network-gb-s", "nan"], "--network-gb-s nan"),
+        (["--gpus-per-node", "0"], "--gpus-per-node 0"),
+        (["--gpu", "v100"], "--gpu"),
+        (["--trainer.precision", "32-true"], "trainer.precision 32-true"),
+        (["--run.kernels", "pytorch"], "run.kernels pytorch"),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["benchmark", "roofline", "--config", str(recipe_file), *PREDICTED, *arguments]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+
+
+@pytest.mark.parametrize("options", [[], ["--config", "no.yaml", "--gpu", "h100", "--bandwidth-gb-s", "25"]])
+def test_scaling_is_refused_by_name(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["benchmark", "scaling", *options]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "'benchmark roofline'" in line
