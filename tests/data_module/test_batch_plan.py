@@ -27,14 +27,26 @@ def test_every_pair_exactly_once_per_epoch() -> None:
     assert sorted(pair for batch in plan() for pair in batch) == list(range(3000))
 
 
-def test_a_batch_takes_pairs_until_the_next_one_does_not_fit() -> None:
-    source, target = lengths()
-    batches = plan()
+@pytest.mark.parametrize("longer_source", [False, True])
+def test_a_batch_takes_pairs_until_the_next_one_does_not_fit(longer_source: bool) -> None:
+    source, target = reversed(lengths()) if longer_source else lengths()
+    built = plan_epoch(source, target, batch_tokens=BATCH, seed=1, epoch=0)
+    batches = [built[i].tolist() for i in range(len(built))]
     for batch, following in zip(batches, [*batches[1:], [0]], strict=True):
         sums = source[batch].sum(), target[batch].sum()
         assert max(sums) <= BATCH
         if batch is not batches[-1]:
             assert max(sums[0] + source[following[0]], sums[1] + target[following[0]]) > BATCH
+
+
+def test_only_the_pairs_that_are_named() -> None:
+    pairs = np.array([7, 2, 2999, 7, 11])
+    built = plan_epoch(*lengths(), batch_tokens=BATCH, seed=1, epoch=0, pairs=pairs)
+    assert sorted(pair for i in range(len(built)) for pair in built[i].tolist()) == [2, 7, 7, 11, 2999]
+
+
+def test_a_plan_takes_four_bytes_a_pair() -> None:
+    assert plan_epoch(*lengths(), batch_tokens=BATCH, seed=1, epoch=0).numbers.dtype == np.uint32
 
 
 def test_a_function_of_seed_and_epoch() -> None:
