@@ -1,13 +1,14 @@
 """Networks of other libraries to compare training with, each used in its fastest way.
 
 They have the recipe's size. Dropout is applied in the same places as in our network: after the embeddings and on
-sub-layer outputs. Masks are passed only for batches with padding.
+sub-layer outputs. Masks are passed only for batches with padding. They train in a plain loop, without Lightning and
+without statistics, on padded batches of their own.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,19 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from data_module.batching.batch import RankBatch, SpecialIds, pad_batch
+from data_module.batching.batch import PaddedBatch, SpecialIds, pad_batch
 from data_module.batching.length_buckets import LengthBucket, length_buckets
 from data_module.corpus.store import lengths_with_eos
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
+from model.lr_schedule import build_schedule
+from model.optimizer import build_optimizer
 from model.positions import SinusoidalPositions
 from model.settings import NetworkSettings
-from pipeline.benchmark.side_by_side import LoopStep
+from pipeline.config.recipe import Recipe
 from pipeline.export.huggingface_model import require_transformers
 
 _DEPTHS = ("num_layers", "num_encoder_layers", "num_decoder_layers")
 _SHARED = (*_DEPTHS, "d_model", "d_ff", "num_heads", "dropout", "max_positions")
 """Settings that the baselines support, or that have no effect without `learned_positions`; others are refused."""
+ENDLESS = 1 << 40
+"""`max_steps` of training that the comparison ends."""
+Precision = tuple[torch.device, torch.dtype]
+"""Device to train on, and type of matrix products; with float32 there is no autocast."""
 
 
 class TorchNetwork(nn.Module):
@@ -118,32 +125,16 @@ def _fast_attention(device: str) -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH) if is_slow else nullcontext()
 
 
-def cross_entropy(pad: int, label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return PyTorch's loss, summed: it maps logits [B, T, V] and targets [B, T] to a scalar and ignores padding."""
-
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(
-            logits.flatten(0, 1),
-            targets.flatten().long(),
-            ignore_index=pad,
-            label_smoothing=label_smoothing,
-            reduction="sum",
-        )
-
-    return loss
+def cross_entropy(logits: Tensor, targets: Tensor, pad: int, label_smoothing: float) -> Tensor:
+    """Return PyTorch's loss of logits [B, T, V] and targets [B, T], summed over targets that are not padding."""
+    rows, labels = logits.flatten(0, 1), targets.flatten().long()
+    return F.cross_entropy(rows, labels, ignore_index=pad, label_smoothing=label_smoothing, reduction="sum")
 
 
 def baseline_network(
     name: str, vocabulary_size: int, settings: NetworkSettings, special: SpecialIds, longest: int
 ) -> nn.Module:
-    """Create a baseline.
-
-    Args:
-        name: "torch" or "marian".
-        vocabulary_size: number of pieces.
-        settings: the recipe's network settings.
-        special: ids of padding, begin and end symbol.
-        longest: number of tokens of the longest sentence.
+    """Create the network of "torch" or "marian", for sentences of up to `longest` tokens.
 
     Raises:
         InputError: the baseline does not support a setting or is not installed.
@@ -158,13 +149,62 @@ def baseline_network(
     return MarianNetwork(vocabulary_size, settings, special, longest)
 
 
-def padded_steps(data: TranslationDataModule, device: torch.device) -> Callable[[RankBatch], LoopStep]:
-    """Return a function that returns the next padded step, on the device, whatever our own network takes."""
-    steps = _padded_steps(data, device)
-    return lambda _: next(steps)
+class PaddedStep(NamedTuple):
+    """The data of a baseline's optimizer step."""
+
+    micro_batches: list[PaddedBatch]
+    num_target_tokens: int
+    """Without padding."""
 
 
-def _padded_steps(data: TranslationDataModule, device: torch.device) -> Iterator[LoopStep]:
+class Baseline:
+    """A baseline's network, its optimizer and its batches."""
+
+    def __init__(
+        self,
+        name: str,
+        recipe: Recipe,
+        vocabulary_size: int,
+        data: TranslationDataModule,
+        precision: Precision,
+    ) -> None:
+        """Prepare to train "torch" or "marian" with the recipe's loss, schedule, optimizer and clipping.
+
+        Raises:
+            InputError: the baseline does not support a setting or is not installed.
+        """
+        self._device, self._dtype = precision
+        network = baseline_network(name, vocabulary_size, recipe.network, data.special, data.longest)
+        self.network = network.to(self._device).train()
+        self.optimizer = build_optimizer(self.network.parameters(), recipe.training)
+        self._settings, self._pad = recipe.training, data.special.pad
+        self._schedule = build_schedule(recipe.training, recipe.network.d_model, ENDLESS)
+        self._batches = _padded_steps(data, self._device)
+        self._num_steps = 0
+
+    def next_step(self) -> PaddedStep:
+        """Return the data of the next step, on the device."""
+        return next(self._batches)
+
+    def train(self, step: PaddedStep) -> None:
+        """Take one optimizer step."""
+        settings = self._settings
+        self._num_steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._schedule(self._num_steps)
+        # Around the whole step, as in `fit`: weights are cast once and not in every micro-batch.
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
+            for batch in step.micro_batches:
+                logits = self.network(batch.source, batch.target_input, batch.source_mask)
+                loss = cross_entropy(logits, batch.target_output, self._pad, settings.label_smoothing)
+                (loss / step.num_target_tokens).backward()
+        if settings.gradient_clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.network.parameters(), settings.gradient_clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _padded_steps(data: TranslationDataModule, device: torch.device) -> Iterator[PaddedStep]:
     """Yield padded batches for networks that cannot pack sentences, endlessly.
 
     A step is a random set of buckets of pairs of similar length, with up to `batch_tokens` padded tokens per side, as
@@ -174,9 +214,9 @@ def _padded_steps(data: TranslationDataModule, device: torch.device) -> Iterator
     source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
     random = np.random.default_rng(data.seed)
 
-    def step(buckets: list[LengthBucket]) -> LoopStep:
+    def step(buckets: list[LengthBucket]) -> PaddedStep:
         tokens = sum(int(target[bucket.pairs].sum()) for bucket in buckets)
-        return LoopStep([pad_batch(corpus, bucket, data.special).to(device) for bucket in buckets], tokens)
+        return PaddedStep([pad_batch(corpus, bucket, data.special).to(device) for bucket in buckets], tokens)
 
     while True:
         buckets = length_buckets(source, target, max(limit // 8, data.longest), random)

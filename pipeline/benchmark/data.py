@@ -1,13 +1,11 @@
-"""Measure the data path alone: corpus preparation, epoch planning, padding and the throughput of one loader worker.
+"""Measure the data path alone: corpus preparation, epoch planning and the throughput of one loader worker.
 
-Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first. For 1, 8 and 64 ranks the JSON has, of
-rows end to end, the lengths of a rank's rows and the share of dead tokens in them, and the median over batches of how
-much more the most expensive rank's part costs than the mean. If the recipe has views, the first one is written too.
+Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first. If the recipe has views, the first one
+is written too.
 """
 
 import argparse
 import json
-import os
 import resource
 import sys
 import tempfile
@@ -23,7 +21,6 @@ import numpy as np
 from pipeline.config.arguments import add_recipe_arguments
 
 if TYPE_CHECKING:
-    from data_module.batching.batch_plan import EpochPlan
     from data_module.settings import CorpusSettings
     from data_module.translation_data_module import TranslationDataModule
 
@@ -31,10 +28,6 @@ LARGE = 40_000_000
 """Pairs of the larger corpus whose planning is timed: the recipe's corpus, repeated."""
 LOADED_STEPS = 300
 """Number of batches to load."""
-WORLD_SIZES = (1, 8, 64)
-"""Numbers of ranks that batches are divided among."""
-DIVIDED_BATCHES = 100
-"""About how many batches are divided."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure preparation, loading and planning, and print the JSON."""
-    from data_module.batching.batch import SpecialIds
     from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.benchmark.report import rounded
     from pipeline.config.recipe import load_recipe
     from pipeline.training.corpus import ensure_corpus
 
@@ -55,19 +48,19 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
     figures = _preparation(recipe.corpus, tokenizer)
 
+    # After the preparation, whose peak of memory would contain these packages.
     from data_module.translation_data_module import TranslationDataModule
+    from pipeline.training.build import special_ids
 
-    special = SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
-    with _timed("opening the corpus") as seconds:
-        data = TranslationDataModule(folder, recipe.batches, special, recipe.run.seed, corpus_settings=recipe.corpus)
-    figures["open_seconds"] = seconds[0]
-    # Before anything else reads the corpus: pages that a process has mapped cannot be dropped.
-    figures |= _loading(data, cold=True)
-    figures |= _loading(data, cold=False)
+    batches = replace(recipe.batches, workers=1)
+    data = TranslationDataModule(
+        folder, batches, special_ids(tokenizer), recipe.run.seed, corpus_settings=recipe.corpus
+    )
+    figures |= _loading(data)
     figures |= _plan(data)
     figures |= _view(data)
     figures["peak_memory_bytes"] = _peak_memory()
-    print(json.dumps({name: round(x, 4) if isinstance(x, float) else x for name, x in figures.items()}))
+    print(json.dumps(rounded(figures)))
     return 0
 
 
@@ -99,27 +92,14 @@ def _plan(data: "TranslationDataModule") -> dict[str, Any]:
     from data_module.batching.batch_plan import plan_epoch
     from data_module.corpus.store import lengths_with_eos
 
-    corpus, settings = data.train_corpus, data.settings
-    source, target = lengths_with_eos(corpus.source), lengths_with_eos(corpus.target)
-
-    def plan(times: int) -> "EpochPlan":
-        return plan_epoch(
-            np.tile(source, times),
-            np.tile(target, times),
-            batch_tokens=settings.batch_tokens,
-            seed=data.seed,
-            epoch=0,
-        )
-
-    with _timed("planning an epoch") as seconds:
-        epoch = plan(1)
-    figures: dict[str, Any] = {"batches": len(epoch), "pairs_planned": len(source), "plan_seconds": seconds[0]}
-    for world_size in WORLD_SIZES:
-        figures |= _rows(epoch, data, world_size)
-    times = -(-LARGE // len(source))
-    with _timed(f"planning an epoch of {times * len(source):,} pairs") as seconds:
-        plan(times)
-    return figures | {"plan_seconds_large": seconds[0], "plan_large_pairs": times * len(source)}
+    lengths = [lengths_with_eos(side) for side in (data.train_corpus.source, data.train_corpus.target)]
+    figures: dict[str, Any] = {}
+    for suffix, times in (("", 1), ("_large", -(-LARGE // len(data.train_corpus)))):
+        source, target = (np.tile(side, times) for side in lengths)
+        with _timed(f"planning an epoch of {len(source):,} pairs") as seconds:
+            plan_epoch(source, target, batch_tokens=data.settings.batch_tokens, seed=data.seed, epoch=0)
+        figures |= {f"pairs_planned{suffix}": len(source), f"plan_seconds{suffix}": seconds[0]}
+    return figures
 
 
 def _view(data: "TranslationDataModule") -> dict[str, Any]:
@@ -131,51 +111,13 @@ def _view(data: "TranslationDataModule") -> dict[str, Any]:
     return {"view_seconds": seconds[0], "view_pairs_per_second": len(data.train_corpus) / seconds[0]}
 
 
-def _rows(epoch: "EpochPlan", data: "TranslationDataModule", world_size: int) -> dict[str, Any]:
-    """Return how full of tokens the rows of this many ranks are, and how evenly they share the cost of a batch."""
-    from data_module.batching.rank_rows import cost, rank_rows
-
-    shape, imbalance, num_rows, num_tokens = data.row_shape(world_size), [], 0, 0
-    step = max(1, len(epoch) // DIVIDED_BATCHES)
-    for index in range(0, len(epoch), step):
-        pairs = epoch[index]
-        source, target = (
-            side.lengths[pairs].astype(np.int64) + 1 for side in (data.train_corpus.source, data.train_corpus.target)
-        )
-        ranks = rank_rows(source, target, shape, world_size)
-        costs = [sum(float(cost(source[row], target[row]).sum()) for row in rows) for rows in ranks]
-        imbalance.append(max(costs) * world_size / sum(costs) - 1.0)
-        num_rows += sum(map(len, ranks))
-        num_tokens += int(source.sum() + target.sum())
-    name = f"_{world_size}_ranks"
-    return {
-        f"row_tokens{name}": [shape.source_tokens, shape.target_tokens],
-        f"padding_share{name}": 1.0 - num_tokens / (num_rows * (shape.source_tokens + shape.target_tokens)),
-        f"imbalance{name}": float(np.median(imbalance)),
-    }
-
-
-def _loading(data: "TranslationDataModule", *, cold: bool) -> dict[str, Any]:
-    """Measure the throughput of one worker process, with the corpus on disk only (`cold`) or in memory."""
-    data.settings = replace(data.settings, workers=1)
-    if cold:
-        _drop_pages(data.folder)
-    suffix, prefix = (" from the disk", "cold_") if cold else ("", "")
-    with _timed(f"the first batch{suffix}") as seconds:
-        batches = iter(data.train_dataloader())
-        next(batches)
-    figures: dict[str, Any] = {f"{prefix}first_batch_seconds": seconds[0]}
-    with _timed(f"{LOADED_STEPS} batches{suffix}") as seconds:
+def _loading(data: "TranslationDataModule") -> dict[str, Any]:
+    """Measure the throughput of one worker process."""
+    batches = iter(data.train_dataloader())
+    next(batches)
+    with _timed(f"loading {LOADED_STEPS} batches") as seconds:
         tokens = sum(next(batches).num_target_tokens for _ in range(LOADED_STEPS))
-    return figures | {f"{prefix}loader_target_tokens_per_second": tokens / seconds[0]}
-
-
-def _drop_pages(folder: Path) -> None:
-    """Drop the files' pages from the system's cache, except pages that a process maps."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return {"loader_target_tokens_per_second": tokens / seconds[0]}
 
 
 def _peak_memory() -> int:

@@ -22,12 +22,18 @@ from data_module.paths import user_path
 from pipeline.inference.text_io import add_search_arguments
 
 if TYPE_CHECKING:
-    from pipeline.benchmark.engines import Engine, EngineOutput, EngineSettings
+    from pipeline.benchmark.engines import EngineOutput, EngineSettings, Translate
 
 BASELINES = ("ctranslate2", "huggingface")
 ROUNDS = 3
 SINGLE_SENTENCES = 40
 """Number of sentences, spread over the text, that are translated alone in each round."""
+RATIOS = {
+    "ratio": "seconds",
+    "step_ratio": "seconds_per_sentence_step",
+    "latency_ratio": "latency_median_seconds",
+}
+"""Figures in which engines are compared, by the name of the ratio: theirs divided by ours."""
 
 
 class Round(NamedTuple):
@@ -64,40 +70,28 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"{arguments.source}: has no sentences; give a text to translate")
     baselines = list(dict.fromkeys(arguments.baseline))
     names = ["pipeline", *(["bundle"] if arguments.bundle else []), *baselines]
+    search = arguments.beam, arguments.length_penalty, arguments.stop_rule
     with tempfile.TemporaryDirectory() as folder:
         with _process() as process:
             settings = process.submit(
-                prepare,
-                arguments.checkpoint,
-                Path(folder),
-                arguments.beam,
-                arguments.length_penalty,
-                arguments.stop_rule,
-                baselines,
-                arguments.bundle,
+                prepare, arguments.checkpoint, Path(folder), arguments.bundle, baselines, search
             ).result()
-        rounds = _alternate(names, settings, sentences)
-    # Steps are not counted in TorchScript; a bundle's search is the same as ours.
-    steps = rounds["pipeline"][0].output.sentence_steps
-    figures = {name: _figures(rounds[name], len(sentences), steps if name == "bundle" else None) for name in names}
-    ours = figures["pipeline"]
+        rounds = _take_turns(names, settings, sentences)
+    figures = {name: _figures(rounds[name]) for name in names}
     result: dict[str, Any] = {
         "sentences": len(sentences),
-        "beam_size": settings.beam_size,
-        "length_penalty": settings.length_penalty,
-        "stop_rule": settings.stop_rule,
+        **vars(settings.decoding),
         "threads": settings.threads,
         "device": settings.device,
-        **ours,
+        **figures["pipeline"],
     }
     for name in names[1:]:
-        theirs = figures[name]
-        result[name] = theirs
-        result[f"ratio_to_{name}"] = theirs["seconds"] / ours["seconds"]
-        result[f"step_ratio_to_{name}"] = theirs["seconds_per_sentence_step"] / ours["seconds_per_sentence_step"]
-        result[f"latency_ratio_to_{name}"] = theirs["latency_median_seconds"] / ours["latency_median_seconds"]
+        result[name] = figures[name]
+        for ratio, figure in RATIOS.items():
+            if figure in figures[name]:
+                result[f"{ratio}_to_{name}"] = figures[name][figure] / figures["pipeline"][figure]
         pairs = zip(rounds["pipeline"][0].output.texts, rounds[name][0].output.texts, strict=True)
-        result[f"same_as_{name}"] = sum(one == other for one, other in pairs) / len(sentences)
+        result[f"same_as_{name}"] = sum(ours == theirs for ours, theirs in pairs) / len(sentences)
     _print_table(figures)
     print(json.dumps(rounded(result)))
     return 0
@@ -108,7 +102,7 @@ def _process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
-def _alternate(names: list[str], settings: "EngineSettings", sentences: list[str]) -> dict[str, list[Round]]:
+def _take_turns(names: list[str], settings: "EngineSettings", sentences: list[str]) -> dict[str, list[Round]]:
     """Run all engines in each round, one after another."""
     processes = {name: _process() for name in names}
     rounds: dict[str, list[Round]] = {name: [] for name in names}
@@ -118,40 +112,39 @@ def _alternate(names: list[str], settings: "EngineSettings", sentences: list[str
         for number in range(ROUNDS):
             single = sentences[number :: max(1, len(sentences) // SINGLE_SENTENCES)][:SINGLE_SENTENCES]
             for name, process in processes.items():
-                rounds[name].append(process.submit(_round, sentences, single).result())
-                one = rounds[name][-1]
-                print(f"round {number + 1} of {ROUNDS}: {name} {one.seconds:.2f} s", file=sys.stderr)
+                rounds[name].append(process.submit(_measure, sentences, single).result())
+                print(f"round {number + 1} of {ROUNDS}: {name} {rounds[name][-1].seconds:.2f} s", file=sys.stderr)
     finally:
         for process in processes.values():
             process.shutdown(cancel_futures=True)
     return rounds
 
 
-_engine: "Engine"
+_translate: "Translate"
 """This process's engine."""
 _device: str
-"""Device of `_engine`."""
+"""Its device."""
 
 
 def _start(name: str, settings: "EngineSettings", sentences: list[str]) -> None:
     """Create this process's engine and warm it up."""
     from pipeline.benchmark.engines import ENGINES
 
-    global _engine, _device
-    _engine, _device = ENGINES[name](settings), settings.device
-    _engine.translate(sentences)
+    global _translate, _device
+    _translate, _device = ENGINES[name](settings), settings.device
+    _translate(sentences)
 
 
-def _round(sentences: list[str], single: list[str]) -> Round:
-    started = time.perf_counter()
-    output = _engine.translate(sentences)
-    seconds = time.perf_counter() - started
-    latencies = []
-    for sentence in single:
-        started = time.perf_counter()
-        _engine.translate([sentence])
-        latencies.append(time.perf_counter() - started)
+def _measure(sentences: list[str], single: list[str]) -> Round:
+    seconds, output = _timed(sentences)
+    latencies = [_timed([sentence])[0] for sentence in single]
     return Round(output, seconds, latencies, _peak_memory())
+
+
+def _timed(sentences: list[str]) -> "tuple[float, EngineOutput]":
+    started = time.perf_counter()
+    output = _translate(sentences)
+    return time.perf_counter() - started, output
 
 
 def _peak_memory() -> int:
@@ -162,33 +155,28 @@ def _peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _figures(rounds: list[Round], num_sentences: int, steps: int | None) -> dict[str, float]:
-    """Return an engine's figures: the median round and the latencies of all rounds.
-
-    `steps` is the number of sentence steps of an engine that does not count them, else None.
-    """
-    seconds = statistics.median(one.seconds for one in rounds)
-    output = rounds[0].output
-    steps = output.sentence_steps if steps is None else steps
+def _figures(rounds: list[Round]) -> dict[str, float]:
+    """Return an engine's figures: the median round and the latencies of all rounds."""
+    seconds, output = statistics.median(one.seconds for one in rounds), rounds[0].output
     latencies = sorted(latency for one in rounds for latency in one.latencies)
-    return {
+    figures = {
         "seconds": seconds,
         "target_tokens_per_second": output.num_tokens / seconds,
-        "sentences_per_second": num_sentences / seconds,
-        "sentence_steps": steps,
-        "seconds_per_sentence_step": seconds / steps,
+        "sentences_per_second": len(output.texts) / seconds,
         "latency_median_seconds": statistics.median(latencies),
         "latency_p95_seconds": latencies[int(0.95 * (len(latencies) - 1))],
         "peak_memory_bytes": max(one.peak_memory_bytes for one in rounds),
     }
+    if steps := output.sentence_steps:
+        figures |= {"sentence_steps": steps, "seconds_per_sentence_step": seconds / steps}
+    return figures
 
 
 def _print_table(figures: dict[str, dict[str, float]]) -> None:
-    print(f"{'':12} tokens/s  sentences/s  ms a step  latency ms (p95)  memory MB", file=sys.stderr)
+    print(f"{'':12} tokens/s  sentences/s  latency ms (p95)  memory MB", file=sys.stderr)
     for name, one in figures.items():
         print(
             f"{name:12} {one['target_tokens_per_second']:8,.0f}  {one['sentences_per_second']:11,.1f}  "
-            f"{1e3 * one['seconds_per_sentence_step']:9.3f}  "
             f"{1e3 * one['latency_median_seconds']:7.1f} ({1e3 * one['latency_p95_seconds']:6.1f})  "
             f"{one['peak_memory_bytes'] / 1e6:9,.0f}",
             file=sys.stderr,

@@ -51,7 +51,7 @@ class StepClock:
     def read(self) -> None:
         """Update the sums; wait for the device."""
         if self._watch is not None:
-            for name, seconds in self._watch.read_phases():
+            for name, seconds in self._watch.read():
                 if name in STEP:
                     self._since_lap[name] += seconds
                     self.counted_seconds += seconds

@@ -1,7 +1,6 @@
 """Time and memory of a training step, measured in the same way for every network and without slowing it."""
 
 import time
-from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
@@ -31,14 +30,7 @@ class Stopwatch:
         else:
             self._marks.append((phase, time.perf_counter()))
 
-    def read(self) -> dict[str, float]:
-        """Return the total seconds of each phase and reset the stopwatch."""
-        seconds: dict[str, float] = defaultdict(float)
-        for name, one in self.read_phases():
-            seconds[name] += one
-        return seconds
-
-    def read_phases(self) -> list[tuple[str, float]]:
+    def read(self) -> list[tuple[str, float]]:
         """Return name and seconds of all phases in order, and reset the stopwatch."""
         self.begin("")
         if self._on_gpu:

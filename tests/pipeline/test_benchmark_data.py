@@ -14,13 +14,8 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert main(["benchmark", "data", "--config", str(recipe_file)]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["pairs"] == figures["pairs_planned"] == 300
-    for world_size in data.WORLD_SIZES:
-        assert 0 < figures[f"padding_share_{world_size}_ranks"] < 1
-        assert figures[f"imbalance_{world_size}_ranks"] >= 0
-    assert figures["imbalance_1_ranks"] == 0
-    assert figures["row_tokens_1_ranks"] > figures["row_tokens_8_ranks"]
-    assert figures["plan_large_pairs"] >= data.LARGE
-    rates = ("pairs_per_second", "loader_target_tokens_per_second", "cold_loader_target_tokens_per_second")
+    assert figures["pairs_planned_large"] >= data.LARGE
+    rates = ("pairs_per_second", "loader_target_tokens_per_second")
     assert all(figures[name] > 0 for name in (*rates, "plan_seconds", "plan_seconds_large", "peak_memory_bytes"))
 
 
@@ -29,5 +24,4 @@ def test_figures_of_views(recipe_file: Path, tmp_path: Path, capsys: pytest.Capt
     options = ["--corpus.folder", str(tmp_path / "corpus"), "--corpus.bpe_dropout.source", "0.1"]
     assert main(["benchmark", "data", "--config", str(recipe_file), *options]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    # Seconds are rounded to four digits after the point, which is a percent or more of a small view's.
-    assert figures["view_seconds"] == pytest.approx(300 / figures["view_pairs_per_second"], abs=1e-4)
+    assert figures["view_seconds"] == pytest.approx(300 / figures["view_pairs_per_second"], rel=1e-3)

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,27 +24,19 @@ from model.transformer import Transformer
 from model.translation_module import TranslationModule
 from pipeline.__main__ import main
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
+from pipeline.benchmark.report import figures_of
+from pipeline.benchmark.side_by_side import Round
 from pipeline.benchmark.train import benchmark_device, recipe_comparison
 from pipeline.config.recipe import load_recipe
 from pipeline.config.trainer_keys import trainer_signature
 from pipeline.profiling.flops import training_flops
-from pipeline.profiling.stopwatch import PeakMemory, Stopwatch
+from pipeline.profiling.stopwatch import PeakMemory
 
 SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 DEEP = replace(SETTINGS, num_encoder_layers=3, num_decoder_layers=1)
 SPECIAL = SpecialIds(pad=0, bos=1, eos=2)
 PIECES = 50
-NETWORK_FIGURES = {
-    "target_tokens_per_second",
-    "step_seconds",
-    "forward_seconds",
-    "loss_seconds",
-    "backward_seconds",
-    "optimizer_seconds",
-    "rest_seconds",
-    "peak_memory_bytes",
-    "parameters",
-}
+NETWORK_FIGURES = {"target_tokens_per_second", "step_seconds", "peak_memory_bytes"}
 
 
 @pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
@@ -57,28 +50,46 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         low, high = one["target_tokens_per_second_quartiles"]
         assert low <= one["target_tokens_per_second"] <= high
         assert 0 < one["mfu"] < 1
-        assert one["parameters"] == figures["parameters"]
-    assert figures["data_wait_seconds"] > 0
     assert 0 < figures["padding_share"] < 1
     assert figures["flops_per_target_token"] > 0
     assert figures["ceiling_flops_per_second"] > 1e9
     assert figures["ratio_to_torch"] > 0
     assert figures["ratio_to_marian"] > 0
-    assert isinstance(figures["loop_seconds_per_step"], float)
     assert figures["precision"] == "32-true"
     assert figures["device"] == "cpu"
     assert figures["threads"] == torch.get_num_threads()
     assert figures["torch_version"] == torch.__version__
-    assert (figures["warm_up_steps"], figures["compiled_graphs"], figures["steps_taken_again"]) == (5, 0, 0)
     assert "marian" in printed.err
+
+
+def test_figures_by_hand() -> None:
+    """Medians over rounds; a ratio is that of the same round."""
+    lengths = np.array([4, 6])
+    rounds = [
+        Round({"ours": 1.0, "torch": 4.0}, {"ours": 10.0, "torch": 8.0}, lengths, lengths, 25, 1e9),
+        Round({"ours": 2.0, "torch": 2.0}, {"ours": 10.0, "torch": 10.0}, lengths, lengths, 25, 2e9),
+        Round({"ours": 1.0, "torch": 1.0}, {"ours": 30.0, "torch": 10.0}, lengths, lengths, 30, 3e9),
+    ]
+    comparison: Any = SimpleNamespace(rounds=rounds, baselines={"torch": None}, peak_memory={"ours": 70, "torch": 90})
+    figures = figures_of(comparison, SETTINGS, PIECES)
+    assert (figures["target_tokens_per_second"], figures["step_seconds"]) == (10.0, 1.0)
+    assert figures["ratio_to_torch"] == 3.0  # of 5, 1 and 3
+    assert figures["ratio_to_torch_quartiles"] == [2.0, 4.0]
+    assert figures["padding_share"] == pytest.approx(1 - 60 / 80)
+    flops = training_flops(SETTINGS, PIECES, lengths, lengths) / 10
+    assert figures["flops_per_target_token"] == pytest.approx(flops)
+    assert figures["mfu"] == pytest.approx(10.0 * flops / 2e9)
+    torch_figures = figures["baselines"]["torch"]
+    assert (torch_figures["target_tokens_per_second"], torch_figures["step_seconds"]) == (5.0, 2.0)
+    assert (figures["peak_memory_bytes"], torch_figures["peak_memory_bytes"]) == (70, 90)
 
 
 @pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Steps 0 to 23 are the warm-up: 10 steps after step 13. Step 25 is one of two that measure memory, 28 a timed one.
-    compiling, taken = {0, 4, 13, 25, 28}, []
+    # The warm-up is the 5 steps from 5 on, steps 10 and 11 and then 12 and 13 are to measure memory, the others time.
+    compiling, taken = {0, 4, 11, 15}, []
     training_step = TranslationModule.training_step
 
     def compiling_now_and_then(module: TranslationModule, share: RankBatch, batch_idx: int) -> dict[str, Any]:
@@ -89,19 +100,13 @@ def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.M
         return training_step(module, share, batch_idx)
 
     monkeypatch.setattr(TranslationModule, "training_step", compiling_now_and_then)
-    # Not really compiled, which would take a minute.
-    monkeypatch.setattr("model.translation_module.CompiledForward", lambda network: network.packed)
-    monkeypatch.setattr("pipeline.training.build.should_compile", lambda *_: True)
-    monkeypatch.setattr("pipeline.benchmark.side_by_side.QUIET_STEPS", 10)
     recipe = load_recipe([recipe_file], (), trainer_signature())
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    comparison = recipe_comparison(recipe, tokenizer, [], 3, benchmark_device(recipe.trainer))
-    assert comparison.warm_up_steps == 24
-    # Both that measure memory, and one timed step.
-    assert comparison.steps_taken_again == 2 + 1
+    comparison = recipe_comparison(recipe, tokenizer, [], 3, *benchmark_device(recipe.trainer))
     assert len(comparison.rounds) == 3
-    assert comparison.num_graphs == 5
-    assert taken == list(range(24 + 2 + 3 + 3))
+    assert set(comparison.peak_memory) == {"ours"}
+    # Repeated: all that the warm-up had, both steps that measure memory, and one timed step.
+    assert taken == list(range((5 + 5) + (2 + 2) + (3 + 1)))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,7 @@ def test_torch_baseline_is_the_same_function(padded: bool, settings: NetworkSett
     logits = theirs(source, target, mask)
     torch.testing.assert_close(ours.logits(states), logits, rtol=1e-4, atol=1e-5)
     smoothed = label_smoothed_loss(states, ours.embedding.weight, output, 0.1, SPECIAL.pad).smoothed
-    loss = cross_entropy(SPECIAL.pad, 0.1)(logits, output)
+    loss = cross_entropy(logits, output, SPECIAL.pad, 0.1)
     torch.testing.assert_close(smoothed, loss, rtol=1e-5, atol=0)
     smoothed.backward()
     loss.backward()
@@ -204,7 +209,7 @@ def test_baselines_have_our_size_and_our_dropout(settings: NetworkSettings) -> N
         torch.testing.assert_close(logits, network(source, target, mask))
         assert mask is not None
         torch.testing.assert_close(logits, network(source.masked_fill(~mask, 7), target, mask))
-        assert cross_entropy(SPECIAL.pad, 0.1)(logits, output).isfinite()
+        assert cross_entropy(logits, output, SPECIAL.pad, 0.1).isfinite()
 
 
 def test_flops_by_hand() -> None:
@@ -226,19 +231,9 @@ def test_flops_as_pytorch_counts_them(settings: NetworkSettings) -> None:
     network = TorchNetwork(PIECES, settings)
     source, target, output, _ = batch(padded=False)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        cross_entropy(SPECIAL.pad, 0.1)(network(source, target, None), output).backward()
+        cross_entropy(network(source, target, None), output, SPECIAL.pad, 0.1).backward()
     counted = training_flops(settings, PIECES, np.full(3, source.size(1)), np.full(3, target.size(1)))
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.02)
-
-
-def test_stopwatch_adds_up_phases() -> None:
-    watch = Stopwatch(torch.device("cpu"))
-    for phase in ("forward", "loss", "forward"):
-        watch.begin(phase)
-    seconds = watch.read()
-    assert list(seconds) == ["forward", "loss"]
-    assert all(second > 0 for second in seconds.values())
-    assert not watch.read()
 
 
 def test_peak_memory_of_tensors_held_at_once() -> None:
