@@ -1,7 +1,7 @@
 """Measure the data path alone: corpus preparation, epoch planning and the throughput of one loader worker.
 
-Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first. If the recipe has views, the first one
-is written too.
+Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first. If the recipe has views, the worker's
+throughput contains the wait for them.
 """
 
 import argparse
@@ -58,7 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     figures |= _loading(data)
     figures |= _plan(data)
-    figures |= _view(data)
     figures["peak_memory_bytes"] = _peak_memory()
     print(json.dumps(rounded(figures)))
     return 0
@@ -100,15 +99,6 @@ def _plan(data: "TranslationDataModule") -> dict[str, Any]:
             plan_epoch(source, target, batch_tokens=data.settings.batch_tokens, seed=data.seed, epoch=0)
         figures |= {f"pairs_planned{suffix}": len(source), f"plan_seconds{suffix}": seconds[0]}
     return figures
-
-
-def _view(data: "TranslationDataModule") -> dict[str, Any]:
-    """Write the view of the first epoch to a temporary folder, if the recipe has views."""
-    if data.views is None:
-        return {}
-    with tempfile.TemporaryDirectory() as folder, _timed("writing the view of an epoch") as seconds:
-        data.views.write(0, Path(folder))
-    return {"view_seconds": seconds[0], "view_pairs_per_second": len(data.train_corpus) / seconds[0]}
 
 
 def _loading(data: "TranslationDataModule") -> dict[str, Any]:

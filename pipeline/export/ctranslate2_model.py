@@ -33,33 +33,24 @@ def require_ctranslate2() -> Any:
 def require_shape(trained: Transformer) -> None:
     """Raise InputError if CTranslate2 is not installed or does not support the network."""
     require_ctranslate2()
-    require_paper_layers(trained, "CTranslate2", (nn.ReLU, nn.SiLU))
     network: Any = trained
-    attention = network.encoder[0].self_attention
+    layer, attention = network.encoder[0], network.encoder[0].self_attention
+    for key, expected, module in (
+        ("norm", (nn.LayerNorm,), layer.feed_forward_residual.norm),
+        ("activation", (nn.ReLU, nn.SiLU), layer.feed_forward.activation),
+    ):
+        if type(module) not in expected:
+            names = " and ".join(kind.__name__ for kind in expected)
+            raise InputError(
+                f"CTranslate2 export knows {names} as network.{key} only; this network has "
+                f"{type(module).__name__}; leave network.{key} out of the recipe to export it"
+            )
     d_model = network.embedding.embedding_dim
     if not attention.d_k == attention.d_v == d_model / attention.num_heads:
         raise InputError(
             f"CTranslate2 needs d_k = d_v = d_model / num_heads; this network has d_k {attention.d_k}, "
             f"d_v {attention.d_v}, d_model {d_model}, num_heads {attention.num_heads}; export other formats"
         )
-
-
-def require_paper_layers(
-    trained: Transformer, program: str, activations: tuple[type[nn.Module], ...] = (nn.ReLU,)
-) -> None:
-    """Raise InputError if the network has another norm than layer normalization, or none of the activations."""
-    network: Any = trained
-    layer = network.encoder[0]
-    for key, expected, module in (
-        ("norm", (nn.LayerNorm,), layer.feed_forward_residual.norm),
-        ("activation", activations, layer.feed_forward.activation),
-    ):
-        if type(module) not in expected:
-            names = " and ".join(kind.__name__ for kind in expected)
-            raise InputError(
-                f"{program} export knows {names} as network.{key} only; this network has "
-                f"{type(module).__name__}; leave network.{key} out of the recipe to export it"
-            )
 
 
 def write_ctranslate2(

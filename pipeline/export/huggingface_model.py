@@ -76,7 +76,7 @@ def _unsupported_symbols(tokenizer: Tokenizer) -> list[str]:
 
 
 def marian_config(network: Any, tokenizer: Tokenizer, num_positions: int) -> dict[str, Any]:
-    """Return the arguments of `MarianConfig`, or of `PegasusConfig`, for a network."""
+    """Return the arguments of `MarianConfig` for a network."""
     attention, feed_forward = network.encoder[0].self_attention, network.encoder[0].feed_forward
     config: dict[str, Any] = {
         "vocab_size": tokenizer.vocabulary_size,

@@ -47,16 +47,15 @@ def _attention(ours: str, theirs: str, projections: tuple[str, ...]) -> Iterator
     yield Part(f"{ours}_residual.norm", (f"{theirs}_layer_norm",), 0)
 
 
-def to_marian(weights: dict[str, Tensor], depths: tuple[int, int], reorder: bool = True) -> dict[str, Tensor]:
+def to_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str, Tensor]:
     """Return a network's weights by their names there.
 
     Args:
         weights: the state dict of a `Transformer` whose d_k and d_v are equal.
         depths: number of encoder and of decoder layers.
-        reorder: reorder the dimensions of d_model. If not, positions must alternate there too.
     """
     embedding = weights["embedding.weight"]
-    order = halves(embedding.size(1)) if reorder else torch.arange(embedding.size(1))
+    order = halves(embedding.size(1))
     found = {SHARED: embedding[:, order]}
     if "projection.bias" in weights:
         found[BIAS] = weights["projection.bias"].unsqueeze(0)

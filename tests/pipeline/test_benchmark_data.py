@@ -17,11 +17,3 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str], monkeypa
     assert figures["pairs_planned_large"] >= data.LARGE
     rates = ("pairs_per_second", "loader_target_tokens_per_second")
     assert all(figures[name] > 0 for name in (*rates, "plan_seconds", "plan_seconds_large", "peak_memory_bytes"))
-
-
-@pytest.mark.slow
-def test_figures_of_views(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--corpus.folder", str(tmp_path / "corpus"), "--corpus.bpe_dropout.source", "0.1"]
-    assert main(["benchmark", "data", "--config", str(recipe_file), *options]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert figures["view_seconds"] == pytest.approx(300 / figures["view_pairs_per_second"], rel=1e-3)
