@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,8 @@ def test_the_chain_from_text_to_bundle(cluster: Cluster, tmp_path: Path) -> None
         assert (bundle / "model.ts").exists()
     finally:
         shutil.rmtree(bundle, ignore_errors=True)
+        with suppress(OSError):  # It holds a user's bundles.
+            bundle.parent.rmdir()
 
 
 @pytest.mark.slow
