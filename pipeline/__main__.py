@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from data_module.errors import PROGRAM, InputError
 from data_module.files import disk_full_error
+from pipeline.compat.torchmetrics import leave_out_pyplot
 from pipeline.runtime.errors import RendezvousError, user_message
 from pipeline.runtime.slurm import report_mistake_to_script
 from pipeline.runtime.utf8 import use_utf8
@@ -105,6 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 after a user's mistake, or the command's own."""
     if arguments is None:
         use_utf8()
+        leave_out_pyplot()
         arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: {PROGRAM} <command> [--help]\n")

@@ -1,18 +1,40 @@
-"""Images of a sentence's attention: a heat map for each head of some layers, labelled with pieces."""
+"""Images of attention and of position encodings. Whoever imports this module imports matplotlib.
+
+Figures are drawn with the Agg canvas, without pyplot: threads may draw at the same time, and no display is needed.
+"""
 
 import unicodedata
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, fontManager
+from matplotlib.ft2font import FT2Font
 from numpy.typing import NDArray
 from PIL import Image
 
-from pipeline.monitoring.heatmaps import Panel, draw_panels, missing_characters
-
 PANELS_PER_LINE = 4
+CELL_SIZE = 15
+"""Pixels of a weight."""
+_DPI, _MARGIN, _GAP = 100, 200, 24
+"""Pixels an inch, for the longest label, and between panels."""
+_MAX_LABEL_CHARACTERS = 14
 _MAX_NAMED = 4
-"""Characters that the font lacks are named up to this number."""
+"""Characters without a font are named up to this number."""
+_PALETTE = [level * (255 - dark) // 15 + dark for level in range(16) for dark in (8, 48, 120)]
+"""Blue to white. With 16 colors, a pixel takes four bits."""
+_FONT = "DejaVu Sans"
+"""Comes with matplotlib: Latin, Greek, Cyrillic, Arabic, Hebrew, Armenian and Georgian."""
+_TEXT: dict[str, Any] = {"family": [_FONT], "fontsize": 8.5, "color": "black", "parse_math": False, "usetex": False}
+_TEXT["transform"] = None  # places are in pixels, from the lower left corner
+_family_of: dict[str, str | None] = {}
+"""Character -> the family of fonts that draws it; None if no font has a glyph."""
 AXES = {
     "encoder": ("rows: source pieces (queries); columns: source pieces (keys)", "source", "source"),
     "decoder": ("rows: the next target piece; columns: the target pieces before it", "next", "previous"),
@@ -27,18 +49,38 @@ class Labels(NamedTuple):
     by_axis: dict[str, list[str]]
     """For "source", "next" and "previous", the names in `AXES`."""
     note: str
-    """One line about pieces that are numbered because the font cannot write them; empty if there are none."""
+    """One line about pieces that are numbered because no font can write them; empty if there are none."""
+    families: list[str]
+    """Families of fonts that together have glyphs for all labels."""
 
 
 def axis_labels(source: list[str], target: list[str], bos: str, eos: str) -> Labels:
-    """Return the labels of a pair's pieces, to which the begin and end symbols are added."""
-    shown, note = drawable({"source": source, "target": target})
+    """Return the labels of a pair's pieces, to which the begin and end symbols are added.
+
+    A side with a character that no font has a glyph for gets the numbers of its pieces, from 1.
+    """
+    shown = {"source": source, "target": target}
+    family_of = _families(set("".join([*source, *target])))
+    lacking = {
+        side: {character for character in "".join(pieces) if family_of[character] is None}
+        for side, pieces in shown.items()
+    }
+    sides = [side for side in shown if lacking[side]]
+    shown |= {side: [str(number + 1) for number in range(len(shown[side]))] for side in sides}
+    note = ""
+    if sides:
+        characters = sorted(set.union(*lacking.values()))
+        scripts = sorted({unicodedata.name(character, "UNNAMED").split()[0] for character in characters})
+        named = " ".join(f"U+{ord(character):04X}" for character in characters[:_MAX_NAMED])
+        more = f" and {len(characters) - _MAX_NAMED} more" if len(characters) > _MAX_NAMED else ""
+        note = f"{' and '.join(sides)} pieces are numbered: no font has signs for {named}{more} ({', '.join(scripts)})"
     by_axis = {
         "source": [*shown["source"], eos],
         "next": [*shown["target"], eos],
         "previous": [bos, *shown["target"]],
     }
-    return Labels(by_axis, note)
+    others = {family for family in family_of.values() if family} - {_FONT}
+    return Labels(by_axis, note, [_FONT, *sorted(others)])
 
 
 def draw_attention(
@@ -60,40 +102,99 @@ def draw_attention(
         subject: what the title says after the kind.
     """
     description, rows, columns = AXES[kind]
-    panels = [
-        Panel(
-            f"layer {layer + 1}, head {head + 1}",
-            weights[layer][head],
-            labels.by_axis[rows],
-            labels.by_axis[columns],
-        )
-        for layer in layers
-        for head in heads
-    ]
     title = f"{kind} attention{subject}\n{description}" + (f"\n{labels.note}" if labels.note else "")
-    return draw_panels(title, panels, min(PANELS_PER_LINE, len(heads)))
+    frame = _draw_labels(labels.by_axis[rows], labels.by_axis[columns], labels.families)
+    height, width = frame.shape[0] + _GAP, frame.shape[1] + _GAP
+    cell_rows, cell_columns = (CELL_SIZE * size for size in weights[0].shape[1:])
+    per_line = min(PANELS_PER_LINE, len(heads))
+    title_lines = title.split("\n")
+    top = 20 * len(title_lines)
+    size = top - (-len(layers) * len(heads) // per_line) * height, max(per_line * width, 9 * max(map(len, title_lines)))
+    figure, panels = _figure(*size), np.full(size, 255, np.uint8)
+    figure.text(8, size[0] - 8, title, verticalalignment="top", **_TEXT | {"fontsize": 10.5})
+    for index, (layer, head) in enumerate(product(layers, heads)):
+        y, x = top + index // per_line * height, index % per_line * width
+        cells = 255 * (1 - weights[layer][head].clip(0, 1))
+        frame[-cell_rows:, -cell_columns:] = cells.repeat(CELL_SIZE, 0).repeat(CELL_SIZE, 1)
+        panels[y : y + len(frame), x : x + frame.shape[1]] = frame
+        place = x + frame.shape[1] - cell_columns, size[0] - y - height + 4
+        figure.text(*place, f"layer {layer + 1}, head {head + 1}", **_TEXT)
+    image = Image.fromarray(np.minimum(panels, _draw(figure)[..., 0]) // 16)
+    image.putpalette(_PALETTE)
+    return image
 
 
-def drawable(pieces: dict[str, list[str]]) -> tuple[dict[str, list[str]], str]:
-    """Return labels that the font has signs for, and one line about those that it has not.
-
-    A side with a piece that the font cannot write has the numbers of its pieces, from 1, as labels.
+def draw_matrix(title: str, values: NDArray[np.float32], row_axis: str, column_axis: str) -> Image.Image:
+    """Draw one large matrix with numbered rows.
 
     Args:
-        pieces: for each side, source and target, its pieces.
+        title: printed above the matrix.
+        values: [rows, columns], from -1 (red) over 0 (white) to 1 (blue).
+        row_axis: what a row is.
+        column_axis: what a column is.
     """
-    lacking = {side: missing_characters(labels) for side, labels in pieces.items()}
-    characters = sorted({character for found in lacking.values() for character in found})
-    if not characters:
-        return pieces, ""
-    shown = {side: numbers(len(labels)) if lacking[side] else labels for side, labels in pieces.items()}
-    sides = " and ".join(side for side, found in lacking.items() if found)
-    scripts = sorted({unicodedata.name(character, "UNNAMED").split()[0] for character in characters})
-    named = " ".join(f"U+{ord(character):04X}" for character in characters[:_MAX_NAMED])
-    more = f" and {len(characters) - _MAX_NAMED} more" if len(characters) > _MAX_NAMED else ""
-    return shown, f"{sides} pieces are numbered: the font has no signs for {named}{more} ({', '.join(scripts)})"
+    figure = _figure(3 * len(values) + 90, 720)
+    axes = figure.add_axes((0.1, 30 / figure.bbox.height, 0.88, 1 - 80 / figure.bbox.height))
+    colors = LinearSegmentedColormap.from_list("red to blue", ["#a01414", "white", "#083078"])
+    axes.imshow(values, colors, vmin=-1, vmax=1, interpolation="nearest", aspect="auto")
+    axes.set_xticks([])
+    axes.set_title(title, loc="left", fontsize=9)
+    axes.set_xlabel(column_axis, fontsize=9)
+    axes.set_ylabel(row_axis, fontsize=9)
+    return Image.fromarray(_draw(figure)).quantize(128, dither=Image.Dither.NONE)
 
 
-def numbers(count: int) -> list[str]:
-    """Return the numbers from 1 on as labels."""
-    return [str(number) for number in range(1, count + 1)]
+def _families(characters: set[str]) -> dict[str, str | None]:
+    """Return the family of fonts that draws each of the characters, None for those without a glyph in any font."""
+    missing = characters - _family_of.keys()
+    for font in sorted(fontManager.ttflist, key=lambda font: (font.name != _FONT, font.name)):
+        if not missing:
+            break
+        if font.name.startswith("Last Resort"):  # draws the same box for all characters of a script
+            continue
+        with suppress(OSError, RuntimeError):  # a font that is gone or damaged
+            glyphs = FT2Font(font.fname, face_index=font.index)
+            # Other fonts have signs of their own in place of control characters and for private use.
+            found = {one for one in missing if one.isprintable() or font.name == _FONT}
+            found = {one for one in found if glyphs.get_char_index(ord(one))}
+            # The bold or narrow fonts of a family may have more glyphs than the one that is drawn with.
+            drawn_with = fontManager.findfont(FontProperties(family=[font.name])) if found else ""
+            if found and Path(drawn_with) == Path(font.fname).resolve():
+                _family_of.update(dict.fromkeys(found, font.name))
+                missing -= found
+    _family_of.update(dict.fromkeys(missing))
+    return {character: _family_of[character] for character in characters}
+
+
+def _draw_labels(rows: list[str], columns: list[str], families: list[str]) -> NDArray[np.uint8]:
+    """Return the gray values of labels around a matrix. They are drawn once, as text takes most of an image's time."""
+    width, height = CELL_SIZE * len(columns), CELL_SIZE * len(rows)
+    figure = _figure(height + _MARGIN, _MARGIN + width)
+    style = _TEXT | {"family": families}
+    for index, label in enumerate(map(_shorten, columns)):
+        x = _MARGIN + (index + 0.5) * CELL_SIZE
+        figure.text(x, height + 4, label, horizontalalignment="center", rotation=90, **style)
+    for index, label in enumerate(map(_shorten, reversed(rows))):
+        y = (index + 0.5) * CELL_SIZE
+        figure.text(_MARGIN - 4, y, label, horizontalalignment="right", verticalalignment="center_baseline", **style)
+    pixels = _draw(figure)[..., 0]
+    inked_rows, inked_columns = np.nonzero(pixels < 255)
+    pixels[-height - 1 :, -width - 1 :] = 192  # lines above and left of the values
+    return pixels[max(0, inked_rows.min() - 8) :, max(0, inked_columns.min() - 8) :]
+
+
+def _figure(height: int, width: int) -> Figure:
+    """Return an empty figure of this size in pixels."""
+    # The canvas cuts fractions off, also those of rounding.
+    return Figure(((width + 0.5) / _DPI, (height + 0.5) / _DPI), dpi=_DPI, facecolor="white")
+
+
+def _draw(figure: Figure) -> NDArray[np.uint8]:
+    """Return the pixels: [height, width, 3]."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.array(canvas.buffer_rgba())[..., :3]
+
+
+def _shorten(label: str) -> str:
+    return label if len(label) <= _MAX_LABEL_CHARACTERS else label[: _MAX_LABEL_CHARACTERS - 1] + "…"

@@ -1,6 +1,9 @@
 """Images at each validation: attention weights and position encodings, and the embeddings for the projector."""
 
+import os
 from itertools import zip_longest
+from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,6 @@ from model.settings import NetworkSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.run_folder import EVENTS
 from pipeline.config.settings import MonitoringSettings
-from pipeline.monitoring.attention_images import AXES, axis_labels, draw_attention, numbers
-from pipeline.monitoring.heatmaps import draw_matrix
 from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.tables import table
 from pipeline.monitoring.validation_samples import ValidationSamples
@@ -99,7 +100,7 @@ class AttentionPlots(Callback):
 
     def _log_attention(self, log: RunLog, module: TranslationModule, number: int, pair: int, step: int) -> None:
         """Log the attention of a validation pair while the decoder is given its translation."""
-        special = module.special
+        drawing, special = _drawing(), module.special
         source = [*self._sources[pair][: _MAX_PIECES - 1], special.eos]
         target = [piece for piece in self._samples.translation(pair).pieces if piece >= NUM_SPECIAL_IDS]
         target = target[: _MAX_PIECES - 1]
@@ -110,16 +111,16 @@ class AttentionPlots(Callback):
             torch.tensor([previous], device=module.device),
         )
         pieces = {"source": self._labels(source[:-1]), "target": self._labels(target)}
-        labels = axis_labels(pieces["source"], pieces["target"], *self._labels([special.bos, special.eos]))
+        labels = drawing.axis_labels(pieces["source"], pieces["target"], *self._labels([special.bos, special.eos]))
         if labels.note:
             text = f"{labels.note}\n\n{_numbered(pieces)}"
             log.add_text(f"validation_attention/pieces_{number}", text, step)
-        for kind in AXES:
+        for kind in drawing.AXES:
             if not self._layers[kind]:
                 continue
             weights = [layer[0].float().cpu().numpy() for layer in maps[kind]]
             subject = f", validation pair {pair}"
-            image = draw_attention(kind, weights, labels, self._layers[kind], self._heads, subject)
+            image = drawing.draw_attention(kind, weights, labels, self._layers[kind], self._heads, subject)
             log.add_image(f"validation_attention/{kind}_{number}", image, step)
 
     def _log_positions(self, log: RunLog, module: TranslationModule, step: int) -> None:
@@ -132,7 +133,8 @@ class AttentionPlots(Callback):
             title = f"sinusoidal positions, {table.shape[1]} dimensions"
             columns = "sines (dimensions 0, 2, 4 …), then cosines (1, 3, 5 …)"
             table = np.concatenate((table[:, 0::2], table[:, 1::2]), axis=1)
-        log.add_image("validation_attention/positions", draw_matrix(title, table, "position", columns), step)
+        image = _drawing().draw_matrix(title, table, "position", columns)
+        log.add_image("validation_attention/positions", image, step)
 
     def _write_embeddings(self, log: RunLog, module: TranslationModule) -> None:
         """Write the embeddings of the most frequent pieces for TensorBoard's projector, which shows one version."""
@@ -166,8 +168,23 @@ class AttentionPlots(Callback):
 
 def _numbered(pieces: dict[str, list[str]]) -> str:
     """Return a table of the pieces and their numbers."""
-    counted = numbers(max(map(len, pieces.values())))
-    return table(["number", *pieces], zip_longest(counted, *pieces.values(), fillvalue=""))
+    rows = enumerate(zip_longest(*pieces.values(), fillvalue=""), 1)
+    return table(["number", *pieces], ((number, *row) for number, row in rows))
+
+
+def _drawing() -> ModuleType:
+    """Import the module that draws, and with it matplotlib.
+
+    Matplotlib's cache of fonts goes to a folder that is removed, unless MPLCONFIGDIR names one: a home may be read-only
+    or slow, and listing the fonts of the system takes 0.1 s.
+    """
+    with TemporaryDirectory() as folder:
+        given = os.environ.setdefault("MPLCONFIGDIR", folder)
+        from pipeline.monitoring import attention_images
+
+        if given == folder:
+            del os.environ["MPLCONFIGDIR"]
+    return attention_images
 
 
 def _most_frequent(corpus: ParallelCorpus, vocabulary_size: int, count: int) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from pipeline.monitoring.attention_images import axis_labels
 from tests.conftest import ROOT, pipeline, tiny_recipe
 from tests.integration.runs import accumulator, checkpoints
 
@@ -85,14 +86,16 @@ def test_validation_evaluate_and_export_agree(recipe: Path, tmp_path: Path) -> N
     assert "|tok:ja-mecab-" in card["scores"]["bleu_signature"]
 
 
-def test_pictures_number_the_pieces_that_the_font_cannot_write(recipe: Path) -> None:
+def test_pictures_number_the_pieces_that_no_font_can_write(recipe: Path) -> None:
     events = accumulator(recipe.parent / "run")
+    if not axis_labels([], list(WORDS.values()), "", "").note:
+        pytest.skip("a font of this machine has the Japanese characters")
     for pair in (1, 2):
         page = (
             events.Tensors(f"validation_attention/pieces_{pair}/text_summary")[-1].tensor_proto.string_val[0].decode()
         )
         note, _, rows = page.partition("\n\n")
-        assert note.startswith("target pieces are numbered: the font has no signs for U+")
+        assert note.startswith("target pieces are numbered: no font has signs for U+")
         header, _, first, *_ = rows.splitlines()
         assert header == "| number | source | target |"
         assert first.startswith("| 1 | ▁")

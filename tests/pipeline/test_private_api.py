@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import sacrebleu
 import torch
+import torchmetrics.utilities.plot
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -25,6 +26,11 @@ from pipeline.compat import pytorch
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.compat.sacrebleu import chrf_score, chrf_statistics
 from tests.conftest import ROOT
+
+
+def test_torchmetrics() -> None:
+    """Used in pipeline/compat/torchmetrics.py."""
+    assert "\nif _MATPLOTLIB_AVAILABLE:\n    import matplotlib\n" in inspect.getsource(torchmetrics.utilities.plot)
 
 
 def test_lightning() -> None:

@@ -1,0 +1,177 @@
+"""Images of attention and positions: which pixels show a value, which scripts have labels, and what drawing leaves."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from fontTools.ttLib import TTFont
+from matplotlib.font_manager import fontManager
+
+from pipeline.monitoring import attention_images
+from pipeline.monitoring.attention_images import CELL_SIZE, Labels, axis_labels, draw_attention, draw_matrix
+from tests.conftest import ROOT
+
+FONTS = Path(matplotlib.get_data_path())
+
+
+@pytest.fixture(autouse=True)
+def only_matplotlibs_fonts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without other fonts."""
+    monkeypatch.setattr(
+        fontManager, "ttflist", [one for one in fontManager.ttflist if FONTS in Path(one.fname).parents]
+    )
+    monkeypatch.setattr(attention_images, "_family_of", {})
+
+
+def picture(values: np.ndarray, rows: list[str], columns: list[str], labels: Labels | None = None) -> np.ndarray:
+    """The brightness of an image whose second panel shows the values; the first one is empty."""
+    labels = labels or axis_labels([], [], "", "")
+    labels = labels._replace(by_axis={"next": rows, "source": columns})
+    image = draw_attention("cross", [np.stack((np.zeros_like(values), values))], labels, [0], [0, 1], "")
+    return np.asarray(image.convert("L")).astype(int)
+
+
+def darkened(row: int, column: int, label: str = "a") -> tuple[int, int, int, int]:
+    """Left, upper, right and lower end of what gets dark when one value is 1 and not 0."""
+    values = np.zeros((2, 3), dtype=np.float32)
+    before = picture(values, [label, "b"], [label, "y", "z"])
+    values[row, column] = 1
+    rows, columns = np.nonzero(before - picture(values, [label, "b"], [label, "y", "z"]) > 150)
+    return columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
+
+
+def test_a_value_is_a_square_in_its_row_and_column() -> None:
+    left, upper, right, lower = darkened(0, 0)
+    assert (right - left, lower - upper) == (CELL_SIZE, CELL_SIZE)
+    down, aside = CELL_SIZE, 2 * CELL_SIZE
+    assert darkened(1, 2) == (left + aside, upper + down, right + aside, lower + down)
+
+
+def test_a_label_is_beside_its_row_and_above_its_column() -> None:
+    left, upper, right, lower = darkened(1, 2, "long")
+    values = np.zeros((2, 3), dtype=np.float32)
+    labelled, other = (picture(values, ["long", name], ["long", "y", name]) for name in "O.")
+    rows, columns = np.nonzero(other - labelled > 100)
+    second = columns > left - 3 * CELL_SIZE  # the first panel has the same labels
+    above, beside = second & (rows < upper - CELL_SIZE), second & (rows >= upper)
+    assert left <= columns[above].min() <= columns[above].max() < right
+    assert upper <= rows[beside].min() <= rows[beside].max() < lower
+    assert columns[beside].max() < left - 2 * CELL_SIZE
+
+
+def test_a_matrix_is_blue_above_zero_and_red_below() -> None:
+    values = np.array([[1.0, -1.0], [0.0, 0.0]], dtype=np.float32).repeat(8, axis=0)
+    pixels = np.asarray(draw_matrix("title", values, "row", "column").convert("RGB"))
+    blue, red = (np.argwhere((pixels == color).all(axis=2)) for color in ((8, 48, 120), (160, 20, 20)))
+    assert len(blue) == pytest.approx(len(red), rel=0.02)
+    assert len(blue) > 7 * 3 * 310
+    assert blue[:, 1].max() < red[:, 1].min()
+    assert (pixels[blue[:, 0].max() + 4, blue[:, 1]] > 250).all()
+
+
+def test_the_palette_has_16_colors() -> None:
+    """So that a pixel takes four bits: a run keeps an image of each validation."""
+    values = np.linspace(0, 1, 400, dtype=np.float32).reshape(20, 20)
+    labels = axis_labels([], [], "", "")._replace(by_axis=dict.fromkeys(("next", "source"), ["a"] * 20))
+    image = draw_attention("cross", [values[None]], labels, [0], [0], "")
+    assert image.mode == "P"
+    assert len(image.getcolors() or []) == 16
+    assert image.getpalette()[:3] == [8, 48, 120]
+    assert image.getpalette()[45:48] == [255, 255, 255]
+
+
+@pytest.mark.parametrize("character", "äßéñřłğőΩЖїعשԱა₁▁…$_")
+def test_the_font_has(character: str) -> None:
+    """German, French, Spanish, Czech, Polish, Turkish, Hungarian, Greek, Cyrillic, Arabic, Hebrew, and so on."""
+    labels = axis_labels([character * 2], [character], "<s>", "</s>")
+    assert labels.by_axis["source"] == [character * 2, "</s>"]
+    assert labels.by_axis["previous"] == ["<s>", character]
+    assert labels.families == ["DejaVu Sans"]
+    # Dollar signs do not begin a formula, and a character without a glyph would be reported by a warning.
+    picture(np.zeros((2, 2), dtype=np.float32), labels.by_axis["next"], labels.by_axis["source"], labels)
+
+
+def test_pieces_are_numbered_if_no_font_has_a_glyph() -> None:
+    """Against the tables of all fonts that come with matplotlib."""
+    known = set[int]()
+    for font in fontManager.ttflist:
+        if "LastResort" not in font.fname:
+            known |= TTFont(font.fname).getBestCmap().keys()
+    checked = [*range(0x21, 0x600, 7), *range(0x900, 0x1000, 5), 0x2581, 0x3042, 0x4E00, 0x6F22, 0xAC00]
+    for character in filter(str.isprintable, map(chr, checked)):
+        note = axis_labels([character], [], "", "").note
+        assert bool(note) == (ord(character) not in known), hex(ord(character))
+
+
+def test_a_side_that_no_font_can_write_is_numbered() -> None:
+    source, target = ["▁two", "▁dogs"], ["二匹", "か", "a"]
+    by_axis, note, _ = axis_labels(source, target, "<s>", "</s>")
+    assert by_axis == {
+        "source": [*source, "</s>"],
+        "next": ["1", "2", "3", "</s>"],
+        "previous": ["<s>", "1", "2", "3"],
+    }
+    assert note == "target pieces are numbered: no font has signs for U+304B U+4E8C U+5339 (CJK, HIRAGANA)"
+    _, note, _ = axis_labels(["가나다라마"], ["ก"], "<s>", "</s>")
+    assert note.startswith("source and target pieces are numbered: no font has signs for U+0E01 U+AC00 ")
+    assert note.endswith(" and 2 more (HANGUL, THAI)")
+
+
+def test_a_font_of_the_system_writes_what_matplotlibs_font_lacks(tmp_path: Path) -> None:
+    """A font that has a square for one Chinese character, and one for a control character."""
+    pen = TTGlyphPen(None)
+    pen.moveTo((100, 0))
+    for corner in ((100, 800), (900, 800), (900, 0)):
+        pen.lineTo(corner)
+    pen.closePath()
+    builder = FontBuilder(1000, isTTF=True)
+    builder.setupGlyphOrder([".notdef", "dog"])
+    builder.setupCharacterMap({ord("犬"): "dog", 0x01: "dog"})
+    builder.setupGlyf({".notdef": TTGlyphPen(None).glyph(), "dog": pen.glyph()})
+    builder.setupHorizontalMetrics({".notdef": (1000, 0), "dog": (1000, 100)})
+    builder.setupHorizontalHeader(ascent=900, descent=-100)
+    builder.setupNameTable({"familyName": "One Dog", "styleName": "Regular"})
+    builder.setupOS2()
+    builder.setupPost()
+    builder.save(tmp_path / "dog.ttf")
+    fontManager.addfont(tmp_path / "dog.ttf")
+    labels = axis_labels(["▁犬"], ["猫"], "<s>", "</s>")
+    assert labels.by_axis["source"] == ["▁犬", "</s>"]
+    assert labels.note == "target pieces are numbered: no font has signs for U+732B (CJK)"
+    assert labels.families == ["DejaVu Sans", "One Dog"]
+    assert axis_labels(["\x01"], [], "", "").note.endswith("U+0001 (UNNAMED)")
+    square, line = (picture(np.zeros((2, 2), dtype=np.float32), [text, "</s>"], ["x", "y"], labels) for text in "犬I")
+    assert line.sum() - square.sum() > 2 * 50 * 150  # the label of both panels
+
+
+@pytest.mark.slow
+def test_nothing_is_written_to_the_home_and_nothing_said(tmp_path: Path) -> None:
+    """Matplotlib warns where a home cannot be written, and torchmetrics would import it on every rank."""
+    program = """
+import os, sys
+from pipeline.compat.torchmetrics import leave_out_pyplot
+leave_out_pyplot()
+from pipeline.monitoring.attention_plots import _drawing
+assert "torchmetrics" in sys.modules
+assert "matplotlib" not in sys.modules
+assert _drawing().axis_labels(["a"], ["b"], "", "").note == ""
+assert "matplotlib" in sys.modules
+assert "MPLCONFIGDIR" not in os.environ
+"""
+    (tmp_path / "home").touch()  # a file: no folder can be created in it
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "MPL"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment | {"HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
