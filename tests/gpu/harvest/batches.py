@@ -3,33 +3,18 @@
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data_module.batching.batch import RankBatch, SpecialIds, collate
 from data_module.batching.rank_rows import rank_rows, row_shape
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
-STEP_TOKENS = 25_000
-LONGEST = 120
-MEAN_LENGTH = 27
+STEP_TOKENS, MEAN_LENGTH, LONGEST = 25_000, 27, 120
 NUM_STEPS = 4
-
-
-class Layout(NamedTuple):
-    """How the pairs of a step are packed."""
-
-    micro_batches: int = 1
-    in_blocks: bool = False
-
-
-LAYOUTS = {
-    "one of 25,000": Layout(),
-    "eight of 3,125": Layout(micro_batches=8),
-    "one of 25,000, in blocks": Layout(in_blocks=True),
-}
 
 
 class Shares:
@@ -37,25 +22,25 @@ class Shares:
 
     def __init__(
         self,
-        name: str,
         pieces: int,
+        micro_batches: int = 1,
+        in_blocks: bool = False,
         tokens: int = STEP_TOKENS,
-        on_gpu: bool = True,
         mean_length: int = MEAN_LENGTH,
     ) -> None:
-        """Make the steps. Without a GPU all are in blocks, since nothing else runs on a CPU."""
-        layout = LAYOUTS[name]
-        self._lengths = _lengths(tokens, mean_length)
-        longest = int(max(side.max() for side in self._lengths))
+        """Make the steps; `in_blocks` is needed on a CPU."""
+        self.lengths = _lengths(tokens, mean_length)
+        """Source and target lengths of a step's pairs, including the end symbol."""
+        longest = int(max(side.max() for side in self.lengths))
         # A row has 5 % more than an even share, and the next multiple of 128.
-        limit = None if layout.micro_batches == 1 else max(1.1 * tokens / layout.micro_batches + 160, longest + 160)
+        limit = int(max(1.1 * tokens / micro_batches, longest)) + 160
         self.shape = row_shape(
-            (self._lengths[0].mean(), self._lengths[1].mean()),
+            (self.lengths[0].mean(), self.lengths[1].mean()),
             longest,
             batch_tokens=tokens,
-            max_tokens_per_device=None if limit is None else int(limit),
+            max_tokens_per_device=None if micro_batches == 1 else limit,
             world_size=1,
-            in_blocks=layout.in_blocks or not on_gpu,
+            in_blocks=in_blocks,
         )
         shares = [self._share(pieces, seed) for seed in range(NUM_STEPS)]
         self._shares = [share.pin_memory() for share in shares] if torch.cuda.is_available() else shares
@@ -63,20 +48,16 @@ class Shares:
     def __iter__(self) -> Iterator[RankBatch]:
         return itertools.cycle(self._shares)
 
-    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return source and target lengths of a step's pairs, including the end symbol."""
-        return self._lengths
-
     def _share(self, pieces: int, seed: int) -> RankBatch:
         draws = np.random.default_rng(seed)
-        order = draws.permutation(len(self._lengths[0]))
-        source, target = (side[order] for side in self._lengths)
+        order = draws.permutation(len(self.lengths[0]))
+        source, target = (side[order] for side in self.lengths)
         corpus: Any = SimpleNamespace(source=_store(source, pieces, draws), target=_store(target, pieces, draws))
         [rows] = rank_rows(source, target, self.shape, 1)
         return collate(corpus, rows, SPECIAL, self.shape, num_target_tokens=int(target.sum()))
 
 
-def _lengths(tokens: int, mean_length: int) -> tuple[np.ndarray, np.ndarray]:
+def _lengths(tokens: int, mean_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return lengths of pairs with at most `tokens` a side, spread like those of sentences."""
     draws = np.random.default_rng(1)
     most = 2 * tokens // mean_length + 2
@@ -87,7 +68,7 @@ def _lengths(tokens: int, mean_length: int) -> tuple[np.ndarray, np.ndarray]:
     return source[:count], target[:count]
 
 
-def _store(lengths: np.ndarray, pieces: int, draws: np.random.Generator) -> SimpleNamespace:
+def _store(lengths: NDArray[np.int64], pieces: int, draws: np.random.Generator) -> SimpleNamespace:
     """Return random sentences of these lengths, which include the end symbol, in place of a side of a corpus."""
     tokens = draws.integers(4, pieces, int((lengths - 1).sum()), dtype=np.int32)
     return SimpleNamespace(tokens=tokens, lengths=lengths - 1, offsets=np.cumsum([0, *(lengths - 1)]))

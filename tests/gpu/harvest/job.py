@@ -1,17 +1,24 @@
 """A stage's device, sizes, results and clock."""
 
+import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.gpu.harvest.results import Results
+from pipeline.profiling.stopwatch import Stopwatch
 
 CYCLES_PER_MILLISECOND = 2_000_000
 """Approximate clock rate of a GPU."""
+
+
+def append(path: Path, stage: str, name: str, **values: Any) -> None:
+    """Write one result."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"stage": stage, "name": name, **values}) + "\n")
 
 
 @dataclass(frozen=True)
@@ -19,14 +26,14 @@ class Job:
     """A run of one stage."""
 
     stage: str
-    results: Results
+    output: Path
     device: torch.device
     tiny: bool = False
     """Use very small sizes and compile nothing, to check that the code runs."""
 
     def record(self, name: str, **values: Any) -> None:
         """Write one result."""
-        self.results.append(self.stage, name, **values)
+        append(self.output, self.stage, name, **values)
 
     def attempt(self, name: str, work: Callable[[], dict[str, Any]], **values: Any) -> None:
         """Record what `work` returns, or the reason if it raises."""
@@ -48,23 +55,16 @@ class Job:
         """
         for _ in range(1 if self.tiny else warm_up):
             work()
-        times = [self._once(work, head_start) for _ in range(2 if self.tiny else repeats)]
-        return statistics.median(times)
-
-    def _once(self, work: Callable[[], Any], head_start: float) -> float:
-        if self.device.type != "cuda":
-            start = time.perf_counter()
+        times = []
+        stopwatch = Stopwatch(self.device)
+        for _ in range(2 if self.tiny else repeats):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda._sleep(int(head_start * CYCLES_PER_MILLISECOND))
+            stopwatch.begin("work")
             work()
-            return 1000 * (time.perf_counter() - start)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        if head_start:
-            torch.cuda._sleep(int(head_start * CYCLES_PER_MILLISECOND))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
+            times += [1000 * seconds for _, seconds in stopwatch.read()]
+        return statistics.median(times)
 
 
 def per_second(amount: float, milliseconds: float) -> float | None:

@@ -1,26 +1,29 @@
 """Stages `base` and `big`: the training step of `fit`, eager and compiled, timed and profiled."""
 
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import StepOptions, TranslationModule
 from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.flops import training_flops
-from pipeline.profiling.machine import MatrixProduct
+from pipeline.profiling.stopwatch import Stopwatch
 from pipeline.runtime.console import quiet_lightning
-from tests.gpu.harvest.batches import SPECIAL, Shares
+from tests.gpu.harvest.batches import SPECIAL, STEP_TOKENS, Shares
 from tests.gpu.harvest.job import Job, per_second
-from tests.gpu.harvest.measurement import Measurement
 
-NETWORKS = {
-    "base": NetworkSettings(),
-    "big": NetworkSettings(d_model=1024, d_ff=4096, num_heads=16, dropout=0.3),
-}
-TINY = NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2)
+QUIET_STEPS, TIMED_STEPS, HOST_STEPS, PROFILED_STEPS = 8, 20, 5, 3
+"""Numbers of steps: without a compilation before timing starts; timed; with host time measured; profiled."""
+TOP_KERNELS = 30
 
 
 class Case(NamedTuple):
@@ -28,45 +31,45 @@ class Case(NamedTuple):
 
     kernels: str = "triton"
     compiled: bool = False
-    micro_batches: str = "one of 25,000"
+    micro_batches: int = 1
+    in_blocks: bool = False
 
 
-CASES = {
-    "base": [
-        Case(),
-        Case("pytorch"),
-        Case(micro_batches="eight of 3,125"),
-        Case("pytorch", micro_batches="one of 25,000, in blocks"),
-        Case(compiled=True),
-        Case("pytorch", compiled=True),
-    ],
-    "big": [Case(), Case("pytorch"), Case(compiled=True)],
-}
+CASES = [Case(), Case("pytorch"), Case(compiled=True)]
 """Eager mode comes first, since compiling takes minutes and may exceed the time limit."""
+MORE_CASES = [Case(micro_batches=8), Case("pytorch", in_blocks=True)]
 
 
-def run(job: Job) -> None:
-    """Run the stage."""
+def run_base(job: Job) -> None:
+    """Measure the base model."""
+    _run(job, NetworkSettings(), [*CASES[:2], *MORE_CASES, CASES[2], Case("pytorch", compiled=True)])
+
+
+def run_big(job: Job) -> None:
+    """Measure the big model."""
+    _run(job, NetworkSettings(d_model=1024, d_ff=4096, num_heads=16, dropout=0.3), CASES)
+
+
+def _run(job: Job, network: NetworkSettings, cases: list[Case]) -> None:
     quiet_lightning()
-    network, pieces, tokens = (TINY, 100, 60) if job.tiny else (NETWORKS[job.stage], 37_000, 25_000)
-    job.record("network", **asdict(network), pieces=pieces)
-    best = _product_rate(job)
-    for case in CASES[job.stage]:
+    pieces, tokens = 37_000, STEP_TOKENS
+    if job.tiny:
+        network, pieces, tokens = NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2), 100, 60
+    size = 64 if job.tiny else 8192
+    square = torch.randn(size, size, device=job.device, dtype=torch.bfloat16)
+    best = 2000.0 * size**3 / job.milliseconds(lambda: square @ square, head_start=1.0)
+    job.record("network", **asdict(network), pieces=pieces, product_flops_per_second=best)
+    for case in cases:
         torch.manual_seed(1)
-        settings = (TrainingSettings(), DecodingSettings())
-        module = TranslationModule(
-            pieces, SPECIAL, network, *settings, 1, StepOptions(compiled=case.compiled, kernels=case.kernels)
-        )
-        shares = Shares(case.micro_batches, pieces, tokens, on_gpu=job.device.type == "cuda")
-        about = case._asdict()
-        job.attempt("step", lambda m=module, s=shares, a=about: _train(job, m, s, a, best), **about)
+        options = StepOptions(compiled=case.compiled, kernels=case.kernels)
+        module = TranslationModule(pieces, SPECIAL, network, TrainingSettings(), DecodingSettings(), 1, options)
+        shares = Shares(pieces, case.micro_batches, case.in_blocks or job.device.type == "cpu", tokens)
+        job.attempt("step", lambda m=module, s=shares, c=case: _train(job, m, s, c, best), **case._asdict())
 
 
-def _train(
-    job: Job, module: TranslationModule, shares: Shares, about: dict[str, Any], best: float | None
-) -> dict[str, Any]:
+def _train(job: Job, module: TranslationModule, shares: Shares, case: Case, best: float) -> dict[str, Any]:
     with Compilations() as compilations:
-        measurement = Measurement(job, compilations, about)
+        measurement = Measurement(job, compilations, case)
         trainer = Trainer(
             accelerator="gpu" if job.device.type == "cuda" else "cpu",
             devices=1,
@@ -83,25 +86,99 @@ def _train(
             callbacks=[measurement],
         )
         trainer.fit(module, train_dataloaders=shares)
-    source, target = shares.lengths()
+    source, target = shares.lengths
     share = next(iter(shares))
+    milliseconds = measurement.figures["step_milliseconds"]
     flops = training_flops(module.network_settings, module.network.vocabulary_size, source, target)
-    rate = per_second(flops, measurement.step_milliseconds)
     return {
         **measurement.figures,
         "real_tokens": share.num_tokens,
         "row_tokens": share.num_row_tokens,
-        "target_tokens_per_second": per_second(float(target.sum()), measurement.step_milliseconds),
+        "target_tokens_per_second": per_second(float(target.sum()), milliseconds),
         "flops_per_step": flops,
-        "flops_per_second": rate,
-        "product_flops_per_second": best,
-        "mfu": rate / best if rate and best else None,
+        "flops_per_second": per_second(flops, milliseconds),
+        "mfu": 1000 * flops / milliseconds / best,
     }
 
 
-def _product_rate(job: Job) -> float | None:
-    """Return the rate that the stage `rates` measured, or measure it here if that stage has not run."""
-    for result in job.results.read():
-        if result["stage"] == "rates" and result["name"] == "square, forward":
-            return result["flops_per_second"]
-    return MatrixProduct(job.device, torch.bfloat16, 64 if job.tiny else None).rate()
+class Measurement(Callback):
+    """Waits until no step compiles any more, measures some steps, and stops training."""
+
+    def __init__(self, job: Job, compilations: Compilations, case: Case) -> None:
+        self.figures: dict[str, Any] = {}
+        self._job, self._compilations, self._case = job, compilations, case
+        self._began = time.perf_counter()
+        self._steps = self._compiled = 0
+        self._waits = False
+        self._phases = self._measure()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Start the host's clock, after waiting for the GPU if host time is measured."""
+        if self._waits:
+            self._wait()
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Go on measuring. A step that compiled something starts the measurement anew."""
+        self._steps += 1
+        if self._compilations.count != self._compiled:
+            self._compiled = self._compilations.count
+            self._phases = self._measure()
+        trainer.should_stop = next(self._phases, "done") == "done"
+
+    def _measure(self) -> Iterator[None]:
+        """Yield in the callback at the end of each step until all is measured."""
+        tiny, on_gpu = self._job.tiny, self._job.device.type == "cuda"
+        self._waits = False
+        yield from [None] * (1 if tiny else QUIET_STEPS)
+        self._wait()
+        self.figures = {
+            "compiled_graphs": self._compilations.num_graphs,
+            "warm_up_steps": self._steps,
+            "warm_up_seconds": time.perf_counter() - self._began,
+        }
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        stopwatch = Stopwatch(self._job.device)
+        for _ in range(2 if tiny else TIMED_STEPS):
+            stopwatch.begin("step")
+            yield
+        steps = [1000 * seconds for _, seconds in stopwatch.read()]
+        low, median, high = statistics.quantiles(steps, n=4)
+        self.figures |= {"step_milliseconds": median, "step_quartiles": [low, high]}
+        if on_gpu:
+            self.figures["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        self._job.record("step times", **self._case._asdict(), **self.figures)
+        self._waits, host = True, []
+        for _ in range(1 if tiny else HOST_STEPS):
+            yield
+            # The GPU was idle at the start, so this includes no wait unless the launch queue was full.
+            host.append(1000 * (time.perf_counter() - self._started))
+        self._waits = False
+        self.figures["host_milliseconds"] = statistics.median(host)
+        self._wait()
+        num_steps = 1 if tiny else PROFILED_STEPS
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+            yield from [None] * num_steps
+            self._wait()
+        # PyTorch's own table of these events takes many seconds to build.
+        self.figures |= kernels_of(profiler.profiler.kineto_results.events(), num_steps)
+
+    def _wait(self) -> None:
+        if self._job.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def kernels_of(events: Iterable[Any], steps: int) -> dict[str, Any]:
+    """Return the kernels' total time and number in a step, and the kernels that took the most time."""
+    milliseconds, counts = Counter[str](), Counter[str]()
+    for event in events:
+        if event.device_type() == DeviceType.CUDA:
+            milliseconds[event.name()] += event.duration_ns() / 1e6 / steps
+            counts[event.name()] += 1
+    total = milliseconds.total()
+    table = [
+        {"kernel": name[:160], "count": counts[name] / steps, "milliseconds": spent, "share": spent / total}
+        for name, spent in milliseconds.most_common(TOP_KERNELS)
+    ]
+    return {"kernel_milliseconds": total, "device_operations": counts.total() / steps, "top_kernels": table}

@@ -1,0 +1,191 @@
+"""Stages `rates`, `attention` and `loss`: single operations of the sizes that training uses, in bfloat16."""
+
+import warnings
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import model.loss
+from model.gpu import segment_kernels
+from model.loss import label_smoothed_loss
+from model.segment_attention import cross_attention, packed_segments, self_attention
+from pipeline.profiling.stopwatch import PeakMemory
+from tests.gpu.harvest.batches import STEP_TOKENS, Shares
+from tests.gpu.harvest.job import Job, per_second
+
+D_MODEL, PIECES = 512, 37_000
+PRODUCTS = {
+    "square": (8192, 8192, 8192),
+    "query, key, value": (STEP_TOKENS, D_MODEL, 3 * D_MODEL),
+    "feed-forward, inner": (STEP_TOKENS, D_MODEL, 2048),
+    "feed-forward, outer": (STEP_TOKENS, 2048, D_MODEL),
+    "output projection": (12_544, D_MODEL, PIECES),
+}
+"""Rows, inputs and outputs. The last has the rows of the loss's chunk on a GPU of 80 GB."""
+HEAD_SIZE = 64
+KINDS = ("self", "causal", "cross")
+"""In the order of the results of `packed_segments`."""
+PACKED = {"triton": (False, "triton"), "variable length": (False, "pytorch"), "blocks": (True, "pytorch")}
+"""Whether rows are in blocks, and the kernels."""
+TILES = [(16, 16, 2), (32, 32, 4), (64, 64, 4), (128, 32, 4), (128, 64, 8)]
+"""Rows of a program, rows of the other side that it processes at a time, and warps; in place of the kernels' own."""
+PADDED = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "plain products": SDPBackend.MATH,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+"""cuDNN, which training disables, comes last: after a GPU error a process cannot use the GPU any more."""
+SHARES = [1 / 64, 1 / 512, 1 / 256, 1 / 128, 1 / 32, 1 / 16]
+"""Shares of the GPU's memory for a chunk of the loss. The first one is that of training."""
+
+
+def run_rates(job: Job) -> None:
+    """Measure memory copies, and the products of linear layers and of their backward passes."""
+    num_bytes = 2**20 if job.tiny else 2**31
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=job.device)
+    target = torch.empty_like(source)
+    milliseconds = job.milliseconds(lambda: target.copy_(source), head_start=1.0)
+    rate = per_second(2 * num_bytes, milliseconds)
+    job.record("copy", bytes_read_and_written=2 * num_bytes, milliseconds=milliseconds, bytes_per_second=rate)
+    for name, sizes in PRODUCTS.items():
+        rows, inputs, outputs = (size // 100 for size in sizes) if job.tiny else sizes
+        x, weight = _draw(job, rows, inputs), _draw(job, outputs, inputs)
+        gradient = _draw(job, rows, outputs)
+        products = {
+            "forward": lambda x=x, weight=weight: F.linear(x, weight),
+            "weight gradient": lambda x=x, gradient=gradient: gradient.t() @ x,
+            "input gradient": lambda gradient=gradient, weight=weight: gradient @ weight,
+        }
+        for kind, multiply in products.items():
+            milliseconds = job.milliseconds(multiply, head_start=1.0)
+            rate = per_second(2 * rows * inputs * outputs, milliseconds)
+            sizes = [rows, inputs, outputs]
+            job.record(f"{name}, {kind}", sizes=sizes, milliseconds=milliseconds, flops_per_second=rate)
+
+
+def _draw(job: Job, *shape: int) -> Tensor:
+    return torch.randn(*shape, device=job.device, dtype=torch.bfloat16)
+
+
+def run_attention(job: Job) -> None:
+    """Measure attention in packed rows, as training calls it, then the kernels for padded batches."""
+    tokens = 120 if job.tiny else STEP_TOKENS
+    means = (8,) if job.tiny else (27, 64, 200)
+    cases = [(kernel, 8, mean, kind, None) for mean, kernel, kind in product(means, PACKED, KINDS)]
+    cases += [(kernel, 16, mean, "self", None) for mean, kernel in product(means, PACKED)]
+    cases += [("triton", 8, mean, "self", tiles) for tiles, mean in product(TILES, means) if mean != 64]
+    for kernel, heads, mean, kind, tiles in cases:
+        about = {"heads": heads, "mean_length": mean, "kind": kind, "tiles": tiles}
+        job.attempt(kernel, lambda k=kernel, a=about: _packed(job, k, tokens, **a), **about)
+    for kernel, length, causal in product(PADDED, means, (False, True)):
+        about = {"sentences": tokens // length, "length": length, "causal": causal}
+        job.attempt(kernel, lambda k=kernel, a=about: _padded(job, k, **a), **about)
+
+
+def _packed(
+    job: Job, kernel: str, tokens: int, heads: int, mean_length: int, kind: str, tiles: tuple[int, int, int] | None
+) -> dict[str, Any]:
+    in_blocks, kernels = PACKED[kernel]
+    shares = Shares(100, in_blocks=in_blocks, tokens=tokens, mean_length=mean_length)
+    batch = next(iter(shares)).to(job.device).micro_batches[0]
+    segments = packed_segments(batch, torch.bfloat16, kernels)[KINDS.index(kind)]
+    rows = {"source": batch.source.numel(), "target": batch.target_input.numel()}
+    width = heads * HEAD_SIZE
+    if kind == "cross":
+        tensors = [_draw(job, rows["target"], width), _draw(job, rows["source"], 2 * width)]
+    else:
+        tensors = [_draw(job, rows["source" if kind == "self" else "target"], 3 * width)]
+    attention = cross_attention if kind == "cross" else self_attention
+    source, target = shares.lengths
+    queries, keys = source if kind == "self" else target, target if kind == "causal" else source
+    flops = 4 * width * float((queries * keys).sum())
+    with pytest.MonkeyPatch.context() as patch:
+        if tiles is not None:
+            patch.setattr(segment_kernels, "tiles", lambda kernel, *_: _tile(kernel, *tiles))
+        times = _times(job, lambda: attention(*tensors, segments, heads, HEAD_SIZE), tensors, flops)
+    return {"sentences": len(source), **times}
+
+
+def _tile(kernel: Any, own: int, others: int, warps: int) -> dict[str, int]:
+    queries, keys = (others, own) if kernel is segment_kernels._backward_keys else (own, others)
+    return {"QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": 2}
+
+
+def _padded(job: Job, kernel: str, sentences: int, length: int, causal: bool) -> dict[str, Any]:
+    """Measure a kernel on sentences of one length, with the heads of the base model."""
+    # The layout that projections produce: a token's heads are adjacent.
+    tensors = [_draw(job, sentences, length, 8, HEAD_SIZE) for _ in range(3)]
+
+    def forward() -> Tensor:
+        query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
+        with sdpa_kernel([PADDED[kernel]]):
+            return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            forward()
+        except RuntimeError as error:
+            reasons = [str(one.message).split("(Triggered")[0].strip() for one in said]
+            raise RuntimeError("; ".join([str(error), *dict.fromkeys(reasons)])) from error
+    return _times(job, forward, tensors, flops=4.0 * sentences * 8 * length * length * HEAD_SIZE)
+
+
+def _times(job: Job, forward: Callable[[], Tensor], tensors: list[Tensor], flops: float) -> dict[str, Any]:
+    """Return the times, and rates of the FLOPs that sentences need, without what a mask hides."""
+    for tensor in tensors:
+        tensor.requires_grad_()
+    gradient = torch.randn_like(forward())
+    forward_ms = job.milliseconds(forward, head_start=3.0)
+    both_ms = job.milliseconds(lambda: torch.autograd.grad(forward(), tensors, gradient), head_start=3.0)
+    return {
+        "forward_milliseconds": forward_ms,
+        "forward_and_backward_milliseconds": both_ms,
+        "forward_flops_per_second": per_second(flops, forward_ms),
+        "forward_and_backward_flops_per_second": per_second(3.5 * flops, both_ms),
+    }
+
+
+def run_loss(job: Job) -> None:
+    """Measure the loss of the base model by both kernels and by chunk, and with R-Drop, which has two passes."""
+    rows, d_model, pieces = (50, 16, 300) if job.tiny else (STEP_TOKENS, D_MODEL, PIECES)
+    weight = torch.randn(pieces, d_model, device=job.device, requires_grad=True)
+    targets = torch.randint(1, pieces, (rows,), device=job.device)
+    for share, kernels, passes in product(SHARES, ("triton", "pytorch"), (1, 2)):
+        if passes == 1 or share == SHARES[0]:
+            # As the network returns them.
+            states = _draw(job, *[2] * (passes - 1), rows, d_model).requires_grad_()
+            about = {"memory_share": share, "kernels": kernels}
+            job.attempt("loss", lambda s=states, a=about: _loss(job, s, weight, targets, **a), **about, passes=passes)
+
+
+def _loss(
+    job: Job, states: Tensor, weight: Tensor, targets: Tensor, memory_share: float, kernels: str
+) -> dict[str, Any]:
+    passes = states.dim() - 1
+    alpha = 5.0 if passes == 2 else 0.0
+
+    def step() -> None:
+        with torch.autocast(job.device.type, torch.bfloat16):
+            sums = label_smoothed_loss(states, weight, targets, 0.1, 0, 1 / len(targets), kernels, alpha)
+        sums.smoothed.backward()
+        states.grad = weight.grad = None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.loss, "_CHUNK_SHARE", memory_share)
+        rows = passes * len(targets)
+        chunk = model.loss._chunk_rows(rows, len(weight), job.device, torch.bfloat16, kernels, passes)
+        step()  # compiles
+        memory = PeakMemory(job.device)
+        step()
+        peak = memory.read()
+        milliseconds = job.milliseconds(step, repeats=10, warm_up=1, head_start=30.0)
+    rate = per_second(6 * states.numel() * weight.size(0), milliseconds)
+    return {"chunk_rows": chunk, "milliseconds": milliseconds, "peak_memory_bytes": peak, "flops_per_second": rate}
