@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from model.decoding import BeamResult, GreedyResult, SearchOptions, check_search
+from model.decoding import BeamArguments, BeamResult, GreedyResult, check_search
 from model.layers import DecoderLayer, EncoderLayer
 from model.positions import SinusoidalPositions, sinusoidal_table
 from model.transformer import Transformer
@@ -183,7 +183,7 @@ class CompiledSearch:
             ValueError: an argument is out of bounds.
             MemoryError: there is not enough memory for the search.
         """
-        options = SearchOptions(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
+        options = BeamArguments(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
         if not options.stops_at_first and stop_rule != "exact":
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
         return self.search(source, source_mask, options, finished)[0]
@@ -192,7 +192,7 @@ class CompiledSearch:
         self,
         source: Tensor,
         source_mask: Tensor | None,
-        options: SearchOptions,
+        options: BeamArguments,
         finished: Callable[[int], object] | None = None,
     ) -> tuple[BeamResult, Tensor]:
         """As `beam`; return also the number of decoder steps of each sentence, int64 [B]."""

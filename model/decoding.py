@@ -50,7 +50,7 @@ class BeamResult(NamedTuple):
     """float32 [B, M]."""
 
 
-class SearchOptions(NamedTuple):
+class BeamArguments(NamedTuple):
     """Arguments of `BeamSearch.beam`, where they are described."""
 
     beam_size: int
@@ -112,7 +112,7 @@ def penalty(length: Tensor, length_penalty: float) -> Tensor:
 
 
 def check_search(
-    source: Tensor, source_mask: Tensor | None, options: SearchOptions, vocabulary_size: int, max_positions: int
+    source: Tensor, source_mask: Tensor | None, options: BeamArguments, vocabulary_size: int, max_positions: int
 ) -> None:
     """Raise ValueError if an argument of `BeamSearch.beam` is out of bounds. `max_positions` is 0 for no limit."""
     if source.dim() != 2 or source.size(0) == 0 or source.size(1) == 0:
@@ -213,14 +213,14 @@ class BeamSearch(nn.Module):
         Raises:
             ValueError: an argument is out of bounds.
         """
-        options = SearchOptions(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
+        options = BeamArguments(beam_size, length_penalty, max_extra_tokens, n_best, stop_rule == "first")
         if not options.stops_at_first and stop_rule != "exact":
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
         check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
         with torch.no_grad():
             return self._beam(source, source_mask, options)
 
-    def _beam(self, source: Tensor, source_mask: Tensor | None, options: SearchOptions) -> BeamResult:
+    def _beam(self, source: Tensor, source_mask: Tensor | None, options: BeamArguments) -> BeamResult:
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
         limits = lengths + options.max_extra_tokens
         if self.max_positions > 0:
@@ -233,7 +233,7 @@ class BeamSearch(nn.Module):
         return self._backtrace(text, results)
 
     def _decode(
-        self, text: _Text, source: Tensor, source_mask: Tensor | None, results: _Answers, options: SearchOptions
+        self, text: _Text, source: Tensor, source_mask: Tensor | None, results: _Answers, options: BeamArguments
     ) -> None:
         """Decode until no sentence is open. Writes `text.history` and `results` in place."""
         beam_size, device = options.beam_size, source.device
@@ -275,7 +275,7 @@ class BeamSearch(nn.Module):
             batch, answers = _reordered(batch, order), _reordered_answers(answers, order)
 
     def _begin(
-        self, text: _Text, source: Tensor, source_mask: Tensor | None, options: SearchOptions
+        self, text: _Text, source: Tensor, source_mask: Tensor | None, options: BeamArguments
     ) -> tuple[_Batch, list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
         """Encode the sentences; each has one open hypothesis without tokens. Returns the batch and its cache."""
         num_slots = min(int(text.limits.max()), 8) * options.beam_size
@@ -338,7 +338,7 @@ class BeamSearch(nn.Module):
         parents: Tensor,
         last: Tensor,
         positions: Tensor,
-        options: SearchOptions,
+        options: BeamArguments,
     ) -> tuple[_Answers, Tensor, Tensor, Tensor]:
         """Split continuations into answers and open hypotheses, and keep the best of each.
 

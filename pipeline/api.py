@@ -21,6 +21,7 @@ from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.loading import bundle_of, load_bundle
 from pipeline.inference.scorer import score_pairs
+from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.text_io import SPACE_MARK_MESSAGE, progress_bar
 from pipeline.inference.translator import EMPTY, Hypothesis, Translator, load_translator
 from pipeline.runtime import signals
@@ -80,11 +81,11 @@ def load(
         InputError: the model cannot be read, or a setting is out of bounds.
     """
     with _mistakes_in_one_line():
-        path = user_path(path)
+        path, options = user_path(path), SearchOptions(beam_size, length_penalty, stop_rule)
         folder = bundle_of(path)
         if folder is not None:
-            return Model(load_bundle(folder, beam_size, length_penalty, stop_rule))
-        translator = load_translator(path, beam_size, length_penalty, stop_rule)
+            return Model(load_bundle(folder, options))
+        translator = load_translator(path, options)
         return Model(translator, _File.of(Path(translator.name).absolute()))
 
 

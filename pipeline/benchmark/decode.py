@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_module.paths import user_path
-from pipeline.inference.text_io import add_search_arguments
+from pipeline.inference.search_options import SearchOptions, add_search_arguments
 
 if TYPE_CHECKING:
     from pipeline.benchmark.engines import EngineOutput, EngineSettings, Translate
@@ -70,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"{arguments.source}: has no sentences; give a text to translate")
     baselines = list(dict.fromkeys(arguments.baseline))
     names = ["pipeline", *(["bundle"] if arguments.bundle else []), *baselines]
-    search = arguments.beam, arguments.length_penalty, arguments.stop_rule
+    options = SearchOptions.given(arguments)
     with tempfile.TemporaryDirectory() as folder:
         with _process() as process:
             settings = process.submit(
-                prepare, arguments.checkpoint, Path(folder), arguments.bundle, baselines, search
+                prepare, arguments.checkpoint, Path(folder), arguments.bundle, baselines, options
             ).result()
         rounds = _take_turns(names, settings, sentences)
     figures = {name: _figures(rounds[name]) for name in names}

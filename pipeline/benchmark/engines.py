@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from data_module.errors import InputError
 from data_module.tokenization.word_counts import normalize_white_space
 from model.settings import DecodingSettings
+from pipeline.inference.search_options import SearchOptions
 
 BATCH_TOKENS = 4096
 """Upper bound on the padded source tokens of a batch, for every engine."""
@@ -51,11 +52,9 @@ def prepare(
     folder: Path,
     bundle: Path | None,
     baselines: list[str],
-    search: tuple[int | None, float | None, str | None],
+    options: SearchOptions,
 ) -> EngineSettings:
     """Write the tokenizer and the baselines' files to a folder.
-
-    `search` has beam size, exponent of the length penalty and stop rule; None for the recipe's.
 
     Raises:
         InputError: the checkpoint cannot be read, a setting is out of bounds, a baseline is not installed or does not
@@ -66,7 +65,6 @@ def prepare(
     from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
     from pipeline.export.ctranslate2_model import write_ctranslate2
     from pipeline.export.huggingface_model import write_huggingface
-    from pipeline.inference.translator import search_settings
 
     path = resolve_checkpoint(checkpoint)
     model = load_model(path)
@@ -75,7 +73,7 @@ def prepare(
         raise InputError(
             f"{path}: has two tokenizers with one vocabulary, which no baseline reads; leave out --baseline"
         )
-    decoding = search_settings(model.decoding, *search)
+    decoding = options.in_place_of(model.decoding)
     if bundle is not None:
         _require_bundle(bundle, model)
     (folder / "tokenizer.model").write_bytes(tokenizer.model)
@@ -106,7 +104,8 @@ def pipeline_engine(settings: EngineSettings) -> Translate:
     from pipeline.inference.translator import load_translator
 
     decoding = settings.decoding
-    translator = load_translator(settings.checkpoint, decoding.beam_size, decoding.length_penalty, decoding.stop_rule)
+    options = SearchOptions(decoding.beam_size, decoding.length_penalty, decoding.stop_rule)
+    translator = load_translator(settings.checkpoint, options)
     search: Any = translator.search
     steps: list[int] = []
     if isinstance(search, CompiledSearch):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from data_module.errors import InputError
 from data_module.paths import user_path
 from pipeline.inference.prefixes import add_prefix_argument
-from pipeline.inference.text_io import SentenceWarnings, add_search_arguments
+from pipeline.inference.search_options import SearchOptions, add_search_arguments
+from pipeline.inference.text_io import SentenceWarnings
 
 if TYPE_CHECKING:
     from pipeline.inference.evaluation_text import EvaluationText
@@ -68,9 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.paper:
         require_sacremoses()
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
-    translators = [
-        load_translator(path, arguments.beam, arguments.length_penalty, arguments.stop_rule) for path in checkpoints
-    ]
+    translators = [load_translator(path, SearchOptions.given(arguments)) for path in checkpoints]
     translators[0].prefixes.check(arguments.prefix)
     text = text or named_text(translators[0], arguments) or recipe_text(translators[0])
     references = text.references

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from data_module.paths import user_path
 from pipeline.inference.prefixes import add_prefix_argument, with_prefix
+from pipeline.inference.search_options import SearchOptions, add_search_arguments
 from pipeline.inference.text_io import (
     CHUNK,
     LineWarning,
     SentenceWarnings,
-    add_search_arguments,
     count_lines,
     open_text,
     sentences,
@@ -82,12 +82,12 @@ def _translator(arguments: argparse.Namespace, one_process: bool) -> Iterator["T
     from pipeline.inference.parallel import ParallelTranslator, choose_devices
     from pipeline.inference.translator import load_translator
 
-    settings = arguments.beam, arguments.length_penalty, arguments.stop_rule
+    options = SearchOptions.given(arguments)
     devices = choose_devices(arguments.devices)
     if len(devices) == 1 or one_process:
-        yield load_translator(arguments.checkpoint, *settings)
+        yield load_translator(arguments.checkpoint, options)
         return
-    with ParallelTranslator(arguments.checkpoint, devices, *settings) as translator:
+    with ParallelTranslator(arguments.checkpoint, devices, options) as translator:
         yield translator
 
 

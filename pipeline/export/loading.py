@@ -13,7 +13,8 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings
 from pipeline.export import torchscript
 from pipeline.inference.prefixes import Prefixes
-from pipeline.inference.translator import LONGEST, Translator, search_settings
+from pipeline.inference.search_options import SearchOptions
+from pipeline.inference.translator import LONGEST, Translator
 
 
 def bundle_of(path: Path) -> Path | None:
@@ -22,16 +23,12 @@ def bundle_of(path: Path) -> Path | None:
     return folder if (folder / "card.json").is_file() else None
 
 
-def load_bundle(
-    folder: Path, beam_size: int | None = None, length_penalty: float | None = None, stop_rule: str | None = None
-) -> Translator:
+def load_bundle(folder: Path, options: SearchOptions) -> Translator:
     """Load `model.ts` of a bundle for translation, on the GPU if there is one. That file is a program.
 
     Args:
         folder: the bundle.
-        beam_size: beam size; None for the card's.
-        length_penalty: exponent alpha of the length penalty; None for the card's.
-        stop_rule: when a search stops, exact or first; None for the recipe's.
+        options: search settings in place of the recipe's.
 
     Raises:
         InputError: a file is missing or damaged, or a setting is out of bounds.
@@ -40,7 +37,7 @@ def load_bundle(
     if not path.is_file():
         raise InputError(f"{folder}: has no {path.name}, which translates; export it again with --format torchscript")
     recipe, decoding, target_language = _card(folder / "card.json")
-    settings = search_settings(decoding, beam_size, length_penalty, stop_rule)
+    settings = options.in_place_of(decoding)
     print(f"translating with {path}", file=sys.stderr)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

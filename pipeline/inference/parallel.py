@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from data_module.errors import InputError
+from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.text_io import progress_bar, show_token_rate
 from pipeline.inference.translator import Translation, announced_checkpoint
 from pipeline.inference.worker import Chunk, Job, Ready, run_worker
@@ -134,22 +135,13 @@ class ParallelTranslator:
     Use it as a context manager: at its end no process is left.
     """
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        devices: list[str],
-        beam_size: int | None,
-        length_penalty: float | None,
-        stop_rule: str | None = None,
-    ) -> None:
+    def __init__(self, checkpoint: Path, devices: list[str], options: SearchOptions) -> None:
         """Start the processes, and wait until each has loaded the checkpoint.
 
         Args:
             checkpoint: a checkpoint or a run folder.
             devices: what `choose_devices` has returned.
-            beam_size: see `load_translator`, as for the other arguments.
-            length_penalty: exponent alpha of the length penalty.
-            stop_rule: when a search stops.
+            options: search settings in place of the recipe's.
 
         Raises:
             InputError: as `load_translator` does.
@@ -162,7 +154,7 @@ class ParallelTranslator:
         try:
             with _interrupts_blocked():
                 for number, device in enumerate(devices, 1):
-                    job = Job(path, device, num_threads, beam_size, length_penalty, stop_rule)
+                    job = Job(path, device, num_threads, options)
                     self._workers.append(_Worker(number, len(devices), job))
             models: list[Ready] = [worker.receive() for worker in self._workers]
         except BaseException:

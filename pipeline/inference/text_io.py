@@ -1,6 +1,5 @@
-"""Line-by-line text input for the commands, and the progress bar and search options that they share."""
+"""Line-by-line text input for the commands, and the progress bar that they share."""
 
-import argparse
 import gzip
 import sys
 import zlib
@@ -21,17 +20,6 @@ _BLOCK = 1 << 20
 """Bytes that are read at a time to count lines."""
 SPACE_MARK_MESSAGE = f"U+2581 ({SPACE_MARK}), by which sentencepiece marks spaces, was read as a space"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-def add_search_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--beam`, `--length-penalty` and `--stop-rule`."""
-    parser.add_argument("--beam", type=int, help="beam size; 1 is greedy search (default: the recipe's)")
-    parser.add_argument("--length-penalty", type=float, help="exponent alpha of the penalty (default: the recipe's)")
-    parser.add_argument(
-        "--stop-rule",
-        help="exact: search until no open hypothesis can win; first: until as many as the beam have ended, which is "
-        "faster (default: the recipe's)",
-    )
 
 
 def progress_bar(

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +14,11 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.compiled_search import CompiledSearch, unsupported
 from model.decoding import BeamSearch
 from model.packing import can_pack, pack_linears
-from model.settings import SHORTEST, STOP_RULES, DecodingSettings
+from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.compiled_search import load_compiled_search
 from pipeline.inference.prefixes import Prefixes
+from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.text_io import progress_bar, show_token_rate
 from pipeline.runtime.memory import keep_few_matrix_products
 
@@ -227,22 +227,18 @@ class Translator:
         return found
 
 
-def load_translator(
-    checkpoint: Path, beam_size: int | None, length_penalty: float | None, stop_rule: str | None = None
-) -> Translator:
+def load_translator(checkpoint: Path, options: SearchOptions) -> Translator:
     """Load a checkpoint for translation, on the GPU if there is one.
 
     Args:
         checkpoint: a checkpoint or a run folder.
-        beam_size: beam size; None for the recipe's.
-        length_penalty: exponent alpha of the length penalty; None for the recipe's.
-        stop_rule: when a search stops, exact or first; None for the recipe's.
+        options: search settings in place of the recipe's.
 
     Raises:
         InputError: the checkpoint cannot be read, or a setting is out of bounds.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load_on_device(announced_checkpoint(checkpoint), device, beam_size, length_penalty, stop_rule)
+    return load_on_device(announced_checkpoint(checkpoint), device, options)
 
 
 def announced_checkpoint(checkpoint: Path) -> Path:
@@ -258,14 +254,12 @@ def announced_checkpoint(checkpoint: Path) -> Path:
     return path
 
 
-def load_on_device(
-    path: Path, device: str, beam_size: int | None, length_penalty: float | None, stop_rule: str | None
-) -> Translator:
-    """Load a checkpoint file for translation on a device; see `load_translator` for the other arguments."""
+def load_on_device(path: Path, device: str, options: SearchOptions) -> Translator:
+    """Load a checkpoint file for translation on a device; see `load_translator`."""
     from pipeline.checkpointing.checkpoint import load_model
 
     model = load_model(path)
-    settings = search_settings(model.decoding, beam_size, length_penalty, stop_rule)
+    settings = options.in_place_of(model.decoding)
     translator = Translator(
         _search_on(device, model.network, model.tokenizer),
         model.tokenizer,
@@ -294,29 +288,6 @@ def _search_on(device: str, network: Transformer, tokenizer: Tokenizer) -> Trans
     if can_pack(network):
         pack_linears(network)
     return network
-
-
-def search_settings(
-    recipe: DecodingSettings, beam_size: int | None, length_penalty: float | None, stop_rule: str | None
-) -> DecodingSettings:
-    """Return the recipe's settings with the command line's values in place of its own.
-
-    Raises:
-        InputError: a value is out of bounds.
-    """
-    if beam_size is not None:
-        if beam_size < 1:
-            raise InputError(f"--beam {beam_size}: must be 1 or more")
-        recipe = replace(recipe, beam_size=beam_size)
-    if length_penalty is not None:
-        if not 0.0 <= length_penalty < float("inf"):
-            raise InputError(f"--length-penalty {length_penalty}: must be 0 or more")
-        recipe = replace(recipe, length_penalty=length_penalty)
-    if stop_rule is not None:
-        if stop_rule not in STOP_RULES:
-            raise InputError(f"--stop-rule {stop_rule}: must be {' or '.join(STOP_RULES)}")
-        recipe = replace(recipe, stop_rule=stop_rule)
-    return recipe
 
 
 def padded(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:

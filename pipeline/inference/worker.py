@@ -18,6 +18,7 @@ from tqdm import tqdm
 from data_module.errors import InputError
 from model.settings import DecodingSettings
 from pipeline.inference.prefixes import Prefixes
+from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.translator import Translator, load_on_device
 
 _REPORT_SECONDS = 0.25
@@ -34,10 +35,7 @@ class Job:
     """`cpu`, or a GPU as `cuda:0`."""
     num_threads: int
     """Threads for work on the CPU."""
-    beam_size: int | None
-    """This and the settings below: None for the recipe's."""
-    length_penalty: float | None
-    stop_rule: str | None
+    options: SearchOptions
 
 
 class Ready(NamedTuple):
@@ -98,7 +96,7 @@ def _serve(job: Job, chunks: "SimpleQueue[Chunk]", connection: Connection) -> No
     if job.device != "cpu":
         # Otherwise PyTorch takes memory of the first GPU too.
         torch.cuda.set_device(torch.device(job.device))
-    translator = load_on_device(job.checkpoint, job.device, job.beam_size, job.length_penalty, job.stop_rule)
+    translator = load_on_device(job.checkpoint, job.device, job.options)
     connection.send(Ready(translator.settings, translator.max_source_tokens, translator.prefixes))
     while True:
         connection.send(_translate(translator, chunks.get(), connection.send))

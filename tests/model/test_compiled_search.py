@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from model.compiled_search import SOURCES, CompiledSearch, load_library, unsupported
-from model.decoding import SearchOptions
+from model.decoding import BeamArguments
 from model.layers import ACTIVATIONS, NORMS
 from pipeline.inference.compiled_search import BEAM_SIZE, EXTRA_TOKENS, LENGTH_PENALTY, agreement_cases
 from pipeline.runtime.compiled_code import find_compiler
@@ -68,7 +68,7 @@ def test_finds_what_a_plain_search_finds(variant: str) -> None:
         (5, 2, "exact"),
         (5, 2, "first"),
     ):
-        options = SearchOptions(beam_size, 0.6, 6, n_best, rule == "first")
+        options = BeamArguments(beam_size, 0.6, 6, n_best, rule == "first")
         found, num_steps = search.search(source.repeat(2, 1), mask.repeat(2, 1), options)
         assert_finds(network, found, references(network, beam_size, 0.6, 6, rule == "first") * 2)
         assert (num_steps >= found.lengths[:, 0]).all()

@@ -30,6 +30,7 @@ from pipeline import api
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.inference.prefixes import Prefixes
+from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.translator import Translator, load_translator
 from pipeline.training import fit
 from tests.conftest import ROOT, sentences, tiny_recipe
@@ -78,7 +79,7 @@ def test_translations_are_the_commands(model: pipeline.Model, trained_run: Path)
     assert model.translate(TEXTS) == expected
     assert model.translate(TEXTS[0]) == expected[0]
     assert (model.translate(""), model.translate([])) == ("", [])
-    best = load_translator(trained_run, None, None).translate(TEXTS, n_best=3)
+    best = load_translator(trained_run, SearchOptions()).translate(TEXTS, n_best=3)
     assert model.translate(TEXTS, n_best=3) == [one.hypotheses for one in best]
     [hypothesis] = model.translate(TEXTS[0], n_best=1)
     assert isinstance(hypothesis, pipeline.Hypothesis)
@@ -88,7 +89,7 @@ def test_translations_are_the_commands(model: pipeline.Model, trained_run: Path)
 
 def test_settings_and_kinds_of_paths(trained_run: Path, model: pipeline.Model) -> None:
     greedy = pipeline.load(str(trained_run / "checkpoints" / "best.ckpt"), beam_size=1, length_penalty=0.0)
-    expected = load_translator(trained_run / "checkpoints" / "best.ckpt", 1, 0.0).translate(TEXTS)
+    expected = load_translator(trained_run / "checkpoints" / "best.ckpt", SearchOptions(1, 0.0)).translate(TEXTS)
     assert greedy.translate(TEXTS) == [one.text for one in expected]
     hypothesis = greedy.translate(TEXTS[0], n_best=1)[0]
     assert hypothesis.score == hypothesis.log_probability != 0.0

@@ -26,6 +26,7 @@ from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.config.recipe import Recipe, recipe_from_dict
 from pipeline.config.trainer_keys import trainer_signature
+from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.translator import load_translator
 from pipeline.training.build import train
 from pipeline.training.ddp import ConnectedDDP
@@ -293,7 +294,7 @@ def arguments_of_search(built: Built) -> list[Any]:
     contents = {"state_dict": weights, "global_step": 0}
     built.callbacks["CheckpointCallback"].on_save_checkpoint(built.trainer, built.module, contents)
     write_atomic(contents, Path("one.ckpt"))
-    translator = load_translator(Path("one.ckpt"), None, None)
+    translator = load_translator(Path("one.ckpt"), SearchOptions())
     given: list[Any] = []
     search = translator.search.beam
     translator.search.beam = lambda *arguments: given.extend(arguments) or search(*arguments)

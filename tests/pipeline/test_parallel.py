@@ -21,6 +21,7 @@ from tqdm import TMonitor
 
 from data_module.errors import InputError
 from pipeline.inference.parallel import ParallelTranslator, choose_devices, num_processors
+from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.text_io import CHUNK
 from pipeline.inference.translator import Hypothesis, Translation, load_translator
 from pipeline.inference.worker import Chunk
@@ -168,8 +169,8 @@ def test_output_and_warnings_are_those_of_one_process(trained_run: Path, text: P
 @pytest.mark.gpu
 def test_two_processes_on_a_gpu(trained_run: Path) -> None:
     lines = sentences(CHUNK + 9, seed=5)
-    one = [found.text for found in load_translator(trained_run, 2, None).translate_lines(lines, CHUNK)]
-    with ParallelTranslator(trained_run, ["cuda:0", "cuda:0"], 2, None) as translator:
+    one = [found.text for found in load_translator(trained_run, SearchOptions(2)).translate_lines(lines, CHUNK)]
+    with ParallelTranslator(trained_run, ["cuda:0", "cuda:0"], SearchOptions(2)) as translator:
         assert [found.text for found in translator.translate_lines(lines, CHUNK)] == one
 
 

@@ -170,6 +170,7 @@ import ctypes, sys
 from pathlib import Path
 import torch
 from model.cpu.packed_linear import PackedLinear
+from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.translator import load_translator
 
 class Mallinfo(ctypes.Structure):
@@ -177,7 +178,7 @@ class Mallinfo(ctypes.Structure):
 
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Mallinfo
-load_translator(Path(sys.argv[1]), None, None)
+load_translator(Path(sys.argv[1]), SearchOptions())
 layer = PackedLinear(torch.ones(512, 512), None)
 for first in (8, 48, 88):
     for rows in range(first, first + 40):
