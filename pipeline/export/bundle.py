@@ -181,10 +181,11 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     if any(name.startswith("ctranslate2") for name in names):
         card["ctranslate2_length_penalty"] = penalty
     card_text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
-    bundle = formats.Bundle(model, folder, card_text, penalty, max_positions)
+    contents = model.network, model.tokenizer, model.decoding
+    bundle = formats.Bundle(*contents, folder, card_text, penalty, max_positions)
     for name in names:
         print(f"writing {name}", file=sys.stderr)
-        formats.FORMATS[name].write(bundle)
+        formats.FORMATS[name].write(bundle, folder / name)
     (folder / "tokenizer.model").write_bytes(model.tokenizer.model)
     if model.tokenizer.pair:
         (folder / "source.spm").write_bytes(model.tokenizer.pair[0])
@@ -206,13 +207,11 @@ def _write_report(path: Path, text_name: str, parity: "Parity", figures: dict[st
     """Write what each format produced beside the checkpoint."""
     import torch
 
-    from pipeline.export.parity import BOUNDS
-
     report = {
         "text": text_name,
         "sentences": len(parity.sources),
         "threads": torch.get_num_threads(),
-        "bounds": BOUNDS,
+        "bounds": parity.bounds,
         "checkpoint": parity.figures,
         **figures,
     }

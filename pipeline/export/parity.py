@@ -1,11 +1,13 @@
 """Comparison of a bundle's formats with the checkpoint on real sentences, for `parity.json`.
 
-Bounds apply to float32; int8 and bfloat16 are only reported. Two different answers are a tie if, under the checkpoint's
-network, the first tokens that differ have the same log-probability (greedy search) or the answers have the same score
-(beam search), up to `TIE`.
+The truth is the checkpoint's network in float64. Searches in float32 agree with it up to a tolerance that follows from
+the network and the text, not from a processor: how much an answer's log-probability changes if float64 is disturbed as
+much as float32 rounds. Formats may choose other tokens than the checkpoint only in a tie, where the truth decides by
+less than twice the tolerance. Formats in int8 and bfloat16 are only reported.
 """
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,36 +15,30 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor, nn
 
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings
 from model.transformer import Transformer
-from pipeline.export.runners import Answer, Ids, SearchRunner
+from pipeline.export.runners import Answer, Ids, Runner, SearchRunner, forced_log_probabilities
 from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.inference.metrics import Bleu, corpus_score
-from pipeline.inference.translator import padded
 
-TIE = 1e-5
-SCORES = 1e-4
-LOGITS = 1e-4
 BLEU = 0.1
 ENOUGH_SENTENCES = 500
 """With fewer sentences, BLEU's bound is not applied: a single different sentence can exceed it."""
-BOUNDS = {
-    "tie": TIE,
-    "score_difference": SCORES,
-    "logit_difference": LOGITS,
-    "bleu_difference": BLEU,
-    "bleu_difference_from_sentences_on": ENOUGH_SENTENCES,
-}
 SINGLE_SENTENCES = 5
 """Number of sentences to measure latencies on."""
 REPORTED_SHARE = 4
 """One sentence in this many is enough for a precision that is only reported, and that no file is in."""
+DISTURBED_ANSWERS, DISTURBANCES, SAFETY = 16, 8, 4
+"""The tolerance is `SAFETY` times the largest change of this many answers, each disturbed this many times."""
 
 Result = TypeVar("Result")
 Figures = dict[str, Any]
+Pair = tuple[Sequence[int], tuple[int, ...]]
+"""Ids of a source and of an answer, both with the end symbol."""
 
 
 class Text(NamedTuple):
@@ -54,37 +50,82 @@ class Text(NamedTuple):
     bleu_tokenizer: str = DEFAULT
 
 
+class Truth:
+    """The checkpoint's network in float64."""
+
+    def __init__(self, network: Transformer, tokenizer: Tokenizer) -> None:
+        self.network, self.tokenizer = copy.deepcopy(network).double(), tokenizer
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+
+    def log_probabilities(self, pairs: Sequence[Pair]) -> list[float]:
+        """Return log P(answer | source) of each pair."""
+        keys = [(tuple(source), answer) for source, answer in pairs]
+        unknown = [key for key in dict.fromkeys(keys) if key not in self._known]
+        self._known |= dict(zip(unknown, self._forced(unknown), strict=True))
+        return [self._known[key] for key in keys]
+
+    def tolerance(self, pairs: Sequence[Pair]) -> float:
+        """Return how far a log-probability in float32 may be from the truth.
+
+        Some of the pairs, of all lengths, are computed anew with noise of float32's precision on the output of each
+        layer. The precision of the log-probability itself is added, since a search sums it in float32.
+        """
+        precision, generator = torch.finfo(torch.float32).eps, torch.Generator().manual_seed(0)
+
+        def disturb(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            noise = 2 * torch.rand(output.shape, dtype=output.dtype, generator=generator) - 1
+            return output + precision * output.abs().amax(-1, keepdim=True) * noise
+
+        longest_first = sorted(pairs, key=lambda pair: -len(pair[1]))
+        some = longest_first[:: math.ceil(len(pairs) / DISTURBED_ANSWERS)]
+        true = self.log_probabilities(some)
+        layers = [module for module in self.network.modules() if not list(module.children())]
+        handles = [layer.register_forward_hook(disturb) for layer in layers]
+        disturbed = self._forced(some * DISTURBANCES)
+        for handle in handles:
+            handle.remove()
+        changes = zip(disturbed, true * DISTURBANCES, strict=True)
+        return SAFETY * largest(abs(one - other) + precision * abs(other) for one, other in changes)
+
+    def _forced(self, pairs: Sequence[Pair]) -> list[float]:
+        def logits(source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+            return self.network.logits(self.network(source, target, mask))
+
+        sources, answers = [source for source, _ in pairs], [answer for _, answer in pairs]
+        return forced_log_probabilities(logits, self.tokenizer, sources, answers)
+
+
 class Parity:
-    """The checkpoint's answers for a text, and comparisons of other formats' answers with them."""
+    """The checkpoint's answers for a text, and comparisons of formats with them and with the truth."""
 
     def __init__(
         self, network: Transformer, tokenizer: Tokenizer, settings: DecodingSettings, text: Text, longest: int
     ) -> None:
         """Search the text with the checkpoint. Sources are cut to `longest` tokens; empty sources are left out."""
-        self.network, self.tokenizer, self.settings = network, tokenizer, settings
-        self.name, self.longest = "checkpoint", longest
+        self.tokenizer, self.settings = tokenizer, settings
         encoded = [[*ids.tolist()[: longest - 1], tokenizer.eos_id] for ids in tokenizer.encode(text.sources)]
         kept = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         self.sources = [encoded[index] for index in kept]
         self.texts = [text.sources[index] for index in kept]
         self.references = [text.references[index] for index in kept] if text.references else None
         self.bleu_tokenizer = text.bleu_tokenizer
-        self._search()
-
-    def _search(self) -> None:
-        tokenizer = self.tokenizer
-        search = BeamSearch(self.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
-        runner = SearchRunner(search, tokenizer, self.settings, self.name)
+        search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+        runner = SearchRunner(search, tokenizer, settings, "checkpoint")
         self.beam, self.figures = self.measure(runner.beam)
         self.greedy = runner.greedy(self.sources)
-        self.bleu = self.figures.get("bleu")
+        self.truth = Truth(network, tokenizer)
+        pairs = zip(self.sources, [answer.tokens for answer in self.greedy], strict=True)
+        self.tolerance = self.truth.tolerance(list(pairs))
 
-    def with_network(self, network: Transformer, name: str) -> "Parity":
-        """Return a copy that compares with another form of the network, `name` in the progress bar."""
-        other = copy.copy(self)
-        other.network, other.name = network, name
-        other._search()
-        return other
+    @property
+    def bounds(self) -> Figures:
+        """What a format's figures may be."""
+        return {
+            "tie": 2 * self.tolerance,
+            "score_difference": self.tolerance,
+            "bleu_difference": BLEU,
+            "bleu_difference_from_sentences_on": ENOUGH_SENTENCES,
+        }
 
     def sample(self) -> "Parity":
         """Return a copy with one sentence in `REPORTED_SHARE`."""
@@ -93,97 +134,100 @@ class Parity:
         other.sources, other.beam, other.greedy = self.sources[kept], self.beam[kept], self.greedy[kept]
         other.texts = self.texts[kept]
         other.references = self.references[kept] if self.references else None
-        other.bleu = other._bleu([answers[0] for answers in other.beam]).get("bleu")
         return other
 
-    def measure(self, beam: Callable[[list[Ids]], list[list[Answer]]]) -> tuple[list[list[Answer]], Figures]:
-        """Return a format's answers with BLEU, throughput and latency after a warm-up."""
+    def measure(self, search: Callable[[list[Ids]], list[list[Answer]]]) -> tuple[list[list[Answer]], Figures]:
+        """Return a search's answers with BLEU, throughput and latency after a warm-up."""
         few = self.sources[:: max(1, len(self.sources) // SINGLE_SENTENCES)][:SINGLE_SENTENCES]
-        first, _ = timed(lambda: beam(few))
-        beam(few)
-        seconds, answers = timed(lambda: beam(self.sources))
-        latencies = [timed(lambda one=one: beam([one]))[0] for one in few]  # type: ignore[misc]
+        first, _ = timed(lambda: search(few))
+        search(few)
+        seconds, answers = timed(lambda: search(self.sources))
+        latencies = [timed(lambda one=one: search([one]))[0] for one in few]  # type: ignore[misc]
         num_tokens = sum(len(best[0].tokens) for best in answers)
         figures = {
             "target_tokens_per_second": round(num_tokens / seconds, 1),
             "latency_median_seconds": round(statistics.median(latencies), 5),
             "first_batch_seconds": round(first, 4),
-            **self._bleu([best[0] for best in answers]),
+            **self._bleu(answers),
         }
         return answers, figures
 
-    def _bleu(self, answers: list[Answer]) -> Figures:
+    def _bleu(self, found: list[list[Answer]]) -> Figures:
         if self.references is None:
             return {}
         metric = Bleu(tokenize=self.bleu_tokenizer)
-        texts = self.tokenizer.decode([answer.tokens for answer in answers])
+        texts = self.tokenizer.decode([answers[0].tokens for answers in found])
         return {"bleu": round(corpus_score(metric, texts, self.references), 4), "bleu_signature": metric.signature()}
 
+    def compare(self, runner: Runner, bounded: bool = True) -> Figures:
+        """Return a format's figures. "broken" has a message for each bound that they exceed.
+
+        Bounds apply to greedy answers, to beam answers of a search with this project's rules, to the scores of both and
+        to BLEU. Another beam search is reported, and so is everything if it is not `bounded`.
+        """
+        beam, measured = self.measure(runner.beam)
+        figures = self._reported(beam, measured) if runner.has_beam else {"search": "greedy"}
+        if bounded:
+            if runner.own_beam:
+                figures |= self.against(beam)
+            greedy = runner.greedy(self.sources) if runner.has_beam else [answers[0] for answers in beam]
+            figures |= self.greedy_against(greedy)
+            answers = [list(answer.tokens[:-1]) for answer in self.greedy]
+            figures |= runner.different_texts(self.texts, self.sources, answers)
+            figures = {"broken": self.broken(figures), **figures}
+        return {**figures, **measured}
+
+    def _reported(self, beam: list[list[Answer]], measured: Figures) -> Figures:
+        equal = [one[0].tokens == other[0].tokens for one, other in zip(self.beam, beam, strict=True)]
+        figures: Figures = {"share_equal": round(sum(equal) / len(equal), 4)}
+        if self.references is not None:
+            figures["bleu_difference"] = round(measured["bleu"] - self._bleu(self.beam)["bleu"], 4)
+        return figures
+
     def against(self, found: list[list[Answer]]) -> Figures:
-        """Count equal, tied and different best answers; return the largest difference between n-best scores."""
-        counts = {"equal": 0, "tied": 0, "different": 0}
-        differences: list[float] = []
-        for one, other in zip(self.beam, found, strict=True):
-            same = one[0].tokens == other[0].tokens
-            tie = abs(one[0].score - other[0].score) <= TIE
-            counts["equal" if same else "tied" if tie else "different"] += 1
-            differences += [abs(a.score - b.score) for a, b in zip(one, other, strict=False)]
+        """Count equal, tied and different best answers; return how far n-best scores are from the truth at most.
+
+        Two answers tie if the truth gives them the same score, up to twice the tolerance.
+        """
+        counts, differences = {"equal": 0, "tied": 0, "different": 0}, []
+        # At once, because together they take less time.
+        self.truth.log_probabilities(
+            [(source, one.tokens) for source, beam in zip(self.sources, self.beam, strict=True) for one in beam]
+        )
+        alpha = self.settings.length_penalty
+        for source, one, other in zip(self.sources, self.beam, found, strict=True):
+            best = one[0].tokens, other[0].tokens
+            is_tie = self._is_tie(source, *best, alpha)
+            counts["equal" if best[0] == best[1] else "tied" if is_tie else "different"] += 1
+            # Sorted, because hypotheses that tie may be in another order.
+            scores = sorted((self._score(source, answer.tokens, alpha) for answer in one), reverse=True)
+            differences += [abs(score - answer.score) for score, answer in zip(scores, other, strict=False)]
             if len(one) != len(other):
                 differences.append(float("inf"))
         return {**counts, "largest_score_difference": largest(differences)}
 
     def greedy_against(self, found: list[Answer]) -> Figures:
-        """Count equal, tied and different greedy answers."""
-        counts = {"equal": 0, "tied": 0, "different": 0}
-        for source, one, other in zip(self.sources, self.greedy, found, strict=True):
-            same = one.tokens == other.tokens
-            counts["equal" if same else "tied" if self._is_tie(source, one, other) else "different"] += 1
-        return {f"greedy_{name}": count for name, count in counts.items()}
+        """Count equal, tied and different greedy answers; return how far their scores are from the truth at most.
 
-    @torch.no_grad()
-    def _is_tie(self, source: Ids, one: Answer, other: Answer) -> bool:
-        place = next(
-            (i for i, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if len(set(pair)) > 1), None
-        )
-        if place is None:
-            return False
-        target = torch.tensor([[self.tokenizer.bos_id, *one.tokens[:place]]])
-        chances = self.network.logits(self.network(torch.tensor([source]), target)[0, -1]).log_softmax(-1)
-        return bool((chances[one.tokens[place]] - chances[other.tokens[place]]).abs() <= TIE)
-
-    def share_equal(self, found: list[list[Answer]]) -> float:
-        """Return the share of sentences whose best answers are equal."""
-        pairs = zip(self.beam, found, strict=True)
-        return round(sum(one[0].tokens == other[0].tokens for one, other in pairs) / len(found), 4)
-
-    @torch.no_grad()
-    def log_probabilities(self) -> list[float]:
-        """Return the log-probability of each of the checkpoint's greedy answers, by teacher forcing."""
-        totals = []
-        for source, answer in zip(self.sources, self.greedy, strict=True):
-            target = torch.tensor([[self.tokenizer.bos_id, *answer.tokens]])
-            chances = self.network.logits(self.network(torch.tensor([source]), target[:, :-1])).log_softmax(-1)
-            totals.append(float(chances.gather(2, target[:, 1:, None]).double().sum()))
-        return totals
-
-    @torch.no_grad()
-    def logits_difference(self, forced: Callable[..., torch.Tensor]) -> float:
-        """Return the largest difference in logits over all steps of the checkpoint's greedy answers.
-
-        `forced` maps source [B, S], mask [B, S] and target [B, T] to a format's logits [B, T, vocabulary].
+        Two answers tie if the truth gives the first tokens that differ the same probability.
         """
-        differences: list[float] = []
-        # Answers of like length together: fewer steps.
-        order = sorted(range(len(self.sources)), key=lambda index: len(self.greedy[index].tokens))
-        for start in range(0, len(order), 20):
-            batch = order[start : start + 20]
-            source, mask = padded([self.sources[index] for index in batch], self.tokenizer.pad_id)
-            answers = [[self.tokenizer.bos_id, *self.greedy[index].tokens[:-1]] for index in batch]
-            target, is_token = padded(answers, self.tokenizer.pad_id)
-            expected = self.network.logits(self.network(source, target, mask))
-            difference = (forced(source, mask, target) - expected).abs().amax(-1)
-            differences.append(float(difference.masked_fill(~is_token, 0.0).max()))
-        return largest(differences)
+        counts, differences = {"equal": 0, "tied": 0, "different": 0}, []
+        scores = self.truth.log_probabilities(list(zip(self.sources, [one.tokens for one in found], strict=True)))
+        for source, one, other, score in zip(self.sources, self.greedy, found, scores, strict=True):
+            pairs = enumerate(zip(one.tokens, other.tokens, strict=False), start=1)
+            end = next((length for length, pair in pairs if pair[0] != pair[1]), None)
+            is_tie = end is not None and self._is_tie(source, one.tokens[:end], other.tokens[:end], 0.0)
+            counts["equal" if one.tokens == other.tokens else "tied" if is_tie else "different"] += 1
+            differences.append(abs(score - other.score))
+        figures = {**counts, "largest_score_difference": largest(differences)}
+        return {f"greedy_{name}": figure for name, figure in figures.items()}
+
+    def _is_tie(self, source: Ids, one: tuple[int, ...], other: tuple[int, ...], alpha: float) -> bool:
+        return abs(self._score(source, one, alpha) - self._score(source, other, alpha)) <= 2 * self.tolerance
+
+    def _score(self, source: Ids, answer: tuple[int, ...], alpha: float) -> float:
+        [log_probability] = self.truth.log_probabilities([(source, answer)])
+        return log_probability / ((5.0 + len(answer)) / 6.0) ** alpha
 
     def power_penalty(self) -> float:
         """Return the length penalty for CTranslate2 and Transformers that comes nearest to the checkpoint's.
@@ -197,17 +241,13 @@ class Parity:
     def broken(self, figures: Figures) -> list[str]:
         """Return messages about the bounds that a format's figures exceed."""
         messages = []
-        for kind in ("", "greedy_"):
-            if count := figures.get(f"{kind}different"):
-                kind_of_answers = f"{kind.replace('_', ' ')}answers"
-                messages.append(f"{count} of {len(self.sources)} {kind_of_answers} differ and are not ties")
-        for name, bound in (
-            ("largest_score_difference", SCORES),
-            ("largest_forced_score_difference", SCORES),
-            ("largest_logit_difference", LOGITS),
-        ):
-            if not figures.get(name, 0.0) <= bound:
-                messages.append(f"{name.replace('_', ' ')} {figures[name]:.2g} is more than {bound}")
+        for kind in ("", "greedy "):
+            prefix = kind.replace(" ", "_")
+            if count := figures.get(f"{prefix}different"):
+                messages.append(f"{count} of {len(self.sources)} {kind}answers differ and are not ties")
+            difference = figures.get(f"{prefix}largest_score_difference", 0.0)
+            if not difference <= self.tolerance:
+                messages.append(f"{kind}largest score difference {difference:.2g} is more than {self.tolerance:.2g}")
         for kind, what in (("sources", "encodes"), ("answers", "decodes")):
             if count := figures.get(f"tokenizer_{kind}_different"):
                 messages.append(f"its tokenizer {what} {count} of {len(self.sources)} {kind} differently")
@@ -220,11 +260,6 @@ class Parity:
 def largest(differences: Iterable[float]) -> float:
     """Return the largest difference, 0 if there is none, and NaN if one is NaN, which Python's `max` may ignore."""
     return float(torch.tensor([0.0, *differences], dtype=torch.float64).max())
-
-
-def different(found: Sequence[object], expected: Sequence[object]) -> int:
-    """Return how many items of two sequences of one length differ."""
-    return sum(one != other for one, other in zip(found, expected, strict=True))
 
 
 def timed(work: Callable[[], Result]) -> tuple[float, Result]:

@@ -1,7 +1,6 @@
 """Runners that translate ids with each format of a bundle, so that their answers can be compared."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +10,11 @@ from torch import Tensor
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings
 from pipeline.inference.text_io import progress_bar
-from pipeline.inference.translator import batches_by_length, padded
+from pipeline.inference.translator import LONGEST, batches_by_length, padded
 
 BATCH_TOKENS = 4096
+FORCED_TOKENS = 512
+"""Tokens of a batch of forced answers, whose logits [tokens, vocabulary] are in float64."""
 Ids = list[int]
 
 
@@ -26,45 +27,112 @@ class Answer(NamedTuple):
     """Log-probability divided by the length penalty; the log-probability for greedy search."""
 
 
-class SearchRunner:
+class Runner:
+    """A loaded format. Sources are ids with the end symbol."""
+
+    own_beam = False
+    """Whether its beam search has this project's rules, so that it has to find what the checkpoint's search finds."""
+    has_beam = True
+
+    def __init__(self, tokenizer: Tokenizer, settings: DecodingSettings, name: str) -> None:
+        """`name` says in the progress bar which format this is."""
+        self.tokenizer, self.settings, self.name = tokenizer, settings, name
+
+    def greedy(self, sources: list[Ids]) -> list[Answer]:
+        """Return the greedy answer of each source, with the log-probability that it has in this format."""
+        raise NotImplementedError
+
+    def beam(self, sources: list[Ids]) -> list[list[Answer]]:
+        """Return hypotheses of each source, best first; greedy answers if the format has no beam search."""
+        return [[answer] for answer in self.greedy(sources)]
+
+    def different_texts(self, texts: list[str], sources: list[Ids], answers: list[Ids]) -> dict[str, int]:
+        """Return how many texts and answers the format's own tokenizer, if it has one, maps otherwise than ours."""
+        return {}
+
+    def _all(
+        self, sources: list[Ids], search: Callable[[list[Ids]], list[Any]], kind: str, one_length: bool = False
+    ) -> list[Any]:
+        """Return what `search` returns for each source.
+
+        With `one_length`, it is called with sources of one length, because it limits all its answers to one length.
+        """
+        lengths = [len(source) for source in sources]
+        batches: Iterable[list[int]] = batches_by_length(lengths, BATCH_TOKENS)
+        if one_length:
+            batches = ([i for i, one in enumerate(lengths) if one == length] for length in sorted(set(lengths)))
+        found: list[Any] = [None] * len(sources)
+        with progress_bar(len(sources), description=f"{self.name}, {kind} search") as bar:
+            for batch in batches:
+                for index, answer in zip(batch, search([sources[index] for index in batch]), strict=True):
+                    found[index] = answer
+                bar.update(len(batch))
+        return found
+
+
+@torch.no_grad()
+def forced_log_probabilities(
+    logits: Callable[[Tensor, Tensor, Tensor], Tensor],
+    tokenizer: Tokenizer,
+    sources: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+) -> list[float]:
+    """Return log P(answer | source) of each pair by teacher forcing.
+
+    `logits` maps source ids [B, S], their mask [B, S] and target ids [B, T], which start with the begin symbol, to
+    [B, T, vocabulary].
+    """
+    totals = [0.0] * len(answers)
+    lengths = [len(source) + len(answer) for source, answer in zip(sources, answers, strict=True)]
+    for batch in batches_by_length(lengths, FORCED_TOKENS):
+        source, mask = padded([list(sources[index]) for index in batch], tokenizer.pad_id)
+        target, is_token = padded([[tokenizer.bos_id, *answers[index]] for index in batch], tokenizer.pad_id)
+        chances = logits(source, mask, target[:, :-1]).double().log_softmax(-1)
+        chances = chances.gather(2, target[:, 1:, None]).squeeze(2).masked_fill(~is_token[:, 1:], 0.0)
+        for index, total in zip(batch, chances.sum(1).tolist(), strict=True):
+            totals[index] = total
+    return totals
+
+
+class SearchRunner(Runner):
     """A `BeamSearch`, the checkpoint's or one loaded from TorchScript, or a `CompiledSearch`."""
 
+    own_beam = True
+
     def __init__(self, search: Any, tokenizer: Tokenizer, settings: DecodingSettings, name: str) -> None:
-        """`name` says in the progress bar which search this is."""
-        self.search, self.tokenizer, self.settings, self.name = search, tokenizer, settings, name
+        super().__init__(tokenizer, settings, name)
+        self.search = search
 
     def beam(self, sources: list[Ids]) -> list[list[Answer]]:
         """Return all hypotheses of the final beam, best first."""
         settings = self.settings
         options = (settings.beam_size, settings.length_penalty, settings.max_extra_tokens, settings.beam_size)
-        return self._all(sources, lambda source, mask: self.search.beam(source, mask, *options)[:3], "beam search")
+        return self._search(sources, "beam", lambda *batch: self.search.beam(*batch, *options)[:3])
 
     def greedy(self, sources: list[Ids]) -> list[Answer]:
-        """Return the greedy answer of each sentence."""
+        """Return the greedy answer of each source."""
 
-        def search(source: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-            return tuple(one.unsqueeze(1) for one in self.search.greedy(source, mask, self.settings.max_extra_tokens))
+        def search(*batch: Tensor | None) -> tuple[Tensor, ...]:
+            return tuple(one.unsqueeze(1) for one in self.search.greedy(*batch, self.settings.max_extra_tokens))
 
-        return [answers[0] for answers in self._all(sources, search, "greedy search")]
+        return [answers[0] for answers in self._search(sources, "greedy", search)]
 
-    def _all(self, sources: list[Ids], search: Callable[..., tuple[Tensor, ...]], kind: str) -> list[list[Answer]]:
-        found: list[list[Answer]] = [[] for _ in sources]
-        with progress_bar(len(sources), description=f"{self.name}, {kind}") as bar:
-            for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
-                source, mask = padded([sources[index] for index in batch], self.tokenizer.pad_id)
-                answers = [one.tolist() for one in search(source, None if bool(mask.all()) else mask)]
-                for index, *rows in zip(batch, *answers, strict=True):
-                    found[index] = [
-                        Answer(tuple(tokens[:length]), score)
-                        for tokens, length, score in zip(*rows, strict=True)
-                        if length
-                    ]
-                bar.update(len(batch))
-        return found
+    def _search(self, sources: list[Ids], kind: str, search: Callable[..., tuple[Tensor, ...]]) -> list[list[Answer]]:
+        def answers(batch: list[Ids]) -> list[list[Answer]]:
+            source, mask = padded(batch, self.tokenizer.pad_id)
+            found = search(source, None if bool(mask.all()) else mask)
+            return [
+                [Answer(tuple(tokens[:length]), score) for tokens, length, score in zip(*rows, strict=True) if length]
+                for rows in zip(*(one.tolist() for one in found), strict=True)
+            ]
+
+        return self._all(sources, answers, kind)
 
 
-class ProgramRunner:
+class ProgramRunner(Runner):
     """The programs of `model.pt2` or `onnx/` with a greedy decoding loop over batches."""
+
+    has_beam = False
 
     def __init__(
         self,
@@ -74,20 +142,14 @@ class ProgramRunner:
         max_positions: int,
         name: str,
     ) -> None:
-        """`programs` has `encode` and `step`; `name` says in the progress bar which file this is."""
-        self.encode, self.step, self.name = programs["encode"], programs["step"], name
-        self.tokenizer, self.settings, self.max_positions = tokenizer, settings, max_positions
+        """`programs` has `encode` and `step`; `max_positions` is 0 for no limit."""
+        super().__init__(tokenizer, settings, name)
+        self.encode, self.step, self.max_positions = programs["encode"], programs["step"], max_positions
 
     @torch.no_grad()
     def greedy(self, sources: list[Ids]) -> list[Answer]:
-        """Return the greedy answer of each sentence. Padding and the begin symbol are never chosen."""
-        found: list[Answer] = [Answer((), 0.0) for _ in sources]
-        with progress_bar(len(sources), description=f"{self.name}, greedy search") as bar:
-            for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
-                for index, answer in zip(batch, self._search([sources[index] for index in batch]), strict=True):
-                    found[index] = answer
-                bar.update(len(batch))
-        return found
+        """Return the greedy answer of each source. Padding and the begin symbol are never chosen."""
+        return self._all(sources, self._search, "greedy")
 
     def _search(self, sources: list[Ids]) -> list[Answer]:
         tokenizer = self.tokenizer
@@ -111,22 +173,8 @@ class ProgramRunner:
         rows = zip(torch.stack(tokens, 1).tolist(), totals.tolist(), strict=True)
         return [Answer(tuple(row[: row.index(tokenizer.eos_id) + 1]), total) for row, total in rows]
 
-    @torch.no_grad()
-    def logits(self, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-        """Return logits [B, T, vocabulary] for source and target ids [B, S] and [B, T], by teacher forcing.
 
-        Targets start with the begin symbol.
-        """
-        cross_keys, cross_values = self.encode(source, mask)
-        keys, values = cross_keys[:, :, :, :0], cross_values[:, :, :, :0]
-        steps = []
-        for last in target.unbind(1):
-            one, keys, values = self.step(last, keys, values, cross_keys, cross_values, mask)
-            steps.append(one)
-        return torch.stack(steps, 1)
-
-
-class CTranslate2Runner:
+class CTranslate2Runner(Runner):
     """A `ctranslate2/` folder, with the length penalty that comes nearest to the checkpoint's."""
 
     def __init__(
@@ -140,24 +188,30 @@ class CTranslate2Runner:
     ) -> None:
         from pipeline.export.ctranslate2_model import require_ctranslate2
 
-        threads = torch.get_num_threads()
+        super().__init__(tokenizer, settings, folder.name)
         self.translator = require_ctranslate2().Translator(
-            str(folder), compute_type=compute_type, inter_threads=1, intra_threads=threads
+            str(folder), compute_type=compute_type, inter_threads=1, intra_threads=torch.get_num_threads()
         )
-        self.tokenizer, self.settings, self.length_penalty = tokenizer, settings, length_penalty
-        self.max_positions = max_positions
+        self.length_penalty, self.max_positions = length_penalty, max_positions
         self.pieces = tokenizer.pieces()
+        self.ids = {piece: number for number, piece in enumerate(self.pieces)}
 
-    @functools.cached_property
-    def _ids(self) -> dict[str, int]:
-        return {piece: number for number, piece in enumerate(self.pieces)}
+    def beam(self, sources: list[Ids]) -> list[list[Answer]]:
+        """Return the best answer of each source, with its score by CTranslate2's formula."""
+        options = {"beam_size": self.settings.beam_size, "length_penalty": self.length_penalty}
+        return [[answer] for answer in self._translate(sources, **options)]
 
-    def _pieces(self, rows: list[Ids]) -> list[list[str]]:
-        return [[self.pieces[i] for i in row] for row in rows]
+    def greedy(self, sources: list[Ids]) -> list[Answer]:
+        """Return the greedy answer of each source, with its log-probability by teacher forcing."""
+        answers = self._all(sources, lambda batch: self._translate(batch, beam_size=1), "greedy", one_length=True)
+        # CTranslate2 adds the end symbol itself.
+        targets = self._pieces([list(answer.tokens[:-1]) for answer in answers])
+        forced = self.translator.score_batch(self._pieces(sources), targets)
+        return [Answer(one.tokens, sum(found.log_probs)) for one, found in zip(answers, forced, strict=True)]
 
-    def _translate(self, sources: list[Ids], longest: int, **options: Any) -> list[list[Answer]]:
+    def _translate(self, sources: list[Ids], **options: Any) -> list[Answer]:
         tokenizer = self.tokenizer
-        limit = longest + self.settings.max_extra_tokens
+        limit = max(map(len, sources)) + self.settings.max_extra_tokens
         results = self.translator.translate_batch(
             self._pieces(sources),
             # CTranslate2 does not count the end symbol.
@@ -170,78 +224,55 @@ class CTranslate2Runner:
             **options,
         )
         return [
-            [
-                Answer((*(self._ids[piece] for piece in pieces), tokenizer.eos_id), score)
-                for pieces, score in zip(result.hypotheses, result.scores, strict=True)
-            ]
+            Answer((*(self.ids[piece] for piece in result.hypotheses[0]), tokenizer.eos_id), result.scores[0])
             for result in results
         ]
 
-    def beam(self, sources: list[Ids]) -> list[list[Answer]]:
-        """Return the best answer of each sentence."""
-        options = {"beam_size": self.settings.beam_size, "length_penalty": self.length_penalty}
-        return self._translate(sources, max(map(len, sources)), **options)
-
-    def greedy(self, sources: list[Ids]) -> list[Answer]:
-        """Return the greedy answer of each sentence.
-
-        Sentences of one length are translated together, because a call has one length limit.
-        """
-        found: dict[int, Answer] = {}
-        for length in sorted({len(source) for source in sources}):
-            indices = [index for index, source in enumerate(sources) if len(source) == length]
-            answers = self._translate([sources[index] for index in indices], length, beam_size=1)
-            found |= {index: answer[0] for index, answer in zip(indices, answers, strict=True)}
-        return [found[index] for index in range(len(sources))]
-
-    def forced(self, sources: list[Ids], answers: list[Answer]) -> list[float]:
-        """Return the log-probability of each answer, including the end symbol."""
-        targets = self._pieces([list(answer.tokens[:-1]) for answer in answers])
-        return [sum(one.log_probs) for one in self.translator.score_batch(self._pieces(sources), targets)]
+    def _pieces(self, rows: list[Ids]) -> list[list[str]]:
+        return [[self.pieces[i] for i in row] for row in rows]
 
 
-class HuggingFaceRunner:
+class HuggingFaceRunner(Runner):
     """A `huggingface/` folder, loaded as its README describes, with the generation settings that it holds."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, settings: DecodingSettings) -> None:
         from pipeline.export.huggingface_model import require_transformers
 
+        super().__init__(tokenizer, settings, folder.name)
         transformers = require_transformers()
         self.marian = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True).eval()
-        self.tokenizer, self.settings = tokenizer, settings
-
-    def encode(self, sentences: list[str], longest: int) -> list[Ids]:
-        """Return the ids of each sentence, cut to `longest` tokens, with the end symbol."""
-        return self.marian(sentences, truncation=True, max_length=longest)["input_ids"]
-
-    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each sequence of ids."""
-        return self.marian.batch_decode([list(row) for row in ids], skip_special_tokens=True)
 
     def beam(self, sources: list[Ids]) -> list[list[Answer]]:
-        """Return the best answer of each sentence, without its score."""
-        return [[answer] for answer in self._all(sources, "beam search")]
+        """Return the best answer of each source, without its score."""
+        return [[Answer(tokens, 0.0)] for tokens in self._generate(sources, "beam")]
 
     def greedy(self, sources: list[Ids]) -> list[Answer]:
-        """Return the greedy answer of each sentence, without its score."""
-        return self._all(sources, "greedy search", num_beams=1)
+        """Return the greedy answer of each source, with its log-probability by teacher forcing."""
 
-    @torch.no_grad()
-    def logits(self, source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-        """Return logits [B, T, vocabulary] for source and target ids [B, S] and [B, T], by teacher forcing."""
-        return self.model(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target).logits
+        def logits(source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+            return self.model(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target).logits
 
-    def _all(self, sources: list[Ids], kind: str, **options: Any) -> list[Answer]:
-        """Search sentences of one length together, because a call has one length limit."""
-        tokenizer, found = self.tokenizer, [Answer((), 0.0) for _ in sources]
-        with progress_bar(len(sources), description=f"huggingface, {kind}") as bar:
-            for length in sorted({len(source) for source in sources}):
-                indices = [index for index, source in enumerate(sources) if len(source) == length]
-                ids = torch.tensor([sources[index] for index in indices])
-                limit = length + self.settings.max_extra_tokens + 1  # the begin symbol counts
-                output = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_length=limit, **options)
-                for index, row in zip(indices, output[:, 1:].tolist(), strict=True):
-                    found[index] = Answer(tuple(row[: row.index(tokenizer.eos_id) + 1]), 0.0)
-                bar.update(len(indices))
-        return found
+        answers = self._generate(sources, "greedy", num_beams=1)
+        totals = forced_log_probabilities(logits, self.tokenizer, sources, answers)
+        return [Answer(tokens, total) for tokens, total in zip(answers, totals, strict=True)]
+
+    def different_texts(self, texts: list[str], sources: list[Ids], answers: list[Ids]) -> dict[str, int]:
+        """Compare the ids of texts and the texts of answers with those of this project's tokenizer."""
+        encoded = self.marian(texts, truncation=True, max_length=LONGEST)["input_ids"]
+        decoded = self.marian.batch_decode(answers, skip_special_tokens=True)
+        # Transformers leaves no white space at the end of a text.
+        expected = [text.strip() for text in self.tokenizer.decode(answers)]
+        return {
+            "tokenizer_sources_different": sum(one != other for one, other in zip(encoded, sources, strict=True)),
+            "tokenizer_answers_different": sum(one != other for one, other in zip(decoded, expected, strict=True)),
+        }
+
+    def _generate(self, sources: list[Ids], kind: str, **options: Any) -> list[tuple[int, ...]]:
+        def search(batch: list[Ids]) -> list[tuple[int, ...]]:
+            ids = torch.tensor(batch)
+            limit = ids.size(1) + self.settings.max_extra_tokens + 1  # the begin symbol counts
+            output = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_length=limit, **options)
+            return [tuple(row[: row.index(self.tokenizer.eos_id) + 1]) for row in output[:, 1:].tolist()]
+
+        return self._all(sources, search, kind, one_length=True)

@@ -162,8 +162,8 @@ def test_without_a_compiler(
 def test_weights_that_differ_are_refused(
     library: ctypes.CDLL, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_another(bundle: formats.Bundle) -> None:
-        written(make_model(tokenizer, d_ff=40).network, bundle.folder)
+    def write_another(bundle: formats.Bundle, path: Path) -> None:
+        written(make_model(tokenizer, d_ff=40).network, path.parent)
 
     monkeypatch.setitem(formats.FORMATS, "cpp", formats.FORMATS["cpp"]._replace(write=write_another))
     monkeypatch.setattr("pipeline.export.cpp_program.compile_cpp", lambda folder: library)

@@ -102,7 +102,7 @@ def test_a_format_that_differs_from_the_checkpoint_is_refused(
     """ONNX is compared as model.pt2 is; Transformers' and C++ have tests of their own."""
     model, another = (make_model(tokenizer, num_layers=1, d_ff=size) for size in (48, 40))
     kind = formats.FORMATS[name]
-    broken = kind._replace(write=lambda bundle: kind.write(bundle._replace(model=another)))
+    broken = kind._replace(write=lambda bundle, path: kind.write(bundle._replace(network=another.network), path))
     monkeypatch.setitem(formats.FORMATS, name, broken)
     refusal = rf"{re.escape(name)} \(float32\): \d+ of 12 (greedy )?answers differ.* nothing was written"
     with pytest.raises(InputError, match=refusal):

@@ -187,7 +187,7 @@ def test_a_folder_of_other_weights_is_no_bundle(
         vocabulary.write_text(json.dumps(pieces))
 
     monkeypatch.setattr(formats, "write_huggingface", write_other)
-    with pytest.raises(InputError, match="largest logit difference") as raised:
+    with pytest.raises(InputError, match="greedy largest score difference") as raised:
         write_bundle(make_model(tokenizer), tmp_path, ["huggingface"], TEXT, [])
     assert "its tokenizer encodes" in str(raised.value)
     assert "its tokenizer decodes" in str(raised.value)

@@ -41,7 +41,7 @@ def written(network: Transformer, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.slow
-def test_greedy_answers_and_logits_are_the_networks(network: Transformer, written: Path) -> None:
+def test_greedy_answers_are_the_networks(network: Transformer, written: Path) -> None:
     runner = ProgramRunner(load_onnx(written), Ids(), DecodingSettings(max_extra_tokens=10), 0, "onnx")  # type: ignore[arg-type]
     source, mask = make_sources([length for length in LENGTHS if length > 1])
     rows = [row[: int(length)].tolist() for row, length in zip(source, mask.sum(1), strict=True)]
@@ -50,10 +50,6 @@ def test_greedy_answers_and_logits_are_the_networks(network: Transformer, writte
     found = runner.greedy(rows)
     assert [answer.tokens for answer in found] == expected
     assert [answer.score for answer in found] == pytest.approx(answers.log_probabilities.tolist(), abs=1e-4)
-    target = torch.nn.functional.pad(answers.tokens, [1, 0], value=BOS)[:, :-1]
-    with torch.no_grad():
-        logits = network.logits(network(source, target, mask))
-    assert (runner.logits(source, mask, target) - logits).abs().max() < 1e-4
 
 
 @pytest.mark.slow
