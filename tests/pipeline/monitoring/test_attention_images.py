@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import matplotlib
@@ -51,6 +52,24 @@ def test_a_value_is_a_square_in_its_row_and_column() -> None:
     assert (right - left, lower - upper) == (CELL_SIZE, CELL_SIZE)
     down, aside = CELL_SIZE, 2 * CELL_SIZE
     assert darkened(1, 2) == (left + aside, upper + down, right + aside, lower + down)
+
+
+def test_panels_follow_one_another_by_layer_and_head() -> None:
+    labels = axis_labels([], [], "", "")._replace(by_axis={"next": ["a"], "source": ["x"]})
+    layers, heads = [1, 2], [0, 2, 3, 4, 5]
+
+    def drawn(weights: np.ndarray) -> np.ndarray:
+        return np.asarray(draw_attention("cross", list(weights), labels, layers, heads, "").convert("L"))
+
+    places = []
+    for layer, head in product(layers, heads):
+        weights = np.zeros((3, 6, 1, 1), dtype=np.float32)
+        weights[layer, head] = 1
+        places.append(np.argwhere(drawn(weights) != drawn(np.zeros_like(weights))).min(axis=0).tolist())
+    rows, columns = zip(*places, strict=True)
+    assert len({*rows}) == 3
+    assert list(rows) == sorted(rows)
+    assert list(columns) == [*sorted({*columns}), *sorted({*columns}), *sorted({*columns})[:2]]
 
 
 def test_a_label_is_beside_its_row_and_above_its_column() -> None:
