@@ -180,15 +180,13 @@ class BatchSettings:
 
     batch_tokens: int = 25_000
     """Maximum number of tokens per side in one optimizer step, over all ranks."""
-    group_tokens: int | None = None
-    """Has no effect since version 0.3; accepted in recipes of older versions."""
     max_tokens_per_device: int | None = None
     """Maximum number of tokens per side in a micro-batch. If null, a device's part of a step is one micro-batch."""
     workers: int = 2
     """Number of loader processes per rank."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_tokens", "group_tokens", "max_tokens_per_device"):
+        for name in ("batch_tokens", "max_tokens_per_device"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"batches.{name} {value} is not 1 or more")

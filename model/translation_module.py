@@ -223,8 +223,8 @@ class TranslationModule(LightningModule):
             checkpoint["loss_scale"] = self.loss_scale.state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what `on_save_checkpoint` saved. Older checkpoints do not have it."""
-        self._skipped, self._skipped_in_a_row = torch.tensor(checkpoint.get("skipped_steps", [0.0, 0.0]))
+        """Restore what `on_save_checkpoint` saved; a run that had another precision has saved no loss scale."""
+        self._skipped, self._skipped_in_a_row = torch.tensor(checkpoint["skipped_steps"])
         if self.loss_scale is not None and "loss_scale" in checkpoint:
             self.loss_scale.load_state(checkpoint["loss_scale"])
 

@@ -26,6 +26,7 @@ LAYERS = {
         "readers",
         "tokenization",
         "files",
+        "file_format",
         "settings",
         "paths",
         "errors",

@@ -5,7 +5,6 @@ which does not depend on the number of ranks, so that any number of ranks can re
 """
 
 import itertools
-import logging
 import os
 import signal
 import sys
@@ -27,16 +26,12 @@ from data_module.errors import InputError
 
 NEVER_ENDS = 1 << 40
 """The length of an endless loader. With a length, Lightning does not fetch batches in advance."""
-PLAN_VERSION = 2
-"""Version of the plan of an epoch. A position is only valid for the version that made it; 0.1.0 did not save it."""
 
 _PARENT_CHECK_SECONDS = 2.0
 """How often a worker looks whether the training process still runs."""
 
 _COLLECTIVES_END_SECONDS = 0.1
 """How long to wait before forking workers on Python 3.11. Without other processes it takes some microseconds."""
-
-log = logging.getLogger(__name__)
 
 
 class RankBatchDataset(Dataset["RankBatch | InputError"]):
@@ -170,22 +165,11 @@ class StatefulLoader(DataLoader["RankBatch | InputError"]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position to resume from. It is the same on every rank, for any number of ranks."""
-        return {"epoch": self._position[0], "next_batch": self._position[1], "plan": PLAN_VERSION}
+        return {"epoch": self._position[0], "next_batch": self._position[1]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a position. The time this takes does not depend on the position.
-
-        If another version of the plan made it, its next batch has other pairs: resume at the start of the next epoch.
-        """
+        """Resume from a position. The time this takes does not depend on the position."""
         self._position = (state["epoch"], state["next_batch"])
-        if state.get("plan") != PLAN_VERSION and state["next_batch"]:
-            self._position = (state["epoch"] + 1, 0)
-            if self._rank_batches.rank == 0:
-                log.warning(
-                    "this version batches pairs in another way than the one that saved the checkpoint: the rest of"
-                    " epoch %d is left out, and training goes on with epoch %d",
-                    *(state["epoch"] + 1, state["epoch"] + 2),
-                )
 
 
 def _wait_for_collectives_to_end() -> None:

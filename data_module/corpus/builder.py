@@ -16,11 +16,12 @@ import numpy as np
 from tqdm import tqdm
 
 from data_module.corpus.kept_text import KeptTextWriter
-from data_module.corpus.manifest import FORMAT, FORMAT_VERSION, TOKENIZER_NAME, write_manifest
+from data_module.corpus.manifest import FORMAT, TOKENIZER_NAME, write_manifest
 from data_module.corpus.pair_filter import HeldOutPairs, PairFilter, Reason
 from data_module.corpus.sources import source_names
 from data_module.corpus.store import TokenStoreWriter, store_prefix, token_type
 from data_module.errors import InputError
+from data_module.file_format import FORMAT_VERSION
 from data_module.noise.noise import CASINGS, with_casing
 from data_module.readers.pairs import read_pairs
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from data_module.errors import PROGRAM, InputError
+from data_module.file_format import check_format
 
 FORMAT = "attention-pipeline corpus"
-FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer.model"
 
@@ -49,13 +49,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder}: not a corpus (it has no {MANIFEST_NAME} written by prepare); name another corpus.folder"
         )
     manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-    version = manifest["format_version"]
-    if version != FORMAT_VERSION:
-        age = "newer" if version > FORMAT_VERSION else "older"
-        raise InputError(
-            f"{folder}: corpus format {version} is {age} than this program's {FORMAT_VERSION};"
-            f" update the program, or {_REBUILD}"
-        )
+    check_format(folder / MANIFEST_NAME, manifest.get("format_version"), _REBUILD)
     for name, size in manifest["files"].items():
         path = folder / name
         found = path.stat().st_size if path.exists() else None
@@ -119,13 +113,6 @@ def changed_texts(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> st
     return ", ".join(f"{word} {_few(names, len(names))}" for names, word in parts if names)
 
 
-def _without_nulls(texts: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Leave out the keys that a text source does not use; manifests of earlier versions lack some of them."""
-    if texts is None:
-        return None
-    return [{key: value for key, value in text.items() if value is not None} for text in texts]
-
-
 def _text_name(text: dict[str, Any]) -> str:
     keys = ("prefix", "source", "target", "tsv", "dataset", "subset", "split", "target_language", "path")
     name = " ".join(str(text[key]) for key in keys if text.get(key))
@@ -141,8 +128,6 @@ def _compare(name: str, had: Any, wanted: Any) -> list[str]:
         changed = [f"{file} has changed" for file in now if before.get(file, now[file]) != now[file]]
         new, gone = ([file for file in one if file not in other] for one, other in ((now, before), (before, now)))
         return changed + [f"{file} is new" for file in new] + [f"{file} is gone" for file in gone]
-    if name in TEXT_KEYS:
-        had, wanted = _without_nulls(had), _without_nulls(wanted)
     if had == wanted:
         return []
     if name in TEXT_KEYS and (had or wanted):

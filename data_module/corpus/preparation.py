@@ -55,12 +55,14 @@ def prepare(
 
     Raises:
         InputError: the settings or a source are invalid, the folder holds a corpus of other inputs or settings, is
-            truncated, or is no corpus, or the disk is full. No partial corpus is left behind.
+            truncated, of another format, or no corpus, or the disk is full. No partial corpus is left behind.
     """
     check_settings(settings)
     if tokenizer is not None:
         check_tokenizer(settings, tokenizer)
     folder = Path(settings.folder)
+    if not force and is_corpus(folder):
+        read_manifest(folder)  # A truncated corpus, or one of another format, is refused before the texts are read.
     wanted = _wanted(settings)
     if not force and (manifest := _up_to_date(settings, wanted)) is not None:
         log.info("%s is up to date", folder)
@@ -116,18 +118,10 @@ def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> dict[st
 
 
 def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
-    # The folder is left out because a corpus may be moved. Empty lists, `byte_fallback` and newer keys of a text source
-    # are left out where they are not used, so that manifests of earlier versions compare equal.
-    values = {
-        key: value for key, value in asdict(settings).items() if key not in ("folder", *EPOCH_KEYS) and value != []
-    }
-    if not settings.byte_fallback:
-        del values["byte_fallback"]
-    for text in (text for split in ("train", "validation", "test") for text in values.get(split, [])):
+    # The folder is left out because a corpus may be moved.
+    values = {key: value for key, value in asdict(settings).items() if key not in ("folder", *EPOCH_KEYS)}
+    for text in (text for split in ("train", "validation", "test") for text in values[split]):
         del text["weight"]
-        for key in ("reader", "path", "prefix", "name", "source_language", "target_language"):
-            if text[key] is None:
-                del text[key]
     return values
 
 
@@ -169,22 +163,12 @@ def _up_to_date(
             f"{folder}: was made from other inputs or settings: {'; '.join(found)};"
             " name another corpus.folder, or rebuild this one for a new run with `prepare --force`"
         )
-    _check_epochs(folder, manifest, settings)
-    return manifest
-
-
-def _check_epochs(folder: Path, manifest: dict[str, Any], settings: CorpusSettings) -> None:
-    """Raise InputError if the corpus was prepared without what the epochs of these settings need."""
-    missing = ""
     if settings.has_views() and not KeptText.is_in(folder):
-        missing = "its text, which corpus.bpe_dropout and corpus.noise need"
-    elif any(text.weight != 1 for text in settings.train) and "sources" not in manifest["train"]:
-        missing = "the sizes of its sources, which the `weight` of a text source needs"
-    if missing:
         raise InputError(
-            f"{folder}: was prepared without {missing}; name another corpus.folder, or rebuild this one for a new run"
-            " with `prepare --force`"
+            f"{folder}: was prepared without its text, which corpus.bpe_dropout and corpus.noise need; name another"
+            " corpus.folder, or rebuild this one for a new run with `prepare --force`"
         )
+    return manifest
 
 
 @contextmanager

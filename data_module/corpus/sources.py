@@ -22,12 +22,8 @@ class SplitSources(NamedTuple):
 
 
 def split_sources(account: dict[str, Any]) -> SplitSources | None:
-    """Return the sources of a split from its entry in the manifest, if there are several to report apart.
-
-    Returns:
-        None for one name, and for a corpus of a version before 0.3.0, which did not record sources.
-    """
-    record = account.get("sources", [])
+    """Return the sources of a split from its entry in the manifest; None if all have one name."""
+    record = account["sources"]
     names = list(dict.fromkeys(source["name"] for source in record))
     if len(names) < 2:
         return None

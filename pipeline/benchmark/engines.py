@@ -5,7 +5,6 @@ measured. Heavy packages are therefore imported only by the engine that needs th
 read; only this project's own engine reads the checkpoint.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,9 +87,11 @@ def prepare(
 
 def _require_bundle(bundle: Path, model: Any) -> None:
     """Raise InputError if a bundle has no model.ts or was made from another checkpoint than `model`."""
+    from pipeline.export.card import read_card
+
     if not (bundle / "model.ts").is_file():
         raise InputError(f"{bundle}: holds no model.ts; give a folder that export has made")
-    card = json.loads((bundle / "card.json").read_text(encoding="utf-8"))
+    card = read_card(bundle / "card.json")
     if (card["tokenizer_sha256"], card["step"]) != (model.tokenizer.sha256, model.step):
         raise InputError(
             f"{bundle}: was made from {card['checkpoint']}, another checkpoint than {model.path}; give that checkpoint "

@@ -54,12 +54,7 @@ class CheckpointCallback(Callback):
         """Step of a checkpoint between two intervals, saved only because the run had to stop there."""
         self.best_bleu = -1.0
         self._best_step: int | None = None
-        """Step of the best validation; None before the first one, and until the next best in runs before 0.3.0."""
-
-    @property
-    def state_key(self) -> str:
-        """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "CheckpointKeeper"
+        """Step of the best validation; None before the first one."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Save when a step or time interval has passed. Raises the error of an earlier write."""
@@ -169,7 +164,7 @@ class CheckpointCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run continues with."""
-        return {"best_bleu": self.best_bleu, "best_step": self._best_step, "in_passing": self._temporary_step}
+        return {"best_bleu": self.best_bleu, "best_step": self._best_step, "temporary_step": self._temporary_step}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reserve the memory that checkpoints are copied to, before the memory of training is measured."""
@@ -191,8 +186,8 @@ class CheckpointCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the callback's state."""
-        self.best_bleu, self._temporary_step = state_dict["best_bleu"], state_dict.get("in_passing")
-        self._best_step = state_dict.get("best_step")
+        self.best_bleu, self._best_step = state_dict["best_bleu"], state_dict["best_step"]
+        self._temporary_step = state_dict["temporary_step"]
 
 
 def validation_is_due(trainer: Trainer) -> bool:

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from data_module.errors import PROGRAM, InputError
+from data_module.file_format import FORMAT_VERSION, check_format
 from data_module.files import atomic_file, disk_full_error
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint_files import AVERAGES, is_valid, latest_valid, step_of
 
-FORMAT_VERSION = 1
 _PREFIX = "network."
 
 
@@ -119,8 +119,7 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def _outdated_message(run: Path, average: Path, contents: dict[str, Any], newest: Path, candidate: Path) -> str:
-    last = len(contents.get("averaged", [])) or 5
-    option = contents.get("selection", {}).get("option", f"--last {last}")
+    option = contents["selection"]["option"] if "selection" in contents else f"--last {len(contents['averaged'])}"
     return (
         f"{average.name} is of step {_made_at(contents)} and the run is at step {step_of(newest)}, so "
         f"{candidate.name} is used; to average again, run: {PROGRAM} average {run} {option}"
@@ -129,8 +128,7 @@ def _outdated_message(run: Path, average: Path, contents: dict[str, Any], newest
 
 def _made_at(contents: dict[str, Any]) -> int:
     """Return the step of the newest checkpoint that an average was made of or, with `--best`, that the run had."""
-    step = int(contents.get("global_step", 0))
-    return int(contents.get("selection", {}).get("run_step", step))
+    return contents["selection"]["run_step"] if "selection" in contents else contents["global_step"]
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -152,15 +150,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             "tensors; give a .ckpt file that fit has written, or its run folder"
         ) from None
     part = contents.get("translation") if isinstance(contents, dict) else None
-    if not isinstance(part, dict) or "state_dict" not in contents:
+    if not isinstance(part, dict) or not {"state_dict", "global_step"} <= contents.keys():
         raise InputError(f"{path}: is not a checkpoint of this program; give one that fit has written")
-    if part.get("format_version") != FORMAT_VERSION:
-        raise InputError(
-            f"{path}: has checkpoint format {part.get('format_version')}, this program reads {FORMAT_VERSION}; "
-            "use the version of the program that wrote it"
-        )
-    # Checkpoints of earlier versions lack newer settings, whose defaults are what those versions did.
-    part["network"] = asdict(NetworkSettings()) | part["network"]
+    check_format(path, part.get("format_version"), "start a new run")
     return contents
 
 
@@ -186,8 +178,7 @@ def load_model(path: Path) -> TrainedModel:
             f"pieces ({reason[:200]}); use another checkpoint"
         ) from None
     decoding = DecodingSettings(**part["recipe"]["decoding"])
-    step = int(contents.get("global_step", 0))
-    return TrainedModel(network.eval(), tokenizer, decoding, part["recipe"], path, step)
+    return TrainedModel(network.eval(), tokenizer, decoding, part["recipe"], path, contents["global_step"])
 
 
 class _NoInitialValues(TorchFunctionMode):
@@ -242,7 +233,7 @@ def average(paths: list[Path], read: Callable[[Path], dict[str, Any]] = read_che
     return {
         "state_dict": {name: (total / len(paths)).to(first["state_dict"][name].dtype) for name, total in sums.items()},
         "translation": first["translation"],
-        "global_step": first.get("global_step", 0),
+        "global_step": first["global_step"],
         "averaged": [path.name for path in paths],
         "pytorch-lightning_version": first.get("pytorch-lightning_version"),
     }

@@ -23,11 +23,6 @@ class EMA(WeightAveragingBase):
         super().__init__()
         self._decay = decay
 
-    @property
-    def state_key(self) -> str:
-        """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "MovingAverage"
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Create the average on the device that the weights will be on."""
         self._device = trainer.strategy.root_device

@@ -14,6 +14,7 @@ import yaml
 
 from data_module.corpus.manifest import TEXT_KEYS, changed_texts
 from data_module.errors import InputError
+from data_module.file_format import FORMAT_VERSION, check_format
 from data_module.files import (
     FileLock,
     atomic_file,
@@ -25,7 +26,7 @@ from data_module.files import (
 from model.lr_schedule import DECAY_TO_LAST_STEP
 from model.settings import changed_keys
 from pipeline.checkpointing.checkpoint_files import AVERAGE_RECORDS, AVERAGES
-from pipeline.config.recipe import IGNORED_KEYS, Recipe, load_recipe
+from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime.signals import Stopped, raise_if_stopped
 from pipeline.runtime.slurm import JobStep
 from pipeline.runtime.versions import versions
@@ -45,7 +46,8 @@ MAX_STARTS = 3
 
 _LOCK = ".lock"
 _MAX_NAMED = 3
-_OWN_FILES = ("config.yaml", "tokenizer.model", "versions.json")
+_VERSIONS = "versions.json"
+_OWN_FILES = ("config.yaml", "tokenizer.model", _VERSIONS)
 
 
 def is_run(path: Path) -> bool:
@@ -159,20 +161,22 @@ class RunFolder:
             reset_marker(self.path, job).touch()
 
     def write_config(self, recipe: Recipe, tokenizer: bytes) -> None:
-        """Write the recipe, the tokenizer, and the versions of code and packages."""
+        """Write the recipe, the tokenizer, and the versions of format, code and packages."""
         _replace(self.path / "config.yaml", yaml.safe_dump(recipe.as_dict(), sort_keys=False).encode())
         _replace(self.path / "tokenizer.model", tokenizer)
-        _replace(self.path / "versions.json", json.dumps(versions(), indent=2).encode())
+        written = {"format_version": FORMAT_VERSION, **versions()}
+        _replace(self.path / _VERSIONS, json.dumps(written, indent=2).encode())
 
 
 def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     """Return the differences between the run's recipe and versions and these: forbidden ones, then allowed ones.
 
-    Keys that have no effect are not compared.
+    Raises InputError when the run is of another format.
     """
     config = path / "config.yaml"
     if not is_run(path):
         return [], []
+    recorded = _read_versions(path)
     written = yaml.safe_load(config.read_text(encoding="utf-8"))
     new = recipe.inherit_network(written.get("network", {})).as_dict()
     with suppress(InputError):  # A recipe that this version cannot read is compared as it is.
@@ -183,7 +187,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     before, now = _flat(written), _flat(new)
     forbidden: list[str] = []
     allowed: list[str] = []
-    for key in sorted((before.keys() | now.keys()) - set(IGNORED_KEYS)):
+    for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             may_change = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
             change = _change(key, before.get(key), now.get(key))
@@ -191,13 +195,24 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
                 may_change, change = False, f"{change}, where training.schedule {recipe.training.schedule} ends"
             (allowed if may_change else forbidden).append(change)
     # Other versions may resume the run, but may batch, initialize or round differently.
-    file = path / "versions.json"
-    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     now = {name: version for name, version in versions().items() if name != "host"}
     allowed += [
-        f"{name} {before.get(name)} -> {version}" for name, version in now.items() if before.get(name) != version
+        f"{name} {recorded.get(name)} -> {version}" for name, version in now.items() if recorded.get(name) != version
     ]
     return forbidden, allowed
+
+
+def _read_versions(path: Path) -> dict[str, Any]:
+    """Return what a run recorded in versions.json; raise InputError if it is damaged or the run of another format."""
+    file, start_over = path / _VERSIONS, "start a new run with --fresh or another run.folder"
+    try:
+        recorded = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        recorded = None
+    if not isinstance(recorded, dict):
+        raise InputError(f"{file}: is missing or damaged; {start_over}")
+    check_format(file, recorded.get("format_version", 1), start_over)  # Version 0.2 recorded no format.
+    return recorded
 
 
 def inherit_network(path: Path, recipe: Recipe) -> Recipe:

@@ -113,7 +113,7 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
     best = run / "checkpoints" / "best.ckpt"
     if is_valid(best):
         # A validation need not be at a step that is saved.
-        saved.setdefault(int(read_checkpoint(best).get("global_step", 0)), best)
+        saved.setdefault(read_checkpoint(best)["global_step"], best)
     if not saved:
         raise InputError(f"{run}: holds no checkpoint; give a run folder that fit wrote")
     return saved
@@ -130,7 +130,7 @@ def read_saved(run: Path, path: Path, step: int) -> dict[str, Any]:
     for candidate in (path, around_best_path(run, step)):
         if candidate.exists():
             contents = read_checkpoint(candidate)
-            if int(contents.get("global_step", step)) == step:
+            if contents["global_step"] == step:
                 return contents
     raise InputError(f"{path}: fit has removed it since this command began; run the same command again")
 

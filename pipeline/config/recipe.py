@@ -17,9 +17,6 @@ from pipeline.config.schema import Checker, Signature, annotation, place_of, tak
 from pipeline.config.settings import MonitoringSettings, RunSettings
 from pipeline.config.trainer_keys import RESERVED_KEYS
 
-IGNORED_KEYS = ("batches.group_tokens",)
-"""Keys that recipes of earlier versions may have and that have no effect any more."""
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -45,12 +42,6 @@ class Recipe:
     def corpus_folder(self) -> Path:
         """Return the folder of the prepared corpus."""
         return Path(self.corpus.folder)
-
-    def ignored_keys(self) -> list[str]:
-        """Return those of `IGNORED_KEYS` that have a value."""
-        values = self.as_dict()
-        split = ((key, key.split(".")) for key in IGNORED_KEYS)
-        return [key for key, (section, name) in split if values[section][name] is not None]
 
     def inherit_network(self, network: Mapping[str, Any]) -> "Recipe":
         """Return the recipe with the settings that a network has brought along from another program.
@@ -167,6 +158,7 @@ def _checked(
 
 
 REMOVED_KEYS = {
+    "batches.group_tokens": "batches are no longer divided into groups; remove the key",
     "training.share_casings": "casings no longer share embeddings; remove the key",
 }
 """Keys of earlier revisions, each with what to do."""

@@ -142,7 +142,7 @@ def _bleu_tokenizer(model: "TrainedModel") -> str:
     """Return the tokenizer of BLEU by the model's recipe, and print what the user should know about it."""
     from pipeline.inference.bleu_tokenizer import choose_tokenizer
 
-    requested = model.recipe["run"].get("bleu_tokenizer")
+    requested = model.recipe["run"]["bleu_tokenizer"]
     tokenizer, note = choose_tokenizer(requested, model.recipe["corpus"]["target_language"])
     if note:
         print(note, file=sys.stderr)

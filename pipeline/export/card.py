@@ -6,11 +6,13 @@ from typing import Any
 
 from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
+from data_module.file_format import FORMAT_VERSION, check_format
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.inference.prefixes import Prefixes
 from pipeline.runtime.versions import versions
 
-FORMAT_VERSION = 1
+START_OVER = "export it again"
+"""What to do with a bundle that this version cannot read."""
 
 
 def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str], max_positions: int) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str], 
     tokenizer, decoding, corpus = model.tokenizer, model.decoding, model.recipe["corpus"]
     return {
         "format_version": FORMAT_VERSION,
-        "name": model.recipe.get("name"),
+        "name": model.recipe["name"],
         "checkpoint": model.path.name,
         "step": model.step,
         "source_language": corpus["source_language"],
@@ -44,9 +46,25 @@ def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str], 
         "scores": scores,
         "data": _data(Path(corpus["folder"]), tokenizer.sha256),
         "data_licences": licences or "not given",
-        "code": {"trained": _trained_with(model.path), "exported": _without_host(versions())},
+        "code": {"trained": _trained_with(model.path), "exported": _code_of(versions())},
         "recipe": model.recipe,
     }
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """Return the card that a file holds.
+
+    Raises:
+        InputError: it is no card, or of another format.
+    """
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        card = None
+    if not isinstance(card, dict):
+        raise InputError(f"{path}: is no card of a bundle; {START_OVER}")
+    check_format(path, card.get("format_version"), START_OVER)
+    return card
 
 
 def _data(corpus: Path, tokenizer_sha256: str) -> dict[str, Any] | str:
@@ -58,7 +76,7 @@ def _data(corpus: Path, tokenizer_sha256: str) -> dict[str, Any] | str:
     if manifest["tokenizer"]["sha256"] != tokenizer_sha256:
         return "the corpus in its place is another one"
     pairs = {f"{split}_pairs": manifest[split]["pairs_kept"] for split in ("train", "validation")}
-    return {**pairs, "source_files": manifest["source_files"], "hub_revisions": manifest.get("hub_revisions", {})}
+    return {**pairs, "source_files": manifest["source_files"], "hub_revisions": manifest["hub_revisions"]}
 
 
 def _trained_with(checkpoint: Path) -> dict[str, Any] | str:
@@ -69,9 +87,9 @@ def _trained_with(checkpoint: Path) -> dict[str, Any] | str:
         except (OSError, ValueError):
             continue
         if isinstance(recorded, dict):
-            return _without_host(recorded)
+            return _code_of(recorded)
     return "the run folder was not available"
 
 
-def _without_host(recorded: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in recorded.items() if name != "host"}
+def _code_of(recorded: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in recorded.items() if name not in ("host", "format_version")}

@@ -1,8 +1,6 @@
 """Load a bundle for translation, with this project's code around its TorchScript file."""
 
-import json
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings
 from pipeline.export import torchscript
+from pipeline.export.card import START_OVER, read_card
 from pipeline.inference.prefixes import Prefixes
 from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.translator import LONGEST, Translator
@@ -31,7 +30,7 @@ def load_bundle(folder: Path, options: SearchOptions) -> Translator:
         options: search settings in place of the recipe's.
 
     Raises:
-        InputError: a file is missing or damaged, or a setting is out of bounds.
+        InputError: a file is missing, damaged or of another format, or a setting is out of bounds.
     """
     path = folder / torchscript.NAME
     if not path.is_file():
@@ -56,20 +55,18 @@ def load_bundle(folder: Path, options: SearchOptions) -> Translator:
         name=str(path),
         target_language=target_language,
     )
-    translator.bleu_tokenizer = recipe["run"].get("bleu_tokenizer")
+    translator.bleu_tokenizer = recipe["run"]["bleu_tokenizer"]
     translator.recipe, translator.prefixes = recipe, Prefixes.of_corpus(recipe["corpus"])
     return translator
 
 
 def _card(path: Path) -> tuple[dict[str, Any], DecodingSettings, str]:
     """Return a card's recipe, search settings and target language; raise InputError if it is no card."""
-    known = {one.name for one in fields(DecodingSettings)}
+    card = read_card(path)
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
         recipe: dict[str, Any] = card["recipe"]
-        decoding = {name: value for name, value in recipe["decoding"].items() if name in known}
         if not all(isinstance(recipe[section], dict) for section in ("run", "corpus")):
             raise TypeError
-        return recipe, DecodingSettings(**decoding), str(card["target_language"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise InputError(f"{path}: is no card of a bundle; export it again") from None
+        return recipe, DecodingSettings(**recipe["decoding"]), str(card["target_language"])
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path}: is no card of a bundle; {START_OVER}") from None

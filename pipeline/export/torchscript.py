@@ -4,6 +4,7 @@ It contains `packed.ts`, the same search without weights, for CPUs: see `model/p
 """
 
 import io
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from data_module.file_format import check_format
 from data_module.files import atomic_file
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.packing import can_pack, strip_weights
 from model.transformer import Transformer
+from pipeline.export.card import START_OVER
 
 NAME, INT8_NAME = "model.ts", "model.int8.ts"
 
@@ -60,11 +63,15 @@ def load_torchscript(path: Path, device: str = "cpu", *, packed: bool = True) ->
         path: the file.
         device: device to load to.
         packed: on a CPU, pack weights for oneDNN if the file and this PyTorch support it.
+
+    Raises:
+        InputError: its card has another format, or it has none.
     """
-    extra: dict[str, Any] = {"packed.ts": ""}
+    extra: dict[str, Any] = {"card.json": "", "packed.ts": ""}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         model = torch.jit.load(path, map_location=device, _extra_files=extra)
+        check_format(path, _format_of(extra["card.json"]), START_OVER)
         if not (packed and extra["packed.ts"] and device == "cpu" and torch.backends.mkldnn.is_available()):
             return model
         fast = torch.jit.load(io.BytesIO(extra["packed.ts"]))
@@ -72,3 +79,10 @@ def load_torchscript(path: Path, device: str = "cpu", *, packed: bool = True) ->
     for name, parameter in fast.named_parameters():
         parameter.data = weights[name]
     return fast
+
+
+def _format_of(card: str | bytes) -> object:
+    try:
+        return json.loads(card)["format_version"]
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -33,11 +33,11 @@ class Prefixes:
         """Return the prefixes of the model of a recipe.
 
         Args:
-            corpus: the section `corpus` of the recipe in a checkpoint. Those of earlier versions lack the keys.
+            corpus: the section `corpus` of the recipe in a checkpoint.
         """
-        found = [text.get("prefix") for text in corpus.get("train", [])]
+        found = [text["prefix"] for text in corpus["train"]]
         trained = tuple(dict.fromkeys(prefix for prefix in found if prefix is not None))
-        return cls(trained, tuple(corpus.get("user_symbols", ())), bool(found) and None not in found)
+        return cls(trained, tuple(corpus["user_symbols"]), bool(found) and None not in found)
 
     def check(self, prefix: str | None) -> None:
         """Raise InputError if a prefix is given that the model does not know."""

@@ -109,13 +109,11 @@ class Translator:
             search = search.eval() if device is None else search.eval().to(device)
             self.device = next(search.parameters()).device
         self.search = search
-        # Version 0.1 exported a search without a stop rule.
-        self._num_arguments = len(search.beam.schema.arguments) - 1 if isinstance(search, torch.jit.ScriptModule) else 7
         self.name, self.target_language = name, target_language
         self.bleu_tokenizer: str | None = None
         """The recipe's `run.bleu_tokenizer`, set by `load_translator`."""
         self.recipe: dict[str, Any] = {}
-        """The checkpoint's recipe, set by `load_translator`; those of earlier versions lack newer keys."""
+        """The checkpoint's recipe, set by `load_translator`."""
         self.prefixes = Prefixes()
         """The prefixes that the model was trained with, set by `load_translator`."""
         self.tokenizer, self.settings, self.batch_tokens = tokenizer, settings, batch_tokens
@@ -208,7 +206,7 @@ class Translator:
             answers = self.search.beam(*arguments, finished)
         else:
             with torch.inference_mode():  # a little faster than torch.no_grad
-                answers = self.search.beam(*arguments[: self._num_arguments])
+                answers = self.search.beam(*arguments)
             finished(len(sources))
         tokens, lengths, scores, log_probabilities = (one.flatten(0, 1).tolist() for one in answers)
         texts = self.tokenizer.decode([row[: length - 1] for row, length in zip(tokens, lengths, strict=True)])
@@ -269,8 +267,7 @@ def load_on_device(path: Path, device: str, options: SearchOptions) -> Translato
         name=str(path),
         target_language=model.recipe["corpus"]["target_language"],
     )
-    # Recipes of earlier versions lack the key.
-    translator.bleu_tokenizer = model.recipe["run"].get("bleu_tokenizer")
+    translator.bleu_tokenizer = model.recipe["run"]["bleu_tokenizer"]
     translator.recipe, translator.prefixes = model.recipe, Prefixes.of_corpus(model.recipe["corpus"])
     return translator
 

@@ -48,11 +48,6 @@ class AttentionPlots(Callback):
         InputError: a sentence of the settings does not exist.
     """
 
-    @property
-    def state_key(self) -> str:
-        """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "Pictures"
-
     def __init__(
         self,
         settings: MonitoringSettings,

@@ -86,24 +86,16 @@ def truncate_after(run: Path, step: int, validation_too: bool) -> None:
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl, with the current names of the metrics.
+    """Yield the lines of a run's metrics.jsonl.
 
     A line that a killed process has written in part ends them, as it does where a run resumes.
     """
     with (run / METRICS).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                values = json.loads(line)
+                yield json.loads(line)
             except ValueError:
                 return
-            yield {_current_name(name): value for name, value in values.items()}
-
-
-def _current_name(name: str) -> str:
-    """Return the current name of a metric; version 0.1.0 logged `train_perf/` as `work/`."""
-    if name == "work/share_of_ceiling":
-        return "train_perf/mfu"
-    return name.replace("work/", "train_perf/", 1) if name.startswith("work/") else name
 
 
 def _truncate(path: Path, size: int) -> None:

@@ -38,11 +38,6 @@ class TrainingMonitor(Callback):
         flops_per_target_token: for the MFU, which is not logged if this is 0.
     """
 
-    @property
-    def state_key(self) -> str:
-        """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "Monitor"
-
     def __init__(self, every_steps: int, flops_per_target_token: float = 0.0) -> None:
         self._every_steps = every_steps
         self._flops_per_token = flops_per_target_token
@@ -253,7 +248,7 @@ class TrainingMonitor(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the callback's state."""
         self.clock.counted_seconds = state_dict["counted_seconds"]
-        self._validation_seconds = state_dict.get("validation_seconds")  # Not in checkpoints of earlier versions.
+        self._validation_seconds = state_dict["validation_seconds"]
 
     def _reset(self) -> None:
         self._sums = None

@@ -16,15 +16,13 @@ from pipeline.monitoring.tables import table
 from pipeline.monitoring.validation_metrics import ValidationMetrics
 
 NUM_WORST, NUM_LONGEST = 6, 4
-_STATE_KEY = "ValidationText"
-"""Key of the state in checkpoints: the class name in version 0.1.0."""
 _COLUMN_PADDING = 40 * "\u00a0"
 """Keeps TensorBoard from making the first column too narrow for its numbers."""
 
 
 def bleu_tokenizer_of(checkpoint: dict[str, Any]) -> str:
-    """Return the tokenizer of the BLEU that a checkpoint's run validates with; earlier versions had 13a only."""
-    return checkpoint.get("callbacks", {}).get(_STATE_KEY, {}).get("bleu_tokenizer", DEFAULT)
+    """Return the tokenizer of the BLEU that a checkpoint's run validates with."""
+    return checkpoint["callbacks"][ValidationSamples.__qualname__]["bleu_tokenizer"]
 
 
 class Translation(NamedTuple):
@@ -53,11 +51,6 @@ class ValidationSamples(Callback):
         bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
         text_sources: which pairs come from which text source, to score each apart as well.
     """
-
-    @property
-    def state_key(self) -> str:
-        """Key of the state in checkpoints."""
-        return _STATE_KEY
 
     def __init__(
         self,

@@ -8,11 +8,6 @@ from lightning.pytorch.callbacks import EarlyStopping
 class ResumableEarlyStopping(EarlyStopping):
     """Lightning's EarlyStopping, with the recipe's patience also when the resumed run had another."""
 
-    @property
-    def state_key(self) -> str:
-        """Key of the state in checkpoints: the class name in version 0.1.0."""
-        return "Patience{'monitor': 'validation/bleu', 'mode': 'max'}"
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the callback's state, except for the patience."""
         super().load_state_dict({**state_dict, "patience": self.patience})

@@ -22,7 +22,7 @@ class FailureReport:
 
     def __init__(self) -> None:
         self._rank, size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore("roll", default_store())
+        self._store = dist.PrefixStore("FailureReport", default_store())
         nodes: list[str] = [""] * size
         dist.all_gather_object(nodes, node_name())
         self._names = [f"rank {rank} on {node}" for rank, node in enumerate(nodes)]

@@ -50,8 +50,6 @@ def _fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
     quiet_lightning()
     job = current_step()
     validate_trainer_keys(recipe.trainer)
-    for key in recipe.ignored_keys():
-        say(f"{key} has no effect any more; remove it")
     if process_rank() == 0:
         context = CheckContext(recipe, job, reset, init_from)
         for check in CHECKS:

@@ -31,13 +31,11 @@ MARGIN_SECONDS = 30
 """How much longer the gradients' process group waits than this one, so that an error is raised here first."""
 POLL_SECONDS = 1.0
 """How often a thread looks whether the ranks' reduction has failed."""
-_STATE_KEY = "Together"
-"""Key of the callback's state in checkpoints: the class name in version 0.1.0."""
 
 
 def validation_is_pending(checkpoint: dict[str, Any]) -> bool:
     """Return whether the run was stopped during the validation after the checkpoint's step."""
-    return bool(checkpoint.get("callbacks", {}).get(_STATE_KEY, {}).get("validation_pending"))
+    return checkpoint["callbacks"][GracefulStop.__qualname__]["validation_pending"]
 
 
 class StopConsensus:
@@ -105,11 +103,6 @@ class GracefulStop(Callback):
         self._failure_report: FailureReport | None = None
         self._validation_pending = False
         self._has_ended = threading.Event()
-
-    @property
-    def state_key(self) -> str:
-        """Key of the state in checkpoints."""
-        return _STATE_KEY
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create the process group that ranks use to agree on stopping."""

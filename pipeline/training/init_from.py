@@ -40,7 +40,7 @@ def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
     initial = _from_marian(path, recipe.network) if is_marian(path) else _from_checkpoint(path)
     theirs, ours = map(_effective, (initial.network, asdict(recipe.inherit_network(initial.network).network)))
     different = [
-        f"network.{key} {theirs.get(key)} there, {ours.get(key)} here"
+        f"network.{key} {theirs[key]} there, {ours[key]} here"
         for key in changed_keys(theirs, ours)
         if key not in _MAY_DIFFER
     ]
@@ -61,8 +61,8 @@ def load_initial_weights(path: Path, recipe: Recipe) -> InitialWeights:
 def _effective(network: dict[str, Any]) -> dict[str, Any]:
     """Return network settings with the sizes that follow from others, and without those that shape no weights."""
     size = network["d_model"] // network["num_heads"]
-    network = {**network, **{key: network.get(key) or size for key in ("d_k", "d_v")}}
-    return network if network.get("learned_positions") else {**network, "max_positions": None}
+    network = {**network, **{key: network[key] or size for key in ("d_k", "d_v")}}
+    return network if network["learned_positions"] else {**network, "max_positions": None}
 
 
 def _from_checkpoint(path: Path) -> InitialWeights:

@@ -123,15 +123,6 @@ def test_an_incomplete_corpus_is_detected_and_can_be_rebuilt(settings: CorpusSet
     assert tokens.read_bytes() == whole
 
 
-@pytest.mark.parametrize(("version", "age"), [(2, "newer"), (0, "older")])
-def test_another_format_version_is_refused(settings: CorpusSettings, version: int, age: str) -> None:
-    path = Path(settings.folder) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(manifest | {"format_version": version}))
-    with pytest.raises(InputError, match=rf"corpus format {version} is {age} than this program's 1; .*--force"):
-        open_corpus(Path(settings.folder), "train")
-
-
 def test_another_tokenizer_is_detected(settings: CorpusSettings) -> None:
     path = Path(settings.folder) / "tokenizer.model"
     model = path.read_bytes()

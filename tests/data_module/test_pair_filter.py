@@ -1,6 +1,5 @@
 """Which pairs are kept, which also occur in held-out text, and whether the account adds up."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -91,18 +90,6 @@ def test_test_text_is_compared_and_not_stored(
     write_pairs(tmp_path, "test", test)
     with pytest.raises(InputError, match=rf"{tmp_path}/test\.en has changed"):
         made(replace(compared, drop_overlap=True))
-
-
-def test_a_corpus_from_before_there_was_test_text_is_up_to_date(settings: CorpusSettings) -> None:
-    made(settings)
-    path = Path(settings.folder) / "manifest.json"
-    manifest = json.loads(path.read_text())
-    assert "test" not in manifest["settings"]
-    for text in manifest["settings"]["train"]:
-        for key in ("dataset", "subset", "split"):
-            del text[key]
-    path.write_text(json.dumps(manifest))
-    assert made(settings) == manifest
 
 
 def test_the_summary_adds_up(settings: CorpusSettings, tmp_path: Path) -> None:

@@ -330,12 +330,11 @@ def test_bytes_and_symbols(settings: CorpusSettings, tmp_path: Path) -> None:
     assert text_of(wanted, "validation") == long
 
 
-def test_a_corpus_without_bytes_and_symbols_is_one_of_earlier_versions(settings: CorpusSettings) -> None:
-    manifest = made(settings)
-    assert not {"byte_fallback", "user_symbols"} & manifest["settings"].keys()
+def test_bytes_and_symbols_are_part_of_the_corpus(settings: CorpusSettings) -> None:
+    made(settings)
     for change, message in (
-        ({"byte_fallback": True, "vocabulary_size": 300}, "corpus.byte_fallback was null, now true"),
-        ({"user_symbols": ["<b>"]}, r'corpus.user_symbols was null, now \["<b>"\]'),
+        ({"byte_fallback": True, "vocabulary_size": 300}, "corpus.byte_fallback was false, now true"),
+        ({"user_symbols": ["<b>"]}, r'corpus.user_symbols was \[\], now \["<b>"\]'),
     ):
         with pytest.raises(InputError, match=message):
             made(replace(settings, **change))

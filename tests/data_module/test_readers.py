@@ -49,11 +49,6 @@ def test_a_registered_reader_is_prepared_and_compared(settings: CorpusSettings, 
         made(settings)
 
 
-def test_settings_without_a_registered_reader_are_stored_as_before(tiny_corpus: Path) -> None:
-    text = json.loads((tiny_corpus / "manifest.json").read_text())["settings"]["train"][0]
-    assert list(text) == ["source", "target", "tsv", "dataset", "subset", "split", "repeat"]
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [("row", "corpus: no reader 'row' is registered (registered: rows); did you mean 'rows'?"),

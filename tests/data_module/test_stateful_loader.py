@@ -126,30 +126,6 @@ def test_a_rank_without_pairs_gets_dead_tokens(tiny_corpus: Path) -> None:
     assert idle.num_target_tokens > 0
 
 
-def test_a_position_of_another_plan(tiny_corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Version 0.1.0 saved no version of the plan. Its next batch has other pairs."""
-    old = loader(tiny_corpus)
-    old.load_state_dict({"epoch": 1, "next_batch": 3})
-    [warning] = caplog.messages
-    assert "the rest of epoch 2 is left out, and training goes on with epoch 3" in warning
-    first = next(iter(old))
-    assert (first.epoch, first.index) == (2, 0)
-    # At the start of an epoch nothing is left out.
-    caplog.clear()
-    old = loader(tiny_corpus)
-    old.load_state_dict({"epoch": 1, "next_batch": 0})
-    first = next(iter(old))
-    assert (first.epoch, first.index, caplog.messages) == (1, 0, [])
-    again = loader(tiny_corpus)
-    again.load_state_dict(old.state_dict())
-    assert next(iter(again)).index == 1
-    # Other ranks do the same and do not repeat the warning.
-    second = loader(tiny_corpus, rank=1, world_size=2)
-    second.load_state_dict({"epoch": 1, "next_batch": 3})
-    first = next(iter(second))
-    assert (first.epoch, first.index, caplog.messages) == (2, 0, [])
-
-
 def test_more_workers_than_processors(tiny_corpus: Path) -> None:
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(processors)})

@@ -20,7 +20,7 @@ from model.layers import ACTIVATIONS, NORMS
 from model.lr_schedule import SCHEDULES
 from model.optimizer import OPTIMIZERS
 from model.settings import NetworkSettings, TrainingSettings
-from pipeline.config.recipe import IGNORED_KEYS, Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.config.shipped import SCHEMA
 from pipeline.config.trainer_keys import CHOICES, trainer_signature, validate_trainer_keys
 from tests.conftest import ROOT
@@ -101,7 +101,6 @@ def _section(kind: type, prefix: str) -> Schema:
             **_key(kind, one, hints[one.name], key),
             "description": descriptions[one.name],
             **_default(one),
-            **({"deprecated": True} if key in IGNORED_KEYS else {}),
         }
     summary = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
     return {"type": "object", "description": summary, "additionalProperties": False, "properties": properties}

@@ -47,8 +47,8 @@ def model() -> TrainedModel:
         loss.backward()
         optimizer.step()
     assert loss < 0.01
-    corpus = {"folder": "nowhere", "source_language": "xx", "target_language": "yy", "user_symbols": SYMBOLS}
-    recipe = {"name": "symbols", "corpus": corpus}
+    corpus = {"folder": "nowhere", "source_language": "xx", "target_language": "yy", "train": []}
+    recipe = {"name": "symbols", "corpus": {**corpus, "user_symbols": SYMBOLS}}
     return TrainedModel(network.eval(), tokenizer, DecodingSettings(), recipe, Path("symbols.ckpt"), 200)
 
 

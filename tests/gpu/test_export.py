@@ -28,7 +28,7 @@ def test_a_bundle_on_a_gpu(tmp_path: Path) -> None:
     network = trained_network()
     source, mask = make_sources(LENGTHS)
     expected = BeamSearch(network, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 10, 4)
-    write_torchscript(network, tokenizer, "{}", tmp_path / "model.ts")
+    write_torchscript(network, tokenizer, '{"format_version": 2}', tmp_path / "model.ts")
     model = load_torchscript(tmp_path / "model.ts", "cuda")
     found = type(expected)(*(one.cpu() for one in model.beam(source.cuda(), mask.cuda(), 4, 0.6, 10, 4)))
     assert_finds(network, found, references(network, 4, 0.6, 10))

@@ -8,7 +8,6 @@ from pathlib import Path
 import ipadic  # noqa: F401
 import MeCab  # noqa: F401
 import pytest
-import torch
 import yaml
 
 from pipeline.monitoring.attention_images import axis_labels
@@ -119,26 +118,6 @@ def test_a_resumed_run_keeps_the_metric_that_it_began_with(recipe: Path, tmp_pat
     # evaluate has no earlier scores to be compared with: it follows the recipe.
     done = pipeline("evaluate", checkpoints(run)[-1], *text_options(recipe))
     assert "|tok:char|" in json.loads(done.stdout.decode().splitlines()[-1])["bleu_signature"]
-
-
-def test_a_run_of_an_earlier_version_keeps_13a(recipe: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(recipe.parent / "run", run)
-    newest = checkpoints(run)[-1]
-    contents = torch.load(newest, weights_only=True)
-    del (
-        contents["callbacks"]["ValidationText"]["bleu_tokenizer"],
-        contents["translation"]["recipe"]["run"]["bleu_tokenizer"],
-    )
-    torch.save(contents, newest)
-    errors = resumed(recipe, run)
-    assert (
-        errors.count("validation keeps BLEU on 13a tokens, with which the run began; a new run would use ja-mecab") == 1
-    )
-    assert "have no spaces" not in errors
-    assert "|tok:13a|" in validation_page(run)
-    state = torch.load(checkpoints(run)[-1], weights_only=True)["callbacks"]["ValidationText"]
-    assert state["bleu_tokenizer"] == "13a"
 
 
 def test_ranks_with_other_packages_are_refused(recipe: Path, tmp_path: Path) -> None:

@@ -394,11 +394,11 @@ def test_ranks_exchange_the_sum_of_all_micro_batches_once_a_step(
     torch.testing.assert_close([step.output["gradient_norm"] for step in recorder.steps], expected)
 
 
-def test_a_checkpoint_without_counts_begins_at_zero() -> None:
+def test_a_checkpoint_of_another_precision_has_no_loss_scale() -> None:
     module, checkpoint = make_module(scale_loss=True), {}
-    module.on_load_checkpoint({})
+    module.on_load_checkpoint({"skipped_steps": [2, 1]})
     module.on_save_checkpoint(checkpoint)
-    assert checkpoint == {"skipped_steps": [0, 0], "loss_scale": [2.0**16, 0]}
+    assert checkpoint == {"skipped_steps": [2, 1], "loss_scale": [2.0**16, 0]}
 
 
 def test_dropout_differs_between_ranks_steps_and_micro_batches() -> None:

@@ -262,6 +262,7 @@ def test_damaged_bundles(damage: str, bundle: Path, tmp_path: Path) -> None:
         assert "holds no checkpoint" in refusal(lambda: pipeline.load(folder))
     else:
         for text in ("[]", "{", '{"recipe": {"decoding": []}}', '{"recipe": {"decoding": {}}}'):
+            text = text.replace('{"recipe"', '{"format_version": 2, "recipe"')
             (folder / "card.json").write_text(text)
             assert "card.json: is no card of a bundle" in refusal(lambda: pipeline.load(folder))
 

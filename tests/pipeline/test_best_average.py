@@ -230,9 +230,9 @@ def test_mistakes_are_reported_in_one_line(run: Path) -> None:
 
 
 def test_averaging_leaves_weights_in_float64_as_they_are() -> None:
-    part = {"network": {}, "tokenizer": torch.zeros(1)}
+    part = {"translation": {"network": {}, "tokenizer": torch.zeros(1)}, "global_step": 1}
     read = {
-        Path(name): {"state_dict": {"x": torch.full([2], value, dtype=torch.float64)}, "translation": part}
+        Path(name): {"state_dict": {"x": torch.full([2], value, dtype=torch.float64)}, **part}
         for name, value in (("1", 1.0), ("3", 3.0))
     }
     assert average(list(read), read.__getitem__)["state_dict"]["x"].tolist() == [2.0, 2.0]

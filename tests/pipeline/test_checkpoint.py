@@ -58,7 +58,7 @@ def test_a_moved_checkpoint_can_be_loaded(finished_run: Path, tmp_path: Path) ->
     weight = torch.load(alone, weights_only=True)["state_dict"]["network.embedding.weight"]
     torch.testing.assert_close(model.network.embedding.weight, weight, rtol=0, atol=0)
     assert model.network.positions(0, 3).abs().sum() > 0
-    assert read_checkpoint(alone)["translation"]["format_version"] == 1
+    assert read_checkpoint(alone)["translation"]["format_version"] == 2
 
 
 def test_the_moving_average_is_loaded_and_averaged(finished_run: Path, tmp_path: Path) -> None:
@@ -72,19 +72,6 @@ def test_the_moving_average_is_loaded_and_averaged(finished_run: Path, tmp_path:
     for name, tensor in moving_average.items():
         assert torch.equal(loaded[name.removeprefix("network.")], tensor)
         assert torch.equal(mean[name], tensor)
-
-
-def test_newer_settings_have_their_defaults(finished_run: Path, tmp_path: Path) -> None:
-    contents = torch.load(step_path(finished_run, 240), weights_only=True)
-    complete = contents["translation"]["network"]
-    newer = ("norm", "num_encoder_layers", "num_decoder_layers")
-    contents["translation"]["network"] = {key: value for key, value in complete.items() if key not in newer}
-    write_atomic(contents, tmp_path / "older.ckpt")
-    assert read_checkpoint(tmp_path / "older.ckpt")["translation"]["network"] == complete
-    contents["translation"]["network"]["norm"] = "rms"
-    write_atomic(contents, tmp_path / "extended.ckpt")
-    with pytest.raises(InputError, match=r"extended\.ckpt: network\.norm 'rms' is not registered; "):
-        load_model(tmp_path / "extended.ckpt")
 
 
 def test_depths_may_be_written_in_two_ways_within_a_run(finished_run: Path, tmp_path: Path) -> None:
@@ -220,30 +207,20 @@ def test_resolution_of_a_run_folder(finished_run: Path, tmp_path: Path) -> None:
     assert resolve_checkpoint(run).name == "best.ckpt"
     (run / "checkpoints" / "best.ckpt").unlink()
     assert resolve_checkpoint(run).name == "step=00000240.ckpt"
-    shutil.copy(resolve_checkpoint(run), run / "average-last-3.ckpt")
+    write_atomic(average(step_checkpoints(run)), run / "average-last-3.ckpt")
     assert resolve_checkpoint(run).name == "average-last-3.ckpt"
-    shutil.copy(resolve_checkpoint(run), run / "average-last-2.ckpt")
+    shutil.copy(run / "average-last-3.ckpt", run / "average-last-2.ckpt")
     for name, changed in (("average-last-2.ckpt", 2), ("average-last-3.ckpt", 1)):
         os.utime(run / name, (changed, changed))
     assert resolve_checkpoint(run).name == "average-last-2.ckpt"  # the newest
     os.utime(run / "average-last-3.ckpt", (3, 3))
     assert resolve_checkpoint(run).name == "average-last-3.ckpt"
-    shutil.copy(resolve_checkpoint(run), run / "checkpoints" / "step=00000300.ckpt")
+    shutil.copy(step_path(run, 240), step_path(run, 300))
     assert resolve_checkpoint(run).name == "step=00000300.ckpt"  # the average is of earlier steps
     with pytest.raises(InputError, match="holds no checkpoint"):
         resolve_checkpoint(tmp_path)
     with pytest.raises(InputError, match="no such checkpoint"):
         resolve_checkpoint(tmp_path / "nowhere")
-
-
-def test_a_checkpoint_without_its_step_has_step_0(finished_run: Path, tmp_path: Path) -> None:
-    contents = torch.load(step_checkpoints(finished_run)[0], weights_only=True)
-    del contents["global_step"]
-    only, mean = tmp_path / "checkpoints" / "step=00000001.ckpt", tmp_path / "average-last-1.ckpt"
-    for path in (only, mean):
-        write_atomic(contents, path)
-    assert load_model(only).step == average([only])["global_step"] == 0
-    assert resolve_checkpoint(tmp_path) == only  # the average has no later step
 
 
 def test_a_checkpoint_from_a_gpu_is_read_without_one(
@@ -306,12 +283,20 @@ def broken_checkpoints(run: Path, folder: Path) -> dict[str, tuple[Path, str]]:
     add("foreign.ckpt", {"state_dict": {}}, "not a checkpoint of this program")
     add("list.ckpt", [1, 2], "not a checkpoint of this program")
     add("newer.ckpt", {**contents, "translation": {**contents["translation"], "format_version": 99}}, "format 99")
+    no_step = {key: value for key, value in contents.items() if key != "global_step"}
+    add("no_step.ckpt", no_step, "not a checkpoint of this program")
+    network = {**contents["translation"]["network"], "norm": "rms"}
+    unknown_norm = {**contents["translation"], "network": network}
+    add("norm.ckpt", {**contents, "translation": unknown_norm}, "network.norm 'rms' is not registered")
     smaller = {**contents["state_dict"], "network.embedding.weight": torch.zeros(50, 16)}
     add("vocabulary.ckpt", {**contents, "state_dict": smaller}, "vocabulary of 60")
     return checkpoints
 
 
-@pytest.mark.parametrize("kind", ["truncated", "text", "foreign.ckpt", "list.ckpt", "newer.ckpt", "vocabulary.ckpt"])
+@pytest.mark.parametrize(
+    "kind",
+    ["truncated", "text", "foreign.ckpt", "list.ckpt", "newer.ckpt", "no_step.ckpt", "norm.ckpt", "vocabulary.ckpt"],
+)
 def test_invalid_checkpoints_are_refused_in_one_line(finished_run: Path, tmp_path: Path, kind: str) -> None:
     path, message = broken_checkpoints(finished_run, tmp_path)[kind]
     with pytest.raises(InputError, match=message) as caught:

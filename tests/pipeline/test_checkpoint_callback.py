@@ -352,18 +352,6 @@ def test_a_run_that_repeats_steps_keeps_the_same_checkpoints(train: Train, tmp_p
     assert around_best(tmp_path) == []
 
 
-def test_a_run_of_an_earlier_version_keeps_them_from_its_next_best_on(train: Train, tmp_path: Path) -> None:
-    options = {"validate_every": 4, "checkpoint_every_steps": 1, "keep_last": 2}
-    train(6, bleu={4: 40.0}, **options)
-    contents = torch.load(newest(tmp_path), weights_only=True)
-    del contents["callbacks"]["CheckpointKeeper"]["best_step"]
-    torch.save(contents, newest(tmp_path))
-    train(10, bleu={8: 30.0}, ckpt_path=newest(tmp_path), **options)
-    assert (steps(tmp_path), around_best(tmp_path)) == ([9, 10], [])
-    train(16, bleu={12: 50.0}, ckpt_path=newest(tmp_path), **options)
-    assert (steps(tmp_path), around_best(tmp_path)) == ([15, 16], [12, 13])
-
-
 class SlowDisk:
     """Holds writes of checkpoints back; what is written then is written as always."""
 

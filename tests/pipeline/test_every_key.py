@@ -163,7 +163,6 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
     ),
     "corpus.noise": ({"typos": 0.1}, lambda b: {"typos": b.data.views._settings.noise.typos}),
     "batches.batch_tokens": (20_000, lambda b: b.data.epochs()._settings["batch_tokens"]),
-    "batches.group_tokens": (512, lambda b: 512 if b.recipe.ignored_keys() == ["batches.group_tokens"] else None),
     "batches.max_tokens_per_device": (112, lambda b: 112 if b.most_tokens() == 128 else None),  # rounded up
     "batches.workers": (3, lambda b: b.data.train_dataloader().num_workers),
     "network.num_layers": (

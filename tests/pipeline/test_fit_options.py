@@ -193,17 +193,3 @@ def test_compilation_without_a_compiler_is_refused_early(
     with pytest.raises(InputError, match=r"^command line: run\.compile: torch\.compile needs one of"):
         fit([recipe_file], options, False, None)
     assert not (tmp_path / "corpus").exists()
-
-
-def test_a_key_without_effect_is_reported_once(recipe_file: Path, tmp_path: Path) -> None:
-    """By rank 0; and a run resumes without the key, or with another value."""
-    message = "batches.group_tokens has no effect any more; remove it"
-    arguments = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run"]
-    for options, times in (
-        (["--trainer.max_steps", 2, "--trainer.devices", 2, "--batches.group_tokens", 100], 1),
-        (["--trainer.max_steps", 3], 0),
-        (["--trainer.max_steps", 4, "--batches.group_tokens", 50], 1),
-    ):
-        done = pipeline(*arguments, *options)
-        assert done.returncode == 0, done.stderr.decode()
-        assert done.stderr.decode().splitlines().count(message) == times

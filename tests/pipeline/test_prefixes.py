@@ -1,4 +1,4 @@
-"""Which prefixes a model knows, from recipes of this version and earlier ones."""
+"""Which prefixes a model knows, and which sentences lack one."""
 
 from typing import Any
 
@@ -17,8 +17,7 @@ def test_the_prefixes_of_a_recipe() -> None:
     assert Prefixes.of_corpus(corpus("<b>", "<a>", "<b>")) == Prefixes(("<b>", "<a>"), ("<a>", "<b>", "<c>"), True)
     assert Prefixes.of_corpus(corpus("<b>", None)) == Prefixes(("<b>",), ("<a>", "<b>", "<c>"), False)
     assert Prefixes.of_corpus(corpus(None)) == Prefixes((), ("<a>", "<b>", "<c>"), False)
-    assert Prefixes.of_corpus({"train": [{"tsv": "a.tsv"}]}) == Prefixes()  # of version 0.2
-    assert Prefixes.of_corpus({"train": []}) == Prefixes()
+    assert Prefixes.of_corpus({"train": [], "user_symbols": []}) == Prefixes()
 
 
 def test_sentences_without_a_prefix() -> None:
@@ -56,7 +55,7 @@ def test_the_readme_of_a_bundle_names_prefixes() -> None:
         card |= {"bos_id": 2, "eos_id": 3}
         return readme(["model.ts", "model.pt2", "ctranslate2", "cpp"], card, [5, 3], 10, packed=True)
 
-    plain = text({"corpus": {"train": [{"tsv": "a.tsv"}]}})
+    plain = text({"corpus": corpus(None)})
     assert "A source sentence" not in plain
     assert plain.count('encode("A sentence."') == 4
     several = text({"corpus": corpus('<to="de">', "<b>")})

@@ -101,7 +101,6 @@ RIGHT = [
     "corpus.noise: {typos: 1, lower_case: 0}",
     "corpus.bpe_dropout: {source: 0.1}",
     "corpus.max_length_ratio: null",
-    "batches.group_tokens: 5",
     "batches.batch_tokens: 1e4",
     "network.num_encoder_layers: 12",
     "network.d_k: null",

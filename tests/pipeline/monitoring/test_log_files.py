@@ -92,13 +92,6 @@ def test_garbage_after_a_power_cut_is_removed(tmp_path: Path) -> None:
     assert [step for step, _ in scalars(tmp_path, "loss")] == [1, 2, 3, 4]
 
 
-def test_metrics_of_version_0_1_0_have_current_names(tmp_path: Path) -> None:
-    (tmp_path / METRICS).write_text('{"step": 2, "work/share_of_ceiling": 0.5, "work/epoch": 1, "train/work/a": 3}\n')
-    assert list(read_metrics(tmp_path)) == [
-        {"step": 2, "train_perf/mfu": 0.5, "train_perf/epoch": 1, "train/work/a": 3}
-    ]
-
-
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     log = RunLog(tmp_path, 0, writes=False)
     log.log_metrics({"loss": 1.0}, 1)

@@ -92,7 +92,5 @@ def test_tokens_are_those_of_all_ranks_without_padding(
 
 def test_a_resumed_run_knows_how_long_a_validation_takes() -> None:
     monitor = TrainingMonitor(1)
-    monitor.load_state_dict({"counted_seconds": 5.0})  # of a version before 0.3.0
-    assert monitor.state_dict() == {"counted_seconds": 5.0, "validation_seconds": None}
     monitor.load_state_dict({"counted_seconds": 5.0, "validation_seconds": 7.0})
     assert monitor.state_dict() == {"counted_seconds": 5.0, "validation_seconds": 7.0}
