@@ -68,31 +68,36 @@ class Truth:
         """Return how far a log-probability in float32 may be from the truth.
 
         Some of the pairs, of all lengths, are computed anew with noise of float32's precision on the output of each
-        layer. The precision of the log-probability itself is added, since a search sums it in float32.
+        layer and of the softmax. The precision of their sum is added, since a search sums in float32.
         """
         precision, generator = torch.finfo(torch.float32).eps, torch.Generator().manual_seed(0)
 
+        def noise(values: Tensor) -> Tensor:
+            uniform = 2 * torch.rand(values.shape, dtype=values.dtype, generator=generator) - 1
+            return precision * values.abs().amax(-1, keepdim=True) * uniform
+
         def disturb(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            noise = 2 * torch.rand(output.shape, dtype=output.dtype, generator=generator) - 1
-            return output + precision * output.abs().amax(-1, keepdim=True) * noise
+            return output + noise(output)
 
         longest_first = sorted(pairs, key=lambda pair: -len(pair[1]))
         some = longest_first[:: math.ceil(len(pairs) / DISTURBED_ANSWERS)]
         true = self.log_probabilities(some)
         layers = [module for module in self.network.modules() if not list(module.children())]
         handles = [layer.register_forward_hook(disturb) for layer in layers]
-        disturbed = self._forced(some * DISTURBANCES)
+        disturbed = self._forced(some * DISTURBANCES, noise)
         for handle in handles:
             handle.remove()
         changes = zip(disturbed, true * DISTURBANCES, strict=True)
         return SAFETY * largest(abs(one - other) + precision * abs(other) for one, other in changes)
 
-    def _forced(self, pairs: Sequence[Pair]) -> list[float]:
-        def logits(source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-            return self.network.logits(self.network(source, target, mask))
+    def _forced(self, pairs: Sequence[Pair], noise: Callable[[Tensor], Tensor] | None = None) -> list[float]:
+        def log_softmax(source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+            logits = self.network.logits(self.network(source, target, mask))
+            # The softmax subtracts numbers of the size of logits, also where the result is near 0.
+            return logits.log_softmax(-1) + (noise(logits) if noise else 0.0)
 
         sources, answers = [source for source, _ in pairs], [answer for _, answer in pairs]
-        return forced_log_probabilities(logits, self.tokenizer, sources, answers)
+        return forced_log_probabilities(log_softmax, self.tokenizer, sources, answers)
 
 
 class Parity:

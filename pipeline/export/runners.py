@@ -14,7 +14,7 @@ from pipeline.inference.translator import LONGEST, batches_by_length, padded
 
 BATCH_TOKENS = 4096
 FORCED_TOKENS = 512
-"""Tokens of a batch of forced answers, whose logits [tokens, vocabulary] are in float64."""
+"""Tokens of a batch of forced answers. Each needs the log-probabilities of the whole vocabulary, in float64."""
 Ids = list[int]
 
 
@@ -72,23 +72,23 @@ class Runner:
 
 @torch.no_grad()
 def forced_log_probabilities(
-    logits: Callable[[Tensor, Tensor, Tensor], Tensor],
+    log_softmax: Callable[[Tensor, Tensor, Tensor], Tensor],
     tokenizer: Tokenizer,
     sources: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
 ) -> list[float]:
     """Return log P(answer | source) of each pair by teacher forcing.
 
-    `logits` maps source ids [B, S], their mask [B, S] and target ids [B, T], which start with the begin symbol, to
-    [B, T, vocabulary].
+    `log_softmax` maps source ids [B, S], their mask [B, S] and target ids [B, T], which start with the begin symbol, to
+    log-probabilities of the next tokens [B, T, vocabulary].
     """
     totals = [0.0] * len(answers)
     lengths = [len(source) + len(answer) for source, answer in zip(sources, answers, strict=True)]
     for batch in batches_by_length(lengths, FORCED_TOKENS):
         source, mask = padded([list(sources[index]) for index in batch], tokenizer.pad_id)
         target, is_token = padded([[tokenizer.bos_id, *answers[index]] for index in batch], tokenizer.pad_id)
-        chances = logits(source, mask, target[:, :-1]).double().log_softmax(-1)
-        chances = chances.gather(2, target[:, 1:, None]).squeeze(2).masked_fill(~is_token[:, 1:], 0.0)
+        chances = log_softmax(source, mask, target[:, :-1]).gather(2, target[:, 1:, None]).squeeze(2)
+        chances = chances.masked_fill(~is_token[:, 1:], 0.0).double()
         for index, total in zip(batch, chances.sum(1).tolist(), strict=True):
             totals[index] = total
     return totals
@@ -250,11 +250,12 @@ class HuggingFaceRunner(Runner):
     def greedy(self, sources: list[Ids]) -> list[Answer]:
         """Return the greedy answer of each source, with its log-probability by teacher forcing."""
 
-        def logits(source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-            return self.model(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target).logits
+        def log_softmax(source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+            found = self.model(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target)
+            return found.logits.log_softmax(-1)
 
         answers = self._generate(sources, "greedy", num_beams=1)
-        totals = forced_log_probabilities(logits, self.tokenizer, sources, answers)
+        totals = forced_log_probabilities(log_softmax, self.tokenizer, sources, answers)
         return [Answer(tokens, total) for tokens, total in zip(answers, totals, strict=True)]
 
     def different_texts(self, texts: list[str], sources: list[Ids], answers: list[Ids]) -> dict[str, int]:

@@ -4,6 +4,7 @@ import copy
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sacrebleu
@@ -101,6 +102,19 @@ def test_the_tolerance_holds_for_float32_and_not_for_less(tokenizer: Tokenizer, 
     search = BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
     figures = parity.compare(SearchRunner(search, tokenizer, model.decoding, "rounded"))
     assert any("score difference" in message for message in figures["broken"])
+
+
+def test_the_tolerance_holds_for_a_network_that_is_certain(tokenizer: Tokenizer) -> None:
+    """Noise in logits hardly changes a probability near 1, whose logarithm float32 rounds all the same."""
+    model = make_model(tokenizer, output_bias=True)
+    network: Any = model.network
+    with torch.no_grad():
+        network.embedding.weight *= 0.01
+        network.projection.bias.fill_(0.0)[tokenizer.eos_id] = 9.0
+    parity = Parity(network, tokenizer, model.decoding, TEXT, 100)
+    difference = parity.greedy_against(parity.greedy)["greedy_largest_score_difference"]
+    assert 1e-9 < difference <= parity.tolerance / 2
+    assert parity.tolerance < 1e-4
 
 
 def test_the_tolerance_is_the_networks(searched: Parity) -> None:
