@@ -284,22 +284,20 @@ def _over_class_pairs(
         result of `_over_classes`, to which the gradient of alpha times the divergence is added.
     """
     probabilities, largest, target_logits, most_probable = _probabilities(logits, target, sum_dtype)
-    log_normalizer = largest.to(sum_dtype) - most_probable.log()
-    # log(P / Q) is the difference of the logits minus this.
-    shift, half = log_normalizer[::2] - log_normalizer[1::2], 0.5 * alpha
+    # log(P / Q) is the difference of the logits plus a number a row, which cancels in the results.
+    half = 0.5 * alpha
     difference = (logits[::2].to(sum_dtype) - logits[1::2]).mul_(half)
     gradient, divergences = torch.empty_like(probabilities), []
     for first in (0, 1):
         if first:
             difference.neg_()
-            shift = -shift
         own, other, part = probabilities[first::2], probabilities[1 - first :: 2], gradient[first::2]
         torch.mul(own, difference, out=part)
-        divergence = part.sum(-1, keepdim=True) / half - shift  # KL(own || other)
+        divergence = part.sum(-1, keepdim=True) / half  # KL(own || other) less that number
         divergences.append(divergence)
         # d KL(own || other) is own * (log(own / other) - KL) by own's logits, and other - own by other's. With the
         # gradient of the cross-entropy: own * (1 + half + half * (log(own / other) - KL)) - half * other.
-        part.addcmul_(own, 1.0 + half - half * (shift + divergence)).sub_(other, alpha=half)
+        part.addcmul_(own, 1.0 + half - half * divergence).sub_(other, alpha=half)
     mean = (divergences[0] + divergences[1]) / 2
     if not with_gradient:
         return largest, target_logits, most_probable, mean, None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import model.loss
+from model.cpu.compiled_loss import CompiledLoss
 from model.loss import label_smoothed_loss
 from tests.model.loss_truth import PAD, plain_r_drop, problem, two_passes
 
@@ -86,7 +87,7 @@ def test_a_given_scale_is_that_of_loss_and_gradients(
 
 @pytest.mark.parametrize(("epsilon", "alpha"), [(0.0, 1.0), (0.1, 5.0)])
 @pytest.mark.parametrize("scale", [None, 0.25, torch.tensor(3.0, dtype=torch.float64)])
-@pytest.mark.parametrize(("chunk_rows", "cached_rows"), [(0, 99), (14, 8), (14, 0), (198, 400)])
+@pytest.mark.parametrize(("chunk_rows", "cached_rows"), [(0, 99), (14, 8), (14, 0), (198, 8), (198, 400)])
 def test_r_drop_equals_the_plain_formula(
     epsilon: float,
     alpha: float,
@@ -202,6 +203,11 @@ def test_sums_over_bfloat16_states_are_float32(monkeypatch: pytest.MonkeyPatch) 
         assert (found - expected).norm() < 0.004 * expected.norm()
 
 
+def test_probabilities_of_bfloat16_logits_are_float32() -> None:
+    logits, target = torch.zeros(2, 50, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
+    assert model.loss._over_classes(logits, target, torch.float32, 0.1, False)[2].dtype == torch.float32
+
+
 def test_extreme_logits_stay_finite() -> None:
     states = torch.tensor([[1e4], [-1e4]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
@@ -231,6 +237,27 @@ def test_the_gradient_of_one_input_alone() -> None:
     of_weight = label_smoothed_loss(states.detach(), weight, targets, 0.1, PAD).smoothed
     assert torch.equal(torch.autograd.grad(of_states, states)[0], both[0])
     assert torch.equal(torch.autograd.grad(of_weight, weight)[0], both[1])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 2.0])
+@pytest.mark.parametrize(("dtype", "is_called"), [(torch.float32, True), (torch.float64, False)])
+def test_compiled_kernels_serve_the_types_that_they_have(alpha: float, dtype: torch.dtype, is_called: bool) -> None:
+    class Recorded(CompiledLoss):
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def over_classes(self, *arguments: Any) -> Any:
+            self.calls.append("rows")
+            return model.loss._over_classes(*arguments)
+
+        def over_class_pairs(self, *arguments: Any) -> Any:
+            self.calls.append("pairs")
+            return model.loss._over_class_pairs(*arguments)
+
+    compiled = Recorded()
+    states, weight, targets = two_passes(dtype) if alpha else problem(dtype)
+    label_smoothed_loss(states, weight, targets, 0.1, PAD, kernels=compiled, r_drop_alpha=alpha)
+    assert compiled.calls == ["pairs" if alpha else "rows"] * is_called
 
 
 GIGABYTE = 1 << 30

@@ -46,6 +46,7 @@ FORK = multiprocessing.get_context("fork")
 
 def enter_copy(parent: Path) -> None:
     """In a process of the pool: copy what git lists or would list, and work there."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     folder = parent / str(os.getpid())
@@ -64,12 +65,15 @@ def judge(mutant: Mutant, tests: list[str], limit_seconds: float) -> dict[str, A
     start = time.monotonic()
     process = FORK.Process(target=run_tests, args=(tests,))
     process.start()
-    process.join(limit_seconds)
-    outcome = {None: "timed out", 0: "survived"}.get(process.exitcode, "killed")
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)
-    process.join()
-    shutil.copyfile(ROOT / mutant.module, mutant.module)
+    assert process.pid is not None
+    try:
+        process.join(limit_seconds)
+        outcome = {None: "timed out", 0: "survived"}.get(process.exitcode, "killed")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        shutil.copyfile(ROOT / mutant.module, mutant.module)
     lines = REPORT.read_text(encoding="utf-8", errors="replace").splitlines()
     failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     seconds = round(time.monotonic() - start, 2)
@@ -126,6 +130,7 @@ def main() -> int:
     for name in ("pytest", *LARGE):
         importlib.import_module(name)
     gc.freeze()  # so that no collection in a fork walks through what is imported here
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the pool ends too
     num_survivors = 0
     with (
         tempfile.TemporaryDirectory(prefix="mutation-") as folder,
