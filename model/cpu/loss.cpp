@@ -7,7 +7,6 @@
 //     g++ -std=c++17 -O3 -march=native -fPIC -shared -pthread loss.cpp -o loss.so
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -153,20 +152,20 @@ void compute_pair(const Request& request, int64_t index, float* exponentials) {
     }
     of_p.total = sum(total_p), of_q.total = sum(total_q);
     const float scale_p = 1.0f / of_p.total, scale_q = 1.0f / of_q.total;
-    // log(P / Q) is the difference of the logits minus this.
-    const float shift = of_p.largest - of_q.largest + std::log(of_p.total) - std::log(of_q.total);
-    const float kl_p = sum(by_p) * scale_p - shift, kl_q = shift - sum(by_q) * scale_q;
+    // log(P / Q) is the difference of the logits minus a number for each row, which cancels in the sum of both
+    // divergences, and in log(P / Q) - KL(P || Q).
+    const float mean_p = sum(by_p) * scale_p, mean_q = sum(by_q) * scale_q;
     const Results& results = request.results;
     results.largest[index] = of_p.largest, results.largest[index + 1] = of_q.largest;
     results.target_logit[index] = read_one(logits + target);
     results.target_logit[index + 1] = read_one(logits + request.num_classes + target);
     results.most_probable[index] = scale_p, results.most_probable[index + 1] = scale_q;
-    results.divergence[index / 2] = (kl_p + kl_q) / 2;
+    results.divergence[index / 2] = (mean_p - mean_q) / 2;
     if (!request.with_gradient) return;
     // d KL(P || Q) is P * (log(P / Q) - KL) by P's logits, and Q - P by Q's.
     const float half = request.alpha / 2, one_hot = request.epsilon - 1.0f;
-    const float own_p = (1.0f + half - half * (shift + kl_p)) * scale_p, other_p = half * scale_p;
-    const float own_q = (1.0f + half - half * (kl_q - shift)) * scale_q, other_q = half * scale_q;
+    const float own_p = (1.0f + half - half * mean_p) * scale_p, other_p = half * scale_p;
+    const float own_q = (1.0f + half + half * mean_q) * scale_q, other_q = half * scale_q;
     for (int64_t i = 0; i <= p.whole; i += LANES) {
         const Floats difference = read(p.at(i)) - read(q.at(i)), e = load(exp_p + i), f = load(exp_q + i);
         Floats grad_p = e * (own_p + other_p * difference) - f * other_q;

@@ -82,17 +82,17 @@ def _row_pair(
         by_x = by_x * shrink_x + tl.sum(weight_x * difference, 0)
         by_y = by_y * shrink_y + tl.sum(weight_y * difference, 0)
         largest_x, largest_y = new_x, new_y
-    # log(p / q) is the difference of the logits minus this.
-    shift = largest_x - largest_y + tl.log(total_x) - tl.log(total_y)
-    divergence_x = by_x / total_x - shift
-    divergence_y = shift - by_y / total_y
+    # log(p / q) is the difference of the logits minus a number for each row, which cancels in the sum of both
+    # divergences, and in log(p / q) - KL(p || q).
+    mean_x = by_x / total_x
+    mean_y = by_y / total_y
     tl.store(largest_logits + first_row, largest_x)
     tl.store(largest_logits + second_row, largest_y)
     tl.store(target_logits + first_row, target_x)
     tl.store(target_logits + second_row, target_y)
     tl.store(most_probable + first_row, 1.0 / total_x)
     tl.store(most_probable + second_row, 1.0 / total_y)
-    tl.store(divergences + row, 0.5 * (divergence_x + divergence_y))
+    tl.store(divergences + row, 0.5 * (mean_x - mean_y))
     if HAS_GRADIENT:
         for first in range(0, vocabulary_size, BLOCK):
             mask = first + columns < vocabulary_size
@@ -100,9 +100,8 @@ def _row_pair(
             y = tl.load(others + first + columns, mask=mask, other=0.0).to(tl.float32)
             p = tl.exp2((x - largest_x) * _LOG2_E) / total_x
             q = tl.exp2((y - largest_y) * _LOG2_E) / total_y
-            ratio = x - y - shift
-            gradient_x = p + 0.5 * alpha * (p * (ratio - divergence_x) + p - q)
-            gradient_y = q + 0.5 * alpha * (q * (-ratio - divergence_y) + q - p)
+            gradient_x = p + 0.5 * alpha * (p * (x - y - mean_x) + p - q)
+            gradient_y = q + 0.5 * alpha * (q * (y - x + mean_y) + q - p)
             one_hot = tl.where(first + columns == target, epsilon - 1.0, 0.0)
             tl.store(logits + first + columns, (gradient_x + one_hot).to(logits.dtype.element_ty), mask=mask)
             tl.store(others + first + columns, (gradient_y + one_hot).to(logits.dtype.element_ty), mask=mask)
