@@ -12,16 +12,13 @@ from model.transformer import Transformer
 
 
 @torch.no_grad()
-def attention_maps(
-    network: Transformer, source: Tensor, target: Tensor, source_mask: Tensor | None = None
-) -> dict[str, list[Tensor]]:
+def attention_maps(network: Transformer, source: Tensor, target: Tensor) -> dict[str, list[Tensor]]:
     """Run a forward pass and return its attention weights.
 
     Args:
         network: the network, in evaluation mode unless dropout should be active.
-        source: ids [B, S].
-        target: ids [B, T].
-        source_mask: bool [B, S], True at tokens; or None.
+        source: ids [B, S], of sentences of one length.
+        target: ids [B, T], likewise.
 
     Returns:
         For "encoder", "decoder" and "cross", one tensor [B, H, queries, keys] per layer. Rows sum to one.
@@ -37,7 +34,7 @@ def attention_maps(
                 if isinstance(module, (SelfAttention, CrossAttention)):
                     into = maps["cross" if isinstance(module, CrossAttention) else kind]
                     module.register_forward_pre_hook(_recorder(into))
-    network(source, target, source_mask)
+    network(source, target)
     return maps
 
 

@@ -6,17 +6,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import yaml
 
 from tests.fork_server import ForkServer
+
+if TYPE_CHECKING:
+    from data_module.tokenization.tokenizer import Tokenizer
 
 with suppress(ModuleNotFoundError):  # some GPU machines lack it
     import hypothesis
@@ -83,6 +86,25 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     prepare(settings, progress=False)
     return folder / "corpus"
+
+
+def train_tokenizer(text: Iterable[str], vocabulary_size: int, **options: Any) -> "Tokenizer":
+    """Return a tokenizer that is trained on sentences as `prepare` trains it; for the options see `train_on_words`."""
+    from data_module.tokenization.tokenizer import Tokenizer, train_on_words
+    from data_module.tokenization.word_counts import WordCounts, normalize_white_space
+
+    words = WordCounts()
+    for sentence in text:
+        line = normalize_white_space(sentence)
+        words.add(line)
+        words.add_characters(line)
+    return Tokenizer(train_on_words(words, vocabulary_size, **options))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> "Tokenizer":
+    """A tokenizer of letters, with as many pieces as the networks of `tests.model.search_truth` have ids."""
+    return train_tokenizer(["abcdefg gfedcba abc cab ab"], 24)
 
 
 @contextmanager

@@ -17,21 +17,20 @@ SOURCE_FIELD, TARGET_FIELD = 1001, 1002
 SPACE = "\u2581"
 
 
-def join_models(source: bytes, target: bytes, pieces: Sequence[str], num_special: int) -> bytes:
+def join_models(source: bytes, target: bytes, pieces: Sequence[str]) -> bytes:
     """Return the stored form.
 
     Args:
         source: the sentencepiece model of source sentences.
         target: that of target sentences.
-        pieces: the vocabulary in the order of the ids.
-        num_special: the first so many pieces are the padding, unknown, begin and end symbols, in this order.
+        pieces: the vocabulary in the order of the ids, beginning with the padding, unknown, begin and end symbols.
 
     Raises:
         InputError: a model is no sentencepiece model.
     """
     read, proto = _proto_class().FromString, _proto_class()()
     types = proto.SentencePiece
-    kinds = dict(enumerate([types.CONTROL, types.UNKNOWN, types.CONTROL, types.CONTROL][:num_special]))
+    kinds = dict(enumerate([types.CONTROL, types.UNKNOWN, types.CONTROL, types.CONTROL]))
     try:
         proto.trainer_spec.model_type = read(source).trainer_spec.model_type
     except Exception:  # protobuf's

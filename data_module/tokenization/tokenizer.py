@@ -11,7 +11,7 @@ import io
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -173,8 +173,8 @@ class Tokenizer:
         return [self._processor.id_to_piece(i) for i in range(self.vocabulary_size)]
 
 
-def train_tokenizer(
-    sentences: Iterable[str],
+def train_on_words(
+    words: WordCounts,
     vocabulary_size: int,
     *,
     lowercase: bool = False,
@@ -182,10 +182,12 @@ def train_tokenizer(
     byte_fallback: bool = False,
     user_symbols: Sequence[str] = (),
 ) -> bytes:
-    """Train byte-pair encoding on sentences. The result is deterministic.
+    """Train byte-pair encoding on the words and characters of a text. The result is deterministic.
+
+    The GIL is released.
 
     Args:
-        sentences: the training text.
+        words: words and characters of the text, with their counts.
         vocabulary_size: number of ids, including special ids, user symbols, bytes and single characters.
         lowercase: whether the tokenizer lower-cases text.
         character_coverage: fraction of the text whose characters get a piece of their own, the most frequent first.
@@ -201,31 +203,6 @@ def train_tokenizer(
     Raises:
         InputError: the text is too small, or has too many characters, for this vocabulary size.
     """
-    words = WordCounts()
-    for sentence in sentences:
-        line = normalize_white_space(sentence)
-        words.add(line)
-        words.add_characters(line)
-    return train_on_words(
-        words,
-        vocabulary_size,
-        lowercase=lowercase,
-        character_coverage=character_coverage,
-        byte_fallback=byte_fallback,
-        user_symbols=user_symbols,
-    )
-
-
-def train_on_words(
-    words: WordCounts,
-    vocabulary_size: int,
-    *,
-    lowercase: bool = False,
-    character_coverage: float = 1.0,
-    byte_fallback: bool = False,
-    user_symbols: Sequence[str] = (),
-) -> bytes:
-    """Train a tokenizer as `train_tokenizer` does, from the words and characters of a text. The GIL is released."""
     options = _options(words, vocabulary_size, lowercase, character_coverage, byte_fallback, user_symbols)
     with RuleFile(lowercase_rules() if lowercase else {}) as rules:
         options |= rules

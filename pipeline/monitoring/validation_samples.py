@@ -15,7 +15,7 @@ from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.tables import table
 from pipeline.monitoring.validation_metrics import ValidationMetrics
 
-NUM_WORST, NUM_LONGEST = 6, 4
+NUM_SAMPLES, NUM_WORST, NUM_LONGEST = 12, 6, 4
 _COLUMN_PADDING = 40 * "\u00a0"
 """Keeps TensorBoard from making the first column too narrow for its numbers."""
 
@@ -47,7 +47,6 @@ class ValidationSamples(Callback):
         sources: the validation's source sentences.
         references: their references, as raw text.
         tokenizer: turns translations into text.
-        samples: number of evenly spread samples.
         bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
         text_sources: which pairs come from which text source, to score each apart as well.
     """
@@ -57,13 +56,12 @@ class ValidationSamples(Callback):
         sources: list[str],
         references: list[str],
         tokenizer: Tokenizer,
-        samples: int = 12,
         bleu_tokenizer: str = DEFAULT,
         text_sources: SplitSources | None = None,
     ) -> None:
         self._sources, self._references, self._tokenizer = sources, references, tokenizer
         self._lengths = [len(ids) for ids in tokenizer.encode(sources)]
-        count = min(samples, len(sources))
+        count = min(NUM_SAMPLES, len(sources))
         self.samples = [index * len(sources) // count for index in range(count)]
         self._longest = heapq.nlargest(NUM_LONGEST, range(len(sources)), key=lambda pair: (self._lengths[pair], -pair))
         self._shown = {*self.samples, *self._longest}

@@ -182,7 +182,7 @@ def _tokenizer(folder: Path, pieces: list[str]) -> Tokenizer:
             return Tokenizer(source)  # as this project's exports have it
         except InputError:
             pass  # with other special symbols
-    return Tokenizer(join_models(source, target, pieces, NUM_SPECIAL_IDS))
+    return Tokenizer(join_models(source, target, pieces))
 
 
 def _network_weights(folder: Path, config: Mapping[str, Any], vocabulary: _Vocabulary) -> "dict[str, Tensor]":

@@ -8,8 +8,9 @@ import pytest
 
 from data_module.errors import InputError
 from data_module.tokenization.bpe_dropout import MergeTable
-from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from data_module.tokenization.word_counts import normalize_white_space
+from tests.conftest import train_tokenizer
 
 SYLLABLES = ["ba", "bab", "le", "ten", "ent", "ster", "in", "über", "ß", "É", "ing", "tion", "o", "aa"]
 UNSPACED = "人工智能模型将一种语言翻译成另一种语言。机器翻译的质量在过去几年里有了很大的提高"
@@ -40,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     options = KINDS[request.param]
     size = 400 + 256 * options.get("byte_fallback", False)
-    return Tokenizer(train_tokenizer(_text(), size, **options))
+    return train_tokenizer(_text(), size, **options)
 
 
 def _sample(tokenizer: Tokenizer, words: list[str], dropout: float, seed: int = 1) -> list[tuple[int, ...]]:

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
 from data_module.tokenization.word_counts import WordCounts, normalize_white_space
 from data_module.tokenization.word_encoder import WordEncoder
+from tests.conftest import train_tokenizer
 
 SENTENCES = [
     f"The {adjective} {noun} sees ½ of the x² in Zürich… № {number}"
@@ -22,7 +23,7 @@ SENTENCES = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(SENTENCES, 120))
+    return train_tokenizer(SENTENCES, 120)
 
 
 def test_text_survives_encoding_and_decoding(tokenizer: Tokenizer) -> None:
@@ -72,19 +73,19 @@ def test_vocabulary_size_counts_everything(tokenizer: Tokenizer) -> None:
 
 def test_same_text_gives_same_bytes_with_and_without_lowercase() -> None:
     for lowercase in (False, True):
-        first = train_tokenizer(SENTENCES, 110, lowercase=lowercase)
-        assert first == train_tokenizer(iter(SENTENCES), 110, lowercase=lowercase)
+        first = train_tokenizer(SENTENCES, 110, lowercase=lowercase).model
+        assert first == train_tokenizer(iter(SENTENCES), 110, lowercase=lowercase).model
 
 
 def test_lowercase_is_in_the_model() -> None:
-    tokenizer = Tokenizer(train_tokenizer([*SENTENCES, "İstanbul"], 110, lowercase=True))
+    tokenizer = train_tokenizer([*SENTENCES, "İstanbul"], 110, lowercase=True)
     assert tokenizer.lowercase
     assert tokenizer.decode(tokenizer.encode(["The HAUS in ZÜRICH İ"])) == ["the haus in zürich i̇"]
 
 
 def test_a_lowercase_vocabulary_has_no_capitals() -> None:
     sentences = [*SENTENCES, "ÇA QUI ŽLUŤOUČKÝ ÉTÉ ДОМ İ"]
-    tokenizer = Tokenizer(train_tokenizer(sentences, 125, lowercase=True))
+    tokenizer = train_tokenizer(sentences, 125, lowercase=True)
     assert [piece for piece in tokenizer.pieces()[4:] if piece != piece.lower()] == []
     capitals = [sentence.upper() for sentence in sentences if "ß" not in sentence]
     ids = tokenizer.encode(capitals)
@@ -99,7 +100,7 @@ def test_lowercase_is_off_by_default(tokenizer: Tokenizer) -> None:
 
 def test_every_character_is_known_including_reserved_and_uncounted() -> None:
     sentences = [*SENTENCES, "rare 中 😀 ▅ \ufffd", "long " + "x" * 6000 + "語"]
-    tokenizer = Tokenizer(train_tokenizer(sentences, 130))
+    tokenizer = train_tokenizer(sentences, 130)
     for ids in tokenizer.encode(sentences):
         assert tokenizer.unk_id not in ids
     assert tokenizer.decode(tokenizer.encode(sentences)) == sentences
@@ -107,15 +108,15 @@ def test_every_character_is_known_including_reserved_and_uncounted() -> None:
 
 def test_coverage_below_one_excludes_rare_characters() -> None:
     sentences = ["abc cab bca " * 50] * 50 + ["中"]
-    assert "中" in Tokenizer(train_tokenizer(sentences, 14)).pieces()
-    assert "中" not in Tokenizer(train_tokenizer(sentences, 14, character_coverage=0.99)).pieces()
+    assert "中" in train_tokenizer(sentences, 14).pieces()
+    assert "中" not in train_tokenizer(sentences, 14, character_coverage=0.99).pieces()
 
 
 def test_too_large_a_vocabulary_names_the_largest_that_works() -> None:
     with pytest.raises(InputError, match=r"corpus.vocabulary_size: 5000 .* largest that works is (\d+)$") as caught:
         train_tokenizer(SENTENCES, 5000)
     largest = int(str(caught.value).rsplit(" ", 1)[1])
-    assert Tokenizer(train_tokenizer(SENTENCES, largest)).vocabulary_size == largest
+    assert train_tokenizer(SENTENCES, largest).vocabulary_size == largest
     with pytest.raises(InputError):
         train_tokenizer(SENTENCES, largest + 1)
 
@@ -124,7 +125,7 @@ def test_too_small_a_vocabulary_names_the_smallest_that_works() -> None:
     with pytest.raises(InputError, match=r"10 is too small .* at least (\d+),") as caught:
         train_tokenizer(SENTENCES, 10)
     smallest = int(str(caught.value).split("at least ")[1].split(",")[0])
-    assert Tokenizer(train_tokenizer(SENTENCES, smallest)).vocabulary_size == smallest
+    assert train_tokenizer(SENTENCES, smallest).vocabulary_size == smallest
 
 
 def test_too_small_a_vocabulary_for_the_characters_that_are_covered() -> None:
@@ -195,7 +196,7 @@ def test_any_text_survives_except_white_space(sentences: list[str]) -> None:
         with pytest.raises(InputError, match="no words"):
             train_tokenizer(sentences, 100)
         return
-    tokenizer = Tokenizer(train_tokenizer(sentences, len(characters) + 5))
+    tokenizer = train_tokenizer(sentences, len(characters) + 5)
     ids = tokenizer.encode(sentences)
     assert tokenizer.decode(ids) == expected
     assert all(piece >= NUM_SPECIAL_IDS for row in ids for piece in row.tolist())
@@ -211,13 +212,13 @@ SYMBOLS = ["<b>", "</b>", "__NAME__", ">>de<<", "<b>x", 'a,"b', "\u2026", "«Ü�
 
 @pytest.fixture(scope="module")
 def byte_tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(SENTENCES * 4, 380, byte_fallback=True))
+    return train_tokenizer(SENTENCES * 4, 380, byte_fallback=True)
 
 
 def _with_symbols(**options: Any) -> Tokenizer:
     text = [*SENTENCES, "<b>red</b> horses of __NAME__"] * 4
     size = 150 + 256 * options.get("byte_fallback", False)
-    return Tokenizer(train_tokenizer(text, size, user_symbols=SYMBOLS, **options))
+    return train_tokenizer(text, size, user_symbols=SYMBOLS, **options)
 
 
 def test_with_byte_fallback_nothing_is_unknown(byte_tokenizer: Tokenizer) -> None:
@@ -268,11 +269,11 @@ def test_with_byte_fallback_rare_characters_are_bytes() -> None:
     text = ["abc abd bcd"] * 500 + ["中"] * 19 + ["語"] * 20 + ["É"] * 12 + ["é"] * 8 + ["«»"] * 100
     for lowercase, known in ((False, "語"), (True, "語é")):
         options = {"lowercase": lowercase, "byte_fallback": True, "user_symbols": ["«»"]}
-        pieces = Tokenizer(train_tokenizer(text, 280, **options)).pieces()
+        pieces = train_tokenizer(text, 280, **options).pieces()
         assert [character for character in "中語Éé«»" if character in pieces] == list(known)
         # Without bytes, all of them have to be pieces.
         options["byte_fallback"] = False
-        pieces = Tokenizer(train_tokenizer(text, 30, **options)).pieces()
+        pieces = train_tokenizer(text, 30, **options).pieces()
         assert set("中語é«»") <= set(pieces)
 
 
@@ -283,7 +284,7 @@ def test_the_smallest_vocabulary_with_bytes_and_symbols() -> None:
     message = r"266 is too small for the text's 4 distinct characters and 256 bytes and 2 user symbols; .* least 267,"
     with pytest.raises(InputError, match=message):
         train_tokenizer(text, 266, **options)
-    tokenizer = Tokenizer(train_tokenizer(text, 267, **options))
+    tokenizer = train_tokenizer(text, 267, **options)
     assert tokenizer.vocabulary_size == 267
     assert tokenizer.decode(tokenizer.encode(["<b>é</b> abc"])) == ["<b>é</b> abc"]
 
@@ -334,7 +335,7 @@ def test_lower_keeps_symbols() -> None:
 
 
 def test_a_reserved_character_is_no_user_symbol() -> None:
-    tokenizer = Tokenizer(train_tokenizer([*SENTENCES, "▅"], 130))
+    tokenizer = train_tokenizer([*SENTENCES, "▅"], 130)
     assert "▅" in tokenizer.pieces()
     assert tokenizer.user_symbols == []
     assert not tokenizer.byte_fallback

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.bundle import FILES, bundle_files, write_bundle
 from pipeline.export.parity import Text
 from pipeline.inference.translator import Translator, padded
+from tests.conftest import train_tokenizer
 
 SENTENCES = [
     "A sentence.",
@@ -32,7 +32,7 @@ SYMBOLS = ["<b>", "</b>", "<i>", "</i>", "__NAME__", "<2de>", 'a,"b']
 def model() -> TrainedModel:
     """A network that has learned by heart to repeat the sentences."""
     text = ["A sentence.", "Anna likes and pre post"] * 30
-    tokenizer = Tokenizer(train_tokenizer(text, 300, byte_fallback=True, user_symbols=SYMBOLS))
+    tokenizer = train_tokenizer(text, 300, byte_fallback=True, user_symbols=SYMBOLS)
     torch.manual_seed(1)
     settings = NetworkSettings(num_layers=1, d_model=64, d_ff=128, num_heads=2, dropout=0.0)
     network = Transformer(tokenizer.vocabulary_size, settings)

@@ -354,8 +354,7 @@ def test_key_biases_alone_get_no_gradient_in_truth() -> None:
 def test_attention_maps_are_what_the_network_attends_to() -> None:
     net = network()
     source, target = ids(2, 5), ids(2, 3)
-    mask = torch.arange(5)[None] < torch.tensor([[5], [3]])
-    maps = attention_maps(net, source, target, mask)
+    maps = attention_maps(net, source, target)
     assert {kind: (len(layers), *layers[0].shape) for kind, layers in maps.items()} == {
         "encoder": (2, 2, 4, 5, 5),
         "decoder": (2, 2, 4, 3, 3),
@@ -365,15 +364,14 @@ def test_attention_maps_are_what_the_network_attends_to() -> None:
         for weights in layers:
             torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights.sum(-1)))
     assert maps["decoder"][0].triu(1).abs().max() == 0
-    assert maps["cross"][1][1, :, :, 3:].abs().max() == 0
     # Weights times values, projected, equals the module's output.
     layer = net.encoder[0].self_attention
     x = net.embed(source, 0)
     _, _, value = layer.project(x)
     by_maps = layer.output((maps["encoder"][0] @ value).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(layer(x, mask[:, None, None, :], False), by_maps)
+    torch.testing.assert_close(layer(x, None, False), by_maps)
     # Later passes are not recorded, and no autograd graph is kept.
-    net(source, target, mask)
+    net(source, target)
     assert all(len(layers) == 2 and not layers[0].requires_grad for layers in maps.values())
 
 

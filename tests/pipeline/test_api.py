@@ -24,7 +24,7 @@ import yaml
 from PIL import Image
 
 import pipeline
-from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from model.attention_maps import attention_maps
 from pipeline import api
 from pipeline.__main__ import main
@@ -35,7 +35,6 @@ from pipeline.inference.translator import Translator, load_translator
 from pipeline.training import fit
 from tests.conftest import ROOT, sentences, tiny_recipe
 from tests.conftest import pipeline as run_command
-from tests.model.search_truth import VOCABULARY_SIZE
 from tests.pipeline.test_export import make_model
 
 TEXTS = [*sentences(40, seed=40), "", "the dog"]
@@ -51,11 +50,6 @@ def bundle(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(trained_run: Path) -> pipeline.Model:
     return pipeline.load(trained_run)
-
-
-@pytest.fixture(scope="module")
-def letters() -> Tokenizer:
-    return Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -219,9 +213,9 @@ def test_attention_is_the_networks(model: pipeline.Model, trained_run: Path) -> 
     assert "".join(other.target[:-1]).replace("\u2581", " ").strip() == "the dog"
 
 
-def test_pictures_of_attention(model: pipeline.Model, letters: Tokenizer) -> None:
-    trained = make_model(letters)
-    deep = pipeline.Model(Translator(trained.network, letters, trained.decoding))
+def test_pictures_of_attention(model: pipeline.Model, tokenizer: Tokenizer) -> None:
+    trained = make_model(tokenizer)
+    deep = pipeline.Model(Translator(trained.network, tokenizer, trained.decoding))
     attention = model.attention(TEXTS[0])
     pictures = [attention.picture(), attention.picture("encoder", layer=0), attention.picture("decoder")]
     assert all(isinstance(picture, Image.Image) for picture in pictures)
@@ -316,14 +310,14 @@ def test_marks_of_spaces_are_warned_of(model: pipeline.Model) -> None:
         assert [one.filename for one in caught] == [__file__]
 
 
-def test_long_sentences_and_missing_prefixes_are_warned_of(letters: Tokenizer) -> None:
-    trained = make_model(letters, learned_positions=True, max_positions=12)
-    translator = Translator(trained.network, letters, trained.decoding, max_source_tokens=6)
+def test_long_sentences_and_missing_prefixes_are_warned_of(tokenizer: Tokenizer) -> None:
+    trained = make_model(tokenizer, learned_positions=True, max_positions=12)
+    translator = Translator(trained.network, tokenizer, trained.decoding, max_source_tokens=6)
     model = pipeline.Model(translator)
     with pytest.warns(UserWarning, match=r"2 sentence\(s\), number 2, 3: longer than the 6 tokens") as caught:
         model.translate(["a b", "a b c d e f g", "g f e d c b a", "a"])
     assert caught[0].filename == __file__
-    assert [len(ids) for ids in letters.encode(["a b c", "a b cc"])] == [5, 6]
+    assert [len(ids) for ids in tokenizer.encode(["a b c", "a b cc"])] == [5, 6]
     with pytest.warns(UserWarning, match=r"number 2: longer than the 6 tokens") as caught:
         model.score(["a b c", "a b cc"], ["a", "a"])
     assert caught[0].filename == __file__

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from model.compiled_search import CompiledSearch
 from model.layers import NORMS
 from model.transformer import Transformer
@@ -24,11 +24,6 @@ from tests.pipeline.test_export import SHAPES, TEXT, make_model
 BOS, EOS, PAD = 2, 3, 0
 EXTRA = 6
 HEADER = struct.Struct("<8s10q2fq")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.layers import ACTIVATIONS, NORMS
 from model.registry import Registry
@@ -28,11 +28,6 @@ VARIANTS: dict[str, dict[str, object]] = {
     "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
     "as Marian": {"activation": "swish", "output_bias": True},
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
 
 
 def make_network(tokenizer: Tokenizer, **settings: object) -> Transformer:

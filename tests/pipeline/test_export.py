@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
@@ -39,11 +39,6 @@ LEFT_OUT = {
 }
 """The formats that do not support a shape."""
 TEXT = Text("letters", [" ".join(LETTERS[: 2 + i % 6][i % 2 :]) for i in range(12)], None)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
 
 
 def make_model(tokenizer: Tokenizer, **shape: Any) -> TrainedModel:
@@ -126,7 +121,9 @@ def test_bad_input_to_the_exported_module(tokenizer: Tokenizer, tmp_path: Path) 
                     call()
 
 
-def test_what_export_refuses(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_export_refuses(
+    trained_run: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "bundle"
 
     def refused(checkpoint: Path, *options: object) -> str:
@@ -145,8 +142,7 @@ def test_what_export_refuses(trained_run: Path, tmp_path: Path, capsys: pytest.C
     assert "not a checkpoint" in refused(changed)
     changed.write_bytes(best.read_bytes()[:5000])
     assert "truncated" in refused(changed)
-    model = train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE)
-    other = torch.frombuffer(bytearray(model), dtype=torch.uint8)
+    other = torch.frombuffer(bytearray(tokenizer.model), dtype=torch.uint8)
     torch.save({**contents, "translation": {**contents["translation"], "tokenizer": other}}, changed)
     assert f"vocabulary of {VOCABULARY_SIZE} pieces" in refused(changed)
     recipe = json.loads(json.dumps(contents["translation"]["recipe"]))

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.layers import ACTIVATIONS, NORMS
 from model.registry import Registry
@@ -21,7 +21,7 @@ from pipeline.export.bundle import obstacles, write_bundle
 from pipeline.export.huggingface_model import generation_settings, write_huggingface
 from pipeline.export.readme import model_card
 from pipeline.inference.translator import LONGEST
-from tests.conftest import sentences
+from tests.conftest import sentences, train_tokenizer
 from tests.model.search_truth import VOCABULARY_SIZE, trained_network
 from tests.pipeline.test_export import TEXT, make_model
 
@@ -43,11 +43,6 @@ TEXTS = [
     "",
     "no-break\u00a0space",
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
 
 
 def load(folder: Path) -> tuple[Any, Any]:
@@ -107,7 +102,7 @@ def test_beam_search_by_equal_rules_gives_equal_answers(tokenizer: Tokenizer, tm
 def test_the_tokenizer_is_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
     size = options.pop("vocabulary_size", 90)
     lines = [*sentences(300, 1), "x é É ☃ no-break\u00a0space"]
-    tokenizer = Tokenizer(train_tokenizer(lines, size, user_symbols=["<2de>"], **options))
+    tokenizer = train_tokenizer(lines, size, user_symbols=["<2de>"], **options)
     _, theirs = write(make_model(tokenizer).network, tokenizer, tmp_path)
     ids = [[*one.tolist(), tokenizer.eos_id] for one in tokenizer.encode(TEXTS)]
     assert theirs(TEXTS)["input_ids"] == ids
@@ -159,7 +154,7 @@ def test_unsupported_networks_are_refused(
 
 
 def test_symbols_that_marian_takes_for_language_codes_are_refused(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(train_tokenizer(sentences(300, 1), 90, user_symbols=[">>de<<", "<2de>"]))
+    tokenizer = train_tokenizer(sentences(300, 1), 90, user_symbols=[">>de<<", "<2de>"])
     with pytest.raises(InputError, match=r"corpus\.user_symbols has >>de<<, which"):
         write(make_model(tokenizer).network, tokenizer, tmp_path)
 

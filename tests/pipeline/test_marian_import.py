@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from data_module.tokenization.word_encoder import WordEncoder
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.export.huggingface_model import write_huggingface
 from pipeline.training.marian_import import is_marian, load_marian
-from tests.conftest import sentences
+from tests.conftest import sentences, train_tokenizer
 from tests.pipeline.marian_folder import load, target_text, write_marian
 from tests.pipeline.test_export import make_model
 
@@ -126,7 +126,7 @@ def test_other_ways_to_store_the_weights(marian: Path, tmp_path: Path, kind: str
 
 
 def test_an_export_of_this_project_comes_back_as_it_was(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(train_tokenizer(sentences(300, 1), 90))
+    tokenizer = train_tokenizer(sentences(300, 1), 90)
     network = make_model(tokenizer, num_encoder_layers=3).network
     write_huggingface(network, tokenizer, DecodingSettings(), 0.4, ("en", "de"), tmp_path / "model")
     model = load_marian(tmp_path / "model")

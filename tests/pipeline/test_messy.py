@@ -10,12 +10,12 @@ import pytest
 import sacrebleu
 from numpy.random import default_rng
 
-from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
 from pipeline.__main__ import main
 from pipeline.inference import translator
 from pipeline.inference.messy import MessyText, is_copied, messy_texts, tag_pairs, with_tags
 from pipeline.inference.metrics import METRICS
 from pipeline.inference.prefixes import Prefixes
+from tests.conftest import train_tokenizer
 
 SOURCES = [
     "The old house (of NASA) burns. Somebody calls them!",
@@ -139,8 +139,8 @@ def test_what_is_copied_whole(string: str, hypothesis: str, whole: bool) -> None
 
 @pytest.mark.parametrize("lowercase", [False, True])
 def test_a_tokenizer_with_bytes_and_symbols_can_write_every_reference(lowercase: bool) -> None:
-    model = train_tokenizer([*SOURCES, *REFERENCES], 400, lowercase=lowercase, byte_fallback=True, user_symbols=SYMBOLS)
-    tokenizer = Tokenizer(model)
+    text = [*SOURCES, *REFERENCES]
+    tokenizer = train_tokenizer(text, 400, lowercase=lowercase, byte_fallback=True, user_symbols=SYMBOLS)
     found = dict(messy_texts(SOURCES, REFERENCES, tokenizer.user_symbols, lowercase=tokenizer.lowercase))
     assert list(found) == [*KINDS, "user_symbols"]
     for text in found.values():

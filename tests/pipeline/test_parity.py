@@ -10,17 +10,12 @@ import pytest
 import sacrebleu
 import torch
 
-from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from pipeline.export.parity import Parity, Text, Truth, largest, size
 from pipeline.export.runners import Answer, Runner, SearchRunner
 from tests.model.search_truth import VOCABULARY_SIZE, forced_log_probability
 from tests.pipeline.test_export import TEXT, make_model
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(["abcdefg gfedcba abc cab ab"], VOCABULARY_SIZE))
 
 
 @pytest.fixture(scope="module")

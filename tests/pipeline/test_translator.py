@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import Tokenizer, train_tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.inference.translator import EMPTY, Translator, batches_by_length
+from tests.conftest import train_tokenizer
 
 WORDS = ["ein", "hund", "läuft", "über", "die", "straße", "und", "bellt", "laut"]
 
@@ -21,7 +22,7 @@ def make_sentences(count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(train_tokenizer(make_sentences(200), 45))
+    return train_tokenizer(make_sentences(200), 45)
 
 
 def make_network(tokenizer: Tokenizer, learned_positions: bool = False) -> Transformer:
@@ -119,7 +120,7 @@ def test_an_exported_search_translates_the_same(tokenizer: Tokenizer) -> None:
 
 
 def test_a_foreign_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
-    other = Tokenizer(train_tokenizer(make_sentences(200), 50))
+    other = train_tokenizer(make_sentences(200), 50)
     with pytest.raises(ValueError, match="45 pieces and the tokenizer 50"):
         Translator(make_network(tokenizer), other, SETTINGS)
 
@@ -144,7 +145,7 @@ def test_batches_by_length() -> None:
 
 def test_a_translation_may_be_any_bytes_and_a_source_cut_within_a_character() -> None:
     text = [*make_sentences(200), "<b>ein</b> hund"]
-    tokenizer = Tokenizer(train_tokenizer(text, 305, byte_fallback=True, user_symbols=["<b>", "</b>"]))
+    tokenizer = train_tokenizer(text, 305, byte_fallback=True, user_symbols=["<b>", "</b>"])
     # With random weights, most pieces of the translations are bytes.
     translator = Translator(make_network(tokenizer), tokenizer, SETTINGS, max_source_tokens=5)
     sentences = ["😀" * length for length in range(1, 4)] + ["<b>läuft</b> 👩🏽‍💻", "", "ΑΒΓ\u2028"]
