@@ -184,7 +184,7 @@ def ctranslate2_engine(settings: EngineSettings) -> Translate:
 def huggingface_engine(settings: EngineSettings) -> Translate:
     """Return the engine of Transformers' `generate` in float32, with this project's batches."""
     from pipeline.export.huggingface_model import require_transformers
-    from pipeline.inference.translator import batches_by_length, padded
+    from pipeline.inference.length_batches import length_batches, padded
 
     decoding, tokenizer = settings.decoding, _load_tokenizer(settings)
     model = require_transformers().MarianMTModel.from_pretrained(settings.folder / "huggingface")
@@ -200,7 +200,7 @@ def huggingface_engine(settings: EngineSettings) -> Translate:
         sources = [[*ids, tokenizer.eos_id()] for ids in encoded]
         answers: list[list[int]] = [[] for _ in sources]
         rows.clear()
-        for batch in batches_by_length([len(source) for source in sources], BATCH_TOKENS):
+        for batch in length_batches([len(source) for source in sources], BATCH_TOKENS):
             ids, is_token = padded([sources[index] for index in batch], tokenizer.pad_id())
             output = model.generate(
                 ids.to(settings.device),

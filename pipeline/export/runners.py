@@ -9,8 +9,9 @@ from torch import Tensor
 
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings
+from pipeline.inference.length_batches import length_batches, padded
 from pipeline.inference.text_io import progress_bar
-from pipeline.inference.translator import LONGEST, batches_by_length, padded
+from pipeline.inference.translator import LONGEST
 
 BATCH_TOKENS = 4096
 FORCED_TOKENS = 512
@@ -58,7 +59,7 @@ class Runner:
         With `one_length`, it is called with sources of one length, because it limits all its answers to one length.
         """
         lengths = [len(source) for source in sources]
-        batches: Iterable[list[int]] = batches_by_length(lengths, BATCH_TOKENS)
+        batches: Iterable[list[int]] = length_batches(lengths, BATCH_TOKENS)
         if one_length:
             batches = ([i for i, one in enumerate(lengths) if one == length] for length in sorted(set(lengths)))
         found: list[Any] = [None] * len(sources)
@@ -84,7 +85,7 @@ def forced_log_probabilities(
     """
     totals = [0.0] * len(answers)
     lengths = [len(source) + len(answer) for source, answer in zip(sources, answers, strict=True)]
-    for batch in batches_by_length(lengths, FORCED_TOKENS):
+    for batch in length_batches(lengths, FORCED_TOKENS):
         source, mask = padded([list(sources[index]) for index in batch], tokenizer.pad_id)
         target, is_token = padded([[tokenizer.bos_id, *answers[index]] for index in batch], tokenizer.pad_id)
         chances = log_softmax(source, mask, target[:, :-1]).gather(2, target[:, 1:, None]).squeeze(2)

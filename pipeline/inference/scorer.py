@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from model.decoding import penalty
-from pipeline.inference.translator import Hypothesis, Translator, padded
+from pipeline.inference.length_batches import length_batches, padded
+from pipeline.inference.translator import Hypothesis, Translator
 
 _BATCH_TOKENS = 2048
 """Upper bound on the padded tokens of a batch on either side."""
@@ -35,7 +36,8 @@ def score_pairs(
     """
     tokenizer, device = translator.tokenizer, translator.device
     totals = [0.0] * len(sources)
-    for batch in _batches([max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]):
+    lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
+    for batch in length_batches(lengths, _BATCH_TOKENS):
         source, mask = padded([sources[index] for index in batch], tokenizer.pad_id)
         target, is_token = padded([[tokenizer.bos_id, *targets[index]] for index in batch], tokenizer.pad_id)
         is_padded = not bool(mask.all())
@@ -46,23 +48,11 @@ def score_pairs(
         for index, total in zip(batch, chances.sum(1).tolist(), strict=True):
             totals[index] = total
         finished(len(batch))
-    lengths = torch.tensor([len(target) for target in targets])
-    penalties = penalty(lengths, translator.settings.length_penalty).tolist()
+    penalties = penalty(torch.tensor([len(target) for target in targets]), translator.settings.length_penalty).tolist()
     return [
         Hypothesis(text, total / divisor, total, len(target))
         for text, total, divisor, target in zip(texts, totals, penalties, targets, strict=True)
     ]
-
-
-def _batches(lengths: list[int]) -> list[list[int]]:
-    """Return the indices of the pairs of each batch, longest first; a pair counts as its longer side."""
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= _BATCH_TOKENS:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
 
 
 def _log_probabilities(network: Any, states: Tensor, tokens: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Translation of text: encode, search in batches of similar length, decode."""
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -7,16 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.compiled_search import CompiledSearch, unsupported
 from model.decoding import BeamSearch
 from model.packing import can_pack, pack_linears
-from model.settings import SHORTEST, DecodingSettings
+from model.settings import DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.compiled_search import load_compiled_search
+from pipeline.inference.length_batches import length_batches, padded
 from pipeline.inference.prefixes import Prefixes
 from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.text_io import progress_bar, show_token_rate
@@ -116,7 +117,8 @@ class Translator:
         """The checkpoint's recipe, set by `load_translator`."""
         self.prefixes = Prefixes()
         """The prefixes that the model was trained with, set by `load_translator`."""
-        self.tokenizer, self.settings, self.batch_tokens = tokenizer, settings, batch_tokens
+        self.tokenizer, self.settings = tokenizer, settings
+        self._batch_limits = (math.inf, SEARCHED) if isinstance(search, CompiledSearch) else (batch_tokens, None)
         limits = [limit for limit in (self.search.max_positions, max_source_tokens) if limit]
         self.max_source_tokens: int | None = min(limits, default=None)
 
@@ -147,7 +149,7 @@ class Translator:
                 kept[-1] = self.tokenizer.eos_id
         label = progress if isinstance(progress, str) else "translating"
         with progress_bar(len(sources), show=bool(progress), description=label) as bar:
-            for batch in self._batches([len(source) for source in cut]):
+            for batch in length_batches([len(source) for source in cut], *self._batch_limits):
                 answers = self._search([cut[i] for i in batch], n_best, finished or bar.update)
                 for index, hypotheses in zip(batch, answers, strict=True):
                     found[index] = hypotheses
@@ -177,15 +179,6 @@ class Translator:
                 num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
                 show_token_rate(bar, num_tokens)
                 yield from translations
-
-    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Yield the indices of the sentences that are searched together, longest first, without empty sentences."""
-        if not isinstance(self.search, CompiledSearch):
-            yield from batches_by_length(lengths, self.batch_tokens)
-            return
-        order = [index for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]) if lengths[index] > 1]
-        for start in range(0, len(order), SEARCHED):
-            yield order[start : start + SEARCHED]
 
     def _search(
         self, sources: list[list[int]], n_best: int, finished: Callable[[int], object]
@@ -285,33 +278,3 @@ def _search_on(device: str, network: Transformer, tokenizer: Tokenizer) -> Trans
     if can_pack(network):
         pack_linears(network)
     return network
-
-
-def padded(rows: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return padded ids [B, S] and a mask [B, S] that is False at padding."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows])
-    return ids, torch.arange(longest) < torch.tensor([len(row) for row in rows]).unsqueeze(1)
-
-
-def batches_by_length(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Yield the indices of each batch, longest sentences first because they need the most memory.
-
-    A batch ends before it would exceed `batch_tokens` padded tokens. It also ends where the length changes once it is
-    half full, because a batch of one length needs no mask. Sentences shorter than `SHORTEST` count as that long, so a
-    batch has at most `batch_tokens / SHORTEST` sentences. Sentences of one token, the end symbol, are left out.
-    """
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
-        if lengths[index] <= 1:
-            break
-        if batch:
-            longest = max(lengths[batch[0]], SHORTEST)
-            is_full = longest * (len(batch) + 1) > batch_tokens
-            is_half_full = longest * len(batch) * 2 >= batch_tokens
-            if is_full or (is_half_full and lengths[index] < lengths[batch[-1]]):
-                yield batch
-                batch = []
-        batch.append(index)
-    if batch:
-        yield batch

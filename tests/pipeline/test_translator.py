@@ -1,3 +1,4 @@
+import math
 import random
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
-from pipeline.inference.translator import EMPTY, Translator, batches_by_length
+from pipeline.inference.length_batches import length_batches
+from pipeline.inference.translator import EMPTY, Translator
 from tests.conftest import train_tokenizer
 
 WORDS = ["ein", "hund", "läuft", "über", "die", "straße", "und", "bellt", "laut"]
@@ -125,10 +127,10 @@ def test_a_foreign_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
         Translator(make_network(tokenizer), other, SETTINGS)
 
 
-def test_batches_by_length() -> None:
+def test_length_batches() -> None:
     draws = random.Random(2)
     lengths = [draws.randint(1, 30) for _ in range(1000)] + [900]
-    batches = list(batches_by_length(lengths, 400))
+    batches = list(length_batches(lengths, 400))
     assert sorted(index for batch in batches for index in batch) == [i for i, n in enumerate(lengths) if n > 1]
     assert batches[0] == [1000]
     order = [lengths[index] for batch in batches for index in batch]
@@ -139,8 +141,9 @@ def test_batches_by_length() -> None:
     unmasked = sum(len({lengths[index] for index in batch}) == 1 for batch in batches)
     assert unmasked > len(batches) // 2
     # Hypotheses need memory as well, so the number of very short sentences is bounded.
-    assert max(len(batch) for batch in batches_by_length([2] * 5000, 4096)) == 256
-    assert list(batches_by_length([20] * 10, 100)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert max(len(batch) for batch in length_batches([2] * 5000, 4096)) == 256
+    assert list(length_batches([20] * 10, 100)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert list(length_batches([20, 30, 1, 40], math.inf, 2)) == [[3, 1], [0]]
 
 
 def test_a_translation_may_be_any_bytes_and_a_source_cut_within_a_character() -> None:
