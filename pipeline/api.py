@@ -17,6 +17,7 @@ from data_module.errors import InputError
 from data_module.paths import user_path
 from data_module.tokenization.word_counts import SPACE_MARK
 from model.attention_maps import attention_maps
+from model.decoding import penalty
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.loading import bundle_of, load_bundle
@@ -225,21 +226,22 @@ class Model:
         given, wanted = _texts(sources, "sources"), _texts(targets, "targets")
         if isinstance(sources, str) != isinstance(targets, str) or len(given) != len(wanted):
             raise InputError(f"{len(given)} sources and {len(wanted)} targets; give one target for each source")
-        source_ids, target_ids = self._source_ids(given), self._target_ids(wanted)
-        # The search does not run for an empty sentence, whose translation is empty.
-        scored = [i for i, pair in enumerate(zip(source_ids, target_ids, strict=True)) if max(map(len, pair)) > 1]
-        found = [EMPTY] * len(given)
+        source_ids, target_ids, translator = self._source_ids(given), self._target_ids(wanted), self._translator
         with _mistakes_in_one_line(), progress_bar(len(given), show=progress, description="scoring") as bar:
-            hypotheses = score_pairs(
-                self._network,
-                self._translator,
-                [source_ids[i] for i in scored],
-                [target_ids[i] for i in scored],
-                [wanted[i] for i in scored],
-                bar.update,
+            network, tokenizer, device = self._network, translator.tokenizer, translator.device
+
+            def log_softmax(states: torch.Tensor) -> torch.Tensor:
+                return network.logits(states).float().log_softmax(-1)
+
+            totals = score_pairs(network, log_softmax, tokenizer, source_ids, target_ids, device, bar.update)
+        penalties = penalty(torch.tensor([len(ids) for ids in target_ids]), translator.settings.length_penalty).tolist()
+        found = [
+            # The search does not run for an empty sentence, whose translation is empty.
+            Hypothesis(text, total / divisor, total, len(target)) if max(len(source), len(target)) > 1 else EMPTY
+            for text, source, target, total, divisor in zip(
+                wanted, source_ids, target_ids, totals, penalties, strict=True
             )
-        for index, hypothesis in zip(scored, hypotheses, strict=True):
-            found[index] = hypothesis
+        ]
         return found[0] if isinstance(sources, str) else found
 
     def attention(self, sentence: str, target: str | None = None) -> Attention:

@@ -21,9 +21,10 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings
 from model.transformer import Transformer
-from pipeline.export.runners import Answer, Ids, Runner, SearchRunner, forced_log_probabilities
+from pipeline.export.runners import Answer, Ids, Runner, SearchRunner
 from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.inference.metrics import Bleu, corpus_score
+from pipeline.inference.scorer import score_pairs
 
 BLEU = 0.1
 ENOUGH_SENTENCES = 500
@@ -91,13 +92,13 @@ class Truth:
         return SAFETY * largest(abs(one - other) + precision * abs(other) for one, other in changes)
 
     def _forced(self, pairs: Sequence[Pair], noise: Callable[[Tensor], Tensor] | None = None) -> list[float]:
-        def log_softmax(source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-            logits = self.network.logits(self.network(source, target, mask))
+        def log_softmax(states: Tensor) -> Tensor:
+            logits = self.network.logits(states)
             # The softmax subtracts numbers of the size of logits, also where the result is near 0.
             return logits.log_softmax(-1) + (noise(logits) if noise else 0.0)
 
         sources, answers = [source for source, _ in pairs], [answer for _, answer in pairs]
-        return forced_log_probabilities(log_softmax, self.tokenizer, sources, answers)
+        return score_pairs(self.network, log_softmax, self.tokenizer, sources, answers)
 
 
 class Parity:

@@ -1,6 +1,6 @@
 """Runners that translate ids with each format of a bundle, so that their answers can be compared."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,12 +10,11 @@ from torch import Tensor
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings
 from pipeline.inference.length_batches import length_batches, padded
+from pipeline.inference.scorer import score_pairs
 from pipeline.inference.text_io import progress_bar
 from pipeline.inference.translator import LONGEST
 
 BATCH_TOKENS = 4096
-FORCED_TOKENS = 512
-"""Tokens of a batch of forced answers. Each needs the log-probabilities of the whole vocabulary, in float64."""
 Ids = list[int]
 
 
@@ -69,30 +68,6 @@ class Runner:
                     found[index] = answer
                 bar.update(len(batch))
         return found
-
-
-@torch.no_grad()
-def forced_log_probabilities(
-    log_softmax: Callable[[Tensor, Tensor, Tensor], Tensor],
-    tokenizer: Tokenizer,
-    sources: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
-) -> list[float]:
-    """Return log P(answer | source) of each pair by teacher forcing.
-
-    `log_softmax` maps source ids [B, S], their mask [B, S] and target ids [B, T], which start with the begin symbol, to
-    log-probabilities of the next tokens [B, T, vocabulary].
-    """
-    totals = [0.0] * len(answers)
-    lengths = [len(source) + len(answer) for source, answer in zip(sources, answers, strict=True)]
-    for batch in length_batches(lengths, FORCED_TOKENS):
-        source, mask = padded([list(sources[index]) for index in batch], tokenizer.pad_id)
-        target, is_token = padded([[tokenizer.bos_id, *answers[index]] for index in batch], tokenizer.pad_id)
-        chances = log_softmax(source, mask, target[:, :-1]).gather(2, target[:, 1:, None]).squeeze(2)
-        chances = chances.masked_fill(~is_token[:, 1:], 0.0).double()
-        for index, total in zip(batch, chances.sum(1).tolist(), strict=True):
-            totals[index] = total
-    return totals
 
 
 class SearchRunner(Runner):
@@ -251,12 +226,11 @@ class HuggingFaceRunner(Runner):
     def greedy(self, sources: list[Ids]) -> list[Answer]:
         """Return the greedy answer of each source, with its log-probability by teacher forcing."""
 
-        def log_softmax(source: Tensor, mask: Tensor, target: Tensor) -> Tensor:
-            found = self.model(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target)
-            return found.logits.log_softmax(-1)
+        def logits(source: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+            return self.model(input_ids=source, attention_mask=mask, decoder_input_ids=target).logits
 
         answers = self._generate(sources, "greedy", num_beams=1)
-        totals = forced_log_probabilities(log_softmax, self.tokenizer, sources, answers)
+        totals = score_pairs(logits, lambda rows: rows.log_softmax(-1), self.tokenizer, sources, answers)
         return [Answer(tokens, total) for tokens, total in zip(answers, totals, strict=True)]
 
     def different_texts(self, texts: list[str], sources: list[Ids], answers: list[Ids]) -> dict[str, int]:
