@@ -24,7 +24,6 @@ from tests.model.kernel_cases import (
     EDGES,
     KINDS,
     RAGGED,
-    UNUSED,
     Heads,
     Sentences,
     check_attention,
@@ -178,7 +177,3 @@ def test_the_check_before_training_accepts_the_kernels_and_names_those_that_are_
     assert check() == "Triton's kernels give wrong results here, for causal self-attention"
     monkeypatch.setattr(segment_kernels, "segment_attention", lambda *given: [plain(*given)[0] * float("nan")])
     assert "for self-attention, causal self-attention, cross-attention" in (check() or "")
-
-
-def test_unused_rows_are_there() -> None:
-    assert inputs(Heads(1, 2, 2), RAGGED, "self", torch.float32, "cpu")[0][-UNUSED:].isnan().all()

@@ -55,11 +55,6 @@ def test_results_are_autocasts_and_gradients_are_float32(dtype: torch.dtype, inp
     assert (found[2] - exact[2]).norm() < 1e-5 * exact[2].norm()  # summed in float32
 
 
-def test_without_copies_it_is_the_module() -> None:
-    module, x, _ = linear()
-    assert torch.equal(cast_linear(module, x), F.linear(x, module.weight, module.bias))
-
-
 def test_copies_follow_the_weights_when_they_are_refreshed() -> None:
     module, x, _ = linear()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
@@ -139,10 +134,3 @@ def test_rows_are_in_16_bits_between_layers_and_norms_compute_in_float32(pre_nor
     assert len(dtypes) == 2 * 5
     assert set(dtypes) == {torch.bfloat16}
     assert states.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_have_the_type_of_the_weights_without_autocast(dtype: torch.dtype) -> None:
-    network = make_network().to(dtype)
-    [batch] = packed([LENGTHS]).micro_batches
-    assert network.packed(*arguments(batch, dtype)).dtype == dtype

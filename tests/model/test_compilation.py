@@ -154,17 +154,6 @@ def test_any_widths_compile_and_the_number_of_graphs_stays_bounded() -> None:
     assert 2 < graphs.count <= num_sets
 
 
-@pytest.mark.slow
-def test_backward_passes_are_traced_once_too() -> None:
-    net = network()
-    forward = CompiledForward(net, backend="aot_eager")
-    for counts in ((3, 2), (5, 1), (2, 0, 1), (1, 0, 2)):
-        assert_equals_eager(forward, net, in_blocks(*counts))
-    torch.compiler.set_stance("fail_on_recompile")
-    for counts in ((1, 1), (4, 3), (1, 0, 1), (9, 0, 3)):
-        assert_equals_eager(forward, net, in_blocks(*counts))
-
-
 def module(compiled: bool, dropout: float = 0.0) -> TranslationModule:
     torch.manual_seed(3)
     settings = replace(SETTINGS, dropout=dropout)

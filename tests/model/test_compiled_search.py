@@ -114,17 +114,6 @@ def test_the_search_waits_for_longer_answers_that_the_length_penalty_favours() -
     assert_finds(network, found, references(network, 4, 3.0, 12))
 
 
-def test_each_sentence_has_its_own_limit() -> None:
-    network = make_network(0)
-    # The end symbol is as good as never chosen.
-    with torch.no_grad():
-        network.embedding.weight[EOS] = -network.embedding.weight[4:].mean(0) * 50
-    source, mask = make_sources(LENGTHS)
-    found = SEARCHES["compiled"](network).beam(source, mask, 4, 0.6, 5, 4)
-    assert (found.lengths.max(1).values == torch.tensor(LENGTHS) + 5).any()
-    assert_finds(network, found, references(network, 4, 0.6, 5))
-
-
 def test_texts_longer_than_the_table_of_positions() -> None:
     network = make_network(2, sharpness=1.0)
     source, _ = make_sources([1200])

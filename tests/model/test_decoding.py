@@ -79,20 +79,6 @@ def test_a_wide_beam_finds_what_enumeration_finds() -> None:
     assert len(lengths) >= 3
 
 
-@pytest.mark.parametrize("engine", SEARCHES)
-def test_both_rules_find_every_answer_if_the_beam_holds_all(engine: str) -> None:
-    # Three pieces and the end symbol give 40 answers of up to 3 pieces. The first rule would stop at 48 of them.
-    network, (source, _) = make_network(3, 6), make_sources([2], 6)
-    every = [[*pieces, EOS] for count in range(4) for pieces in itertools.product([UNK, 4, 5], repeat=count)]
-    expected = sorted(
-        ((penalized(forced_log_probability(network, source[0], one), len(one), 0.6), one) for one in every),
-        reverse=True,
-    )
-    for rule in ("exact", "first"):
-        found = SEARCHES[engine](network).beam(source, None, 48, 0.6, 2, 48, rule)
-        assert_ranked(network, answers_of(found, 0), expected)
-
-
 @pytest.mark.parametrize("variant", ["", "learned", "random"])
 def test_the_first_rule_stops_when_as_many_as_the_beam_have_ended(variant: str) -> None:
     source, mask = make_sources(LENGTHS)

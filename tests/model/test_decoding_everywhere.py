@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_module.batching.batch import SpecialIds
 from model.decoding import BeamResult, BeamSearch
-from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
-from model.translation_module import TranslationModule
 from tests.model.search_truth import (
     BOS,
     EOS,
@@ -25,7 +22,6 @@ from tests.model.search_truth import (
     plain_beam,
     trained_network,
 )
-from tests.model.sentence_batches import VOCABULARY, padded
 from tests.model.test_decoding import observed
 
 SOURCE = torch.tensor([[4, 5, EOS]])
@@ -100,24 +96,6 @@ def test_scripted_equals_eager_also_where_the_project_is_not(tmp_path: Path, var
     found = torch.load(tmp_path / "found.pt")
     for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
         assert torch.equal(one, other)
-
-
-def test_validation_searches_the_shortest_sentences_in_parts() -> None:
-    special = SpecialIds(pad=0, bos=1, eos=2)
-    settings = NetworkSettings(num_layers=1, d_model=16, d_ff=16, num_heads=2)
-    torch.manual_seed(1)
-    module = TranslationModule(VOCABULARY, special, settings, TrainingSettings(), DecodingSettings(), seed=1).eval()
-    batch = padded([(2, 3)] * 39 + [(1, 2)])
-    whole = BeamSearch(module.network, special.bos, special.eos, special.pad).eval()
-    expected = whole.greedy(batch.source.long(), batch.source_mask, DecodingSettings().max_extra_tokens)
-    network = module.network = observed(module.network)
-    module.on_validation_epoch_start()
-    with torch.no_grad():
-        pairs, tokens, lengths = module.validation_step(batch, 0)
-    assert max(network.batch_sizes) == 40 * 2 // SHORTEST
-    assert pairs.tolist() == list(range(40))
-    assert torch.equal(tokens, expected.tokens)
-    assert torch.equal(lengths, expected.lengths)
 
 
 @pytest.mark.gpu

@@ -83,8 +83,3 @@ def test_steps_count_from_one(step: int, schedule: str) -> None:
         rate(step, schedule=schedule, **peak)
     with pytest.raises(ValueError, match="1 or more"):
         TrainingSettings(warmup_steps=step)
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"training\.schedule 'papers' is not registered; did you mean paper\?"):
-        rate(1, schedule="papers")  # type: ignore[arg-type]

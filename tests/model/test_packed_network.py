@@ -72,53 +72,6 @@ def test_loss_and_gradients_are_those_of_a_padded_batch(variant: str, in_blocks:
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_states_of_each_sentence_are_those_of_the_sentence_alone(in_blocks: bool) -> None:
-    network = make_network().eval()
-    [batch] = packed([SENTENCES], in_blocks).micro_batches
-    with torch.no_grad():
-        found = states(network, batch)
-        assert found.isfinite().all()
-        reference = padded(SENTENCES)
-        for number, (source_length, target_length) in enumerate(SENTENCES):
-            source = reference.source[[number], :source_length]
-            target = reference.target_input[[number], :target_length]
-            rows = _rows_of(batch, number)
-            assert batch.target_input[rows].tolist() == target[0].tolist()
-            torch.testing.assert_close(found[rows], network(source, target)[0], rtol=0, atol=1e-10)
-
-
-def _rows_of(batch: PackedBatch, sentence: int) -> list[int]:
-    segments = batch.target_segments.tolist()
-    if batch.blocks:
-        return [row for row, one in enumerate(segments) if one == sentence]
-    return list(range(segments[sentence], segments[sentence + 1]))
-
-
-@pytest.mark.parametrize("in_blocks", [False, True])
-@pytest.mark.parametrize("variant", ["paper", "pre-norm"])
-def test_a_sentence_does_not_depend_on_its_neighbours(variant: str, in_blocks: bool) -> None:
-    """Other ids in all other rows, dead ones too, change no state of the sentence."""
-    network = make_network(variant)
-    [batch] = packed([SENTENCES], in_blocks).micro_batches
-    with torch.no_grad():
-        before = states(network, batch)
-        for number in (0, 5, 9):
-            rows, source_rows = _rows_of(batch, number), _source_rows_of(batch, number)
-            source, target = batch.source.add(7) % VOCABULARY, batch.target_input.add(7) % VOCABULARY
-            source[source_rows], target[rows] = batch.source[source_rows], batch.target_input[rows]
-            after = states(network, replace(batch, source=source, target_input=target))
-            torch.testing.assert_close(after[rows], before[rows], rtol=0, atol=1e-12)
-            others = torch.ones(len(before), dtype=torch.bool)
-            others[rows] = False
-            assert ((after - before).abs().amax(1)[others] > 1e-6).all()
-
-
-def _source_rows_of(batch: PackedBatch, sentence: int) -> list[int]:
-    swapped = replace(batch, target_segments=batch.source_segments)
-    return _rows_of(swapped, sentence)
-
-
 def test_a_micro_batch_of_dead_rows_has_no_loss_and_no_gradient() -> None:
     """A rank without sentences runs one."""
     network = make_network()

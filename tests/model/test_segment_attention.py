@@ -17,11 +17,9 @@ from model.segment_attention import (
     block_attention,
     block_attention_backward,
     block_bias,
-    cross_attention,
     dropout_state,
     needs_blocks,
     packed_segments,
-    self_attention,
 )
 from model.settings import NetworkSettings
 from tests.model.sentence_batches import packed, row_shape
@@ -219,27 +217,6 @@ def test_dropout_masks_are_independent() -> None:
         assert abs(differ - 2 * probability * (1 - probability)) < 0.02, name
 
 
-@pytest.mark.parametrize("kind", ["self", "causal", "cross"])
-def test_dead_rows_weigh_nothing_whatever_they_contain(kind: str) -> None:
-    rows = make_rows([(3, 64), (1, 512)], same_keys=kind != "cross")
-    results, gradients = [], []
-    for value in (0.0, 1e30):
-        tensors = inputs(rows, kind)
-        sides = (rows.query, rows.key) if kind == "cross" else (rows.query,)
-        for tensor, side in zip(tensors, sides, strict=True):
-            with torch.no_grad():
-                tensor[:-UNUSED][side == NO_SENTENCE] = value
-        query, key_value = tensors if kind == "cross" else (tensors[0], None)
-        result, _ = block_attention(query, key_value, rows.biases(kind == "causal"), None, HEADS, D_K)
-        loss = result[:-UNUSED][rows.query != NO_SENTENCE].square().sum()
-        results.append(loss)
-        gradients.append(torch.autograd.grad(loss, tensors))
-        for gradient, side in zip(gradients[-1], sides, strict=True):
-            assert not gradient[:-UNUSED][side == NO_SENTENCE].any()
-    torch.testing.assert_close(*results, rtol=1e-12, atol=0)
-    torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize(("kind", "dtype"), [("causal", torch.bfloat16), ("cross", torch.float16)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_16_bits_stay_near_float64(kind: str, dtype: torch.dtype, autocast: bool) -> None:
@@ -275,17 +252,6 @@ def test_the_operators_are_what_they_tell_the_compiler(kind: str, blocks: list[t
             opcheck(
                 block_attention_backward, (torch.ones_like(result), weights, query, key_value, biases, state, 1, D_K)
             )
-
-
-def test_bias_by_hand() -> None:
-    """Two sentences and a dead row; queries may be of other lengths than keys."""
-    none = float("-inf")
-    query, key = torch.tensor([[0, 0, 1, NO_SENTENCE]]), torch.tensor([[0, 1, 1, NO_SENTENCE]])
-    cross = [[0, none, none, none], [0, none, none, none], [none, 0, 0, none], [0, 0, 0, 0]]
-    assert block_bias(query, key, False, torch.float32).tolist() == cross
-    own = [[0, none, none, none], [0, 0, none, none], [none, none, 0, none], [0, 0, 0, 0]]
-    assert block_bias(query, query, True, torch.float32).tolist() == own
-    assert block_bias(query, query, True, torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_segments_of_the_three_attentions() -> None:
@@ -329,20 +295,6 @@ def test_segments_for_the_kernels_by_hand() -> None:
     for kernels, layout in (("pytorch", {"in_blocks": False}), ("triton", {})):
         [batch] = packed([[(3, 4)]], **layout).micro_batches
         assert not any(one.triton for one in packed_segments(batch, torch.float32, kernels))
-
-
-def test_both_attentions_of_the_network_run_in_blocks() -> None:
-    rows = make_rows([(2, 64)], same_keys=True)
-    [batch] = packed([[(3, 4)]]).micro_batches
-    segments = packed_segments(batch, torch.float64)[0]._replace(biases=rows.biases(True), is_causal=True)
-    [fused] = inputs(rows, "self")
-    expected = by_sentence(fused, None, rows, True)
-    size = HEADS * D_K
-    for found in (
-        self_attention(fused, segments, HEADS, D_K),
-        cross_attention(fused[:, :size].contiguous(), fused[:, size:].contiguous(), segments, HEADS, D_K),
-    ):
-        torch.testing.assert_close(found * live(rows), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

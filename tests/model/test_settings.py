@@ -79,21 +79,6 @@ def test_the_peak_of_a_schedule() -> None:
     TrainingSettings(schedule="registered elsewhere", peak_learning_rate=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("given", "encoder", "decoder"),
-    [
-        ({}, 6, 6),
-        ({"num_layers": 3}, 3, 3),
-        ({"num_encoder_layers": 12}, 12, 6),
-        ({"num_layers": 4, "num_decoder_layers": 1}, 4, 1),
-        ({"num_layers": 4, "num_encoder_layers": 12, "num_decoder_layers": 2}, 12, 2),
-    ],
-)
-def test_depths(given: dict[str, int], encoder: int, decoder: int) -> None:
-    settings = NetworkSettings(**given)
-    assert (settings.encoder_layers, settings.decoder_layers) == (encoder, decoder)
-
-
 def test_changed_keys_are_those_that_make_another_network() -> None:
     deep = NetworkSettings(num_encoder_layers=12, num_decoder_layers=2)
     for same in (

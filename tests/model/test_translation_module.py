@@ -311,13 +311,6 @@ def test_a_rank_without_sentences_adds_nothing() -> None:
     assert float(step.output["tokens"]) == share.num_target_tokens
 
 
-def test_gradients_are_those_of_which_ranks_take_the_mean() -> None:
-    """Their mean over ranks is the gradient of the loss per token of the global batch."""
-    [alone], [one_of_three] = (fit(make_module(), make_shares(1), num_ranks=count) for count in (1, 3))
-    assert float(one_of_three.output["gradient_norm"]) == pytest.approx(3 * float(alone.output["gradient_norm"]))
-    assert one_of_three.output["smoothed"] == alone.output["smoothed"]
-
-
 def test_one_micro_batch_equals_many_and_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks take the mean of their gradients. With plain gradient descent it is the mean of their steps."""
 
