@@ -87,15 +87,11 @@ class TsvFile(Reader):
 
 
 def _count_lines(name: str) -> int:
-    lines, last = 0, b"\n"
     with open_file(name) as file:
         for beginning, kind in _NOT_TEXT.items():
             if file.peek(len(beginning)).startswith(beginning):  # type: ignore[attr-defined]
                 raise InputError(f"{name}: is {kind}")
-        while block := file.read(reader.CHUNK_BYTES):
-            lines += block.count(b"\n")
-            last = block[-1:]
-    lines += last != b"\n"
+        lines = reader.num_lines(file)
     if not lines:
         raise InputError(f"{name}: the file is empty; name one with text")
     return lines

@@ -10,11 +10,10 @@ from typing import Any
 from data_module.errors import InputError
 from data_module.readers.dataset import HubDataset
 from data_module.readers.files import PairedFiles, TsvFile
-from data_module.readers.reader import READERS, Reader, read_errors
+from data_module.readers.reader import BYTE_ORDER_MARK, READERS, Reader, read_errors
 from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.word_counts import normalize_white_space
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BUILT_IN: dict[str, type[Reader]] = {"source": PairedFiles, "tsv": TsvFile, "dataset": HubDataset}
 """Readers by the key of a text source that selects them."""
 
@@ -87,7 +86,7 @@ def read_pairs(text: TextSource, settings: CorpusSettings) -> Iterator[PairChunk
         invalid: set[int] = set()
         for name, lines in zip(reader.names, sides, strict=True):
             if first_line == 1:
-                lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
+                lines[0] = lines[0].removeprefix(BYTE_ORDER_MARK)
             sentences, undecodable = _decode(lines)
             if len(sentences) != len(sides[0]):
                 raise InputError(

@@ -16,6 +16,7 @@ from typing import BinaryIO
 from data_module.errors import InputError
 from data_module.settings import TextSource
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CHUNK_BYTES = 2**20
 """Approximate size of a chunk, per side."""
 
@@ -113,6 +114,14 @@ def _open(name: str) -> BinaryIO:
     if name.endswith(".gz"):
         return BufferedReader(gzip.open(name), CHUNK_BYTES)
     return Path(name).open("rb", buffering=CHUNK_BYTES)
+
+
+def num_lines(file: BinaryIO) -> int:
+    """Return the number of lines of the rest of a file, in constant memory."""
+    lines, last = 0, b"\n"
+    while block := file.read(CHUNK_BYTES):
+        lines, last = lines + block.count(b"\n"), block[-1:]
+    return lines + (last != b"\n")
 
 
 @contextmanager

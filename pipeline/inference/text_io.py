@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_module.errors import InputError
+from data_module.readers.reader import BYTE_ORDER_MARK, num_lines
 from data_module.tokenization.word_counts import SPACE_MARK
 from pipeline.inference.prefixes import Prefixes
 from pipeline.runtime.console import print_above_bars
@@ -16,10 +18,7 @@ CHUNK = 2048
 """Number of lines translated together: enough to sort them by length, few enough to keep memory flat."""
 
 _MAX_NAMED_LINES = 3
-_BLOCK = 1 << 20
-"""Bytes that are read at a time to count lines."""
 SPACE_MARK_MESSAGE = f"U+2581 ({SPACE_MARK}), by which sentencepiece marks spaces, was read as a space"
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def progress_bar(
@@ -113,12 +112,11 @@ def open_text(path: Path) -> BinaryIO:
     Raises:
         InputError: the file cannot be opened.
     """
-    from data_module.errors import InputError
-
     try:
         path.open("rb").close()
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give a text file") from None
+    # Without the large buffer of `open_file`, lines just before the damage of a file are read too.
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
@@ -129,11 +127,8 @@ def count_lines(path: Path) -> int | None:
     """
     if not path.is_file():
         return None
-    count, last = 0, b"\n"
     with suppress(gzip.BadGzipFile, EOFError, zlib.error), open_text(path) as stream:
-        while block := stream.read(_BLOCK):
-            count, last = count + block.count(b"\n"), block[-1:]
-        return count + (last != b"\n")
+        return num_lines(stream)
     return None
 
 
@@ -157,8 +152,6 @@ def sentences(stream: BinaryIO, name: str = "") -> Iterator[str]:
 
 
 def _byte_lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
-    from data_module.errors import InputError
-
     try:
         yield from stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -182,8 +175,6 @@ def paired_texts(source: Path, reference: Path) -> tuple[list[str], list[str]]:
     Raises:
         InputError: a file cannot be read, the files differ in length, or they are empty.
     """
-    from data_module.errors import InputError
-
     sources, references = read_sentences(source), read_sentences(reference)
     if len(sources) != len(references):
         shorter = source if len(sources) < len(references) else reference
