@@ -36,6 +36,14 @@ def test_paper_bleu_by_hand() -> None:
     assert "compounds:split" in figures["bleu_paper_signature"]
 
 
+def test_only_the_papers_bleu_is_not_smoothed() -> None:
+    """No 3-gram matches."""
+    texts = ["Zwei Hunde liegen heute still."], ["Zwei Hunde laufen heute schnell."]
+    assert score(*texts)["bleu"] == pytest.approx(sacrebleu.corpus_bleu(texts[0], [texts[1]]).score, abs=1e-4)
+    figures = paper_score(*texts, "de")
+    assert score(*texts)["bleu"] > figures["bleu_paper"] == figures["bleu_moses_lowercase"] == 0
+
+
 def test_bleu_is_case_sensitive_and_bleu_lowercase_is_not() -> None:
     figures = score([REFERENCES[1].upper()], [REFERENCES[1]])
     assert figures["bleu"] < 50
