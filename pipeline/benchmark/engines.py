@@ -193,7 +193,10 @@ def huggingface_engine(settings: EngineSettings) -> Translate:
     # Each hypothesis of a sentence is a row of the batch.
     _observe(model.model.decoder, "forward", lambda arguments, result: rows.append(len(result[0])))
     special = {tokenizer.pad_id(), tokenizer.bos_id(), tokenizer.eos_id()}
-    beam = {"length_penalty": decoding.length_penalty, "early_stopping": True} if decoding.beam_size > 1 else {}
+    # Plain search, without the restrictions that `export` saves with the model, which cost time in each step.
+    options: dict[str, Any] = {"do_sample": False, "suppress_tokens": None, "forced_eos_token_id": None}
+    if decoding.beam_size > 1:
+        options |= {"length_penalty": decoding.length_penalty, "early_stopping": True}
 
     def translate(sentences: list[str]) -> EngineOutput:
         encoded = tokenizer.encode([normalize_white_space(sentence) for sentence in sentences])
@@ -207,8 +210,7 @@ def huggingface_engine(settings: EngineSettings) -> Translate:
                 attention_mask=is_token.long().to(settings.device),
                 num_beams=decoding.beam_size,
                 max_new_tokens=ids.size(1) + decoding.max_extra_tokens,
-                do_sample=False,
-                **beam,
+                **options,
             )
             for index, row in zip(batch, output.tolist(), strict=True):
                 answers[index] = [piece for piece in row if piece not in special]
