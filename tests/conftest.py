@@ -197,6 +197,7 @@ def refusal(*arguments: object) -> str:
         code = main(list(map(str, arguments)))
     assert (code, stdout.getvalue()) == (2, ""), stderr.getvalue()
     assert "Traceback" not in stderr.getvalue()
+    assert "usage" not in stderr.getvalue()
     [line] = [line for line in stderr.getvalue().splitlines() if line.startswith("error: ")]
     return line
 

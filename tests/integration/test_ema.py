@@ -1,7 +1,5 @@
 """`training.ema_decay`: what is averaged, and that a resumed run continues the average."""
 
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 
 from pipeline.checkpointing.checkpoint import load_model
 from tests.conftest import pipeline
-from tests.integration.runs import checkpoints, start
+from tests.integration.runs import checkpoints
 
 DECAY = 0.5
 
@@ -35,22 +33,6 @@ def test_the_moving_average_is_saved_and_resumed(recipe_file: Path, tmp_path: Pa
     # Translation uses the average.
     torch.testing.assert_close(load_model(checkpoints(whole)[-1]).network.embedding.weight, average)
     assert_same_weights(checkpoints(resumed)[-1], checkpoints(whole)[-1])
-
-
-def test_stopped_while_the_average_is_validated(recipe_file: Path, tmp_path: Path) -> None:
-    command = ["fit", "--config", recipe_file, "--training.ema_decay", DECAY, "--trainer.val_check_interval", 3]
-    whole, stopped, log = tmp_path / "whole", tmp_path / "stopped", tmp_path / "stderr"
-    assert pipeline(*command, "--trainer.max_steps", 5, "--run.folder", whole).returncode == 0
-    command += ["--trainer.max_steps", 5, "--run.folder", stopped]
-    with log.open("w") as stderr:
-        process = start(*command, module="tests.slurm.slow_ranks", SLOW_RANK="0", stderr=stderr)
-    while "MOMENT validation" not in log.read_text() and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75, log.read_text()
-    assert "asked to stop: saved after step 3; " in log.read_text()
-    assert pipeline(*command).returncode == 0
-    assert_same_weights(checkpoints(stopped)[-1], checkpoints(whole)[-1])
 
 
 def assert_same_weights(left: Path, right: Path) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.checkpointing.run_folder import STOPPED_EARLY
 from pipeline.config.recipe import load_recipe
 from pipeline.training.fit import finished_reason
 from tests.conftest import pipeline, refusal
-from tests.integration.runs import start
+from tests.integration.runs import accumulator, scalars, start
 
 
 def weights(run: Path, step: int = 12) -> dict[str, torch.Tensor]:
@@ -100,12 +99,6 @@ def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Pa
     assert scalars(whole, "validation/bleu") == scalars(run, "validation/bleu")
 
 
-def scalars(run: Path, tag: str) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
-
-
 def test_output(recipe_file: Path, tmp_path: Path) -> None:
     """Only the pipeline's own lines, and none of its libraries'."""
     done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run")
@@ -124,29 +117,14 @@ def test_output(recipe_file: Path, tmp_path: Path) -> None:
 
 
 def test_contents_of_a_run_folder(trained_run: Path) -> None:
-    checkpoints = sorted(path.name for path in (trained_run / "checkpoints").iterdir())
-    assert checkpoints == ["best.ckpt", *[f"step={step:08d}.ckpt" for step in (80, 160, 240)]]
+    names = sorted(path.name for path in (trained_run / "checkpoints").iterdir())
+    assert names == ["best.ckpt", *[f"step={step:08d}.ckpt" for step in (80, 160, 240)]]
     for name in ("config.yaml", "tokenizer.model", "versions.json"):
         assert (trained_run / name).stat().st_size > 0
-    events = EventAccumulator(str(trained_run / "tensorboard"))
-    events.Reload()
-    tags = events.Tags()
-    assert {
-        "train/loss",
-        "train/perplexity",
-        "train/learning_rate",
-        "train/gradient_norm",
-        "train_perf/target_tokens_per_second",
-        "validation/loss",
-        "validation/perplexity",
-        "validation/bleu",
-        "train_perf/mfu",
-        "train_perf/goodput",
-    } <= set(tags["scalars"])
-    assert any(tag.startswith("validation/translations") for tag in tags["tensors"])
     losses = scalars(trained_run, "train/loss")
     assert [step for step, _ in losses] == [40, 80, 120, 160, 200, 240]
     assert losses[-1][1] < losses[0][1]
+    assert [step for step, _ in scalars(trained_run, "validation/bleu")] == [120, 240]
 
 
 def test_a_finished_run_is_not_resumed(trained_run: Path) -> None:
@@ -154,15 +132,6 @@ def test_a_finished_run_is_not_resumed(trained_run: Path) -> None:
     done = pipeline("fit", "--config", recipe, "--run.folder", trained_run)
     assert done.returncode == 0
     assert b"finished at step 240" in done.stderr
-
-
-def test_a_changed_recipe_is_refused_with_the_differences(trained_run: Path) -> None:
-    recipe = trained_run.parent / "tiny.yaml"
-    done = pipeline("fit", "--config", recipe, "--run.folder", trained_run, "--network.d_ff", 64)
-    assert done.returncode == 2
-    [error_line] = [line for line in done.stderr.decode().splitlines() if line.startswith("error: ")]
-    assert "network.d_ff 32 -> 64" in error_line
-    assert "--fresh" in error_line
 
 
 def test_early_stopping_by_patience(recipe_file: Path, tmp_path: Path) -> None:
@@ -246,8 +215,7 @@ def test_learned_positions_reach_the_longest_validation_sentence(
 def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:
     options = ["--monitoring.attention_sentences", "[7]", "--monitoring.attention_heads", "[1]"]
     run = fit(recipe_file, tmp_path / "run", *options, "--monitoring.embedding_pieces", 9)
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
+    events = accumulator(run)
     assert {tag for tag in events.Tags()["images"] if tag.endswith("_1")} == {
         f"validation_attention/{kind}_1" for kind in ("encoder", "decoder", "cross")
     }
@@ -258,20 +226,13 @@ def test_configured_plots(recipe_file: Path, tmp_path: Path) -> None:
     assert counts == sorted(counts, reverse=True)
     assert (run / "tensorboard" / "embeddings.bytes").stat().st_size == 9 * 16 * 4
     none = fit(recipe_file, tmp_path / "none", "--monitoring.attention_sentences", "[]")
-    events = EventAccumulator(str(none / "tensorboard"))
-    events.Reload()
-    assert events.Tags()["images"] == ["validation_attention/positions"]
+    assert accumulator(none).Tags()["images"] == ["validation_attention/positions"]
 
 
 def test_missing_hardware_is_refused(recipe_file: Path, tmp_path: Path) -> None:
     line = refusal("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.accelerator", "tpu")
     assert line.startswith("error: command line: trainer.accelerator tpu is not supported; ")
     assert not (tmp_path / "run").exists()
-
-
-def test_validation_metrics_are_logged_at_their_steps(trained_run: Path) -> None:
-    for tag in ("validation/loss", "validation/bleu"):
-        assert [step for step, _ in scalars(trained_run, tag)] == [120, 240]
 
 
 def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Path) -> None:
@@ -289,21 +250,6 @@ def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Pat
     assert not (run / "average-mine.ckpt").exists()
     assert not list((run / "checkpoints").glob(".*"))
     assert [step for step, _ in scalars(run, "train/loss")] == [2, 4, 6, 8, 10, 12]
-
-
-def test_an_error_unlocks_the_run_folder(recipe_file: Path, tmp_path: Path) -> None:
-    refused = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "run", "--batches.batch_tokens", 5)
-    assert refused.returncode == 2
-    assert "batches.batch_tokens 5 is less than the longest sentence" in refused.stderr.decode()
-    fit(recipe_file, tmp_path / "run")
-
-
-def test_fresh_refuses_a_folder_that_is_no_run(recipe_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.yaml").write_text("model: resnet\n")
-    done = pipeline("fit", "--config", recipe_file, "--run.folder", tmp_path / "other", "--fresh")
-    assert done.returncode == 2
-    assert (tmp_path / "other" / "config.yaml").read_text() == "model: resnet\n"
 
 
 def test_a_rank_without_validation_pairs(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:

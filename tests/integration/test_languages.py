@@ -99,12 +99,6 @@ def test_images_number_the_pieces_that_no_font_can_write(recipe: Path) -> None:
         assert first.startswith("| 1 | ▁")
 
 
-def test_the_papers_count_is_refused_in_one_line(recipe: Path) -> None:
-    done = pipeline("evaluate", recipe.parent / "run", *text_options(recipe), "--paper")
-    assert done.returncode == 2
-    assert b"--paper: Moses' tokens are not made for corpus.target_language ja" in done.stderr.splitlines()[-1]
-
-
 def test_a_resumed_run_keeps_the_metric_that_it_began_with(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(recipe.parent / "run", run)

@@ -135,21 +135,6 @@ def test_validation_and_evaluate_agree_by_source(recipe: Path) -> None:
     assert lines[-1]["validation/bleu/fr"] == pytest.approx(logged["validation/bleu/fr"], rel=1e-6)
 
 
-def test_evaluate_without_files(recipe: Path) -> None:
-    newest = checkpoints(run_of(recipe))[-1]
-    done = pipeline("evaluate", newest, "--beam", 1)
-    assert done.returncode == 0, done.stderr.decode()
-    whole = json.loads(done.stdout.decode().splitlines()[-1])
-    assert whole["sentences"] == 24
-    for language in LANGUAGES:
-        files = [recipe.parent / f"test-{language}.{side}" for side in ("en", language)]
-        options = ["--source", files[0], "--reference", files[1], "--prefix", f">>{language}<<", "--beam", 1]
-        scores = json.loads(pipeline("evaluate", newest, *options).stdout.decode().splitlines()[-1])
-        part = whole["sources"][language]
-        assert part == {name: scores[name] for name in part}
-        assert part["sentences"] == 12
-
-
 def test_ranks_and_a_resumed_run_have_the_same_scores(recipe: Path, tmp_path: Path) -> None:
     run = run_of(recipe)
     for ranks in (1, 2):

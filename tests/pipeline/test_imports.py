@@ -86,6 +86,12 @@ def test_translate_needs_only_torch_and_the_tokenizer(trained_run: Path) -> None
     assert imported("translate", trained_run, text="the red dog\n") == (0, {"torch", "sentencepiece"})
 
 
+def test_evaluate_needs_no_lightning(trained_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("a red dog\n")
+    texts = ["--source", tmp_path / "text", "--reference", tmp_path / "text"]
+    assert imported("evaluate", trained_run, *texts) == (0, {"torch", "sentencepiece", "sacrebleu"})
+
+
 @pytest.mark.parametrize(
     "command", ["prepare", "fit", "average", "translate", "evaluate", "export", "doctor", "demo", "recipe"]
 )
