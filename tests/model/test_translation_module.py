@@ -121,6 +121,20 @@ def fit(module: TranslationModule, shares: list[RankBatch], rank: int = 0, num_r
     return recorder.steps
 
 
+def fit_with_an_infinite_gradient(module: TranslationModule) -> list[Step]:
+    """Train, where one element of one parameter's gradient is infinite in the second step."""
+    parameter = module.network.embedding.weight
+    infinite = torch.zeros_like(parameter)
+    infinite[0, 0] = math.inf
+    parameter.register_hook(lambda gradient: gradient + infinite if module.global_step == 1 else gradient)
+    return fit(module, make_shares(len(RATES)))
+
+
+def assert_same_weights(found: list[Step], expected: list[Step]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-5)
+
+
 def sums_of(network: Transformer, batch: PaddedBatch, label_smoothing: float) -> tuple[Tensor, Tensor, int]:
     """Return label-smoothed loss, negative log-likelihood and number of correct predictions over the target tokens."""
     states = network(batch.source, batch.target_input, batch.source_mask)
@@ -185,16 +199,9 @@ def test_training_equals_a_plain_loop(clip_norm: float | None, scale_loss: bool)
 def test_a_step_without_a_finite_gradient_is_skipped(scale_loss: bool) -> None:
     """Its batch and its learning rate are used up. Weights and moments do not change."""
     module = make_module(scale_loss=scale_loss)
-    shares = make_shares(len(RATES))
     expected = train_plainly(module.network, 300, skipped_step=2)
-    # One element of one parameter is enough.
-    parameter = module.network.embedding.weight
-    infinite = torch.zeros_like(parameter)
-    infinite[0, 0] = math.inf
-    parameter.register_hook(lambda gradient: gradient + infinite if module.global_step == 1 else gradient)
-    found = fit(module, shares)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-5)
+    found = fit_with_an_infinite_gradient(module)
+    assert_same_weights(found, expected)
     assert torch.equal(found[0].weights, found[1].weights)
     outputs = [step.output for step in found]
     assert [float(output["skipped"]) for output in outputs] == [0, 1, 1, 1]
@@ -258,14 +265,10 @@ def test_r_drop_without_a_divergence_is_a_plain_step() -> None:
 def test_weight_decay(scale_loss: bool) -> None:
     """It shrinks matrices by its share times the learning rate, apart from Adam's moments; not in a skipped step."""
     module = make_module(replace(TRAINING, weight_decay=0.5), scale_loss=scale_loss)
-    shares = make_shares(len(RATES))
     expected = train_plainly(module.network, 300, skipped_step=2, weight_decay=0.5)
-    parameter = module.network.embedding.weight
-    parameter.register_hook(lambda gradient: gradient * (math.inf if module.global_step == 1 else 1.0))
-    found = fit(module, shares)
+    found = fit_with_an_infinite_gradient(module)
     # The recorder has parameters in the module's order, whatever their groups.
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-5)
+    assert_same_weights(found, expected)
     without = train_plainly(module.network, 300, skipped_step=2)
     assert (expected[-1].weights - without[-1].weights).abs().max() > 0.01
 
@@ -289,13 +292,9 @@ def test_an_optimizer_that_is_not_fused_gives_the_same_steps(scale_loss: bool, m
     module = make_module(
         replace(TRAINING, optimizer="plain_adam", schedule="listed", warmup_steps=9), scale_loss=scale_loss
     )
-    shares = make_shares(len(RATES))
     expected = train_plainly(module.network, 300, skipped_step=2)
-    parameter = module.network.embedding.weight
-    parameter.register_hook(lambda gradient: gradient * (math.inf if module.global_step == 1 else 1.0))
-    found = fit(module, shares)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=1e-5)
+    found = fit_with_an_infinite_gradient(module)
+    assert_same_weights(found, expected)
     assert torch.equal(found[0].weights, found[1].weights)
     assert [float(step.output["skipped"]) for step in found] == [0, 1, 1, 1]
 
