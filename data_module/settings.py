@@ -81,7 +81,7 @@ class BpeDropout:
 
 @dataclass(frozen=True)
 class NoiseSettings:
-    """Noise in training text, drawn anew in each epoch: for each kind, the fraction of pairs that get it.
+    """Noise in training text, drawn anew for each variant: for each kind, the fraction of pairs that get it.
 
     `data_module.noise.noise` applies it, in the order given here. Validation text has no noise.
     """
@@ -121,7 +121,7 @@ class NoiseSettings:
 class CorpusSettings:
     """What `prepare` reads, and how it cleans and tokenizes it.
 
-    A change of any of these requires another corpus, except for `folder`, `bpe_dropout` and `noise`.
+    A change of any of these requires another corpus, except for `folder`.
     """
 
     folder: PathText
@@ -159,14 +159,16 @@ class CorpusSettings:
     drop_overlap: bool = False
     """Drop training pairs that also occur in the validation or test text. If false, only count them and warn."""
     seed: int = 1
-    """Seed of the sample that trains the tokenizer."""
+    """Seed of the sample that trains the tokenizer, and of what variants draw."""
+    variants: int = 1
+    """Number of encodings of the training text, with noise and BPE-dropout of their own; epochs take them in turn."""
     bpe_dropout: BpeDropout = field(default_factory=BpeDropout)
-    """Segment training words in another way in each epoch. Needs a corpus that was prepared with it or with noise."""
+    """Segment words of training text at random; see `variants`."""
     noise: NoiseSettings = field(default_factory=NoiseSettings)
-    """Noise in training text: fractions of pairs, by kind. Needs a corpus that was prepared with it or BPE-dropout."""
+    """Noise in training text: fractions of pairs, by kind; see `variants`."""
 
-    def has_views(self) -> bool:
-        """Return whether each epoch's training text is encoded anew, which needs the text in the corpus."""
+    def is_varied(self) -> bool:
+        """Return whether training text gets noise or a random segmentation."""
         return self.bpe_dropout != BpeDropout() or self.noise != NoiseSettings()
 
     def texts(self) -> list[TextSource]:

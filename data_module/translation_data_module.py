@@ -2,6 +2,7 @@
 
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -10,19 +11,24 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from data_module.batching.batch import PaddedBatch, SpecialIds, pad_batch
-from data_module.batching.epoch_cache import EpochCache
+from data_module.batching.epochs import Epochs
 from data_module.batching.length_buckets import LengthBucket, length_buckets
 from data_module.batching.rank_rows import RowShape, row_shape
-from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader, identity
-from data_module.corpus.kept_text import KeptText
-from data_module.corpus.manifest import TOKENIZER_NAME, read_manifest
+from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
+from data_module.corpus.manifest import read_manifest
 from data_module.corpus.sources import SplitSources, split_sources
-from data_module.corpus.store import ParallelCorpus, TokenStore, lengths_with_eos, open_corpus, read_ahead
-from data_module.corpus.view import ViewMaker, ViewSettings
+from data_module.corpus.store import (
+    ParallelCorpus,
+    TokenStore,
+    lengths_with_eos,
+    open_corpus,
+    open_variants,
+    read_ahead,
+)
 from data_module.corpus.weights import fewest_pairs
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.worker_processes import identity
 
 
 class TranslationDataModule(LightningDataModule):
@@ -49,8 +55,8 @@ class TranslationDataModule(LightningDataModule):
             special: ids of the padding, begin and end symbols.
             seed: seed of the order of pairs.
             in_blocks: place sentences in blocks; see `model.segment_attention.needs_blocks`.
-            corpus_settings: the recipe's `corpus:`, for what epochs make of the corpus; None for each pair once in
-                each epoch, with the same token ids.
+            corpus_settings: the recipe's `corpus:`, for the weights of its sources; None for each pair once in each
+                epoch.
 
         Raises InputError when the longest sentence does not fit in a batch.
         """
@@ -60,13 +66,14 @@ class TranslationDataModule(LightningDataModule):
         self.special = special
         self.seed = seed
         self.in_blocks = in_blocks
-        self.train_corpus = open_corpus(folder, "train")
+        self.train_variants = open_variants(folder)
+        """The encodings of the training pairs that epochs take in turn."""
+        self.train_corpus = self.train_variants[0]
         self.validation_corpus = open_corpus(folder, "validation")
         self._weights = epoch_weights(folder, corpus_settings) if corpus_settings else ((), ())
         if self._weights[0] and not fewest_pairs(*self._weights):
             raise InputError("corpus.train: an epoch may have no pairs with these weights; raise one")
-        self.views = view_maker(self.train_corpus, folder, corpus_settings, seed) if corpus_settings else None
-        self.longest = 1 + (self.train_corpus.longest if self.views is None else self.views.longest)
+        self.longest = 1 + max(variant.longest for variant in self.train_variants)
         if self.longest > settings.batch_tokens:
             raise InputError(
                 f"batches.batch_tokens {settings.batch_tokens} is less than the longest sentence of {folder}, "
@@ -92,7 +99,7 @@ class TranslationDataModule(LightningDataModule):
         """Return an endless loader of one `RankBatch` per optimizer step."""
         rank, world_size = self._rank_and_size()
         if self.trainer is None or self.trainer.local_rank == 0:
-            read_ahead(self.train_corpus)
+            read_ahead(self.train_variants)
         rank_batches = RankBatchDataset(
             self.epochs(),
             self.special,
@@ -105,22 +112,16 @@ class TranslationDataModule(LightningDataModule):
     @cached_property
     def _mean_lengths(self) -> tuple[float, float]:
         """Mean lengths of source and target in training, including EOS."""
-        if self.views is not None:
-            source, target = self.views.mean_lengths()
-        else:
-            source, target = (
-                _mean_length(side, *self._weights) for side in (self.train_corpus.source, self.train_corpus.target)
-            )
+        source, target = (
+            fmean(_mean_length(side, *self._weights) for side in sides)
+            for sides in zip(*((one.source, one.target) for one in self.train_variants), strict=True)
+        )
         return 1.0 + source, 1.0 + target
 
-    def epochs(self) -> EpochCache:
+    def epochs(self) -> Epochs:
         """Return the epochs of the training corpus."""
-        return EpochCache(
-            self.train_corpus,
-            batch_tokens=self.settings.batch_tokens,
-            seed=self.seed,
-            views=self.views,
-            weights=self._weights,
+        return Epochs(
+            self.train_variants, batch_tokens=self.settings.batch_tokens, seed=self.seed, weights=self._weights
         )
 
     def val_dataloader(self) -> DataLoader[PaddedBatch]:
@@ -140,7 +141,7 @@ class TranslationDataModule(LightningDataModule):
         return DataLoader(
             _BucketDataset(corpus, buckets, self.special, rank, world_size),
             batch_size=None,
-            collate_fn=identity,  # type: ignore[arg-type]
+            collate_fn=identity,
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -187,23 +188,6 @@ def epoch_weights(folder: Path, settings: CorpusSettings) -> tuple[tuple[int, ..
         return (), ()
     sources = read_manifest(folder)["train"]["sources"]
     return tuple(source["pairs"] * source["repeat"] for source in sources), weights
-
-
-def view_maker(corpus: ParallelCorpus, folder: Path, settings: CorpusSettings, seed: int) -> ViewMaker | None:
-    """Return what makes the views of epochs; None if the recipe asks for none."""
-    if not settings.has_views():
-        return None
-    num_pairs, weights = epoch_weights(folder, settings)
-    view = ViewSettings(
-        dropout=(settings.bpe_dropout.source, settings.bpe_dropout.target),
-        noise=settings.noise,
-        protected=tuple(settings.user_symbols),
-        num_pairs=num_pairs,
-        weights=weights,
-        max_tokens=settings.max_tokens,
-        seed=seed,
-    )
-    return ViewMaker(corpus, KeptText(folder), Tokenizer.load(folder / TOKENIZER_NAME), view)
 
 
 class _BucketDataset(Dataset[PaddedBatch]):

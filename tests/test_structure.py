@@ -25,6 +25,7 @@ LAYERS = {
         "noise",
         "readers",
         "tokenization",
+        "worker_processes",
         "files",
         "file_format",
         "settings",

@@ -5,13 +5,9 @@ which does not depend on the number of ranks, so that any number of ranks can re
 """
 
 import itertools
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,15 +16,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data_module.batching.batch import RankBatch, SpecialIds, collate
-from data_module.batching.epoch_cache import Epoch, EpochCache
+from data_module.batching.epochs import Epoch, Epochs
 from data_module.batching.rank_rows import RowShape, rank_rows
 from data_module.errors import InputError
+from data_module.worker_processes import identity, ignore_signals, signals_blocked
 
 NEVER_ENDS = 1 << 40
 """The length of an endless loader. With a length, Lightning does not fetch batches in advance."""
-
-_PARENT_CHECK_SECONDS = 2.0
-"""How often a worker looks whether the training process still runs."""
 
 _COLLECTIVES_END_SECONDS = 0.1
 """How long to wait before forking workers on Python 3.11. Without other processes it takes some microseconds."""
@@ -43,7 +37,7 @@ class RankBatchDataset(Dataset["RankBatch | InputError"]):
 
     def __init__(
         self,
-        epochs: EpochCache,
+        epochs: Epochs,
         special: SpecialIds,
         *,
         rank: int,
@@ -65,7 +59,6 @@ class RankBatchDataset(Dataset["RankBatch | InputError"]):
 
     def seek(self, epoch: int, batch: int) -> None:
         """Make item 0 the global batch of this index in this epoch."""
-        self._epochs.discard_next()
         self._current: Epoch | None = None
         self._epoch, self._first_item = epoch, -batch
 
@@ -86,7 +79,7 @@ class RankBatchDataset(Dataset["RankBatch | InputError"]):
             self._first_item += len(self._current.plan)
             self._epoch += 1
             self._current = self._epochs.get(self._epoch)
-        corpus, plan, _ = self._current
+        corpus, plan = self._current
         index = item - self._first_item
         pairs = plan[index]
         source, target = (store.lengths[pairs].astype(np.int64) + 1 for store in (corpus.source, corpus.target))
@@ -122,9 +115,9 @@ class StatefulLoader(DataLoader["RankBatch | InputError"]):
             sampler=_EndlessSampler(),
             batch_size=None,
             num_workers=workers,
-            collate_fn=identity,  # type: ignore[arg-type]
+            collate_fn=identity,
             pin_memory=pin_memory,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=ignore_signals,
             prefetch_factor=4 if workers else None,
             # Creating an iterator draws from the generator, which must not advance the global one.
             generator=torch.Generator().manual_seed(0),
@@ -180,51 +173,3 @@ def _wait_for_collectives_to_end() -> None:
     """
     if sys.version_info < (3, 12) and dist.is_initialized():
         time.sleep(_COLLECTIVES_END_SECONDS)
-
-
-def identity(batch: RankBatch) -> RankBatch:
-    """Return the batch: the `collate_fn` of data sets whose items are complete batches."""
-    return batch
-
-
-@contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Start processes with the signals blocked that SLURM sends to a job's processes, which would terminate them.
-
-    The loader's workers then set up their own handling in `_ignore_signals`.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _ignore_signals(_worker: int) -> None:
-    """Ignore all signals but the SIGTERM by which the training process terminates its workers; end with that process.
-
-    SLURM sends its warnings to workers as well, and so does a terminal with Ctrl-C. If a worker died of them, the
-    training process would fail before it has saved a checkpoint.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not hasattr(signal, "sigtimedwait"):  # not Linux, so no SLURM
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
-
-
-def _exit_with(trainer: int) -> None:
-    """Exit on a SIGTERM of the training process, or when that process has ended.
-
-    PyTorch's own check is not enough: a worker whose batch no one reads waits for ever to write it.
-    """
-    while os.getppid() == trainer:
-        received = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_SECONDS)
-        if received is not None and received.si_pid == trainer:
-            break
-    os._exit(0)

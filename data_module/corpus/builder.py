@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data_module.corpus.kept_text import KeptTextWriter
 from data_module.corpus.manifest import FORMAT, TOKENIZER_NAME, write_manifest
 from data_module.corpus.pair_filter import HeldOutPairs, PairFilter, Reason
 from data_module.corpus.sources import source_names
-from data_module.corpus.store import TokenStoreWriter, store_prefix, token_type
+from data_module.corpus.store import TokenStoreWriter, store_prefix, token_counts, token_type
+from data_module.corpus.variants import VariantText, write_variants
 from data_module.errors import InputError
 from data_module.file_format import FORMAT_VERSION
 from data_module.noise.noise import CASINGS, with_casing
@@ -117,7 +117,12 @@ def write_corpus(
     # Read first, because training pairs are compared with them.
     held_out = HeldOutPairs(validation=set(), test=_test_pairs(settings))
     validation = _write_validation(settings, encoders, held_out.validation, folder, progress)
-    train = _write_train(settings, encoders, held_out, num_pairs, folder, progress)
+    with VariantText(folder) if settings.is_varied() else nullcontext() as text:
+        train = _write_train(settings, encoders, held_out, text, num_pairs, folder, progress)
+        if text is not None:
+            with _bar("encoding variants", settings.variants * train["pairs_kept"], progress) as bar:
+                variants = write_variants(folder, text, tokenizer, settings, bar.update)
+            train |= variants[0] | {"variants": variants}
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -235,15 +240,16 @@ def _write_train(
     settings: CorpusSettings,
     encoders: tuple[WordEncoder, WordEncoder],
     held_out: HeldOutPairs,
+    kept_text: VariantText | None,
     num_pairs: list[int],
     folder: Path,
     progress: bool,
 ) -> dict[str, Any]:
+    """Write the training stores, plainly encoded, and add the text of the pairs to `kept_text`."""
     pair_filter = PairFilter(settings, held_out)
     unknown, pairs = 0, []
     with ExitStack() as stack:
         writers = _writers(stack, folder, "train", encoders[0].dtype)
-        kept_text = stack.enter_context(KeptTextWriter(folder)) if settings.has_views() else None
         bar = stack.enter_context(_bar("encoding", sum(num_pairs), progress))
         for text in settings.train:
             start = len(writers[0])
@@ -256,7 +262,7 @@ def _write_train(
             for writer in writers:
                 writer.repeat_from(start, text.repeat - 1)
             if kept_text is not None:
-                kept_text.repeat_from(start, text.repeat - 1)
+                kept_text.end_source(text.repeat)
     account = pair_filter.account
     for split, count in (("validation", account.also_in_validation), ("test", account.also_in_test)):
         if count:
@@ -268,7 +274,8 @@ def _write_train(
             )
     # Repetitions count in the number of pieces but not in `unknown`, which underestimates the fraction at worst.
     _warn_if_unknown(unknown, writers, "training")
-    return _account(pair_filter, writers, "train", _sources(settings.train, pairs))
+    found = _account(pair_filter, writers, "train", _sources(settings.train, pairs))
+    return found | {"variants": [token_counts(*writers)]}
 
 
 def _sources(texts: list[TextSource], pairs: list[int]) -> list[dict[str, Any]]:
@@ -355,14 +362,7 @@ def _account(
     if not pair_filter.account.kept:
         reasons = ", ".join(f"{reason}: {n}" for reason, n in pair_filter.account.dropped.items() if n)
         raise InputError(f"corpus.{split}: no pair is left ({reasons}); correct the text or relax the settings")
-    source, target = writers
-    return account | {
-        "sources": sources,
-        "source_tokens": source.num_tokens,
-        "target_tokens": target.num_tokens,
-        "longest_source": source.longest,
-        "longest_target": target.longest,
-    }
+    return account | {"sources": sources} | token_counts(*writers)
 
 
 class _StageBar(tqdm):

@@ -8,7 +8,7 @@ from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
 from data_module.files import FileLock, existing_parent, write_error
 from data_module.readers.pairs import invalid_utf8, open_reader
-from data_module.settings import CorpusSettings, TextSource
+from data_module.settings import BpeDropout, CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import BYTE_NAMES, NUM_BYTES, SPECIAL_NAMES, Tokenizer, minimum_size
 from data_module.tokenization.word_counts import SPACE_MARK, normalize_white_space
 
@@ -87,9 +87,15 @@ def check_settings(settings: CorpusSettings) -> None:
         ("character_coverage", 0.98 <= settings.character_coverage <= 1, "must be from 0.98 to 1"),
         ("max_tokens", 1 <= settings.max_tokens <= MAX_TOKENS, f"must be from 1 to {MAX_TOKENS}"),
         ("max_length_ratio", ratio is None or ratio >= 1, "must be 1 or more, or null"),
+        ("variants", settings.variants >= 1, "must be 1 or more"),
     ):
         if not ok:
             raise InputError(f"corpus.{key}: {rule}; it is {getattr(settings, key)}")
+    if settings.variants > 1 and not settings.is_varied():
+        raise InputError(
+            f"corpus.variants: {settings.variants} encodings would all be the same; set corpus.noise or"
+            " corpus.bpe_dropout, or remove it"
+        )
     _check_symbols(settings.user_symbols, settings.byte_fallback)
     _check_text_sources(settings)
     smallest = minimum_size(len(settings.user_symbols), settings.byte_fallback) + 1
@@ -145,10 +151,10 @@ def check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer) -> None:
             f"corpus.user_symbols: {_few(missing)}: not in the tokenizer of the run to start from, and a tokenizer"
             " cannot grow; leave it out, or start without --init-from"
         )
-    if settings.has_views() and tokenizer.pair:
+    if settings.bpe_dropout != BpeDropout() and not tokenizer.is_bpe:
         raise InputError(
-            "corpus.bpe_dropout, corpus.noise: need a tokenizer of this project, and the model to start from has its"
-            " own; leave them out, or start without --init-from"
+            "corpus.bpe_dropout: the tokenizer of the run to start from is no byte-pair encoding of this project;"
+            " leave it out, or start without --init-from"
         )
     if settings.byte_fallback and not tokenizer.byte_fallback:
         raise InputError(

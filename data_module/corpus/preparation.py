@@ -23,7 +23,6 @@ from data_module.corpus.checks import (
     size_warnings,
     source_warnings,
 )
-from data_module.corpus.kept_text import KeptText
 from data_module.corpus.manifest import differences, is_corpus, read_manifest
 from data_module.errors import InputError
 from data_module.files import FileLock, replace_folder
@@ -32,9 +31,6 @@ from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-EPOCH_KEYS = ("bpe_dropout", "noise")
-"""Keys of `corpus:` that describe what each epoch makes of the corpus, which does not depend on them."""
 
 
 def prepare(
@@ -118,8 +114,8 @@ def existing_corpus(settings: CorpusSettings, *, compare_texts: bool) -> dict[st
 
 
 def _settings_dict(settings: CorpusSettings) -> dict[str, Any]:
-    # The folder is left out because a corpus may be moved.
-    values = {key: value for key, value in asdict(settings).items() if key not in ("folder", *EPOCH_KEYS)}
+    # The folder is left out because a corpus may be moved, and weights because they are of the epochs.
+    values = {key: value for key, value in asdict(settings).items() if key != "folder"}
     for text in (text for split in ("train", "validation", "test") for text in values[split]):
         del text["weight"]
     return values
@@ -147,8 +143,7 @@ def _up_to_date(
     """Return the manifest of the existing corpus; None if there is none, or if `ignore_differences`.
 
     Raises:
-        InputError: the folder is no corpus, or the corpus is truncated, was made from other inputs, or lacks what the
-            epochs of the settings need.
+        InputError: the folder is no corpus, or the corpus is truncated or was made from other inputs.
     """
     folder = Path(settings.folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -162,11 +157,6 @@ def _up_to_date(
         raise InputError(
             f"{folder}: was made from other inputs or settings: {'; '.join(found)};"
             " name another corpus.folder, or rebuild this one for a new run with `prepare --force`"
-        )
-    if settings.has_views() and not KeptText.is_in(folder):
-        raise InputError(
-            f"{folder}: was prepared without its text, which corpus.bpe_dropout and corpus.noise need; name another"
-            " corpus.folder, or rebuild this one for a new run with `prepare --force`"
         )
     return manifest
 

@@ -7,6 +7,7 @@ lengths. Opening a store reads no tokens. The processes of a node share its page
 import hashlib
 import logging
 import threading
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,16 @@ class TokenStoreWriter:
         self.close()
 
 
+def token_counts(source: TokenStoreWriter, target: TokenStoreWriter) -> dict[str, int]:
+    """Return what the manifest says of a split's two stores."""
+    return {
+        "source_tokens": source.num_tokens,
+        "target_tokens": target.num_tokens,
+        "longest_source": source.longest,
+        "longest_target": target.longest,
+    }
+
+
 class TokenStore:
     """A token store on disk, mapped on first use. It is pickled as its path, and a worker maps it again.
 
@@ -183,13 +194,18 @@ class ParallelCorpus:
         return len(self.source)
 
 
-def store_prefix(folder: Path, split: str, side: str) -> Path:
+def store_prefix(folder: Path, split: str, side: str, variant: int = 0) -> Path:
     """Return the path prefix of the store of a split ("train", "validation") and side ("source", "target")."""
-    return folder / f"{split}.{side}"
+    return folder / (f"{split}.{variant}.{side}" if variant else f"{split}.{side}")
 
 
-def open_corpus(folder: Path, split: str) -> ParallelCorpus:
-    """Open a split, "train" or "validation", of a corpus folder.
+def open_variants(folder: Path) -> list[ParallelCorpus]:
+    """Open the encodings of the training split that epochs take in turn, as `open_corpus` does."""
+    return [open_corpus(folder, "train", variant) for variant in range(len(read_manifest(folder)["train"]["variants"]))]
+
+
+def open_corpus(folder: Path, split: str, variant: int = 0) -> ParallelCorpus:
+    """Open a split, "train" or "validation", of a corpus folder; of the training split, one of its variants.
 
     The time this takes does not depend on the size of the corpus.
 
@@ -203,28 +219,29 @@ def open_corpus(folder: Path, split: str) -> ParallelCorpus:
             f"{folder / TOKENIZER_NAME}: not the tokenizer that the corpus was made with;"
             f" run `{PROGRAM} prepare` with --force to rebuild it"
         )
+    counts = manifest[split]["variants"][variant] if split == "train" else manifest[split]
     return ParallelCorpus(
-        TokenStore(store_prefix(folder, split, "source")),
-        TokenStore(store_prefix(folder, split, "target")),
-        identity=hashlib.sha256(split.encode() + (folder / MANIFEST_NAME).read_bytes()).hexdigest(),
-        longest=max(manifest[split]["longest_source"], manifest[split]["longest_target"]),
+        TokenStore(store_prefix(folder, split, "source", variant)),
+        TokenStore(store_prefix(folder, split, "target", variant)),
+        identity=hashlib.sha256(f"{split} {variant} ".encode() + (folder / MANIFEST_NAME).read_bytes()).hexdigest(),
+        longest=max(counts["longest_source"], counts["longest_target"]),
     )
 
 
-def read_ahead(corpus: ParallelCorpus) -> threading.Thread:
-    """Read the whole corpus once, in a background thread, so that its pages are in this node's page cache.
+def read_ahead(corpora: Sequence[ParallelCorpus]) -> threading.Thread:
+    """Read whole corpora once, in a background thread, so that their pages are in this node's page cache.
 
-    Training reads short sentences in random order; on a shared file system each would be a request of its own. A corpus
-    larger than half of the available memory is not read, and a warning is logged.
+    Training reads short sentences in random order; on a shared file system each would be a request of its own. If they
+    are larger than half of the available memory, they are not read, and a warning is logged.
     """
-    thread = threading.Thread(target=_read, args=(corpus,), daemon=True)
+    thread = threading.Thread(target=_read, args=(corpora,), daemon=True)
     thread.start()
     return thread
 
 
-def _read(corpus: ParallelCorpus) -> None:
-    # Lengths first, because the epoch's plan is computed from them.
-    paths = [_path(side.prefix, name) for name in _ARRAYS for side in (corpus.source, corpus.target)]
+def _read(corpora: Sequence[ParallelCorpus]) -> None:
+    # Lengths first, because an epoch's plan is computed from them.
+    paths = [_path(side.prefix, name) for one in corpora for name in _ARRAYS for side in (one.source, one.target)]
     size = sum(path.stat().st_size for path in paths)
     if size > _free_memory() // 2:
         log.warning("%s: %.1f GB do not fit in memory; copy the corpus to a local disk", paths[0].parent, size / 1e9)

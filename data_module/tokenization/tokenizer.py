@@ -151,6 +151,12 @@ class Tokenizer:
         return [text.removeprefix("\u2581").replace("\u2581", " ") for text in self.normalize(sentences)]
 
     @cached_property
+    def is_bpe(self) -> bool:
+        """Whether it is one byte-pair encoding, which BPE-dropout needs."""
+        spec = self.proto().trainer_spec
+        return not self.pair and bool(spec.model_type == spec.BPE)
+
+    @cached_property
     def user_symbols(self) -> list[str]:
         """The user symbols that the tokenizer was trained with, in the order of their ids.
 
@@ -158,11 +164,15 @@ class Tokenizer:
         """
         if self.pair:
             return [piece for piece in self._pieces if is_code(piece)]
-        from sentencepiece import sentencepiece_model_pb2
-
-        proto = sentencepiece_model_pb2.ModelProto.FromString(self.model)  # type: ignore[attr-defined]
+        proto = self.proto()
         kind = proto.SentencePiece.USER_DEFINED
         return [p.piece for p in proto.pieces if p.type == kind and p.piece != _RESERVED_CHARACTER]
+
+    def proto(self) -> Any:
+        """Return the model as a protocol buffer of sentencepiece."""
+        from sentencepiece import sentencepiece_model_pb2
+
+        return sentencepiece_model_pb2.ModelProto.FromString(self.model)  # type: ignore[attr-defined]
 
     def pieces(self) -> list[str]:
         """Return the vocabulary in the order of the ids. U+2581 in a piece represents a space."""

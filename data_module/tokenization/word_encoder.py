@@ -1,10 +1,9 @@
 """Fast encoding of large texts: each distinct word is tokenized once."""
 
-import os
-
 import numpy as np
 
 from data_module.tokenization.tokenizer import Tokenizer
+from data_module.worker_processes import num_processors
 
 # Enough for the frequent words of a large corpus; about 300 MB.
 _MAX_CACHED_WORDS = 1_000_000
@@ -32,7 +31,7 @@ class WordEncoder:
             self._ids.clear()
         rows = [sentence.split(" ") for sentence in sentences]
         new_words = list(set().union(*rows).difference(self._ids))
-        new_ids = self._tokenizer.encode(new_words, num_threads=os.cpu_count() or 1)
+        new_ids = self._tokenizer.encode(new_words, num_threads=num_processors())
         self._ids.update((word, ids.astype(self.dtype).tobytes()) for word, ids in zip(new_words, new_ids, strict=True))
         ids_of = self._ids.__getitem__
         encoded = [b"".join(map(ids_of, row)) for row in rows]

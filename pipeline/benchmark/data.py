@@ -1,7 +1,7 @@
 """Measure the data path alone: corpus preparation, epoch planning and the throughput of one loader worker.
 
-Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first. If the recipe has views, the worker's
-throughput contains the wait for them.
+Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first. Preparation writes all
+`corpus.variants`, and counts each pair once.
 """
 
 import argparse

@@ -6,7 +6,6 @@ Processes end when their connection to this process closes, so none is left howe
 """
 
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from data_module.errors import InputError
+from data_module.worker_processes import num_processors
 from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.text_io import progress_bar, show_token_rate
 from pipeline.inference.translator import Translation, announced_checkpoint
@@ -49,12 +49,6 @@ def choose_devices(count: int) -> list[str]:
         things = things.removesuffix("s") if available == 1 else things
         raise InputError(f"--devices {count}: this process may use {available} {things}; give 1 to {available}")
     return [f"cuda:{index}" if things.startswith("GPU") else "cpu" for index in range(count)]
-
-
-def num_processors() -> int:
-    """Return the number of processors that this process may use."""
-    # The count leaves out what `taskset` or SLURM's binding has taken away; not all systems know that.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Progress(NamedTuple):

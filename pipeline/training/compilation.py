@@ -7,7 +7,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from data_module.batching.stateful_loader import signals_blocked
+from data_module.worker_processes import signals_blocked
 from pipeline.runtime.private_folder import compiled_code_folder
 
 

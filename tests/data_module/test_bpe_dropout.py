@@ -1,13 +1,14 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from data_module.errors import InputError
-from data_module.tokenization.bpe_dropout import MergeTable
+from data_module.tokenization import bpe_dropout
+from data_module.tokenization.bpe_dropout import DropoutEncoder
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.tokenization.word_counts import normalize_white_space
 from tests.conftest import train_tokenizer
@@ -45,12 +46,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def _sample(tokenizer: Tokenizer, words: list[str], dropout: float, seed: int = 1) -> list[tuple[int, ...]]:
-    ids, lengths = MergeTable(tokenizer).sample(words, dropout, np.random.default_rng(seed))
-    assert ids.dtype == np.int32
-    assert lengths.dtype == np.int64
-    assert lengths.shape == (len(words),)
-    assert lengths.sum() == len(ids)
-    return [tuple(row.tolist()) for row in np.split(ids, np.cumsum(lengths)[:-1])]
+    return [tuple(row.tolist()) for row in DropoutEncoder(tokenizer, dropout).encode(words, seed)]
 
 
 def _plain(tokenizer: Tokenizer, words: list[str]) -> list[tuple[int, ...]]:
@@ -81,25 +77,15 @@ def _distribution(tokenizer: Tokenizer, word: str, dropout: float) -> dict[tuple
 
 
 def test_without_dropout_every_word_is_segmented_as_by_sentencepiece(tokenizer: Tokenizer) -> None:
-    words = _words(_text())
-    assert _sample(tokenizer, words, 0.0) == _plain(tokenizer, words)
-    # The words in any order, one by one, and unseen combinations of known characters.
-    shuffled = np.random.default_rng(5).permutation(words).tolist()[:2000]
-    assert _sample(tokenizer, shuffled, 0.0) == _plain(tokenizer, shuffled)
-    for word in shuffled[:50]:
-        assert _sample(tokenizer, [word], 0.0) == _plain(tokenizer, [word])
-    unseen = ["".join(shuffled[i : i + 3])[::-1] for i in range(500)] + ["\u2581ba", "ba\u2581"]
-    assert _sample(tokenizer, unseen, 0.0) == _plain(tokenizer, unseen)
-
-
-def test_a_word_of_many_thousand_characters(tokenizer: Tokenizer) -> None:
-    words = ["ba", "lestering" * 4000, "ster"]
-    assert _sample(tokenizer, words, 0.0) == _plain(tokenizer, words)
-    assert tokenizer.decode([[i for row in _sample(tokenizer, words, 1.0) for i in row]]) == [" ".join(words)]
+    words = list(dict.fromkeys(_words(_text())))
+    unseen = ["".join(words[i : i + 3])[::-1] for i in range(500)]
+    for lines in (words, unseen, list(map(normalize_white_space, _text()))):
+        assert _sample(tokenizer, lines, 0.0) == _plain(tokenizer, lines)
+    assert _sample(tokenizer, [], 0.1) == []
 
 
 def test_words_that_cannot_be_merged_keep_their_plain_segmentation(tokenizer: Tokenizer) -> None:
-    words = ["", "ba", "baЯba", "Я", "ЯЯ", "a▅b", "▅", "le le", "ten", "<B>le", "ba<b>ba", "b\u00a0a", "😀ten"]
+    words = ["", "ba", "baЯba", "Я", "ЯЯ", "a▅b", "▅", "ten", "<B>le", "ba<b>ba", "b\u00a0a", "😀ten", "lester" * 100]
     merged = {"ba", "ten"} if tokenizer.user_symbols else {"ba", "ten", "<B>le", "ba<b>ba"}
     for dropout in (0.0, 1.0):
         sampled, plain = _sample(tokenizer, words, dropout), _plain(tokenizer, words)
@@ -113,23 +99,24 @@ def test_words_that_cannot_be_merged_keep_their_plain_segmentation(tokenizer: To
 @pytest.mark.parametrize("dropout", [0.1, 0.5])
 @pytest.mark.parametrize("word", ["babtent", "inster", "aaaaaa", "ba", "语言。机器"])
 def test_segmentations_have_the_distribution_of_algorithm_1(tokenizer: Tokenizer, word: str, dropout: float) -> None:
-    count = 40_000
+    count, draw = 20_000, Random(1).random
     expected = _distribution(tokenizer, word, dropout)
     assert sum(expected.values()) == pytest.approx(1)
-    seen = Counter(_sample(tokenizer, [word] * count, dropout))
+    encoder = DropoutEncoder(tokenizer, dropout)
+    seen = Counter(tuple(encoder._segment(["\u2581", *word], draw)) for _ in range(count))
     assert set(seen) <= set(expected)
     for split, probability in expected.items():
         deviation = np.sqrt(count * probability * (1 - probability))
         assert abs(seen[split] - count * probability) <= 4.5 * deviation + 1
 
 
-def test_neighbouring_words_are_independent(tokenizer: Tokenizer) -> None:
-    word, count = "babtent", 40_000
-    (plain,) = _plain(tokenizer, [word])
-    sampled = np.array([row == plain for row in _sample(tokenizer, [word] * count, 0.1)])
-    probability = _distribution(tokenizer, word, 0.1)[plain]
-    both = (sampled[1:] & sampled[:-1]).mean()
-    assert both == pytest.approx(probability**2, abs=4.5 * np.sqrt(probability**2 / count))
+def test_a_frequent_word_has_some_segmentations_and_its_occurrences_take_any_of_them(tokenizer: Tokenizer) -> None:
+    word, count = "babtentinster", 8_000
+    times = Counter(_sample(tokenizer, [f"ba {word}"] * count, 0.5))
+    assert 10 <= len(times) <= bpe_dropout.MAX_SEGMENTATIONS**2
+    words = Counter(row for row in _sample(tokenizer, [word] * count, 0.5))
+    assert 10 <= len(words) <= bpe_dropout.MAX_SEGMENTATIONS
+    assert min(words.values()) > 0.8 * count / bpe_dropout.MAX_SEGMENTATIONS
 
 
 def test_full_dropout_gives_the_characters(tokenizer: Tokenizer) -> None:
@@ -148,27 +135,8 @@ def test_a_sample_decodes_to_its_words(tokenizer: Tokenizer) -> None:
         assert tokenizer.decode(sampled) == tokenizer.decode(_plain(tokenizer, words))
 
 
-def test_the_sample_depends_on_the_seed_alone_and_not_on_the_calls(tokenizer: Tokenizer) -> None:
-    words = [*_words(_text()), "Я", ""]
+def test_the_sample_is_a_function_of_the_seed(tokenizer: Tokenizer) -> None:
+    words = _words(_text())
     whole = _sample(tokenizer, words, 0.3, seed=7)
     assert _sample(tokenizer, words, 0.3, seed=7) == whole
     assert _sample(tokenizer, words, 0.3, seed=8) != whole
-    table, random, parts = MergeTable(tokenizer), np.random.default_rng(7), []
-    for start, stop in ((0, 1), (1, 1), (1, 40), (40, 3000), (3000, len(words))):
-        ids, lengths = table.sample(words[start:stop], 0.3, random)
-        parts += [tuple(row.tolist()) for row in np.split(ids, np.cumsum(lengths))[:-1]]
-    assert parts == whole
-
-
-def test_no_words(tokenizer: Tokenizer) -> None:
-    ids, lengths = MergeTable(tokenizer).sample([], 0.1, np.random.default_rng(1))
-    assert (ids.shape, lengths.shape) == ((0,), (0,))
-
-
-def test_a_tokenizer_that_is_no_byte_pair_encoding_is_refused(tokenizer: Tokenizer) -> None:
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)  # type: ignore[attr-defined]
-    proto.trainer_spec.model_type = proto.trainer_spec.CHAR
-    with pytest.raises(InputError, match=r"corpus\.bpe_dropout: .* no byte-pair encoding"):
-        MergeTable(Tokenizer(proto.SerializeToString()))

@@ -185,18 +185,18 @@ def test_read_ahead_reads_every_byte_unless_the_corpus_is_too_large(
     opened = open_corpus(tiny_corpus, "train")
     size = sum(path.stat().st_size for path in tiny_corpus.glob("train.*.npy"))
     before = read_so_far()
-    reading = read_ahead(opened)
+    reading = read_ahead([opened])
     assert reading.daemon, "a process that ends would wait for it"
     reading.join()
     assert read_so_far() - before >= size
     with monkeypatch.context() as without_meminfo:
         without_meminfo.setattr(corpus, "Path", lambda _: Path("/proc/none"))
         before = read_so_far()
-        read_ahead(opened).join()
+        read_ahead([opened]).join()
         assert read_so_far() - before >= size
     monkeypatch.setattr(corpus, "_free_memory", lambda: 2 * size - 2)
     before = read_so_far()
-    read_ahead(opened).join()
+    read_ahead([opened]).join()
     assert read_so_far() - before < size
     assert "copy the corpus to a local disk" in caplog.text
 

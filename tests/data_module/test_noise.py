@@ -9,11 +9,10 @@ import pytest
 import yaml
 from numpy.random import PCG64, Generator, SeedSequence
 
-from data_module.corpus.preparation import existing_corpus, prepare
 from data_module.errors import InputError
 from data_module.noise.noise import CASINGS, INSERTED_STRINGS, NOISE_KINDS, add_noise, draw_kinds, insert
 from data_module.noise.typos import NEIGHBOURS, misspell
-from data_module.settings import CorpusSettings, NoiseSettings, TextSource
+from data_module.settings import NoiseSettings
 from data_module.tokenization.word_counts import normalize_white_space
 from pipeline.config.recipe import load_recipe
 
@@ -277,14 +276,3 @@ def test_a_wrong_setting_is_one_line(recipe_file: Path, noise: dict[str, float],
         load_recipe([recipe_file])
     assert message in str(error.value)
     assert str(error.value).startswith(f"{recipe_file}:")
-
-
-def test_other_noise_needs_no_other_corpus(tmp_path: Path) -> None:
-    text = tmp_path / "text.tsv"
-    text.write_text("A dog sees a cat.\tThe cat sees the dog.\n" * 2)
-    sources = [TextSource(tsv=str(text))]
-    settings = CorpusSettings(str(tmp_path / "corpus"), train=sources, validation=sources, vocabulary_size=22)
-    manifest = prepare(replace(settings, noise=NoiseSettings(typos=0.1)), progress=False)
-    assert "noise" not in manifest["settings"]
-    for noise in (NoiseSettings(number=0.2), NoiseSettings()):
-        assert existing_corpus(replace(settings, noise=noise), compare_texts=True) == manifest

@@ -4,8 +4,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import tempfile
-import threading
 import time
 from itertools import islice
 from pathlib import Path
@@ -17,18 +15,17 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from data_module.batching.batch import RankBatch, SpecialIds
-from data_module.batching.batch_plan import EpochPlan
-from data_module.batching.epoch_cache import EpochCache
+from data_module.batching.epochs import Epochs
 from data_module.batching.rank_rows import row_shape
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
-from data_module.corpus.store import ParallelCorpus, open_corpus
+from data_module.corpus.store import open_corpus
 from data_module.tokenization.tokenizer import Tokenizer
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
 
 
 def dataset(
-    folder: Path, plans: EpochCache, rank: int = 0, world_size: int = 1, in_blocks: bool = True
+    folder: Path, plans: Epochs, rank: int = 0, world_size: int = 1, in_blocks: bool = True
 ) -> RankBatchDataset:
     corpus = open_corpus(folder, "train")
     means = (1.0 + len(corpus.source.tokens) / 300, 1.0 + len(corpus.target.tokens) / 300)
@@ -40,7 +37,7 @@ def dataset(
 def loader(
     folder: Path, workers: int = 0, rank: int = 0, world_size: int = 1, in_blocks: bool = True
 ) -> StatefulLoader:
-    plans = EpochCache(open_corpus(folder, "train"), batch_tokens=400, seed=1)
+    plans = Epochs([open_corpus(folder, "train")], batch_tokens=400, seed=1)
     return StatefulLoader(dataset(folder, plans, rank, world_size, in_blocks), workers=workers, pin_memory=False)
 
 
@@ -153,42 +150,6 @@ def test_on_wait_is_called_before_and_after_waiting(tiny_corpus: Path) -> None:
     recording.on_wait = events.append
     list(islice(recording, 2))
     assert events == ["data_wait", "made", "between"] * 2
-
-
-class SlowEpochCache(EpochCache):
-    """Computes the plans after the first only once they are waited for."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.waited_for = threading.Event()
-
-    def compute(self, epoch: int, corpus: ParallelCorpus | None = None) -> EpochPlan:
-        if epoch:
-            self.waited_for.wait()
-        return super().compute(epoch, corpus)
-
-    def discard_next(self) -> None:
-        self.waited_for.set()
-        super().discard_next()
-
-
-def test_seeking_leaves_no_thread_behind(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forked, and a fork does not copy threads."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    corpus = open_corpus(tiny_corpus, "train")
-    # Another seed than elsewhere, because a thread of an earlier test may still write its plan to this folder.
-    plans = SlowEpochCache(corpus, batch_tokens=400, seed=2)
-    rank_batches = dataset(tiny_corpus, plans)
-    plans.waited_for.clear()
-    threads = set(threading.enumerate())
-    try:
-        rank_batches[0]
-        [computing] = set(threading.enumerate()) - threads
-        assert computing.daemon, "an exiting process would wait for it"
-        rank_batches.seek(0, 1)
-        assert set(threading.enumerate()) <= threads
-    finally:
-        plans.discard_next()
 
 
 def test_a_worker_ignores_signals_except_from_the_training_process(tiny_corpus: Path) -> None:

@@ -130,7 +130,8 @@ def test_other_networks_are_refused(marian: Path, recipe: list[object], tmp_path
         assert words in said
     assert "activation" not in said
     _, said = run("fit", *recipe, "--corpus.bpe_dropout.source", 0.1, "--init-from", marian, code=2)
-    assert "corpus.bpe_dropout, corpus.noise: need a tokenizer of this project" in said
+    assert "corpus.bpe_dropout: the tokenizer of the run to start from is no byte-pair encoding" in said
+    assert said.count("\n") == 1
     broken = shutil.copytree(marian, tmp_path / "broken")
     (broken / "model.safetensors").unlink()
     _, said = run("fit", *recipe, "--init-from", broken, code=2)

@@ -193,12 +193,12 @@ def test_overlays_fit_every_recipe(overlay: Path) -> None:
 
 
 def test_the_overlay_of_noise_fits_every_recipe() -> None:
-    """It changes noise and byte fallback alone, and each kind of noise is on in few pairs."""
+    """It changes noise, variants and byte fallback alone, and each kind of noise is on in few pairs."""
     for path in RECIPES:
         plain, noisy = load_recipe([path]), load_recipe([path, CONFIGS / "robust_text.yaml"])
         kinds = {kind: getattr(noisy.corpus.noise, kind) for kind in NOISE_KINDS}
         assert 0.01 <= min(kinds.values()) <= max(kinds.values()) <= 0.1
         assert sum(kinds.values()) < 0.5
         assert noisy.corpus.byte_fallback
-        same = {key: getattr(plain.corpus, key) for key in ("noise", "byte_fallback")}
+        same = {key: getattr(plain.corpus, key) for key in ("noise", "variants", "byte_fallback")}
         assert replace(noisy, corpus=replace(noisy.corpus, **same)) == plain

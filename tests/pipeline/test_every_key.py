@@ -157,11 +157,9 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
     "corpus.drop_duplicates": (True, None),
     "corpus.drop_overlap": (True, None),
     "corpus.seed": (7, None),
-    "corpus.bpe_dropout": (
-        {"source": 0.1, "target": 0.2},
-        lambda b: dict(zip(("source", "target"), b.data.views._settings.dropout, strict=True)),
-    ),
-    "corpus.noise": ({"typos": 0.1}, lambda b: {"typos": b.data.views._settings.noise.typos}),
+    "corpus.variants": (2, lambda b: len(b.data.train_variants)),
+    "corpus.bpe_dropout": ({"source": 0.1, "target": 0.2}, None),
+    "corpus.noise": ({"typos": 0.1}, None),
     "batches.batch_tokens": (20_000, lambda b: b.data.epochs()._settings["batch_tokens"]),
     "batches.max_tokens_per_device": (112, lambda b: 112 if b.most_tokens() == 128 else None),  # rounded up
     "batches.workers": (3, lambda b: b.data.train_dataloader().num_workers),

@@ -12,7 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from data_module.corpus.preparation import prepare
+from data_module.corpus.store import open_variants
 from data_module.errors import InputError
+from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.tokenization.word_encoder import WordEncoder
 from model.decoding import BeamSearch
@@ -95,6 +98,28 @@ def test_both_tokenizers_are_the_same(marian: Path) -> None:
         expected = [x.tolist() for x in ours.encode(lines)]
         assert [np.frombuffer(row, dtype=np.int32).tolist() for row in rows] == expected
         assert lengths.tolist() == list(map(len, expected))
+
+
+def test_training_text_with_noise(marian: Path, tmp_path: Path) -> None:
+    """Each side by its own model, and the code of a language as it is."""
+    tokenizer = load_marian(marian).tokenizer
+    sources = sentences(20, 7)
+    pairs = list(zip(sources, target_text(sources), strict=True))
+    (tmp_path / "text.tsv").write_text("".join(f"{source.title()}\t{target}\n" for source, target in pairs))
+    text = TextSource(tsv=str(tmp_path / "text.tsv"), prefix=">>de<<")
+    settings = CorpusSettings(
+        str(tmp_path / "corpus"),
+        *([text], [text]),
+        user_symbols=[">>de<<"],
+        variants=2,
+        noise=NoiseSettings(lower_case=1.0),
+    )
+    prepare(settings, tokenizer, progress=False)
+    code = tokenizer.pieces().index(">>de<<")
+    for corpus in open_variants(tmp_path / "corpus"):
+        for i, (source, target) in enumerate(pairs):
+            assert corpus.source[i].tolist() == [code, *tokenizer.encode([source])[0]]
+            assert corpus.target[i].tolist() == tokenizer.target.encode([target.lower()])[0].tolist()
 
 
 @pytest.mark.parametrize("kind", ["bin", "half", "positions", "no bias"])

@@ -20,7 +20,8 @@ import torch
 from tqdm import TMonitor
 
 from data_module.errors import InputError
-from pipeline.inference.parallel import ParallelTranslator, choose_devices, num_processors
+from data_module.worker_processes import num_processors
+from pipeline.inference.parallel import ParallelTranslator, choose_devices
 from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.text_io import CHUNK
 from pipeline.inference.translator import Hypothesis, Translation, load_translator

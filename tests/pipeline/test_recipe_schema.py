@@ -152,6 +152,7 @@ WRONG = [
     "corpus.train: {tsv: a, weight: 0}",
     "corpus.bpe_dropout: 0.1",
     "corpus.bpe_dropout: {source: 1}",
+    "corpus.bpe_dropout: {source: -0.1}",
     "corpus.noise: {typos: 1.1}",
     "corpus.noise: {typo: 0.1}",
     "corpus.user_symbols: {a: b}",

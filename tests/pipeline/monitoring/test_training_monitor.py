@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from data_module.batching.batch import RankBatch, SpecialIds
-from data_module.batching.epoch_cache import EpochCache
+from data_module.batching.epochs import Epochs
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
 from data_module.corpus.store import open_corpus
 from data_module.settings import BatchSettings
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_all_ranks_without_padding(
     corpus = open_corpus(tiny_corpus, "train")
 
     def loader() -> StatefulLoader:
-        plans = EpochCache(corpus, batch_tokens=400, seed=1)
+        plans = Epochs([corpus], batch_tokens=400, seed=1)
         shape = TranslationDataModule(tiny_corpus, BatchSettings(batch_tokens=400), special, 1).row_shape(2)
         shares = RankBatchDataset(plans, special, rank=0, world_size=2, shape=shape)
         return StatefulLoader(shares, workers=0, pin_memory=False)
@@ -74,7 +74,7 @@ def test_tokens_are_those_of_all_ranks_without_padding(
     # Announced once, as soon as there are three steps.
     assert re.findall(r"training: (\d) steps of .* s take about 0:00:\d\d\n", capsys.readouterr().err) == ["3"]
 
-    epoch = EpochCache(corpus, batch_tokens=400, seed=1).compute(0)
+    epoch = Epochs([corpus], batch_tokens=400, seed=1).compute(0)
     shares = list(islice(loader(), steps))
     for line in logged:
         first, end = line["step"] - every, line["step"]

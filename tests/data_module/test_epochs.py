@@ -1,14 +1,12 @@
-"""An epoch's plan is computed once per node; unused plans are removed."""
+"""An epoch's plan is computed once per node; old plans are removed."""
 
-import gc
+import errno
 import multiprocessing
 import os
-import pickle
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,25 +14,23 @@ import pytest
 
 from data_module.batching import batch_plan
 from data_module.batching.batch_plan import EpochPlan
-from data_module.batching.epoch_cache import EpochCache, shared_plan
-from data_module.corpus.store import ParallelCorpus, open_corpus
+from data_module.batching.epochs import KEPT_PLANS, Epochs, shared_plan
+from data_module.corpus.store import open_corpus
 
 FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EpochCache]:
+def source(tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Epochs:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    source = EpochCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, seed=1)
-    yield source
-    source.discard_next()  # otherwise its thread would write to the next test's folder
+    return Epochs([open_corpus(tiny_corpus, "train")], batch_tokens=400, seed=1)
 
 
 def plan_files(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("**/*.plan")}
 
 
-def test_shared_plans_equal_computed_ones(source: EpochCache) -> None:
+def test_shared_plans_equal_computed_ones(source: Epochs) -> None:
     for epoch in (0, 1, 2, 1):
         assert np.array_equal(source.get(epoch).plan.numbers, source.compute(epoch).numbers)
 
@@ -51,61 +47,22 @@ def test_plans_of_other_settings_are_not_reused(
         ("train", {"batch_tokens": 300}),
         ("validation", {}),
     ):
-        source = EpochCache(open_corpus(tiny_corpus, split), **{**settings, **change})
+        source = Epochs([open_corpus(tiny_corpus, split)], **{**settings, **change})
         for epoch in (0, 1):
             plans.append(source.get(epoch).plan)
             assert np.array_equal(plans[-1].numbers, source.compute(epoch).numbers)
-        source.discard_next()
     assert len({plan.numbers.tobytes() for plan in plans}) == len(plans)
 
 
-def test_each_epoch_has_its_own_sample_of_a_weighted_source(
-    tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    source = EpochCache(open_corpus(tiny_corpus, "train"), batch_tokens=400, seed=1, weights=((300,), (0.1,)))
-    plans = [source.get(epoch).plan for epoch in range(3)]
-    source.discard_next()
-    samples = {frozenset(np.concatenate([plan[index] for index in range(len(plan))]).tolist()) for plan in plans}
-    assert [len(sample) for sample in samples] == [30, 30, 30]
-
-
-def test_the_next_plan_is_computed_in_advance(
-    source: EpochCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed, compute = [], source.compute
-
-    def note(epoch: int, corpus: ParallelCorpus) -> EpochPlan:
-        computed.append(epoch)
-        return compute(epoch, corpus)
-
-    monkeypatch.setattr(source, "compute", note)
+def test_plans_of_other_code_are_not_reused(source: Epochs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = source.get(0).plan
-    source.discard_next()
-    assert computed == [0, 1]
-    assert len(plan_files(tmp_path)) == 2
-    assert len(first) > 0
-
-
-def test_plans_of_other_code_are_not_reused(
-    source: EpochCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = source.get(0).plan
-    source.discard_next()
     files = plan_files(tmp_path)
     changed = tmp_path / "changed.py"
     changed.write_text(Path(batch_plan.__file__).read_text() + "# changed")
     monkeypatch.setattr(batch_plan, "__file__", str(changed))
-    again = source.get(0).plan  # While it is in use, the background thread does not remove its file.
+    again = source.get(0).plan
     assert np.array_equal(again.numbers, first.numbers)
     assert plan_files(tmp_path) - files
-
-
-def test_pickles_while_the_next_plan_is_computed(source: EpochCache) -> None:
-    first = source.get(0).plan
-    copy = pickle.loads(pickle.dumps(source))  # noqa: S301
-    assert np.array_equal(copy.get(0).plan.numbers, first.numbers)
-    copy.discard_next()
 
 
 def make_slowly(folder: Path, record: Path) -> EpochPlan:
@@ -146,7 +103,7 @@ def test_a_killed_process_leaves_no_lock_and_no_partial_file(tmp_path: Path) -> 
 
 
 def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """If a worker starts while a thread computes a plan, it inherits the locked file."""
+    """A worker that starts meanwhile inherits the locked file."""
     record = tmp_path / "record"
     computing = threading.Thread(target=make_slowly, args=(tmp_path, record))
     computing.start()
@@ -166,22 +123,33 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
         later.kill()
 
 
-def test_unused_plans_are_removed(source: EpochCache, tmp_path: Path) -> None:
+def test_old_plans_are_removed_and_stay_readable(source: Epochs, tmp_path: Path) -> None:
     first = source.get(0).plan
-    used = plan_files(tmp_path)
+    before = first.numbers.tolist()
+    [used] = plan_files(tmp_path)
     for epoch in range(1, 6):
         source.get(epoch)
-    gc.collect()
-    source.get(6)  # computing the next plan removes unused ones
-    source.get(7)
-    files = plan_files(tmp_path)
-    assert len(files) <= 4
-    assert used & files, "a plan in use was removed"
-    assert len(first) > 0
+    assert len(plan_files(tmp_path)) == KEPT_PLANS
+    assert used not in plan_files(tmp_path)
+    assert first.numbers.tolist() == before
+    assert source.get(0).plan.numbers.tolist() == before
+    assert used in plan_files(tmp_path)
+
+
+def test_a_full_disk_is_no_error(
+    source: Epochs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert np.array_equal(source.get(0).plan.numbers, source.compute(0).numbers)
+    assert "cannot share epoch plans" in caplog.text
+    assert [path.name for path in tmp_path.glob("*/*")] == ["lock"]
 
 
 def test_without_a_private_folder_each_process_computes(
-    source: EpochCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    source: Epochs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / f"epoch-plans-{os.getuid()}"
     folder.mkdir(mode=0o755)  # others could write there
@@ -191,7 +159,7 @@ def test_without_a_private_folder_each_process_computes(
 
 
 def test_a_folder_of_another_user_is_not_used(
-    source: EpochCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: Epochs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)

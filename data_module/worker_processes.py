@@ -1,0 +1,65 @@
+"""Worker processes of data loaders: how many may run, which signals they obey, and that they end with their parent."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_PARENT_CHECK_SECONDS = 2.0
+"""How often a worker looks whether its parent process still runs."""
+
+
+def num_processors() -> int:
+    """Return the number of processors that this process may use."""
+    # The count leaves out what `taskset` or SLURM's binding has taken away; not all systems know that.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def identity(item: Any) -> Any:
+    """Return the item: the `collate_fn` of data sets whose items are complete."""
+    return item
+
+
+@contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Start processes with the signals blocked that SLURM sends to a job's processes, which would terminate them.
+
+    A loader's workers then set up their own handling in `ignore_signals`.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals(_worker: int) -> None:
+    """Ignore all signals but the SIGTERM by which a loader terminates its workers, and end with the loader's process.
+
+    SLURM sends its warnings to workers as well, and so does a terminal with Ctrl-C. If a worker died of them, a
+    training process would fail before it has saved a checkpoint.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not hasattr(signal, "sigtimedwait"):  # not Linux, so no SLURM
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _exit_with(parent: int) -> None:
+    """Exit on a SIGTERM of the parent process, or when that process has ended.
+
+    PyTorch's own check is not enough: a worker whose batch no one reads waits for ever to write it.
+    """
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_SECONDS)
+        if received is not None and received.si_pid == parent:
+            break
+    os._exit(0)

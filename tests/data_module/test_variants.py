@@ -1,0 +1,359 @@
+"""Variants of the training text: the same pairs in other ids, and the same bytes whoever writes them."""
+
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data_module.batching.batch import SpecialIds
+from data_module.batching.stateful_loader import StatefulLoader
+from data_module.corpus import variants
+from data_module.corpus.preparation import prepare
+from data_module.corpus.store import ParallelCorpus, TokenStore, open_corpus, open_variants
+from data_module.errors import InputError
+from data_module.settings import BatchSettings, BpeDropout, CorpusSettings, NoiseSettings, TextSource
+from data_module.tokenization.tokenizer import Tokenizer
+from data_module.translation_data_module import TranslationDataModule
+from tests.conftest import ROOT, train_tokenizer
+from tests.data_module.test_preparation import pairs_of_text, write_pairs
+
+DROPOUT = BpeDropout(source=0.3, target=0.3)
+SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
+CHUNK_PAIRS = 64
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_chunks() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(variants, "CHUNK_PAIRS", CHUNK_PAIRS)
+        yield
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> CorpusSettings:
+    """Settings of a corpus of 300 and, three times each, 100 pairs in three variants, which is prepared."""
+    folder = tmp_path_factory.mktemp("text")
+    train = [write_pairs(folder, "one", pairs_of_text(300, 1)), write_pairs(folder, "two", pairs_of_text(100, 2))]
+    train[1] = replace(train[1], repeat=3)
+    validation = write_pairs(folder, "validation", pairs_of_text(20, 3))
+    made = CorpusSettings(
+        str(folder / "corpus"), train, [validation], vocabulary_size=60, variants=3, bpe_dropout=DROPOUT
+    )
+    prepare(made, progress=False)
+    return made
+
+
+@pytest.fixture
+def pairs(settings: CorpusSettings) -> list[tuple[str, str]]:
+    """The training text, with repetitions."""
+    return [pair for source in settings.train for _ in range(source.repeat) for pair in text(source)]
+
+
+def text(source: TextSource) -> list[tuple[str, str]]:
+    sides = (Path(str(path)).read_text(encoding="utf-8").splitlines() for path in (source.source, source.target))
+    return list(zip(*sides, strict=True))
+
+
+def made(settings: CorpusSettings, folder: Path, **changes: Any) -> list[ParallelCorpus]:
+    """Prepare a corpus with other settings, and return its variants."""
+    prepare(replace(settings, folder=str(folder), **changes), progress=False)
+    return open_variants(folder)
+
+
+def ids(corpus: ParallelCorpus) -> list[tuple[list[int], list[int]]]:
+    return [(corpus.source[i].tolist(), corpus.target[i].tolist()) for i in range(len(corpus))]
+
+
+def sides_of(corpus: ParallelCorpus) -> tuple[TokenStore, TokenStore]:
+    return corpus.source, corpus.target
+
+
+def decoded(corpus: ParallelCorpus) -> list[tuple[str, str]]:
+    tokenizer = Tokenizer.load(corpus.source.prefix.parent / "tokenizer.model")
+    return list(zip(*(tokenizer.decode(list(side)) for side in zip(*ids(corpus), strict=True)), strict=True))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_variants_are_the_same_text_in_other_ids(
+    settings: CorpusSettings, pairs: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    opened = open_variants(Path(settings.folder))
+    plain = ids(*made(settings, tmp_path / "plain", variants=1, bpe_dropout=BpeDropout()))
+    seen = [plain, *map(ids, opened)]
+    assert len(opened) == 3
+    for one in opened:
+        assert decoded(one) == pairs
+    for i, one in enumerate(seen):
+        for other in seen[:i]:
+            assert sum(new != old for new, old in zip(one, other, strict=True)) > 0.9 * len(pairs)
+    # The copies of a repeated source differ too, and so do source and target of equal text.
+    copies = [seen[1][300 + i * 100 : 400 + i * 100] for i in range(3)]
+    assert copies[0] != copies[1] != copies[2]
+    assert len({one.identity for one in opened}) == 3
+
+
+def test_the_manifest_counts_each_variant(settings: CorpusSettings) -> None:
+    folder = Path(settings.folder)
+    manifest = prepare(settings, progress=False)
+    for corpus, counts in zip(open_variants(folder), manifest["train"]["variants"], strict=True):
+        assert counts["source_tokens"] == len(corpus.source.tokens)
+        assert counts["target_tokens"] == len(corpus.target.tokens)
+        assert counts["longest_target"] == corpus.target.lengths.max()
+        assert corpus.longest == max(corpus.source.lengths.max(), corpus.target.lengths.max())
+    assert manifest["train"].items() >= manifest["train"]["variants"][0].items()
+    assert not [path for path in folder.iterdir() if "text" in path.name]
+
+
+def test_validation_is_plain(settings: CorpusSettings, tmp_path: Path) -> None:
+    made(settings, tmp_path / "plain", variants=1, bpe_dropout=BpeDropout())
+    varied, plain = contents(Path(settings.folder)), contents(tmp_path / "plain")
+    for name in plain:
+        if name.startswith(("validation", "tokenizer")):
+            assert varied[name] == plain[name]
+
+
+def test_dropout_of_one_side(settings: CorpusSettings, tmp_path: Path) -> None:
+    [plain] = made(settings, tmp_path / "plain", variants=1, bpe_dropout=BpeDropout())
+    [source] = made(settings, tmp_path / "source", variants=1, bpe_dropout=BpeDropout(source=0.3))
+    assert source.target.tokens.tolist() == plain.target.tokens.tolist()
+    assert len(source.source.tokens) > len(plain.source.tokens)
+    [target] = made(settings, tmp_path / "target", variants=1, bpe_dropout=BpeDropout(target=0.3))
+    assert target.source.tokens.tolist() == plain.source.tokens.tolist()
+    assert len(target.target.tokens) > len(plain.target.tokens)
+
+
+def test_noise_changes_the_chosen_pairs(settings: CorpusSettings, pairs: list[tuple[str, str]], tmp_path: Path) -> None:
+    noise = NoiseSettings(lower_case=0.5)
+    first, second = made(settings, tmp_path / "noisy", variants=2, bpe_dropout=BpeDropout(), noise=noise)
+    for seen in map(decoded, (first, second)):
+        capitals = lowered = 0
+        for found, pair in zip(seen, pairs, strict=True):
+            lower = (pair[0].lower(), pair[1].lower())
+            assert found in (pair, lower)
+            capitals += lower != pair
+            lowered += found == lower != pair
+        assert 0.4 * capitals < lowered < 0.6 * capitals
+    assert decoded(first) != decoded(second)
+
+
+def test_long_pairs_keep_their_plain_ids(settings: CorpusSettings, tmp_path: Path) -> None:
+    [plain] = made(settings, tmp_path / "plain", variants=1, bpe_dropout=BpeDropout())
+    before = ids(plain)
+    noise = NoiseSettings(number=0.3)
+    unlimited = made(settings, tmp_path / "unlimited", noise=noise)
+    limited = made(settings, tmp_path / "limited", noise=noise, max_tokens=plain.longest)
+    for free, other in zip(map(ids, unlimited), map(ids, limited), strict=True):
+        too_long = [i for i, pair in enumerate(free) if max(map(len, pair)) > plain.longest]
+        assert too_long
+        assert all(other[i] == (before[i] if i in too_long else free[i]) for i in range(len(before)))
+
+
+def test_symbols_stay_whole(settings: CorpusSettings, tmp_path: Path) -> None:
+    """Those of a tokenizer that comes with a model too, which the recipe need not name."""
+    tagged = [(f"{source} Tag<b>", f"{target} Tag<b>") for source, target in pairs_of_text(100, 5)]
+    train = [write_pairs(tmp_path, "tagged", tagged)]
+    lines = [line for pair in tagged for line in pair]
+    tokenizer = train_tokenizer([*lines, *map(str.upper, lines)], 70, user_symbols=["Tag<b>"])
+    noise = NoiseSettings(upper_case=1.0, no_final_punctuation=1.0)
+    given = replace(
+        settings, folder=str(tmp_path / "tags"), train=train, noise=noise, variants=1, bpe_dropout=BpeDropout(0.5, 0.5)
+    )
+    prepare(given, tokenizer, progress=False)
+    for side in zip(*decoded(open_corpus(tmp_path / "tags", "train")), strict=True):
+        assert all(sentence.endswith(" Tag<b>") and sentence[:-7].isupper() for sentence in side)
+
+
+def start(settings: CorpusSettings, cores: str = "0,1") -> "subprocess.Popen[str]":
+    code = (
+        "from data_module.corpus import variants\n"
+        "from data_module.corpus.preparation import prepare\n"
+        "from data_module.settings import BpeDropout, CorpusSettings, NoiseSettings, TextSource\n"
+        f"variants.CHUNK_PAIRS = {CHUNK_PAIRS}\nvariants.num_processors = lambda: {cores.count(',') + 1}\n"
+        f"prepare({settings!r}, progress=False)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", code], env=environment)
+
+
+def noisy(settings: CorpusSettings, folder: Path) -> CorpusSettings:
+    return replace(settings, folder=str(folder), noise=NoiseSettings(typos=0.3, web_address=0.1))
+
+
+@pytest.mark.parametrize("cores", ["0", "0,1", "0,1,2"])
+def test_any_number_of_processes_write_the_same_bytes(settings: CorpusSettings, tmp_path: Path, cores: str) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    prepare(noisy(settings, here), progress=False)
+    assert start(noisy(settings, there), cores).wait(120) == 0
+    assert contents(here) == contents(there)
+
+
+def test_another_seed_draws_other_numbers(settings: CorpusSettings, tmp_path: Path) -> None:
+    first, other = Path(settings.folder), tmp_path / "other"
+    made(settings, other, seed=2)
+    assert contents(first)["tokenizer.model"] == contents(other)["tokenizer.model"]
+    for one, two in zip(open_variants(first), open_variants(other), strict=True):
+        assert ids(one) != ids(two)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(settings: CorpusSettings, tmp_path: Path) -> None:
+    """The same bytes in the end, no half corpus before, and no process that goes on."""
+    whole, killed = noisy(settings, tmp_path / "whole"), noisy(settings, tmp_path / "killed")
+    began = time.monotonic()
+    assert start(whole).wait(120) == 0
+    duration, moments, kills = time.monotonic() - began, random.Random(1), 0
+    for _ in range(10):
+        process = start(killed)
+        with_workers = moments.random() < 0.7
+        time.sleep(duration * (moments.uniform(0.6, 1.0) if with_workers else moments.uniform(0.0, 0.6)))
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        folder = Path(killed.folder)
+        if folder.exists():
+            assert contents(folder) == contents(Path(whole.folder))
+            shutil.rmtree(folder)
+    assert kills >= 5
+    assert start(killed).wait(120) == 0
+    assert contents(Path(whole.folder)) == contents(Path(killed.folder))
+    assert sorted(path.name for path in tmp_path.iterdir() if "partial" in path.name) == []
+
+
+def test_a_killed_process_is_one_line(settings: CorpusSettings, tmp_path: Path, monkeypatch: Any) -> None:
+    main, encode = os.getpid(), variants._ChunkEncoder.__getitem__
+
+    def be_killed(encoder: Any, item: int) -> Any:
+        if item == 5 and os.getpid() != main:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return encode(encoder, item)
+
+    monkeypatch.setattr(variants._ChunkEncoder, "__getitem__", be_killed)
+    with pytest.raises(InputError, match=r"corpus\.variants: a process that encodes text was killed, .* memory"):
+        made(settings, tmp_path / "corpus")
+    assert not list(tmp_path.glob("*corpus*/*"))
+
+
+def test_time_and_size_are_said_before(
+    settings: CorpusSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with caplog.at_level(logging.INFO):
+        made(settings, tmp_path / "corpus")
+    [said] = [message for message in caplog.messages if "variants" in message]
+    assert re.fullmatch(
+        r"encoding the training text with corpus\.variants 3: about \d\.\d minutes on \d+ cores, and 0 MB", said
+    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(InputError, match=r"full: corpus\.variants 3 needs about \d+ MB, and the disk has 0 left; free"):
+        made(settings, tmp_path / "full")
+    assert not list(tmp_path.glob("*full*/*"))
+
+
+def test_other_settings_need_another_corpus(settings: CorpusSettings) -> None:
+    for change, message in (
+        ({"noise": NoiseSettings(typos=0.1)}, r"corpus\.noise\.typos was 0\.0, now 0\.1"),
+        ({"bpe_dropout": BpeDropout(source=0.3)}, r"corpus\.bpe_dropout\.target was 0\.3, now 0\.0"),
+        ({"variants": 2}, r"corpus\.variants was 3, now 2"),
+    ):
+        with pytest.raises(InputError, match=message + r"; name another corpus\.folder, or rebuild"):
+            prepare(replace(settings, **change), progress=False)
+
+
+def test_refusals(settings: CorpusSettings, tmp_path: Path) -> None:
+    for change, message in (
+        ({"variants": 0}, r"corpus\.variants: must be 1 or more; it is 0"),
+        ({"bpe_dropout": BpeDropout()}, r"corpus\.variants: 3 encodings would all be the same; set corpus\.noise or "),
+    ):
+        with pytest.raises(InputError, match=message):
+            made(settings, tmp_path / "refused", **change)
+    with pytest.raises(ValueError, match=r"corpus\.bpe_dropout\.target 1 is not from 0 to below 1"):
+        BpeDropout(target=1)
+    assert not (tmp_path / "refused").exists()
+
+
+def test_only_byte_pair_encodings_have_dropout(settings: CorpusSettings, tmp_path: Path) -> None:
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = (Path(settings.folder) / "tokenizer.model").read_bytes()
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+    proto.trainer_spec.model_type = proto.trainer_spec.UNIGRAM
+    unigram = Tokenizer(proto.SerializeToString())
+    given = replace(settings, folder=str(tmp_path / "corpus"))
+    with pytest.raises(InputError, match=r"corpus\.bpe_dropout: .* no byte-pair encoding"):
+        prepare(given, unigram, progress=False)
+    prepare(replace(given, bpe_dropout=BpeDropout(), noise=NoiseSettings(typos=0.5)), unigram, progress=False)
+    assert len(open_variants(tmp_path / "corpus")) == 3
+
+
+def module(settings: CorpusSettings, workers: int = 0, **changes: Any) -> TranslationDataModule:
+    batches = BatchSettings(batch_tokens=400, workers=workers)
+    given = replace(settings, **changes)
+    return TranslationDataModule(Path(settings.folder), batches, SPECIAL, seed=1, corpus_settings=given)
+
+
+def batches(settings: CorpusSettings, rank: int, world_size: int, workers: int = 0) -> StatefulLoader:
+    data = module(settings, workers)
+    data._rank_and_size = lambda: (rank, world_size)  # type: ignore[method-assign]
+    return data.train_dataloader()
+
+
+def test_epochs_take_variants_in_turn(
+    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    data, opened = module(settings), open_variants(Path(settings.folder))
+    orders = []
+    for number in range(5):
+        corpus, plan = data.epochs().get(number)
+        assert corpus.identity == opened[number % 3].identity
+        assert np.array_equal(plan.numbers, data.epochs().compute(number).numbers)
+        orders.append(np.concatenate([plan[i] for i in range(len(plan))]))
+        tokens = sum(int(corpus.target.lengths[plan[i]].sum()) + len(plan[i]) for i in range(len(plan)))
+        assert tokens == sum(plan.target_tokens(i) for i in range(len(plan)))
+        assert sorted(orders[-1]) == list(range(len(corpus)))
+    assert not np.array_equal(orders[0], orders[3])
+
+
+def test_lengths_are_those_of_all_variants(settings: CorpusSettings) -> None:
+    data, opened = module(settings), open_variants(Path(settings.folder))
+    assert data.longest == 1 + max(one.longest for one in opened)
+    tokens = [np.mean([len(side.tokens) for side in sides]) for sides in zip(*map(sides_of, opened), strict=True)]
+    assert data._mean_lengths == pytest.approx([1 + one / 600 for one in tokens])
+
+
+def test_resumed_within_and_across_epochs(
+    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With worker processes, from another temporary folder as on another node, and on another number of ranks."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    total = 160
+    expected = list(islice(batches(settings, 0, 1), total))
+    assert {batch.epoch for batch in expected} >= {0, 1, 2, 3}
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
+    end = next(batch.num_batches for batch in expected)
+    for stop in (1, end, end + 1, 75):
+        first = batches(settings, 0, 2, workers=1)
+        list(islice(first, stop))
+        resumed = batches(settings, 0, 1, workers=1)
+        resumed.load_state_dict(first.state_dict())
+        for batch, other in zip(islice(resumed, total - stop), expected[stop:], strict=True):
+            assert batch.pairs.tolist() == other.pairs.tolist()
+            assert torch.equal(batch.ids, other.ids)
