@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.gpu.loss_kernel import over_class_pairs, over_classes
 from model.gpu.segment_kernels import segment_attention
+from tests.model.sentence_batches import attention_of_parts
 
 UNUSED = 5
 """Dead rows, after the last sentence."""
@@ -68,14 +69,15 @@ def segments(sentences: Sentences, kind: str, device: str) -> list[Tensor]:
     return [*ids, *offsets]
 
 
-def split(tensors: list[Tensor], heads: Heads) -> list[Tensor]:
+def split(tensors: list[Tensor], heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values [rows, H, size]."""
     count, d_k, d_v = heads
     if len(tensors) == 1:
         parts = tensors[0].split([count * d_k, count * d_k, count * d_v], 1)
     else:
         parts = (tensors[0], *tensors[1].split([count * d_k, count * d_v], 1))
-    return [part.unflatten(1, (count, -1)) for part in parts]
+    query, key, value = (part.unflatten(1, (count, -1)) for part in parts)
+    return query, key, value
 
 
 def each(sentences: Sentences, kind: str) -> Iterator[tuple[slice, slice]]:
@@ -84,32 +86,6 @@ def each(sentences: Sentences, kind: str) -> Iterator[tuple[slice, slice]]:
     for num_queries, num_keys in zip(*(sentences if kind == "cross" else (sentences.queries,) * 2), strict=True):
         yield slice(first_query, first_query + num_queries), slice(first_key, first_key + num_keys)
         first_query, first_key = first_query + num_queries, first_key + num_keys
-
-
-def by_sentence(
-    tensors: list[Tensor], heads: Heads, sentences: Sentences, kind: str, kept: Tensor | None = None
-) -> Tensor:
-    """Compute the attention of one sentence and head at a time.
-
-    Args:
-        tensors: the inputs, in float64.
-        heads: number and sizes of heads.
-        sentences: numbers of tokens.
-        kind: one of `KINDS`.
-        kept: factors on the weights [H, R, M], 0 where dropout drops one.
-    """
-    query, key, value = split(tensors, heads)
-    result = query.new_zeros(query.size(0), heads.count, heads.d_v)
-    for own, other in each(sentences, kind):
-        for head in range(heads.count if own.stop > own.start and other.stop > other.start else 0):
-            scores = query[own, head] @ key[other, head].t() / heads.d_k**0.5
-            if kind == "causal":
-                scores = scores.masked_fill(torch.ones_like(scores).triu(1) == 1, float("-inf"))
-            weights = scores.softmax(1)
-            if kept is not None:
-                weights = weights * kept[head, own, other]
-            result[own, head] = weights @ value[other, head]
-    return result.flatten(1)
 
 
 def run(
@@ -129,7 +105,7 @@ def check_attention(
     upstream = torch.randn(result.shape, device=device).to(dtype)
     gradients = torch.autograd.grad(result, tensors, upstream)
     exact = [x.detach().cpu().double().nan_to_num().requires_grad_() for x in tensors]
-    expected = by_sentence(exact, heads, sentences, kind, kept)
+    expected = attention_of_parts(split(exact, heads), each(sentences, kind), kind == "causal", kept)
     expected_gradients = torch.autograd.grad(expected, exact, upstream.cpu().double())
     assert result.dtype == dtype
     for found, wanted in zip((result, *gradients), (expected, *expected_gradients), strict=True):

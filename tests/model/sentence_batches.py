@@ -2,12 +2,13 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -100,20 +101,44 @@ def states(network: Transformer, batch: PackedBatch | PaddedBatch) -> Tensor:
     return network.packed(*arguments(batch, network.embedding.weight.dtype))
 
 
-def sentence_by_sentence(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """Stand in for variable-length flash attention, which needs a GPU: PyTorch's attention of one segment at a time.
+Part = slice | Tensor
+"""Rows, as a range or by their numbers."""
 
-    Rows in no segment, and rows of segments without keys, are zero, as there.
+
+def attention_of_parts(
+    heads: tuple[Tensor, Tensor, Tensor],
+    parts: Iterable[tuple[Part, Part]],
+    is_causal: bool,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """Compute the attention of one sentence at a time by the formula.
+
+    Args:
+        heads: queries, keys and values [rows, H, size].
+        parts: the queries and the keys of each sentence.
+        is_causal: a query attends to the keys up to its own.
+        kept: factors on the weights [H, R, M], 0 where dropout drops one.
+
+    Returns:
+        [R, H * V]. Rows in no sentence, and those of sentences without keys, are zero.
     """
-    queries, keys = segments.query_offsets.tolist(), segments.key_offsets.tolist()
-    results = []
-    for first, last, first_key, last_key in zip(queries, queries[1:], keys, keys[1:], strict=False):
-        assert max(last - first, last_key - first_key) <= segments.longest
-        one = (query[first:last], key[first_key:last_key], value[first_key:last_key])
-        if first < last and first_key < last_key:
-            result = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in one), is_causal=segments.is_causal)
-            results.append(result.transpose(0, 1).flatten(1))
-        else:
-            results.append(query.new_zeros(last - first, query.size(1) * value.size(2)))
-    results.append(query.new_zeros(query.size(0) - queries[-1], query.size(1) * value.size(2)))
-    return torch.cat(results)
+    query, key, value = heads
+    result = query.new_zeros(*query.shape[:2], value.size(2))
+    for own, other in parts:
+        scores = torch.einsum("qhd,khd->hqk", query[own], key[other]) / query.size(2) ** 0.5
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1) == 1, float("-inf"))
+        weights = scores.softmax(-1)
+        if kept is not None:
+            weights = weights * kept[:, own][:, :, other]
+        result[own] = torch.einsum("hqk,khv->qhv", weights, value[other])
+    return result.flatten(1)
+
+
+def sentence_by_sentence(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Stand in for variable-length flash attention, which needs a GPU."""
+    parts = []
+    for offsets in (segments.query_offsets.tolist(), segments.key_offsets.tolist()):
+        assert max(end - start for start, end in pairwise(offsets)) <= segments.longest
+        parts.append([slice(*ends) for ends in pairwise(offsets)])
+    return attention_of_parts((query, key, value), zip(*parts, strict=True), segments.is_causal)

@@ -1,6 +1,5 @@
-"""Attention in blocks against PyTorch's attention of one sentence at a time, in float64, in uninitialized memory."""
+"""Attention in blocks against the attention of one sentence at a time, in float64, in uninitialized memory."""
 
-import math
 import random
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from model.segment_attention import (
     packed_segments,
 )
 from model.settings import NetworkSettings
-from tests.model.sentence_batches import packed, row_shape
+from tests.model.sentence_batches import attention_of_parts, packed, row_shape
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
 
@@ -82,34 +81,16 @@ def make_rows(blocks: list[tuple[int, int]], same_keys: bool) -> Rows:
 
 
 def by_sentence(
-    query: Tensor,
-    key_value: Tensor | None,
-    rows: Rows,
-    is_causal: bool,
-    num_heads: int = HEADS,
-    kept: Tensor | None = None,
+    query: Tensor, key_value: Tensor | None, rows: Rows, is_causal: bool, kept: Tensor | None = None
 ) -> Tensor:
-    """Compute the attention of one sentence at a time. Rows of no sentence are zero.
-
-    `kept` has factors on the weights [H, R, R], for dropout.
-    """
+    """Compute the attention of one sentence at a time, with factors `kept` on the weights."""
+    size = HEADS * D_K
     if key_value is None:
-        size = num_heads * D_K
         query, key_value = query[:, :size], query[:, size:]
-    key, value = key_value[:, : num_heads * D_K], key_value[:, num_heads * D_K :]
-    result = query.new_zeros(query.size(0), num_heads * D_V)
-    for sentence in range(int(rows.query.max()) + 1):
-        own, other = (torch.nonzero(side == sentence).squeeze(1) for side in (rows.query, rows.key))
-        parts = [x.unflatten(1, (num_heads, -1)).transpose(0, 1) for x in (query[own], key[other], value[other])]
-        if kept is None:
-            heads = F.scaled_dot_product_attention(*parts, is_causal=is_causal)
-        else:
-            scores = parts[0] @ parts[1].transpose(1, 2) / math.sqrt(D_K)
-            if is_causal:
-                scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
-            heads = (scores.softmax(-1) * kept[:, own][:, :, other]) @ parts[2]
-        result = result.index_put((own,), heads.transpose(0, 1).flatten(1))
-    return result
+    heads = [x.unflatten(1, (HEADS, -1)) for x in (query, key_value[:, :size], key_value[:, size:])]
+    sentences = range(int(rows.query.max()) + 1)
+    parts = [[torch.nonzero(side == number).squeeze(1) for side in (rows.query, rows.key)] for number in sentences]
+    return attention_of_parts((heads[0], heads[1], heads[2]), [(own, other) for own, other in parts], is_causal, kept)
 
 
 def inputs(rows: Rows, kind: str, dtype: torch.dtype = torch.float64, num_heads: int = HEADS) -> list[Tensor]:
