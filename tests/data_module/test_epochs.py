@@ -32,7 +32,9 @@ def plan_files(folder: Path) -> set[str]:
 
 def test_shared_plans_equal_computed_ones(source: Epochs) -> None:
     for epoch in (0, 1, 2, 1):
-        assert np.array_equal(source.get(epoch).plan.numbers, source.compute(epoch).numbers)
+        shared = source.get(epoch).plan
+        assert np.array_equal(shared.numbers, source.compute(epoch).numbers)
+        assert not shared.numbers.flags.writeable
 
 
 def test_plans_of_other_settings_are_not_reused(
@@ -100,6 +102,7 @@ def test_a_killed_process_leaves_no_lock_and_no_partial_file(tmp_path: Path) -> 
     assert not plan_files(tmp_path)
     make_slowly(tmp_path, record)
     assert record.read_text() == "made\nmade\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "one.plan", "record"]
 
 
 def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
@@ -126,14 +129,15 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
 def test_old_plans_are_removed_and_stay_readable(source: Epochs, tmp_path: Path) -> None:
     first = source.get(0).plan
     before = first.numbers.tolist()
-    [used] = plan_files(tmp_path)
-    for epoch in range(1, 6):
+    names = [*plan_files(tmp_path)]
+    for epoch in range(1, 10):
+        known = plan_files(tmp_path)
         source.get(epoch)
-    assert len(plan_files(tmp_path)) == KEPT_PLANS
-    assert used not in plan_files(tmp_path)
+        names += plan_files(tmp_path) - known
+    assert plan_files(tmp_path) == set(names[-KEPT_PLANS:])
     assert first.numbers.tolist() == before
     assert source.get(0).plan.numbers.tolist() == before
-    assert used in plan_files(tmp_path)
+    assert names[0] in plan_files(tmp_path)
 
 
 def test_a_full_disk_is_no_error(
