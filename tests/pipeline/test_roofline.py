@@ -56,25 +56,6 @@ def test_products_are_those_that_pytorch_counts(batch: Batch) -> None:
         assert flops(works) == sum(counts.get(kind, 0) for kind in (aten.mm, aten.addmm))
 
 
-def test_the_products_of_base_by_hand() -> None:
-    # A token on each side, in multiples of d_model^2 = 262,144 multiplications: an encoder layer has 4 in attention
-    # and 8 in the feed-forward network, a decoder layer 4 more.
-    assert flops(roofline.products(BASE)) == 3 * 2 * 25_000 * 6 * (12 + 16) * 512**2
-    assert flops(roofline.products(DEEP)) == 3 * 2 * 25_000 * (12 * 12 + 2 * 16) * 512**2
-    # The encoder's third layer: 25,000 x 512 by 512 x 2,048, at 2 bytes, in two products; the gradient of its weight is
-    # written at 4.
-    states, weights = roofline.products(BASE)[4:6]
-    assert states == Work(2 * 25_000 * 512 * 2048, 2 * 25_000 * (512 + 2048) + 2 * 512 * 2048, 12)
-    assert weights == Work(2 * 25_000 * 512 * 2048, 2 * 25_000 * (512 + 2048) + 4 * 512 * 2048, 6)
-
-
-def test_work_takes_the_longer_of_arithmetic_and_memory() -> None:
-    assert Work(7e11, 1.0).seconds(ROUND) == pytest.approx(1.0)
-    assert Work(7e11, 8e11, kernels=3).seconds(ROUND) == pytest.approx(3.0)
-    assert Work(7e11, 16e11).seconds(ROUND) == pytest.approx(2.0)
-    assert Work(0.3e12, 0.0, share=0.15).seconds(ROUND) == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize(("tokens", "length"), [(3_000, 27), (100, 64), (130, 200), (64, 1), (27 * 64, 27)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_iterations_are_those_of_the_kernels(tokens: int, length: int, is_causal: bool) -> None:
@@ -121,38 +102,6 @@ def test_attention_by_hand() -> None:
     assert flops(works[1::2]) == (14 * 8 + 2 * 6) * 2 * 64 * 32 * 7 * 512
 
 
-def test_the_loss_by_hand() -> None:
-    logits, states, weights = 25_000 * 37_000, 25_000 * 512, 37_000 * 512
-    works = roofline.loss(BASE)
-    assert flops(works) == 3 * 2 * logits * 512
-    # Three products with the logits, of which one writes 32 bits; the passes move 6 bytes a logit.
-    assert num_bytes(works) == 3 * 2 * (logits + states) + (2 + 2 + 4) * weights + 6 * logits
-
-
-def test_pointwise_work_by_hand() -> None:
-    # Of base, a token and number of the width. Forward: 2 embeddings of 7 bytes, 30 residuals of 9, and 12 inner
-    # layers of four widths with 4.
-    forward = 2 * 7 + 30 * 9 + 12 * 4 * 4
-    # Backward: residuals 13, inner layers 8; biases of 12 fused projections of three widths and, in cross-attention, 6
-    # of one and 6 of two; the encoder's output 6 x 2 + 4; embeddings 13.
-    backward = 30 * 13 + 12 * 4 * 8 + (36 + 6 + 12) * 2 + 16 + 2 * 13
-    # The gradient of the embedding matrix is set to zero twice (4), added twice (12).
-    matrix = 37_000 * 512 * (2 * 4 + 2 * 12)
-    assert roofline.pointwise(BASE) == [Work(0.0, 25_000 * 512 * (forward + backward) + matrix)]
-    # 12 and 2 layers have 30 residuals, too, but 14 inner layers, 14 fused projections, 2 cross-attentions.
-    forward = 2 * 7 + 30 * 9 + 14 * 4 * 4
-    backward = 30 * 13 + 14 * 4 * 8 + (42 + 2 + 4) * 2 + 2 * 2 + 4 + 2 * 13
-    assert roofline.pointwise(DEEP) == [Work(0.0, 25_000 * 512 * (forward + backward) + matrix)]
-
-
-def test_the_optimizer_by_hand() -> None:
-    # 12 encoder layers of 3,152,384 weights, 2 decoder layers of 4,204,032, and the embeddings. Bytes of a weight: norm
-    # 4, Adam reads four and writes three numbers, 16-bit copy 4 + 2.
-    weights = 12 * 3_152_384 + 2 * 4_204_032 + 37_000 * 512
-    assert roofline.num_weights(DEEP.network, 37_000) == weights
-    assert roofline.optimizer(DEEP) == Work(0.0, weights * (4 + 28 + 6))
-
-
 def test_terms_are_those_of_all_micro_batches() -> None:
     whole, parts = terms(BASE, GPUS["h100"]), terms(BASE._replace(micro_batches=4), GPUS["h100"])
     quarter = terms(BASE._replace(tokens=6_250), GPUS["h100"])
@@ -174,13 +123,6 @@ def test_all_reduce_by_hand() -> None:
     assert ROUND.all_reduce_seconds(100 * MB, 4, times=3) == pytest.approx(4 * 0.150 + 90e-6)
     # 512 with little to send: 1 kB up and down a tree of 9 levels beats 1,022 hops.
     assert ROUND.all_reduce_seconds(1000, 512) == pytest.approx(8e-6 + 90e-6)
-
-
-def test_servers_of_eight() -> None:
-    """An H100 attains three quarters of NVLink's 450 GB/s in a node, and of eight adapters of 50 GB/s between nodes."""
-    for gpus, bandwidth in ((8, 450e9), (16, 400e9)):
-        ring = 2 * (gpus - 1) / gpus * 1e12 / (0.75 * bandwidth) + 2 * (gpus - 1) * 5e-6
-        assert GPUS["h100"].all_reduce_seconds(1e12, gpus) == pytest.approx(ring)
 
 
 @pytest.mark.parametrize("batch", [BASE, BIG])
@@ -234,14 +176,6 @@ def test_a_shared_batch_by_hand() -> None:
     # Launches take longer than 391 tokens on a device.
     shared = predict(BASE, GPUS["h200"], 64, is_shared=True)
     assert shared.step_seconds == pytest.approx(0.006336 + shared.exposed_seconds)
-
-
-def test_predictions_lie_in_the_possible_range() -> None:
-    """Whatever is assumed: no faster than the data sheet's peak, and better data sheets are never slower."""
-    for batch in (BASE, BIG):
-        a100, h100, h200 = (predict(batch, GPUS[name], 1, is_shared=True) for name in ("a100", "h100", "h200"))
-        assert 0 < max(a100.mfu, h100.mfu, h200.mfu) < 1
-        assert h200.step_seconds <= h100.step_seconds < a100.step_seconds < 0.5
 
 
 PREDICTED = ["--trainer.precision", "bf16-mixed", "--batches.max_tokens_per_device", "100"]
