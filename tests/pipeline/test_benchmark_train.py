@@ -212,20 +212,6 @@ def test_baselines_have_our_size_and_our_dropout(settings: NetworkSettings) -> N
         assert cross_entropy(logits, output, SPECIAL.pad, 0.1).isfinite()
 
 
-def test_flops_by_hand() -> None:
-    # One pair, s = 3, t = 2; D = 4, F = 5, one head, one layer, P = 7.
-    settings = NetworkSettings(num_layers=1, d_model=4, d_ff=5, num_heads=1)
-    encoder = 3 * (4 * 2 * 4 * 4 + 2 * 2 * 4 * 5) + 2 * (2 * 3 * 3 * 4)  # projections, feed-forward; QK and AV
-    decoder = 2 * (4 * 2 * 4 * 4 + 2 * 2 * 4 * 5) + 2 * (2 * 2 * 2 * 4)
-    cross = (2 * 2 + 3 * 2) * 2 * 4 * 4 + 2 * (2 * 2 * 3 * 4)
-    output = 2 * 2 * 4 * 7
-    counted = training_flops(settings, 7, np.array([3]), np.array([2]))
-    assert counted == 3 * (encoder + decoder + cross + output)
-    deep = replace(settings, num_encoder_layers=5, num_decoder_layers=2)
-    counted = training_flops(deep, 7, np.array([3]), np.array([2]))
-    assert counted == 3 * (5 * encoder + 2 * (decoder + cross) + output)
-
-
 @pytest.mark.parametrize("settings", [SETTINGS, DEEP], ids=["2+2", "3+1"])
 def test_flops_as_pytorch_counts_them(settings: NetworkSettings) -> None:
     network = TorchNetwork(PIECES, settings)
