@@ -2,7 +2,6 @@
 
 import random
 import re
-import sys
 from pathlib import Path
 
 import ctranslate2
@@ -14,31 +13,11 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.layers import ACTIVATIONS, NORMS
 from model.registry import Registry
-from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.export.bundle import write_bundle
 from pipeline.export.ctranslate2_model import write_ctranslate2
 from tests.model.search_truth import BOS, EOS, PAD, VOCABULARY_SIZE, forced_log_probability, tolerance, trained_network
-from tests.pipeline.test_export import TEXT, make_model
-
-VARIANTS: dict[str, dict[str, object]] = {
-    "paper": {},
-    "pre-norm": {"pre_norm": True},
-    "learned": {"learned_positions": True, "max_positions": 64},
-    "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
-    "as Marian": {"activation": "swish", "output_bias": True},
-}
-
-
-def make_network(tokenizer: Tokenizer, **settings: object) -> Transformer:
-    torch.manual_seed(1)
-    shape = NetworkSettings(num_layers=2, d_model=32, d_ff=48, num_heads=4, **settings)  # type: ignore[arg-type]
-    network = Transformer(tokenizer.vocabulary_size, shape).eval()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            # Biases and norms as well, so that a missing one is detected.
-            parameter.copy_(parameter * 2.0 if parameter.dim() == 2 else parameter + 0.3 * torch.randn_like(parameter))
-    return network
+from tests.pipeline.test_export import LEFT_OUT, SHAPES, TEXT, make_model
 
 
 def make_sentences(count: int, seed: int) -> list[list[int]]:
@@ -58,9 +37,9 @@ class Peer:
         return [[self.pieces[i] for i in row] for row in rows]
 
 
-@pytest.mark.parametrize("variant", list(VARIANTS))
-def test_probabilities_are_the_same(tokenizer: Tokenizer, tmp_path: Path, variant: str) -> None:
-    network = make_network(tokenizer, **VARIANTS[variant])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if "ctranslate2" not in LEFT_OUT.get(name, [])])
+def test_probabilities_are_the_same(tokenizer: Tokenizer, tmp_path: Path, shape: str) -> None:
+    network = make_model(tokenizer, **SHAPES[shape]).network
     peer = Peer(network, tokenizer, tmp_path / "model")
     sources, answers = make_sentences(30, 1), make_sentences(30, 2)
     # CTranslate2 adds the end symbol itself.
@@ -101,8 +80,8 @@ def test_greedy_answers_are_the_same(tokenizer: Tokenizer, tmp_path: Path, varia
 
 
 def test_an_unsupported_network_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="d_k 6, d_v 8"):
-        write_ctranslate2(make_network(tokenizer, d_k=6), tokenizer, tmp_path / "model")
+    with pytest.raises(InputError, match="d_k 6, d_v 16"):
+        write_ctranslate2(make_model(tokenizer, d_k=6).network, tokenizer, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
@@ -119,7 +98,7 @@ def test_another_norm_or_activation_is_refused(
 ) -> None:
     monkeypatch.setitem(registry, "other", kind)
     with pytest.raises(InputError, match=rf"network\.{key} only; this network has {kind.__name__}; leave"):
-        write_ctranslate2(make_network(tokenizer, **{key: "other"}), tokenizer, tmp_path / "model")
+        write_ctranslate2(make_model(tokenizer, **{key: "other"}).network, tokenizer, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
@@ -140,11 +119,3 @@ def test_the_bundles_readme_translates_a_long_source_whole(
         exec(lines.replace("A sentence.", source), {})
         scores.add(capsys.readouterr().out)
     assert len(scores) == 2
-
-
-def test_without_the_package_the_extra_is_named(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    with pytest.raises(InputError, match=r"\.\[ctranslate2\]"):
-        write_ctranslate2(make_network(tokenizer), tokenizer, tmp_path / "model")

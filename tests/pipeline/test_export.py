@@ -176,32 +176,40 @@ def test_a_bundle_is_replaced_only_with_force(
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize(("name", "package"), [("ctranslate2", "ctranslate2"), ("huggingface", "transformers")])
-def test_without_a_program(
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("ctranslate2", "ctranslate2"),
+        ("huggingface", "transformers"),
+        ("onnx", "onnxruntime"),
+        ("onnx", "onnxscript"),
+    ],
+)
+def test_a_format_whose_package_is_missing_is_refused_by_name(
     trained_run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    named: bool,
     name: str,
     package: str,
 ) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["export", str(trained_run), str(tmp_path / "bundle"), "--format", name]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"error: {package} is not installed; run: ")
+    assert f".[{name}]" in said
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_format_that_is_not_named_is_left_out_if_its_package_is_missing(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from pipeline.export import bundle
 
-    monkeypatch.setitem(sys.modules, package, None)
-    if not named:
-        # The other formats are tested elsewhere.
-        monkeypatch.setattr(bundle, "FILES", {one: bundle.FILES[one] for one in ("torchscript", name)})
-    options = ["--format", name] if named else []
-    code = main(["export", str(trained_run), str(tmp_path / "bundle"), *options])
-    said = capsys.readouterr().err
-    assert f".[{name}]" in said
-    if named:
-        assert code == 2
-        assert not (tmp_path / "bundle").exists()
-    else:
-        assert code == 0
-        assert f"without {name}/: {package} is not installed" in said
-        assert (tmp_path / "bundle" / "model.ts").exists()
-        assert not (tmp_path / "bundle" / name).exists()
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    # The other formats are tested elsewhere.
+    monkeypatch.setattr(bundle, "FILES", {one: bundle.FILES[one] for one in ("torchscript", "ctranslate2")})
+    assert main(["export", str(trained_run), str(tmp_path / "bundle")]) == 0
+    assert "without ctranslate2/: ctranslate2 is not installed" in capsys.readouterr().err
+    assert (tmp_path / "bundle" / "model.ts").exists()
+    assert not (tmp_path / "bundle" / "ctranslate2").exists()

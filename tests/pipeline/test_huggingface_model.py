@@ -1,7 +1,6 @@
 """A network exported to Transformers has the same probabilities, greedy translations and tokens there."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,12 @@ from pipeline.export.readme import model_card
 from pipeline.inference.translator import LONGEST
 from tests.conftest import sentences, train_tokenizer
 from tests.model.search_truth import VOCABULARY_SIZE, trained_network
-from tests.pipeline.test_export import TEXT, make_model
+from tests.pipeline.test_export import LEFT_OUT, TEXT, make_model
+from tests.pipeline.test_export import SHAPES as EVERY_SHAPE
 
 SETTINGS = DecodingSettings(max_extra_tokens=6)
-SHAPES: dict[str, dict[str, Any]] = {
-    "base": {"num_heads": 4},
-    "one head, odd width": {"num_heads": 1, "d_model": 33},
-    "deep encoder": {"num_encoder_layers": 3, "num_decoder_layers": 1},
-    "as Marian": {"activation": "swish", "output_bias": True},
-}
+SHAPES = {name: shape for name, shape in EVERY_SHAPE.items() if "huggingface" not in LEFT_OUT.get(name, [])}
+SHAPES["one head, odd width"] = {"num_heads": 1, "d_model": 33}
 TEXTS = [
     "the dog sees a cat",
     "  the   dog ",
@@ -157,13 +153,6 @@ def test_symbols_that_marian_takes_for_language_codes_are_refused(tmp_path: Path
     tokenizer = train_tokenizer(sentences(300, 1), 90, user_symbols=[">>de<<", "<2de>"])
     with pytest.raises(InputError, match=r"corpus\.user_symbols has >>de<<, which"):
         write(make_model(tokenizer).network, tokenizer, tmp_path)
-
-
-def test_without_transformers(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    [reason] = obstacles(make_model(tokenizer), ["huggingface", "pt2"]).values()
-    assert reason.startswith("transformers is not installed; run: ")
-    assert ".[huggingface]" in reason
 
 
 def test_a_folder_of_other_weights_is_no_bundle(

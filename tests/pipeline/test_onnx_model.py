@@ -1,6 +1,5 @@
 """`onnx/` of a bundle: its decoding step and encoder beside the network's, at short and long positions."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,6 @@ from data_module.errors import InputError
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
-from pipeline.__main__ import main
-from pipeline.export import onnx_model
-from pipeline.export.bundle import bundle_files
 from pipeline.export.onnx_model import load_onnx, write_onnx
 from pipeline.export.runners import ProgramRunner
 from tests.conftest import ROOT
@@ -103,18 +99,3 @@ def test_an_operator_that_onnx_lacks_is_refused_in_one_line(tmp_path: Path, monk
     settings = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=2, activation="odd")
     with pytest.raises(InputError, match=r"PyTorch cannot write the encode program .*i1e.* leave out --format onnx"):
         write_onnx(Transformer(20, settings).eval(), tmp_path / "onnx")
-
-
-@pytest.mark.parametrize("package", ["onnxruntime", "onnxscript"])
-def test_without_the_packages(
-    package: str, trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Asked for by name, it is refused before the checkpoint is read; else it is not written."""
-    monkeypatch.setitem(sys.modules, package, None)
-    code = main(["export", str(trained_run), str(tmp_path / "bundle"), "--format", "onnx"])
-    [line] = capsys.readouterr().err.splitlines()
-    assert code == 2
-    assert line.startswith(f"error: {package} is not installed; run: ")
-    assert ".[onnx]" in line
-    assert not (tmp_path / "bundle").exists()
-    assert onnx_model.NAME not in bundle_files(None, None)
