@@ -13,19 +13,7 @@ from pipeline.__main__ import main
 from pipeline.inference import translator
 from pipeline.inference.metrics import METRICS
 from pipeline.inference.prefixes import Prefixes
-
-
-class WordCount:
-    """Words for each reference word."""
-
-    def signature(self) -> str:
-        return "words:split"
-
-    def statistics(self, hypothesis: str, reference: str) -> list[int]:
-        return [len(hypothesis.split()), len(reference.split())]
-
-    def score(self, statistics: Any) -> float:
-        return 100.0 * statistics[0] / max(statistics[1], 1)
+from tests.pipeline.test_metrics import Lines
 
 
 class Repeat:
@@ -60,15 +48,15 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def test_a_registered_metric_is_printed_and_in_the_json(output: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(METRICS, "word_count", WordCount())
+    monkeypatch.setitem(METRICS, "line_length", Lines())
     lines = output(5, "--versus", "other").out.splitlines()
     figures = json.loads(lines[-1])
-    assert [line.split()[0] for line in lines[:5]] == ["bleu", "bleu_lowercase", "chrf", "word_count", "exact_match"]
-    assert [line.split()[0] for line in lines[5:-1]] == ["bleu", "chrf", "word_count"]
-    assert figures["word_count"] == 100
-    assert figures["word_count_interval"] == [100, 100]
-    assert figures["versus"]["word_count"] == pytest.approx(100 * 5 / 6, abs=1e-4)
-    assert figures["versus"]["word_count_difference_is_real"] is True
+    assert [line.split()[0] for line in lines[:5]] == ["bleu", "bleu_lowercase", "chrf", "line_length", "exact_match"]
+    assert [line.split()[0] for line in lines[5:-1]] == ["bleu", "chrf", "line_length"]
+    assert figures["line_length"] == 100
+    assert figures["line_length_interval"] == [100, 100]
+    assert figures["versus"]["line_length"] == 0
+    assert figures["versus"]["line_length_difference_is_real"] is True
 
 
 @pytest.mark.parametrize(("lines", "warns"), [(99, False), (100, True)])
