@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
-from fontTools.ttLib import TTFont
 from matplotlib.font_manager import fontManager
 
 from pipeline.monitoring import attention_images
@@ -114,18 +113,6 @@ def test_the_font_has(character: str) -> None:
     assert labels.families == ["DejaVu Sans"]
     # Dollar signs do not begin a formula, and a character without a glyph would be reported by a warning.
     picture(np.zeros((2, 2), dtype=np.float32), labels.by_axis["next"], labels.by_axis["source"], labels)
-
-
-def test_pieces_are_numbered_if_no_font_has_a_glyph() -> None:
-    """Against the tables of all fonts that come with matplotlib."""
-    known = set[int]()
-    for font in fontManager.ttflist:
-        if "LastResort" not in font.fname:
-            known |= TTFont(font.fname).getBestCmap().keys()
-    checked = [*range(0x21, 0x600, 7), *range(0x900, 0x1000, 5), 0x2581, 0x3042, 0x4E00, 0x6F22, 0xAC00]
-    for character in filter(str.isprintable, map(chr, checked)):
-        note = axis_labels([character], [], "", "").note
-        assert bool(note) == (ord(character) not in known), hex(ord(character))
 
 
 def test_a_side_that_no_font_can_write_is_numbered() -> None:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from pipeline.monitoring.stragglers import Stragglers, node_of_each_rank, slowest_rank
-from pipeline.runtime.slurm import node_name
+from pipeline.monitoring.stragglers import Stragglers, slowest_rank
 
 NODES = ["alpha", "beta", "gamma", "delta"]
 
@@ -67,7 +66,3 @@ def test_the_curves() -> None:
     assert slowest_rank([2.0, 3.0]) == (1, 1.5)
     assert slowest_rank([4.0, 1.0, 2.0]) == (0, 2.0)
     assert slowest_rank([2.0, 8.0, 4.0, 6.0]) == (1, 2.0)
-
-
-def test_one_rank() -> None:
-    assert node_of_each_rank() == [node_name()]

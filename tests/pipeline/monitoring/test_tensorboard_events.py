@@ -28,15 +28,3 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     assert (text.step, text.tensor_proto.string_val) == (3, [b"*words*"])
     assert "custom_scalars__config__" in read.Tags()["tensors"]
     assert set(read.SummaryMetadata("_hparams_/experiment").plugin_data.plugin_name) == set("hparams")
-
-
-def test_records_are_read_up_to_the_first_that_is_torn() -> None:
-    header = events.file_header(first_step=1)
-    first, second = (events.summary_record(events.scalar_summary("loss", value), value) for value in (3, 4))
-    data = b"".join([*header, first, second])
-    ends = [len(header[0]), len(b"".join(header)), len(b"".join([*header, first])), len(data)]
-    expected = list(zip(ends, (None, None, 3, 4), ([], [], ["loss"], ["loss"]), strict=True))
-    assert list(events.read_records(data)) == expected
-    assert list(events.read_records(data[:-1])) == expected[:3]
-    # What a file system may leave behind after a power cut.
-    assert list(events.read_records(data[: ends[2]] + b"\x0c" + bytes(60))) == expected[:3]
