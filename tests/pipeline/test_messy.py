@@ -261,24 +261,3 @@ def test_not_with_another_checkpoint(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["evaluate", "a", "--source", "b", "--reference", "c", "--messy", "--versus", "d"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --messy: cannot be given with --versus; run evaluate --messy for each")
-
-
-def test_a_trained_run_scores_as_on_messy_files(
-    trained_run: Path, tiny_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def evaluate(folder: Path, *options: str) -> Any:
-        files = "--source", str(folder / "validation.source"), "--reference", str(folder / "validation.target")
-        assert main(["evaluate", str(trained_run), *files, "--beam", "1", *options]) == 0
-        return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-    figures = evaluate(tiny_corpus.parent, "--messy")
-    assert "user_symbols" not in figures["messy"]["scores"]
-    for side in ("source", "target"):
-        (tmp_path / f"validation.{side}").write_text((tiny_corpus.parent / f"validation.{side}").read_text().title())
-    by_hand = evaluate(tmp_path)
-    title_case = figures["messy"]["scores"]["title_case"]
-    assert by_hand["chrf"] != figures["chrf"]
-    assert (title_case["bleu"], title_case["chrf"]) == (by_hand["bleu"], by_hand["chrf"])
-    # Its text is lower-case, and a tokenizer removes doubled spaces.
-    for kind in ("lower_case", "doubled_spaces"):
-        assert figures["messy"]["scores"][kind]["chrf_of_clean"] == 100

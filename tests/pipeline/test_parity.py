@@ -3,7 +3,6 @@
 import copy
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
-from pipeline.export.parity import Parity, Text, Truth, largest, size
+from pipeline.export.parity import Parity, Text, Truth
 from pipeline.export.runners import Answer, Runner, SearchRunner
-from tests.model.search_truth import VOCABULARY_SIZE, forced_log_probability
+from tests.model.search_truth import forced_log_probability
 from tests.pipeline.test_export import TEXT, make_model
 
 
@@ -187,18 +186,6 @@ def test_greedy_answers_are_counted_by_hand(parity: Parity, truth: dict[tuple[in
         parity.greedy_against([one])
 
 
-def test_answers_may_differ_where_tokens_have_the_same_embedding(parity: Parity, tokenizer: Tokenizer) -> None:
-    one = parity.greedy[0]
-    twin, other = [token for token in range(4, VOCABULARY_SIZE) if token not in one.tokens][:2]
-    network = copy.deepcopy(parity.truth.network)
-    with torch.no_grad():
-        network.embedding.weight[twin] = network.embedding.weight[one.tokens[1]]
-    parity.truth = Truth(network, tokenizer)
-    for token, kind in ((twin, "tied"), (other, "different")):
-        found = [one._replace(tokens=(one.tokens[0], token, *one.tokens[2:])), *parity.greedy[1:]]
-        assert parity.greedy_against(found)[f"greedy_{kind}"] == 1
-
-
 class Fixed(Runner):
     """A format with given answers."""
 
@@ -288,16 +275,3 @@ def test_the_length_penalty_of_other_programs_by_hand(parity: Parity) -> None:
     others = [Answer((5,) * 20, -1.0)]
     parity.beam = [[Answer((5,) * length, 0.0), *others] for length in (3, 8)]
     assert parity.power_penalty() == 0.314
-
-
-def test_the_largest_of_differences() -> None:
-    assert largest([]) == 0.0
-    assert largest([0.1, 0.05]) == 0.1  # not rounded to float32
-
-
-def test_the_size_of_files_and_folders(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    for name, contents in (("a", b"123"), ("b", b"4567")):
-        (tmp_path / "folder" / name).write_bytes(contents)
-    assert size(tmp_path / "folder" / "a") == 3
-    assert size(tmp_path / "folder") == 7
