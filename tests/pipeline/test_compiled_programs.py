@@ -205,16 +205,6 @@ def test_threads_of_a_process_compile_once(
     assert capsys.readouterr().err == COMPILING
 
 
-def test_a_folder_that_others_may_write_is_not_used(
-    square: Program[ctypes.CDLL], cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cache.mkdir(parents=True)
-    cache.chmod(0o770)
-    load_program(square)
-    assert f"instead of {cache}: other users can write to it" in capsys.readouterr().err
-    assert not programs(cache)
-
-
 def test_translations_without_a_compiler_are_the_same(trained_run: Path) -> None:
     text = "the dog sees a cat\nthe old man\n"
     compiled = pipeline("translate", trained_run, text=text)

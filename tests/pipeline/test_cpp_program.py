@@ -3,7 +3,6 @@
 import ctypes
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -57,19 +56,6 @@ def test_the_file_holds_each_shape(library: ctypes.CDLL, tokenizer: Tokenizer, t
     # The last position that the file has.
     source = torch.randint(4, VOCABULARY_SIZE, (1, longest))
     assert torch.equal(found.greedy(source, None, EXTRA).tokens, expected.greedy(source, None, EXTRA).tokens)
-
-
-def test_layout_of_the_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    network: Any = make_model(tokenizer, d_k=6, d_v=10, num_encoder_layers=3, num_decoder_layers=1).network
-    contents = written(network, tmp_path).read_bytes()
-    *shape, scale, epsilon, rows = HEADER.unpack_from(contents)
-    assert shape == [b"SEARCH01", 32, 2, 6, 10, 48, 3, 1, VOCABULARY_SIZE, 0, 1]
-    assert (scale, epsilon, rows) == (pytest.approx(32**0.5), pytest.approx(1e-5), 1024 + EXTRA)
-    numbers = struct.unpack_from(f"<{rows * 32 + VOCABULARY_SIZE * 32}f", contents, HEADER.size)
-    assert numbers[:4] == (0.0, 1.0, 0.0, 1.0)  # sines and cosines of position 0
-    assert list(numbers[rows * 32 :]) == network.embedding.weight.flatten().tolist()
-    last = struct.unpack_from("<32f", contents, len(contents) - 128)
-    assert list(last) == network.decoder[-1].feed_forward_residual.norm.bias.tolist()
 
 
 def test_a_damaged_file_is_refused(library: ctypes.CDLL, tokenizer: Tokenizer, tmp_path: Path) -> None:

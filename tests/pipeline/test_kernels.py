@@ -148,12 +148,6 @@ def test_training_with_the_compiled_loss_is_training_with_pytorchs(recipe_file: 
     assert losses["compiled"] != losses["pytorch"]
 
 
-def test_no_such_kernels(recipe_file: Path) -> None:
-    refused = pipeline("fit", "--config", recipe_file, "--run.kernels", "cuda")
-    assert refused.returncode == 2
-    assert "run.kernels must be one of 'triton', 'pytorch', not 'cuda'" in refused.stderr.decode()
-
-
 def test_the_choice_reaches_module_and_data(recipe_file: Path) -> None:
     recipe = load_recipe([recipe_file], [])
     tokenizer = Tokenizer.load(recipe.corpus_folder() / "tokenizer.model")

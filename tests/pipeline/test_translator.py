@@ -113,14 +113,6 @@ def test_translations_have_no_line_breaks(tokenizer: Tokenizer, monkeypatch: pyt
     assert translator.translate(["ein hund"])[0].text == "a b c d e f g"
 
 
-def test_an_exported_search_translates_the_same(tokenizer: Tokenizer) -> None:
-    network = make_network(tokenizer).eval()
-    search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
-    sentences = make_sentences(10)
-    exported = Translator(torch.jit.script(search), tokenizer, SETTINGS).translate(sentences)
-    assert exported == Translator(network, tokenizer, SETTINGS).translate(sentences)
-
-
 def test_a_foreign_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
     other = train_tokenizer(make_sentences(200), 50)
     with pytest.raises(ValueError, match="45 pieces and the tokenizer 50"):
