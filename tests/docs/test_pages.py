@@ -110,17 +110,6 @@ def test_generated_parts_are_up_to_date(name: str) -> None:
     assert generate.updated(PAGES[name]) == PAGES[name], f"{name} is out of date: run python -m tests.docs.generate"
 
 
-def test_the_tree_has_every_source_file_once() -> None:
-    found = re.findall(r"^ *([\w.]+\.\w+)\b", generate.tree(), re.MULTILINE)
-    on_disk = [
-        path.name
-        for package in ("data_module", "model", "pipeline")
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py"
-    ]
-    assert sorted(found) == sorted([*on_disk, *(path.name for path in (ROOT / "slurm").iterdir() if path.is_file())])
-
-
 def test_the_messages_are_those_of_the_sources() -> None:
     assert not unknown_messages(PAGES["docs/troubleshooting.md"], command_lines.quoted_strings())
 
@@ -151,15 +140,12 @@ def test_pages_begin_with_what_they_answer() -> None:
 BROKEN_COMMANDS = {
     ".venv/bin/python -m pipeline fit --confg configs/demo.yaml": "--config",
     ".venv/bin/python -m pipeline fit --config configs/demo.yaml --training.warmup 5": "warmup_steps",
-    ".venv/bin/python -m pipeline fit --config configs/dmo.yaml": "no such recipe",
-    "python -m pipeline translate runs/mine --beams 3 < text.en > text.de": "--beams",
     "echo a | python -m pipeline transalte runs/mine": "not a command",
     "python -m tests.gpu.harvest --outptu x": "--outptu",
     "python -m data_module.demo_corpus data/demo": "no module",
     "env/bin/attention-pipeline recipe cpy your_text": "cpy",
     "sbatch --node 4 slurm/train.sbatch configs/demo.yaml": "--node",
     "sbatch slurm/trian.sbatch configs/demo.yaml": "trian",
-    "sbatch slurm/train.sbatch configs/demo.yaml --trainer.max_step 3": "max_steps",
     "sbatch slurm/evaluate.sbatch runs/mine a b --papr": "--papr",
     "srun --nodes 2 python -m pipeline doctor --confg x": "--confg",
     "slurm/submit.sh configs/demo.yaml --network.depth 3": "depth",
@@ -192,5 +178,3 @@ def test_a_broken_page_is_found() -> None:
     for broken in (tree.replace("    batch_plan.py ", "    batch_plans.py "), re.sub(r"(?m)^ *loss\.py.*\n", "", tree)):
         assert broken != tree
         assert generate.updated(broken) == tree
-    keys = PAGES["docs/recipes.md"]
-    assert generate.updated(keys.replace("| integer | 25,000 |", "| integer | 24,000 |")) == keys
