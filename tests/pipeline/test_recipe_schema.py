@@ -103,17 +103,13 @@ RIGHT = [
     "corpus.max_length_ratio: null",
     "batches.batch_tokens: 1e4",
     "network.num_encoder_layers: 12",
-    "network.d_k: null",
     "training.adam_epsilon: 1e-9",
-    "run.compile: null",
     "run.bleu_tokenizer: zh",
     "run.kernels: triton",
     "monitoring.attention_heads: []",
     "monitoring.attention_heads: 3",
     "trainer.devices: [0, 1]",
     "trainer.devices: -1",
-    "trainer.devices: auto",
-    "trainer.precision: 32",
     "trainer.precision: 16-mixed",
     "trainer.strategy: ddp",
     "trainer.max_time: '00:01:00:00'",
@@ -123,50 +119,30 @@ RIGHT = [
 WRONG = [
     "netwerk: {}",
     "network: null",
-    "network: []",
     "corpus: text",
     "name: null",
-    "name: [a]",
     "extends: [a, b]",
     "network.d_modle: 64",
     "network.num_layers: many",
     "network.num_layers: 2.5",
     "network.num_layers: true",
-    "network.num_layers: [6]",
     "network.num_layers: null",
-    "network.num_layers: 0",
     "network.pre_norm: 1",
     "network.pre_norm: on",
-    "network.d_k: 0",
-    "network.dropout: 1",
-    "network.dropout: -0.1",
     "network.norm: true",
-    "network.norm: [layer_norm]",
     "corpus.folder: null",
-    "corpus.folder: true",
     "corpus.train: text",
-    "corpus.train: [text]",
     "corpus.train: {datset: a, split: train}",
     "corpus.train: [{tsv: a}, {dataset: a, splits: train}]",
     "corpus.train: {tsv: a, repeat: 0}",
     "corpus.train: {tsv: a, weight: 0}",
     "corpus.bpe_dropout: 0.1",
-    "corpus.bpe_dropout: {source: 1}",
-    "corpus.bpe_dropout: {source: -0.1}",
-    "corpus.noise: {typos: 1.1}",
     "corpus.noise: {typo: 0.1}",
     "corpus.user_symbols: {a: b}",
     "corpus.lowercase: 'yes'",
-    "batches.workers: -1",
-    "training.ema_decay: 1",
-    "training.ema_decay: 0",
-    "training.warmup_steps: 0",
-    "training.gradient_clip_norm: 0",
-    "decoding.length_penalty: -1",
     "run.kernels: cuda",
     "run.bleu_tokenizer: moses",
     "run.seed: 2001-01-01",
-    "run.checkpoint_every_minutes: 0",
     "monitoring.attention_heads: [-1]",
     "monitoring.attention_heads: [a]",
     "trainer: null",
@@ -177,11 +153,9 @@ WRONG = [
     "trainer.val_check_interval: 0.5",
     "trainer.val_check_interval: null",
     "trainer.precision: 16-true",
-    "trainer.precision: bf16",
     "trainer.precision: 8",
     "trainer.strategy: fsdp",
     "trainer.devices: null",
-    "trainer.devices: {}",
     "trainer.max_time: [1]",
     "trainer.inference_mode: 1",
 ]
@@ -234,16 +208,3 @@ def test_the_ranges_are_those_that_the_code_checks(key: str, part: Any, tmp_path
             recipe["training"]["schedule"] = "linear"
         schema, doctor = judgements(yaml.safe_dump(recipe), tmp_path)
         assert schema == doctor, f"{key} {value}"
-
-
-def test_a_schema_of_another_version_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison can fail: a value out of range is accepted by a schema without ranges."""
-    monkeypatch.setattr(recipe_schema, "_limits", lambda accepts: {})
-    assert recipe_schema.text() != recipe_schema.FILE.read_text(encoding="utf-8")
-    assert jsonschema.Draft7Validator(recipe_schema.schema()).is_valid({"network": {"num_layers": 0}})
-
-
-def test_a_copy_without_the_schema_loads(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text((CONFIGS / "your_text.yaml").read_text())
-    assert load_recipe([path]).corpus == load_recipe([CONFIGS / "your_text.yaml"]).corpus
