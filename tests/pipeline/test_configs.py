@@ -9,7 +9,6 @@ import torch
 import yaml
 
 from data_module.noise.noise import NOISE_KINDS
-from model.loss import label_smoothed_loss
 from model.lr_schedule import build_schedule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
@@ -102,30 +101,6 @@ def test_number_of_parameters(name: str) -> None:
     assert sum(p.numel() for p in network.parameters()) == expected
     if paper_millions is not None:
         assert abs(expected / 1e6 - paper_millions) <= 0.07 * paper_millions
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_small_version_learns(name: str) -> None:
-    """Train the recipe's network with all widths divided by 16."""
-    torch.manual_seed(0)
-    recipe = load_recipe([CONFIGS / f"{name}.yaml"])
-    own = recipe.network
-    sizes = {"d_model": own.d_model // 16, "d_ff": own.d_ff // 16}
-    if own.d_model // 16 % own.num_heads or own.d_k or own.d_v:
-        sizes |= {"d_k": max(1, own.key_size // 16), "d_v": max(1, own.value_size // 16)}
-    network = Transformer(40, replace(own, **sizes, dropout=min(own.dropout, 0.1))).train()
-    source, target = torch.randint(4, 40, (8, 9)), torch.randint(4, 40, (8, 8))
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(4):
-        states = network(source, target[:, :-1], None)
-        smoothing = recipe.training.label_smoothing
-        loss = label_smoothed_loss(states, network.embedding.weight, target[:, 1:], smoothing, 0).smoothed
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
 
 
 def test_the_papers_models() -> None:
