@@ -362,19 +362,6 @@ def test_silent_ranks_are_named(tmp_path: Path) -> None:
     ]
 
 
-def compare_steps(step: int) -> str:
-    report = FailureReport()
-    report.check_same_step(4)
-    with pytest.raises(RuntimeError) as raised:
-        report.check_same_step(step)
-    return str(raised.value)
-
-
-def test_ranks_that_resumed_from_different_steps(tmp_path: Path) -> None:
-    for message in results(tmp_path, compare_steps, (4,), (8,), (4,)):
-        assert message.startswith("rank 0 on node-0 resumed from step 4, rank 1 on node-1 from 8: ")
-
-
 def call_a_rank_that_hangs(rank: int, port_pipe: Any, pipe: Any) -> None:
     """Run rank 0, which serves the key-value store and hangs, or rank 1, which waits for it."""
     os.environ["SLURMD_NODENAME"] = f"node-{rank}"
