@@ -192,11 +192,6 @@ def test_the_first_validation_is_the_best_so_far(train: Train, tmp_path: Path) -
     assert step_in(tmp_path / "checkpoints" / "best.ckpt") == 2
 
 
-def test_the_newest_are_kept(train: Train, tmp_path: Path) -> None:
-    train(11, checkpoint_every_steps=2, keep_last=3, log_every_steps=1)
-    assert steps(tmp_path) == [8, 10, 11]  # the last step is always saved
-
-
 @pytest.mark.filterwarnings("ignore:.*no `val_dataloader`.*")
 def test_a_run_without_validation(train: Train, tmp_path: Path) -> None:
     """Checkpoints are not delayed until a validation."""
@@ -529,27 +524,6 @@ def test_an_error_in_training_does_not_lose_the_checkpoint_in_flight(
     [warning] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert warning.startswith("warning: the last checkpoint was not written: ")
     assert str(step_path(tmp_path, 4)) in warning
-
-
-def test_the_clock_counts_the_copy_and_not_the_write(train: Train, slow_disk: SlowDisk) -> None:
-    class SecondsOfCheckpoints(StepClock):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seconds: list[float] = []
-
-        def begin(self, stretch: str) -> None:
-            if stretch == "checkpoint":
-                self.began = time.perf_counter()
-            elif stretch == "between":
-                self.seconds.append(time.perf_counter() - self.began)
-
-    slow_disk.seconds = 1.0
-    clock = SecondsOfCheckpoints()
-    train(4, clock=clock, checkpoint_every_steps=3)
-    first, second, end = clock.seconds
-    assert first < 0.5
-    assert second > 0.5  # it waited for the one before
-    assert end > 0.5  # as the end does
 
 
 def test_files_of_both_ways_are_equal(
