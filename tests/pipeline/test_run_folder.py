@@ -54,10 +54,6 @@ def test_differences_to_another_recipe(recipe: Recipe) -> None:
     assert differences(folder.path, recipe) == ([], [])
     folder.write_config(recipe, b"")
     assert differences(folder.path, recipe) == ([], [])
-    wider = replace(recipe, network=replace(recipe.network, d_ff=2 * recipe.network.d_ff))
-    assert differences(folder.path, wider)[0] == [f"network.d_ff {recipe.network.d_ff} -> {wider.network.d_ff}"]
-    greedy = replace(recipe, decoding=replace(recipe.decoding, beam_size=1))
-    assert differences(folder.path, greedy) == ([], [f"decoding.beam_size {recipe.decoding.beam_size} -> 1"])
     versions_file = folder.path / "versions.json"
     run_versions = {**json.loads(versions_file.read_text()), "torch": "2.10.0", "host": "another"}
     versions_file.write_text(json.dumps(run_versions))
@@ -82,12 +78,6 @@ def test_a_setting_newer_than_the_run_has_its_default(recipe: Recipe) -> None:
     config.write_text(yaml.safe_dump(config_values))
     assert "training.momentum 0.5 -> null" in differences(folder.path, recipe)[0]
     folder.close()
-
-
-def open_files(path: Path) -> list[int]:
-    """Return this process's descriptors of a file."""
-    descriptors = Path("/proc/self/fd").iterdir()
-    return [int(entry.name) for entry in descriptors if entry.exists() and entry.readlink() == path.absolute()]
 
 
 def test_a_folder_that_holds_only_the_lock_is_removed(tmp_path: Path) -> None:
@@ -153,7 +143,6 @@ def test_a_folder_in_use_is_refused(
         assert writer.stdout.readline() == b"locked\n"
         with pytest.raises(InputError, match=f"{run}: another fit is writing to it") as raised:
             RunFolder(run)
-        assert not open_files(run / ".lock")
         assert capsys.readouterr().err == ""
         # Waiting fails if the other process keeps the lock.
         clock = Clock(monkeypatch)
