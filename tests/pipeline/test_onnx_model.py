@@ -6,22 +6,14 @@ import pytest
 import torch
 
 from data_module.errors import InputError
-from model.decoding import BeamSearch
-from model.settings import DecodingSettings, NetworkSettings
+from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.export.onnx_model import load_onnx, write_onnx
-from pipeline.export.runners import ProgramRunner
 from tests.conftest import ROOT
-from tests.model.search_truth import BOS, EOS, LENGTHS, PAD, make_sources, trained_network
+from tests.model.search_truth import trained_network
 
 LONG = 3000
 """Past the network's table of positions."""
-
-
-class Ids:
-    """What a runner needs of a tokenizer."""
-
-    pad_id, bos_id, eos_id = PAD, BOS, EOS
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +26,6 @@ def written(network: Transformer, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("bundle") / "onnx"
     write_onnx(network, folder)
     return folder
-
-
-@pytest.mark.slow
-def test_greedy_answers_are_the_networks(network: Transformer, written: Path) -> None:
-    runner = ProgramRunner(load_onnx(written), Ids(), DecodingSettings(max_extra_tokens=10), 0, "onnx")  # type: ignore[arg-type]
-    source, mask = make_sources([length for length in LENGTHS if length > 1])
-    rows = [row[: int(length)].tolist() for row, length in zip(source, mask.sum(1), strict=True)]
-    answers = BeamSearch(network, BOS, EOS, PAD).eval().greedy(source, mask, 10)
-    expected = [tuple(row[:length]) for row, length in zip(answers.tokens.tolist(), answers.lengths, strict=True)]
-    found = runner.greedy(rows)
-    assert [answer.tokens for answer in found] == expected
-    assert [answer.score for answer in found] == pytest.approx(answers.log_probabilities.tolist(), abs=1e-4)
 
 
 @pytest.mark.slow
