@@ -218,15 +218,9 @@ def test_files_of_unequal_length_are_refused(
     source.write_text("one\nthree\n")
     target.write_text("eins\nzwei\ndrei\n")
     corpus = recipe["this"].recipe["corpus"]
-    for sides, message in (
-        ((source, target), "test.en: 2 lines, but"),
-        ((target, source), "test.en: 2 lines, but"),
-        ((target, target), "source and target are the same file"),
-    ):
-        texts = [dict(zip(("source", "target"), map(str, sides), strict=True))]
-        recipe["this"].recipe = {"corpus": {**corpus, "test": texts}}
-        assert main(["evaluate", "this"]) == 2
-        assert message in capsys.readouterr().err
+    recipe["this"].recipe = {"corpus": {**corpus, "test": [{"source": str(source), "target": str(target)}]}}
+    assert main(["evaluate", "this"]) == 2
+    assert "test.en: 2 lines, but" in capsys.readouterr().err
 
 
 def test_the_output_is_no_input(
