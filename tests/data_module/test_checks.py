@@ -82,30 +82,29 @@ def test_sides_of_one_language_are_not_called_swapped(sides: tuple[list[str], li
     assert len(warnings_of(settings_of(tmp_path, [text], held_out))) == 1
 
 
-def test_tabs_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    text = text_of(tmp_path, "train", ["a b", "a\tb", "\tb\ta"], ["c d", "c d", "c d"])
-    settings = replace(settings_of(tmp_path, [text], text), vocabulary_size=9)
-    expected = f"{text.source}: a tab in 2 of 3 lines, line 2 first; it is read as a space"
+@pytest.mark.parametrize(
+    ("character", "name", "side"), [("\t", "a tab", "source"), ("\u2581", "U+2581 (\u2581)", "target")]
+)
+def test_characters_that_are_read_as_spaces_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, character: str, name: str, side: str
+) -> None:
+    """Tabs, and what sentencepiece cannot keep: `prepare` and `doctor` say so."""
+    lines = {"source": ["a b"] * 3, "target": ["a b"] * 3}
+    lines[side] = ["a b", f"a{character}b", f"{character}a b"]
+    text = text_of(tmp_path, "train", lines["source"], lines["target"])
+    settings = replace(settings_of(tmp_path, [text], text), vocabulary_size=7)
+    expected = f"{getattr(text, side)}: {name} in 2 of 3 lines, line 2 first; it is read as a space"
     assert [warning[: len(expected)] for warning in warnings_of(settings)] == [expected] * 2
     with caplog.at_level(logging.WARNING, "data_module"):
         prepare(settings, progress=False)
     assert expected in caplog.text
-    # In a file of two columns, the tab has a meaning.
+    assert (tmp_path / "corpus" / f"validation.{side}.txt").read_text(encoding="utf-8") == "a b\n" * 3
+
+
+def test_a_tab_in_a_file_of_two_columns_has_a_meaning(tmp_path: Path) -> None:
     (tmp_path / "pairs.tsv").write_text("a b\tc d\n" * 3)
     pairs = TextSource(tsv=str(tmp_path / "pairs.tsv"))
     assert warnings_of(settings_of(tmp_path, [pairs], pairs)) == []
-
-
-def test_marks_of_spaces_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """sentencepiece cannot keep U+2581: `prepare` and `doctor` say so."""
-    text = text_of(tmp_path, "train", ["a b", "a b", "a b"], ["c d", "c\u2581d", "\u2581c d"])
-    settings = replace(settings_of(tmp_path, [text], text), vocabulary_size=9)
-    expected = f"{text.target}: U+2581 (\u2581) in 2 of 3 lines, line 2 first; it is read as a space: "
-    assert [warning[: len(expected)] for warning in warnings_of(settings)] == [expected] * 2
-    with caplog.at_level(logging.WARNING, "data_module"):
-        prepare(settings, progress=False)
-    assert expected in caplog.text
-    assert (tmp_path / "corpus" / "validation.target.txt").read_text(encoding="utf-8") == "c d\n" * 3
 
 
 def sizes(folder: Path, num_pairs: int, vocabulary_size: int, repeat: int = 1) -> list[str]:
@@ -234,6 +233,9 @@ def test_a_corpus_folder_that_cannot_be_created(tmp_path: Path) -> None:
         check_folder(replace(settings, folder=str(tmp_path / good)))
     # Nothing can be created below a file or in /proc, even by root.
     for bad, reason in ((f"{text.source}/corpus", "Not a directory"), ("/proc/corpus", "")):
-        with pytest.raises(InputError, match=f"^{bad}: cannot be written: .*{reason}.*; name another corpus.folder$"):
+        message = f"^{bad}: cannot be written: .*{reason}.*; name another corpus.folder$"
+        with pytest.raises(InputError, match=message):
             check_folder(replace(settings, folder=bad))
+        with pytest.raises(InputError, match=message):
+            prepare(replace(settings, folder=bad), progress=False)
     assert not (tmp_path / "new").exists()
