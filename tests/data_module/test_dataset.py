@@ -1,7 +1,6 @@
 """Hugging Face data sets of various layouts, read by the library; every error is reported in one line."""
 
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -215,26 +214,6 @@ def test_invalid_utf8(settings: CorpusSettings, tmp_path: Path) -> None:
     fails(settings, f"{tmp_path}/bad:train:41: invalid UTF-8; correct", train=[text])
     account = made(replace(settings, train=[text], drop_invalid_utf8=True))["train"]
     assert account["pairs_dropped"]["invalid_utf8"] == {"pairs": 1, "first_lines": [f"{tmp_path}/bad:train:41"]}
-
-
-def test_prepared_again_and_a_changed_file(
-    settings: CorpusSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    manifest = made(settings)
-    names = [entry["file"] for entry in manifest["source_files"]]
-    assert names == [str(path) for path in sorted((tmp_path / "wmt14/de-en").iterdir())]
-    for path in (tmp_path / "wmt14").rglob("*.parquet"):
-        path.touch()  # the content is compared, not the time
-    with caplog.at_level(logging.INFO):
-        assert made(settings) == manifest
-    assert "is up to date" in caplog.text
-    other = tmp_path / "wmt14/de-en/train-00001-of-00003.parquet"
-    write_parquet(other, rows(30, 9))
-    with pytest.raises(InputError, match=rf"{other} has changed; .*--force"):
-        made(settings)
-    write_parquet(tmp_path / "wmt14/cs-en/train-00000-of-00001.parquet", rows(5, 9))
-    made(settings, force=True)
-    assert text_of(settings)[30:60] == rows(30, 9)
 
 
 def test_no_such_data_set_subset_split_or_language(settings: CorpusSettings, tmp_path: Path) -> None:

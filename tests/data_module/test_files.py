@@ -26,12 +26,6 @@ def make_old(tmp_path: Path) -> Path:
     return tmp_path / "folder"
 
 
-def test_a_folder_that_does_not_exist_is_created(tmp_path: Path, new: Path) -> None:
-    replace_folder(new, tmp_path / "folder", tmp_path / "old")
-    assert (tmp_path / "folder" / "inner" / "file").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
 def test_the_previous_folder_is_moved(tmp_path: Path, new: Path) -> None:
     folder = make_old(tmp_path)
     replace_folder(new, folder, tmp_path / "old")

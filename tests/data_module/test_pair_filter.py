@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data_module.corpus.manifest import summary
 from data_module.corpus.pair_filter import HeldOutPairs, PairFilter, Reason, SeenPairs, hash_pairs
 from data_module.errors import InputError
-from data_module.readers.pairs import PairChunk, read_pairs
+from data_module.readers.pairs import read_pairs
 from data_module.settings import CorpusSettings, TextSource
 from tests.data_module.test_preparation import assert_adds_up, contents, dropped, made, pairs_of_text, write_pairs
 
@@ -45,19 +45,6 @@ def test_different_pairs_have_different_hashes() -> None:
     pairs = [("ab", "c"), ("a", "bc"), ("a b", "c"), ("a", "b c"), ("c", "ab"), ("", "abc"), ("abc", "")]
     assert len(set(hash_pairs(pairs).tolist())) == len(pairs)
     assert np.array_equal(hash_pairs(pairs), hash_pairs(pairs))
-
-
-def test_limits_are_inclusive() -> None:
-    """A pair of exactly `max_tokens` pieces, or of exactly `max_length_ratio`, is kept."""
-    settings = CorpusSettings("", [], [], max_tokens=60, max_length_ratio=1.5)
-    lengths = [(60, 60), (61, 60), (60, 61), (4, 6), (6, 4), (4, 7), (7, 4), (40, 60), (40, 61), (39, 60), (1, 1)]
-    source, target = np.array(lengths).T
-    text = [str(i) for i in range(len(lengths))]
-    pair_filter = PairFilter(settings, HeldOutPairs(set(), set()))
-    kept = pair_filter.keep(PairChunk("a", 1, text, text, []), source, target, 1)
-    assert kept.tolist() == [0, 3, 4, 7, 10]
-    dropped = {str(reason): count for reason, count in pair_filter.account.dropped.items() if count}
-    assert dropped == {"too_long": 3, "length_ratio": 3}
 
 
 def test_test_text_is_compared_and_not_stored(

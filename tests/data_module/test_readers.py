@@ -12,7 +12,6 @@ from data_module.errors import InputError
 from data_module.readers.pairs import all_available, open_reader, read_pairs
 from data_module.readers.reader import READERS, Reader, as_lines
 from data_module.settings import CorpusSettings, TextSource
-from pipeline.config.recipe import load_recipe
 from pipeline.preflight.recipe import check_text
 from pipeline.training.corpus import ensure_corpus
 
@@ -68,12 +67,6 @@ def test_a_prepared_corpus_does_not_need_its_reader(settings: CorpusSettings, mo
     monkeypatch.delitem(READERS, "rows")
     assert not all_available(settings)
     ensure_corpus(settings)
-
-
-def test_a_recipe_names_a_reader(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("corpus: {folder: c, train: {reader: rows, path: a}, validation: {tsv: b}}")
-    assert load_recipe([recipe]).corpus.train == [TextSource(reader="rows", path="a")]
 
 
 def test_doctor_and_availability(settings: CorpusSettings, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from data_module.batching.batch import SpecialIds
-from data_module.corpus.preparation import existing_corpus
 from data_module.corpus.sources import source_names
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
@@ -195,21 +194,3 @@ def test_a_name_has_to_fit_in_a_tag(name: str) -> None:
     with pytest.raises(ValueError, match=r"`name` of a text source is .*; use letters"):
         TextSource("a", "b", name=name)
     assert TextSource("a", "b", name="é-1.2_x").name == "é-1.2_x"
-
-
-def test_a_prefix_and_a_name_are_part_of_the_corpus(settings: CorpusSettings) -> None:
-    made(settings)
-    for changes in ({"prefix": FR}, {"name": "first"}, {"prefix": None}):
-        train = [replace(settings.train[0], **changes), settings.train[1]]
-        with pytest.raises(InputError, match=r"was made from other inputs or settings: corpus\.train: "):
-            existing_corpus(replace(settings, train=train), compare_texts=False)
-
-
-def test_a_prefix_is_not_reported_as_missing_in_the_text(
-    settings: CorpusSettings, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Only the prefix that no training source has."""
-    validation = [*settings.validation, replace(settings.validation[0], prefix=">>it<<")]
-    made(replace(settings, validation=validation, user_symbols=[DE, FR, ">>it<<"]))
-    [line] = [line for line in caplog.messages if line.startswith("corpus.user_symbols: the training text has no ")]
-    assert line.startswith("corpus.user_symbols: the training text has no '>>it<<': ")
