@@ -119,14 +119,6 @@ def test_a_frequent_word_has_some_segmentations_and_its_occurrences_take_any_of_
     assert min(words.values()) > 0.8 * count / bpe_dropout.MAX_SEGMENTATIONS
 
 
-def test_full_dropout_gives_the_characters(tokenizer: Tokenizer) -> None:
-    words = [word for word in _words(_text()) if not any(symbol in word.lower() for symbol in ("▅", "tion"))][:3000]
-    pieces = tokenizer.pieces()
-    for word, row in zip(words, _sample(tokenizer, words, 1.0), strict=True):
-        spelled = "".join(map(str.lower, word)) if tokenizer.lowercase else word
-        assert [pieces[i] for i in row] == ["\u2581", *spelled]
-
-
 def test_a_sample_decodes_to_its_words(tokenizer: Tokenizer) -> None:
     words = _words(_text())
     for dropout in (0.1, 0.5):
