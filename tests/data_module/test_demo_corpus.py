@@ -1,4 +1,4 @@
-"""The demo corpus: its German compared with hand-written forms, and the difficulty of the task."""
+"""The demo corpus: its German compared with hand-written forms, and its splits."""
 
 import os
 import random
@@ -9,10 +9,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-import numpy
 import pytest
-import sacrebleu
-from tqdm import tqdm
 
 from data_module.demo import corpus as demo_corpus
 from data_module.demo import grammar as demo_grammar
@@ -182,58 +179,8 @@ def test_new_combinations_do_not_occur_in_training(corpus: dict[str, list[Senten
     assert {word for pairs in new for word, _ in pairs} & set(VERBS), "verbs with objects are held out too"
 
 
-def bleu(hypotheses: list[str], corpus: dict[str, list[Sentence]]) -> float:
-    return sacrebleu.corpus_bleu(hypotheses, [[s.german for s in corpus["test"]][: len(hypotheses)]]).score
-
-
 def tokens(line: str) -> list[str]:
     return re.findall(r"[\w']+|[^\w\s]", line)
-
-
-def test_a_dictionary_is_not_enough(corpus: dict[str, list[Sentence]]) -> None:
-    """Translate each English word to the most probable German word of IBM model 1, in English order."""
-    pairs = [(tokens(s.english.lower()), tokens(s.german)) for s in corpus["train"][:10_000]]
-    english = {word: number for number, word in enumerate(sorted({w for e, _ in pairs for w in e}))}
-    german = {word: number for number, word in enumerate(sorted({w for _, g in pairs for w in g}))}
-    links, target_of_link, num_targets = [], [], 0
-    for source, target in pairs:
-        for word in target:
-            links += [english[other] * len(german) + german[word] for other in source]
-            target_of_link += [num_targets] * len(source)
-            num_targets += 1
-    link, target_number = numpy.array(links), numpy.array(target_of_link)
-    table = numpy.full((len(english), len(german)), 1.0)
-    for _ in range(8):
-        weight = table.ravel()[link]
-        weight /= numpy.bincount(target_number, weight)[target_number]
-        table = numpy.bincount(link, weight, minlength=table.size).reshape(table.shape)
-        table /= table.sum(axis=1, keepdims=True)
-    spelling = list(german)
-    best = {word: spelling[int(table[number].argmax())] for word, number in english.items()}
-    hypotheses = []
-    for sentence in corpus["test"]:
-        line = re.sub(r" ([.,?])", r"\1", " ".join(best[word] for word in tokens(sentence.english.lower())))
-        hypotheses.append(line[0].upper() + line[1:])
-    score = bleu(hypotheses, corpus)
-    print(f"dictionary: {score:.1f} BLEU")
-    assert 5 < score < 40
-
-
-def test_the_nearest_training_sentence_is_not_enough(corpus: dict[str, list[Sentence]]) -> None:
-    index: dict[str, list[int]] = {}
-    bags = [set(sentence.english.lower()[:-1].split()) for sentence in corpus["train"]]
-    for number, bag in enumerate(bags):
-        for word in bag:
-            index.setdefault(word, []).append(number)
-    hypotheses = []
-    for sentence in corpus["test"][:300]:
-        words = set(sentence.english.lower()[:-1].split())
-        shared = Counter(number for word in sorted(words) for number in index.get(word, ()))
-        near = min(shared, key=lambda n: (-shared[n] / (len(words) + len(bags[n]) - shared[n]), n))
-        hypotheses.append(corpus["train"][near].german)
-    score = bleu(hypotheses, corpus)
-    print(f"nearest sentence: {score:.1f} BLEU")
-    assert 1 < score < 70
 
 
 def test_same_seed_same_bytes_and_files_are_not_rewritten(
@@ -259,15 +206,6 @@ def test_same_seed_same_bytes_and_files_are_not_rewritten(
         name: content for name, (content, _) in before.items()
     }
     assert (tmp_path / "a" / "train.en").stat().st_mtime_ns == 1
-
-
-def test_progress_ends_at_its_total(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_corpus, "tqdm", lambda *values, delay, **named: tqdm(*values, **named))
-    monkeypatch.setattr(
-        demo_corpus, "SPLIT_SIZES", {"train": 2_000, "validation": 20, "test": 20, "test_new_combinations": 20}
-    )
-    demo_corpus.demo_corpus()
-    assert " 2060/2060 " in capfd.readouterr().err.split("\r")[-1]
 
 
 def test_another_seed_gives_another_corpus() -> None:

@@ -67,36 +67,28 @@ def test_no_final_punctuation(text: str, without: str) -> None:
 
 
 def typos_of(word: str) -> set[str]:
-    """All results of one error behind the first letter, from the definition."""
-    found = {word[:i] + word[i + 1 :] for i in range(1, len(word) - 1)}
-    found |= {word[:i] + word[i] + word[i:] for i in range(1, len(word) - 1)}
-    found |= {word[:i] + word[i + 1] + word[i] + word[i + 2 :] for i in range(1, len(word) - 1)} - {word}
-    return found | {
-        word[:i] + key + word[i + 1 :] for i in range(1, len(word) - 1) for key in NEIGHBOURS.get(word[i], "")
-    }
+    """All results of one error behind the first letter, from the definition. Accents stay with their letter."""
+    letters = re.findall(r"[^\W\d_]\W*", word)
+    found = set()
+    for i in range(1, len(letters) - 1):
+        before, letter, following, after = letters[:i], letters[i], letters[i + 1], letters[i + 2 :]
+        keys = [[key, following] for key in NEIGHBOURS.get(letter, "")]
+        for middle in ([following], [letter, letter, following], [following, letter], *keys):
+            found.add("".join([*before, *middle, *after]))
+    return found
 
 
-@pytest.mark.parametrize("word", ["mountain", "abby", "llama", "größer", "Привет", "zzzz", "اكتبوا"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("mountain", "abby", "llama", "größer", "Привет", "zzzz", "اكتبوا"),
+        *("हिन्दुस्तान", "cafe\u0301teria", "ภาษาไทยที่นี่"),
+    ],
+)
 def test_every_single_typo_occurs_and_nothing_else(word: str) -> None:
     random = generator(1)
-    found = {misspell(word, random) for _ in range(8000)}
+    found = {misspell(word, random) for _ in range(20_000)}
     assert found == typos_of(word) | {word}
-
-
-def test_accents_and_vowel_signs_stay_with_their_letter() -> None:
-    random = generator(1)
-    for word in ("हिन्दुस्तान", "cafe\u0301teria", "ภาษาไทยที่นี่"):
-        seen = {misspell(word, random) for _ in range(20_000)} - {word}
-        letters = re.findall(r"[^\W\d_]\W*", word)
-        assert "".join(letters) == word
-        allowed = set()
-        for i in range(1, len(letters) - 1):
-            before, letter, following, after = letters[:i], letters[i], letters[i + 1], letters[i + 2 :]
-            swapped = [following, letter] if letter != following else [letter, letter, following]
-            keys = [[key, following] for key in NEIGHBOURS.get(letter, "")]
-            for middle in ([following], [letter, letter, following], swapped, *keys):
-                allowed.add("".join([*before, *middle, *after]))
-        assert seen == allowed - {word}
 
 
 def test_typos_are_of_four_kinds_in_a_sixth_of_the_longer_words() -> None:
