@@ -109,6 +109,14 @@ def make_checkpoints(folder: Path, tokenizer: Path) -> CheckpointCallback:
     return CheckpointCallback(folder, recipe, Tokenizer.load(tokenizer), StepClock())
 
 
+def make_callback(
+    folder: Path, tokenizer: Path, timeout_seconds: int = TIMEOUT_SECONDS
+) -> tuple[GracefulStop, Trainer, OneWeight]:
+    """Return the callback, and what its hooks are called with."""
+    callback = GracefulStop(make_checkpoints(folder, tokenizer), timeout_seconds)
+    return callback, Trainer(logger=False, plugins=[AtomicCheckpointIO()]), OneWeight(None)
+
+
 def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, max_seconds: float | None) -> str:
     """Train from the newest checkpoint, if any; return how training ended and which validations ran."""
     signals.install()
@@ -427,11 +435,7 @@ def test_ranks_wait_for_each_other_up_to_the_timeout(tmp_path: Path) -> None:
 def fail(folder: Path, tokenizer: Path, error: BaseException, margin_seconds: float, exit_code: int | None) -> str:
     """Let the callback handle an error, then hang or exit with a code."""
     graceful_stop.MARGIN_SECONDS = margin_seconds  # type: ignore[assignment]
-    callback, trainer, module = (
-        GracefulStop(make_checkpoints(folder, tokenizer), TIMEOUT_SECONDS),
-        Trainer(logger=False, plugins=[AtomicCheckpointIO()]),
-        OneWeight(None),
-    )
+    callback, trainer, module = make_callback(folder, tokenizer)
     callback.on_fit_start(trainer, module)
     dist.barrier()
     callback.on_exception(trainer, module, error)
@@ -461,11 +465,7 @@ def wait_in_cuda(folder: Path, tokenizer: Path, role: str) -> str:
     """
     graceful_stop.MARGIN_SECONDS, graceful_stop.POLL_SECONDS = 1, 0.1
     quiet_lightning()
-    callback, trainer, module = (
-        GracefulStop(make_checkpoints(folder, tokenizer), timeout_seconds=3),
-        Trainer(logger=False, plugins=[AtomicCheckpointIO()]),
-        OneWeight(None),
-    )
+    callback, trainer, module = make_callback(folder, tokenizer, timeout_seconds=3)
     sys.stderr = (folder / f"stderr-{os.environ['LOCAL_RANK']}").open("w")
     callback.on_fit_start(trainer, module)
     callback.on_train_start(trainer, module)
@@ -503,11 +503,7 @@ def stop_and_fail_alone(folder: Path, tokenizer: Path, has_process_group: bool) 
     if not has_process_group:
         dist.destroy_process_group()
     signals.install()
-    callback, trainer, module = (
-        GracefulStop(make_checkpoints(folder, tokenizer), TIMEOUT_SECONDS),
-        Trainer(logger=False),
-        OneWeight(None),
-    )
+    callback, trainer, module = make_callback(folder, tokenizer)
     callback.on_fit_start(trainer, module)
     consensus = StopConsensus(TIMEOUT_SECONDS)
     answers = [consensus.should_stop()]
