@@ -138,7 +138,7 @@ def test_checkpoints_that_are_no_longer_among_the_newest_are_used(run: Path) -> 
     move_to_around_best(run, step_checkpoints(run)[:6])
     log_scores(run, {3 * EVERY: 50.0})
     assert best(run, 9)["steps"] == [EVERY * number for number in range(1, 10)]
-    assert "has 9 valid checkpoints, --best is 10" in refused(run, 10)  # one is incomplete
+    assert "has 9 valid checkpoints, --best is 10; give --best 9 or less" in refused(run, 10)  # one is incomplete
     assert main(["average", str(run), "--last", "5"]) == 2
 
 
@@ -212,14 +212,7 @@ def test_mistakes_are_reported_in_one_line(run: Path) -> None:
     assert "is a file; give the run folder" in refused(step_checkpoints(run)[0], 1)
     assert "is a folder; give a file as --output" in refused(run, 1, "--output", run)
     assert "mean.json: is the name of a record" in refused(run, 1, "--output", run / "mean.json")
-    assert "has 10 valid checkpoints, --best is 11; give --best 10 or less" in refused(run, 11)
     assert "argument --last: not allowed with argument --best" in refused(run, 2, "--last", 2)
-    newest = step_checkpoints(run)[-1]
-    contents = torch.load(newest, weights_only=True)
-    part = contents["translation"]
-    part["tokenizer"] = part["tokenizer"].flip(0)
-    write_atomic(contents, newest)
-    assert "has another network or vocabulary than" in refused(run, 2)
     (run / "metrics.jsonl").write_text('{"step": 1, "time": 0.0, "train/loss": 1.0}\n')
     assert "metrics.jsonl has no validation scores to choose checkpoints by; give --last N" in refused(run, 2)
     (run / "metrics.jsonl").unlink()

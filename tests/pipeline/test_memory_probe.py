@@ -201,12 +201,9 @@ class RecordCopy(Callback):
 
 
 def test_batches_that_do_not_fit_are_refused_before_the_first_step(recipe_file: Path, tmp_path: Path) -> None:
-    """One limit is exceeded by the process alone (0.9 GB with a CUDA build of torch), another by 100,000 tokens."""
+    """The process alone (0.9 GB with a CUDA build of torch) does not exceed the limit."""
     run = tmp_path / "run"
     options = ["--config", recipe_file, "--run.folder", run]
-    too_little = pipeline("fit", *options, environment={"SLURM_MEM_PER_NODE": "100"})
-    assert too_little.returncode == 2
-    assert b"ask for more memory" in too_little.stderr.splitlines()[-1]
     large_batches = ["--batches.max_tokens_per_device", 100_000]
     too_large = pipeline(
         *("fit", *options, *large_batches, "--batches.batch_tokens", 100_000, "--network.d_ff", 4096),
@@ -228,7 +225,7 @@ def test_a_run_is_not_removed_for_one_that_does_not_fit(recipe_file: Path, train
         *("fit", "--config", recipe_file, "--run.folder", run, "--fresh"), environment={"SLURM_MEM_PER_NODE": "100"}
     )
     assert refused.returncode == 2
-    assert b"ask for more memory" in refused.stderr
+    assert b"ask for more memory" in refused.stderr.splitlines()[-1]
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
