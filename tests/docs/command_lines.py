@@ -181,7 +181,6 @@ def _one_of(*known: str) -> Callable[[list[str]], str | None]:
 _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "python": _python,
     "python3": _python,
-    "python3.12": _python,
     "attention-pipeline": _verb,
     "sbatch": _sbatch,
     "srun": lambda words: mistake(list(_slurm(words))),
@@ -189,8 +188,6 @@ _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "pip": _pip,
     "make": _make,
     "pytest": _pytest,
-    "ruff": _one_of("check", "format"),
-    "mypy": _files,
     "bash": _files,
     "tensorboard": _tensorboard,
     "git": _one_of("clone", "tag", "push", "commit", "checkout"),

@@ -17,7 +17,7 @@ NETWORK = ["--network.num_layers", 2, "--network.num_decoder_layers", 1]
 """Settings of the tiny recipe that give its network this shape."""
 
 
-def spm(lines: list[str], size: int, kind: str) -> bytes:
+def spm(lines: list[str], size: int) -> bytes:
     """A small sentencepiece model with sentencepiece's own special ids and normalization."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -25,7 +25,6 @@ def spm(lines: list[str], size: int, kind: str) -> bytes:
         model_writer=model,
         vocab_size=size,
         hard_vocab_limit=False,
-        model_type=kind,
         minloglevel=2,
     )
     return model.getvalue()
@@ -36,11 +35,11 @@ def target_text(lines: list[str]) -> list[str]:
     return [line.replace("e", "ö").upper() for line in lines]
 
 
-def write_marian(folder: Path, kind: str = "unigram", **config: Any) -> Path:
+def write_marian(folder: Path) -> Path:
     """Write a model with swish, an output bias, two tokenizers with one vocabulary and the padding symbol as start."""
     folder.mkdir(parents=True)
     lines = sentences(300, seed=300)
-    models = [spm(lines, 60, kind), spm(target_text(lines), 64, kind)]
+    models = [spm(lines, 60), spm(target_text(lines), 64)]
     for name, model in zip(("source.spm", "target.spm"), models, strict=True):
         (folder / name).write_bytes(model)
     processors = [sentencepiece.SentencePieceProcessor(model_proto=model) for model in models]
@@ -58,7 +57,6 @@ def write_marian(folder: Path, kind: str = "unigram", **config: Any) -> Path:
             **{"pad_token_id": pad, "eos_token_id": 0, "decoder_start_token_id": pad, "forced_eos_token_id": 0},
             **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in HEADS.items()},
             **SHAPE,
-            **config,
         }
     )
     torch.manual_seed(5)

@@ -135,7 +135,6 @@ def test_scores_are_rounded_to_four_places_and_sacrebleu_is_silent(caplog: pytes
         (["Er sagt &quot; Ja &quot;", "Vater @-@ Sohn"], ["tokenized"]),
         ([line.lower() for line in REFERENCES], ["lower-cased"]),
         (["zwei hunde laufen .", "ein mann liest ."], ["tokenized", "lower-cased"]),
-        (["zwei hunde laufen."] * 9 + ["Ein Mann liest."], []),
         (["zwei hunde laufen."] * 49 + ["Ein Mann liest."], []),
         (["zwei hunde laufen."] * 50 + ["Ein Mann liest."], ["lower-cased"]),
         (["Ein Mann liest .", "Ein Hund .", *["Ein Mann liest."] * 2], []),
