@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from data_module.batching.batch import SpecialIds
+from data_module.corpus.preparation import existing_corpus
 from data_module.corpus.sources import source_names
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
@@ -194,3 +195,11 @@ def test_a_name_has_to_fit_in_a_tag(name: str) -> None:
     with pytest.raises(ValueError, match=r"`name` of a text source is .*; use letters"):
         TextSource("a", "b", name=name)
     assert TextSource("a", "b", name="é-1.2_x").name == "é-1.2_x"
+
+
+def test_a_prefix_and_a_name_are_part_of_the_corpus(settings: CorpusSettings) -> None:
+    made(settings)
+    for changes in ({"prefix": FR}, {"name": "first"}, {"prefix": None}):
+        train = [replace(settings.train[0], **changes), settings.train[1]]
+        with pytest.raises(InputError, match=r"was made from other inputs or settings: corpus\.train: "):
+            existing_corpus(replace(settings, train=train), compare_texts=False)
