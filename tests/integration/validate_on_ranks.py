@@ -17,6 +17,7 @@ from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import TranslationModule
 from pipeline.checkpointing.checkpoint import load_model, read_checkpoint
+from pipeline.monitoring import validation_samples
 from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.training.trainer import strategy
 
@@ -49,7 +50,8 @@ if __name__ == "__main__":
     text_sources = data.validation_sources()
     if text_sources:
         module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
-    callback = RecordingSamples(sources, references, tokenizer, len(sources), text_sources=text_sources)
+    validation_samples.NUM_SAMPLES = len(sources)  # so that the translations of all pairs are kept
+    callback = RecordingSamples(sources, references, tokenizer, text_sources=text_sources)
     options: dict[str, Any] = {"accelerator": "cpu", "devices": num_ranks}
     trainer = Trainer(
         **options,
