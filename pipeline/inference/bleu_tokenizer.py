@@ -8,7 +8,7 @@ from typing import NamedTuple
 from data_module.errors import InputError, install
 
 DEFAULT = "13a"
-"""sacreBLEU's default, for languages that put spaces between words; also that of runs before version 0.3."""
+"""sacreBLEU's default, for languages that put spaces between words."""
 _BY_LANGUAGE = {
     **dict.fromkeys(("ja", "jpn", "japanese"), "ja-mecab"),
     **dict.fromkeys(("ko", "kor", "korean"), "ko-mecab"),
