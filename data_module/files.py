@@ -119,10 +119,10 @@ class FileLock:
     """
 
     def __init__(self, path: Path, *, of_all_users: bool = False) -> None:
-        """Open the file, which is created if it is not there; `take` locks it.
+        """Open the file, which is created with its folder if it is not there; `take` locks it.
 
         Args:
-            path: the file to lock. It may be removed while it is locked.
+            path: the file to lock. It may be removed while it is locked, and its folder too.
             of_all_users: other users may lock a file that this one creates.
 
         Raises:
@@ -150,6 +150,9 @@ class FileLock:
                 fcntl.flock(self._descriptor, operation)
             except BlockingIOError:
                 return False
+            except OSError as error:
+                error.filename = str(self._path)
+                raise
             # Its previous owner may have removed the file: a lock on a removed file excludes nobody.
             with suppress(FileNotFoundError):
                 if os.path.samestat(self._path.stat(), os.fstat(self._descriptor)):
@@ -180,6 +183,7 @@ class FileLock:
             self._descriptor = None
 
     def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         if not self._of_all_users:
             return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         with suppress(FileNotFoundError):

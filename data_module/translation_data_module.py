@@ -70,6 +70,9 @@ class TranslationDataModule(LightningDataModule):
         """The encodings of the training pairs that epochs take in turn."""
         self.train_corpus = self.train_variants[0]
         self.validation_corpus = open_corpus(folder, "validation")
+        for corpus in (*self.train_variants, self.validation_corpus):
+            corpus.source.map_all()
+            corpus.target.map_all()
         self._weights = epoch_weights(folder, corpus_settings) if corpus_settings else ((), ())
         if self._weights[0] and not fewest_pairs(*self._weights):
             raise InputError("corpus.train: an epoch may have no pairs with these weights; raise one")

@@ -240,12 +240,12 @@ def _write_train(
     settings: CorpusSettings,
     encoders: tuple[WordEncoder, WordEncoder],
     held_out: HeldOutPairs,
-    kept_text: VariantText | None,
+    variant_text: VariantText | None,
     num_pairs: list[int],
     folder: Path,
     progress: bool,
 ) -> dict[str, Any]:
-    """Write the training stores, plainly encoded, and add the text of the pairs to `kept_text`."""
+    """Write the training stores, plainly encoded, and add the text of the pairs to `variant_text`."""
     pair_filter = PairFilter(settings, held_out)
     unknown, pairs = 0, []
     with ExitStack() as stack:
@@ -255,14 +255,14 @@ def _write_train(
             start = len(writers[0])
             for encoded in _encoded(settings, encoders, pair_filter, text):
                 unknown += _append(writers, encoded)
-                if kept_text is not None:
-                    kept_text.append(encoded.text)
+                if variant_text is not None:
+                    variant_text.append(encoded.text)
                 bar.update(encoded.num_pairs_read)
             pairs.append(len(writers[0]) - start)
             for writer in writers:
                 writer.repeat_from(start, text.repeat - 1)
-            if kept_text is not None:
-                kept_text.end_source(text.repeat)
+            if variant_text is not None:
+                variant_text.end_source(text.repeat)
     account = pair_filter.account
     for split, count in (("validation", account.also_in_validation), ("test", account.also_in_test)):
         if count:

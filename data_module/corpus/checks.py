@@ -263,6 +263,11 @@ def source_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> lis
                     " exchange the sides of one of them"
                 )
                 break
+    if settings.is_varied() and settings.variants == 1:
+        warnings.append(
+            "corpus.variants 1: all epochs train on the same noise and segmentation; raise it, to 8 for instance, for"
+            " others in each epoch"
+        )
     if settings.noise.emoji and not settings.byte_fallback:
         warnings.append(
             "corpus.noise.emoji: without corpus.byte_fallback, the tokenizer knows only the emoji of the training text,"

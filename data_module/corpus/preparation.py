@@ -213,5 +213,5 @@ def _write_errors(folder: Path) -> Iterator[None]:
                 f"{folder}: the disk is full, nothing was kept; free space, or name another corpus.folder"
             ) from error
         raise InputError(
-            f"{folder}: cannot be written: {error.strerror} ({error.filename}); name another corpus.folder"
+            f"{folder}: cannot be written: {error.strerror or error} ({error.filename}); name another corpus.folder"
         ) from error

@@ -160,6 +160,11 @@ class TokenStore:
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot open the corpus ({error}); run prepare with --force") from error
 
+    def map_all(self) -> None:
+        """Map all files now: this process and those that it forks keep them if the corpus is replaced or moved."""
+        for name in ("tokens", "offsets", "lengths"):
+            getattr(self, name)
+
     def __len__(self) -> int:
         return len(self.lengths)
 

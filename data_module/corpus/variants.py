@@ -9,6 +9,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from data_module.noise.noise import NOISE_KINDS, add_noise, draw_kinds
 from data_module.settings import CorpusSettings
 from data_module.tokenization.bpe_dropout import DropoutEncoder
 from data_module.tokenization.tokenizer import Tokenizer
-from data_module.worker_processes import identity, ignore_signals, num_processors
+from data_module.worker_processes import identity, ignore_signals, num_processors, signals_blocked
 
 log = logging.getLogger(__name__)
 
@@ -157,16 +158,17 @@ def write_variants(
     encoder = _ChunkEncoder(text, tokenizer, settings)
     _announce(encoder, text.chunks, folder, settings)
     encoded, counts = _encode_in_parallel(encoder), []
-    for variant in range(settings.variants):
-        with (
-            TokenStoreWriter(store_prefix(folder, "train", "source", variant), encoder.dtype) as source,
-            TokenStoreWriter(store_prefix(folder, "train", "target", variant), encoder.dtype) as target,
-        ):
-            for source_chunk, target_chunk in islice(encoded, len(text.chunks)):
-                source.append_flat(*source_chunk)
-                target.append_flat(*target_chunk)
-                advance(len(source_chunk.lengths))
-        counts.append(token_counts(source, target))
+    with _killed_processes_named():
+        for variant in range(settings.variants):
+            with (
+                TokenStoreWriter(store_prefix(folder, "train", "source", variant), encoder.dtype) as source,
+                TokenStoreWriter(store_prefix(folder, "train", "target", variant), encoder.dtype) as target,
+            ):
+                for source_chunk, target_chunk in islice(encoded, len(text.chunks)):
+                    source.append_flat(*source_chunk)
+                    target.append_flat(*target_chunk)
+                    advance(len(source_chunk.lengths))
+            counts.append(token_counts(source, target))
     return counts
 
 
@@ -213,10 +215,21 @@ def _encode_in_parallel(encoder: _ChunkEncoder) -> Iterator[tuple[_Encoded, _Enc
         # Creating an iterator draws from the generator, which must not advance the global one.
         generator=torch.Generator().manual_seed(0),
     )
+    with signals_blocked():
+        encoded = iter(loader)
+    yield from encoded
+
+
+@contextmanager
+def _killed_processes_named() -> Iterator[None]:
+    """Say in one line that a process of a loader was killed.
+
+    PyTorch raises the error from a signal's handler, so wherever this process is.
+    """
     try:
-        yield from loader
+        yield
     except RuntimeError as error:
-        # The loader raises it with the ids of the processes, and in place of what has ended them.
+        # The error has the ids of the processes, in place of what has ended them.
         if "exited unexpectedly" not in str(error) and "killed by signal" not in str(error):
             raise
         raise InputError(

@@ -119,7 +119,9 @@ def resolve_checkpoint(path: Path) -> Path:
 
 
 def _outdated_message(run: Path, average: Path, contents: dict[str, Any], newest: Path, candidate: Path) -> str:
-    option = contents["selection"]["option"] if "selection" in contents else f"--last {len(contents['averaged'])}"
+    # A file with the name of an average need not be one.
+    last = f"--last {len(contents['averaged']) if 'averaged' in contents else 5}"
+    option = contents["selection"]["option"] if "selection" in contents else last
     return (
         f"{average.name} is of step {_made_at(contents)} and the run is at step {step_of(newest)}, so "
         f"{candidate.name} is used; to average again, run: {PROGRAM} average {run} {option}"

@@ -106,10 +106,21 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
     Raises InputError when there is none.
     """
     from pipeline.checkpointing.checkpoint import read_checkpoint
-    from pipeline.checkpointing.checkpoint_files import around_best_checkpoints, is_valid, step_checkpoints, step_of
+    from pipeline.checkpointing.checkpoint_files import (
+        around_best_checkpoints,
+        around_best_path,
+        is_valid,
+        step_checkpoints,
+        step_of,
+    )
 
-    paths = (*around_best_checkpoints(run), *step_checkpoints(run))
-    saved = {step_of(path): path for path in paths if is_valid(path)}
+    # In this order, because `fit` moves checkpoints from the former to the latter.
+    steps = {step_of(path): path for path in step_checkpoints(run)}
+    steps = {step_of(path): path for path in around_best_checkpoints(run)} | steps
+    saved = {}
+    for step, path in steps.items():
+        if found := next(filter(is_valid, (path, around_best_path(run, step))), None):
+            saved[step] = found
     best = run / "checkpoints" / "best.ckpt"
     if is_valid(best):
         # A validation need not be at a step that is saved.
@@ -125,10 +136,10 @@ def read_saved(run: Path, path: Path, step: int) -> dict[str, Any]:
     Raises InputError when `fit` has removed or replaced it.
     """
     from pipeline.checkpointing.checkpoint import read_checkpoint
-    from pipeline.checkpointing.checkpoint_files import around_best_path
+    from pipeline.checkpointing.checkpoint_files import around_best_path, is_valid
 
     for candidate in (path, around_best_path(run, step)):
-        if candidate.exists():
+        if is_valid(candidate):
             contents = read_checkpoint(candidate)
             if contents["global_step"] == step:
                 return contents

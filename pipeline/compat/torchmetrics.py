@@ -13,9 +13,11 @@ from typing import Any
 class _PyplotLeftOut:
     """Finds nothing, but clears the flag before the module that reads it is imported."""
 
+    _has_cleared = False
+
     def find_spec(self, name: str, path: Any, target: Any = None, /) -> ModuleSpec | None:
-        if name == "torchmetrics.utilities.plot":
-            sys.meta_path.remove(self)
+        if name == "torchmetrics.utilities.plot" and not self._has_cleared:
+            self._has_cleared = True
             vars(importlib.import_module("torchmetrics.utilities.imports"))["_MATPLOTLIB_AVAILABLE"] = False
         return None
 

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +35,8 @@ def load_bundle(folder: Path, options: SearchOptions) -> Translator:
     path = folder / torchscript.NAME
     if not path.is_file():
         raise InputError(f"{folder}: has no {path.name}, which translates; export it again with --format torchscript")
-    recipe, decoding, target_language = _card(folder / "card.json")
-    settings = options.in_place_of(decoding)
+    card = _read_card(folder / "card.json")
+    settings = options.in_place_of(card.decoding)
     print(f"translating with {path}", file=sys.stderr)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -53,20 +53,36 @@ def load_bundle(folder: Path, options: SearchOptions) -> Translator:
         max_source_tokens=LONGEST,
         device=device,
         name=str(path),
-        target_language=target_language,
+        target_language=card.target_language,
     )
-    translator.bleu_tokenizer = recipe["run"]["bleu_tokenizer"]
-    translator.recipe, translator.prefixes = recipe, Prefixes.of_corpus(recipe["corpus"])
+    translator.bleu_tokenizer = card.bleu_tokenizer
+    translator.recipe, translator.prefixes = card.recipe, card.prefixes
     return translator
 
 
-def _card(path: Path) -> tuple[dict[str, Any], DecodingSettings, str]:
-    """Return a card's recipe, search settings and target language; raise InputError if it is no card."""
+class _Card(NamedTuple):
+    """What `card.json` says of the model."""
+
+    recipe: dict[str, Any]
+    decoding: DecodingSettings
+    target_language: str
+    bleu_tokenizer: str | None
+    prefixes: Prefixes
+
+
+def _read_card(path: Path) -> _Card:
+    """Read a bundle's card; raise InputError if it is none."""
     card = read_card(path)
     try:
         recipe: dict[str, Any] = card["recipe"]
         if not all(isinstance(recipe[section], dict) for section in ("run", "corpus")):
             raise TypeError
-        return recipe, DecodingSettings(**recipe["decoding"]), str(card["target_language"])
+        return _Card(
+            recipe,
+            DecodingSettings(**recipe["decoding"]),
+            str(card["target_language"]),
+            recipe["run"]["bleu_tokenizer"],
+            Prefixes.of_corpus(recipe["corpus"]),
+        )
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{path}: is no card of a bundle; {START_OVER}") from None

@@ -85,9 +85,11 @@ class Truth:
         true = self.log_probabilities(some)
         layers = [module for module in self.network.modules() if not list(module.children())]
         handles = [layer.register_forward_hook(disturb) for layer in layers]
-        disturbed = self._forced(some * DISTURBANCES, noise)
-        for handle in handles:
-            handle.remove()
+        try:
+            disturbed = self._forced(some * DISTURBANCES, noise)
+        finally:
+            for handle in handles:
+                handle.remove()
         changes = zip(disturbed, true * DISTURBANCES, strict=True)
         return SAFETY * largest(abs(one - other) + precision * abs(other) for one, other in changes)
 

@@ -182,7 +182,9 @@ class CTranslate2Runner(Runner):
         answers = self._all(sources, lambda batch: self._translate(batch, beam_size=1), "greedy", one_length=True)
         # CTranslate2 adds the end symbol itself.
         targets = self._pieces([list(answer.tokens[:-1]) for answer in answers])
-        forced = self.translator.score_batch(self._pieces(sources), targets)
+        forced = self.translator.score_batch(
+            self._pieces(sources), targets, max_batch_size=BATCH_TOKENS, batch_type="tokens", max_input_length=0
+        )
         return [Answer(one.tokens, sum(found.log_probs)) for one, found in zip(answers, forced, strict=True)]
 
     def _translate(self, sources: list[Ids], **options: Any) -> list[Answer]:

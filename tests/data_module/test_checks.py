@@ -58,10 +58,20 @@ def test_emoji_that_the_tokenizer_does_not_know(sides: tuple[list[str], list[str
     english, german = sides
     held_out = text_of(tmp_path, "held_out", english[300:], german[300:])
     train = [text_of(tmp_path, "train", english[:300], german[:300])]
-    settings = replace(settings_of(tmp_path, train, held_out), noise=NoiseSettings(emoji=0.01))
+    settings = replace(settings_of(tmp_path, train, held_out), noise=NoiseSettings(emoji=0.01), variants=2)
     [warning] = warnings_of(settings)
     assert warning.startswith("corpus.noise.emoji: without corpus.byte_fallback, ")
     assert warnings_of(replace(settings, byte_fallback=True)) == []
+
+
+def test_noise_that_is_the_same_in_all_epochs(sides: tuple[list[str], list[str]], tmp_path: Path) -> None:
+    english, german = sides
+    held_out = text_of(tmp_path, "held_out", english[300:], german[300:])
+    train = [text_of(tmp_path, "train", english[:300], german[:300])]
+    settings = replace(settings_of(tmp_path, train, held_out), noise=NoiseSettings(typos=0.1))
+    [warning] = warnings_of(settings)
+    assert warning.startswith("corpus.variants 1: all epochs train on the same noise and segmentation; raise it")
+    assert warnings_of(replace(settings, variants=2)) == []
 
 
 def test_sides_of_one_language_are_not_called_swapped(sides: tuple[list[str], list[str]], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,6 +199,18 @@ def test_a_lock_of_a_file_that_was_removed_excludes_nobody_and_is_taken_anew(tmp
     assert not second.take()
 
 
+def test_a_lock_whose_folder_was_removed_is_taken_anew(tmp_path: Path) -> None:
+    """A run that waits for one that then ends without having written anything."""
+    first, second = FileLock(tmp_path / "run" / "lock"), FileLock(tmp_path / "run" / "lock")
+    assert first.take()
+    assert not second.take()
+    shutil.rmtree(tmp_path / "run")
+    first.close()
+    assert second.take()
+    assert (tmp_path / "run" / "lock").exists()
+
+
 def test_an_error_in_opening_a_lock(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        FileLock(tmp_path / "none" / "lock")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        FileLock(tmp_path / "file" / "lock")

@@ -314,6 +314,20 @@ def batches(settings: CorpusSettings, rank: int, world_size: int, workers: int =
     return data.train_dataloader()
 
 
+def test_a_corpus_that_is_replaced_or_removed_leaves_a_running_training_alone(
+    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the variants that it has not come to."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    copy = replace(settings, folder=str(tmp_path / "corpus"))
+    shutil.copytree(settings.folder, copy.folder)
+    data = module(copy)
+    shutil.rmtree(copy.folder)
+    for variant, kept in zip(data.train_variants, open_variants(Path(settings.folder)), strict=True):
+        assert variant.source[3].tolist() == kept.source[3].tolist()
+        assert variant.target[3].tolist() == kept.target[3].tolist()
+
+
 def test_epochs_take_variants_in_turn(
     settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
