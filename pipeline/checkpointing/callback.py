@@ -10,7 +10,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing.checkpoint import metadata
-from pipeline.checkpointing.checkpoint_files import (
+from pipeline.checkpointing.checkpoint_io import WriteOptions, checkpoint_io
+from pipeline.checkpointing.run_folder import (
     around_best_checkpoints,
     around_best_path,
     checkpoint_bytes,
@@ -20,7 +21,6 @@ from pipeline.checkpointing.checkpoint_files import (
     step_of,
     step_path,
 )
-from pipeline.checkpointing.checkpoint_io import WriteOptions, checkpoint_io
 from pipeline.config.recipe import Recipe
 from pipeline.profiling.step_clock import StepClock
 from pipeline.runtime.console import say

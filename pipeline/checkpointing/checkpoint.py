@@ -23,7 +23,7 @@ from data_module.files import atomic_file, disk_full_error
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
-from pipeline.checkpointing.checkpoint_files import AVERAGES, is_valid, latest_valid, step_of
+from pipeline.checkpointing.run_folder import AVERAGES, is_valid, latest_valid, step_of
 
 _PREFIX = "network."
 

@@ -56,7 +56,7 @@ def average_last(run: Path, count: int, output: Path) -> list[str]:
     Raises InputError when there are fewer.
     """
     from pipeline.checkpointing.checkpoint import average, write_atomic
-    from pipeline.checkpointing.checkpoint_files import is_valid, step_checkpoints
+    from pipeline.checkpointing.run_folder import is_valid, step_checkpoints
 
     paths = [path for path in step_checkpoints(run) if is_valid(path)]
     if not paths:
@@ -79,7 +79,7 @@ def average_best(run: Path, count: int, output: Path) -> list[str]:
     """
     from data_module.files import atomic_file
     from pipeline.checkpointing.checkpoint import average, write_atomic
-    from pipeline.checkpointing.checkpoint_files import nearest_steps
+    from pipeline.checkpointing.run_folder import nearest_steps
 
     saved = saved_checkpoints(run)
     require_enough(run, "--best", count, len(saved))
@@ -106,7 +106,7 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
     Raises InputError when there is none.
     """
     from pipeline.checkpointing.checkpoint import read_checkpoint
-    from pipeline.checkpointing.checkpoint_files import (
+    from pipeline.checkpointing.run_folder import (
         around_best_checkpoints,
         around_best_path,
         is_valid,
@@ -136,7 +136,7 @@ def read_saved(run: Path, path: Path, step: int) -> dict[str, Any]:
     Raises InputError when `fit` has removed or replaced it.
     """
     from pipeline.checkpointing.checkpoint import read_checkpoint
-    from pipeline.checkpointing.checkpoint_files import around_best_path, is_valid
+    from pipeline.checkpointing.run_folder import around_best_path, is_valid
 
     for candidate in (path, around_best_path(run, step)):
         if is_valid(candidate):

@@ -139,7 +139,7 @@ def check_text(
 
 def check_disk_space(recipe: "Recipe") -> CheckResult:
     """Check that the run folder's disk has room for the checkpoints."""
-    from pipeline.checkpointing.checkpoint_files import checkpoint_bytes, max_checkpoints
+    from pipeline.checkpointing.run_folder import checkpoint_bytes, max_checkpoints
 
     free = shutil.disk_usage(existing_parent(recipe.run_folder())).free
     size = checkpoint_bytes(_num_parameters(recipe), recipe.training.ema_decay is not None)

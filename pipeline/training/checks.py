@@ -101,8 +101,7 @@ def check_run_folder(context: CheckContext) -> str:
 def check_initial_state(context: CheckContext) -> str | None:
     """Check the run that would be resumed, or else the weights that a new run would start from."""
     from data_module.corpus.manifest import is_corpus, read_manifest
-    from pipeline.checkpointing.checkpoint_files import latest_valid
-    from pipeline.checkpointing.run_folder import check_same_run, is_in_use
+    from pipeline.checkpointing.run_folder import check_same_run, is_in_use, latest_valid
     from pipeline.training.init_from import load_initial_weights
     from pipeline.training.start import check_same_vocabulary, should_reset
 
@@ -145,8 +144,7 @@ def check_corpus(context: CheckContext) -> None:
 
 def check_bleu_tokenizer(context: CheckContext) -> str:
     """Check that the tokenizer of validation BLEU is installed."""
-    from pipeline.checkpointing.checkpoint_files import latest_valid
-    from pipeline.checkpointing.run_folder import is_in_use
+    from pipeline.checkpointing.run_folder import is_in_use, latest_valid
     from pipeline.inference.bleu_tokenizer import require_tokenizer
     from pipeline.training.start import choose_bleu_tokenizer, should_reset
 

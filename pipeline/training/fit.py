@@ -40,8 +40,7 @@ def fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
 
 def _fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
     from data_module.corpus.manifest import is_corpus
-    from pipeline.checkpointing.checkpoint_files import latest_valid
-    from pipeline.checkpointing.run_folder import inherit_network
+    from pipeline.checkpointing.run_folder import inherit_network, latest_valid
     from pipeline.config.trainer_keys import validate_trainer_keys
     from pipeline.training.checks import CHECKS, CheckContext, cpu_devices_warning
     from pipeline.training.corpus import ensure_corpus

@@ -123,8 +123,7 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
 
     With `checked`, report what has changed since the last start and raise InputError where that is not allowed.
     """
-    from pipeline.checkpointing.checkpoint_files import latest_valid, step_of
-    from pipeline.checkpointing.run_folder import check_same_run
+    from pipeline.checkpointing.run_folder import check_same_run, latest_valid, step_of
 
     path = recipe.run_folder()
     checkpoint, damaged = latest_valid(path)

@@ -6,10 +6,10 @@ This happens when another job writes a checkpoint while rank 0 waits for that jo
 import sys
 
 from pipeline.__main__ import main
-from pipeline.checkpointing import checkpoint_files
+from pipeline.checkpointing import run_folder
 from pipeline.runtime.launch import process_rank
 
 if __name__ == "__main__":
     if process_rank() == 1:
-        checkpoint_files.latest_valid = lambda run: (checkpoint_files.step_checkpoints(run)[0], [])
+        run_folder.latest_valid = lambda run: (run_folder.step_checkpoints(run)[0], [])
     sys.exit(main())

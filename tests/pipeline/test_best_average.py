@@ -11,7 +11,7 @@ import torch
 from data_module.errors import InputError
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import average, read_checkpoint, resolve_checkpoint, write_atomic
-from pipeline.checkpointing.checkpoint_files import (
+from pipeline.checkpointing.run_folder import (
     around_best_path,
     step_checkpoints,
     step_of,

@@ -24,7 +24,7 @@ from pipeline.checkpointing.checkpoint import (
     resolve_checkpoint,
     write_atomic,
 )
-from pipeline.checkpointing.checkpoint_files import checkpoint_bytes, latest_valid, step_checkpoints, step_path
+from pipeline.checkpointing.run_folder import checkpoint_bytes, latest_valid, step_checkpoints, step_path
 from pipeline.config.recipe import load_recipe
 from tests.conftest import tiny_recipe
 

@@ -23,8 +23,8 @@ from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import checkpoint_io
 from pipeline.checkpointing.callback import CheckpointCallback
 from pipeline.checkpointing.checkpoint import read_checkpoint, write_atomic
-from pipeline.checkpointing.checkpoint_files import step_checkpoints, step_of
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
+from pipeline.checkpointing.run_folder import step_checkpoints, step_of
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock
