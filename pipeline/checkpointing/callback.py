@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and which of them are kept."""
+"""When checkpoints are saved, which of them are kept, and the moving average of the weights that is in them."""
 
 import time
 from contextlib import suppress
@@ -6,9 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from data_module.tokenization.tokenizer import Tokenizer
+from model.torch_private import copy_all
 from pipeline.checkpointing.checkpoint import metadata
 from pipeline.checkpointing.checkpoint_io import WriteOptions, checkpoint_io
 from pipeline.checkpointing.run_folder import (
@@ -21,6 +24,8 @@ from pipeline.checkpointing.run_folder import (
     step_of,
     step_path,
 )
+from pipeline.compat.lightning import WeightAveragingBase
+from pipeline.compat.pytorch import lerp_all
 from pipeline.config.recipe import Recipe
 from pipeline.profiling.step_clock import StepClock
 from pipeline.runtime.console import say
@@ -194,3 +199,46 @@ def validation_is_due(trainer: Trainer) -> bool:
     """Return whether Lightning validates after the step that has just been taken."""
     every = trainer.val_check_interval
     return trainer.enable_validation and isinstance(every, int) and trainer.global_step % every == 0
+
+
+class EMA(WeightAveragingBase):
+    """Keep a moving average of the weights; validation and translation use the average.
+
+    Lightning's own implementation keeps the average on the CPU, where the module still is during `setup`, and copies
+    all weights there in every step. On a GPU the host would have to wait for that copy.
+    """
+
+    def __init__(self, decay: float) -> None:
+        """After each step the average becomes `decay * average + (1 - decay) * weights`."""
+        super().__init__()
+        self._decay = decay
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Create the average on the device that the weights will be on."""
+        self._device = trainer.strategy.root_device
+        super().setup(trainer, pl_module, stage)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Update the average; the first update copies the weights."""
+        if trainer.global_step <= self.latest_update_step:
+            return
+        average: list[Tensor] = list(self.averaged_module.parameters())
+        weights: list[Tensor] = list(pl_module.parameters())
+        if self.latest_update_step == 0:
+            copy_all(average, weights)
+        else:
+            lerp_all(average, weights, 1.0 - self._decay)
+        self.average.n_averaged += 1
+        self.latest_update_step = trainer.global_step
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the average as `state_dict` and the weights as `current_model_state`, also during a validation."""
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self.swapped:
+            average = checkpoint["current_model_state"]
+            checkpoint["current_model_state"] = checkpoint["state_dict"]
+            checkpoint["state_dict"] = average
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Do not replace the weights by the average: the last checkpoint holds both, so that the run can resume."""

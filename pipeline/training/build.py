@@ -18,9 +18,8 @@ from data_module.translation_data_module import TranslationDataModule
 from model.cpu.compiled_loss import CompiledLoss
 from model.segment_attention import needs_blocks
 from model.translation_module import StepOptions, TranslationModule
-from pipeline.checkpointing.callback import CheckpointCallback
+from pipeline.checkpointing.callback import EMA, CheckpointCallback
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
-from pipeline.checkpointing.ema import EMA
 from pipeline.checkpointing.run_folder import STOPPED_EARLY
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import Recipe

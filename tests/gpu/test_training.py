@@ -25,7 +25,7 @@ from model.loss import label_smoothed_loss
 from model.segment_attention import needs_blocks
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.translation_module import StepOptions, TranslationModule
-from pipeline.checkpointing.ema import EMA
+from pipeline.checkpointing.callback import EMA
 from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.profiling.compilations import Compilations

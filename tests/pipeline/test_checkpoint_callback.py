@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.checkpointing import callback as callback_module
 from pipeline.checkpointing import checkpoint_io as io_module
-from pipeline.checkpointing.callback import CheckpointCallback
+from pipeline.checkpointing.callback import EMA, CheckpointCallback
 from pipeline.checkpointing.checkpoint import read_checkpoint, write_atomic
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
-from pipeline.checkpointing.ema import EMA
 from pipeline.checkpointing.run_folder import around_best_checkpoints, step_checkpoints, step_of, step_path
 from pipeline.config.recipe import load_recipe
 from pipeline.profiling.step_clock import StepClock

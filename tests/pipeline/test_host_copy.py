@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpointing.host_copy import HostCopy
+from pipeline.checkpointing.checkpoint_io import HostCopy
 from pipeline.runtime.memory import private_memory
 
 MEGABYTE = 1 << 20
