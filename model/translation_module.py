@@ -197,7 +197,7 @@ class TranslationModule(LightningModule):
         self.manual_backward(losses.smoothed)
         return losses
 
-    def rehearse(self, rank_batch: RankBatch) -> None:
+    def warm_up(self, rank_batch: RankBatch) -> None:
         """Do what a training step does before the optimizer step, but do not synchronize gradients between ranks.
 
         Under DDP this has to be called inside the wrapper's forward pass.

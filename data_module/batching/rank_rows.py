@@ -15,8 +15,8 @@ ROW_SLACK = 1.05
 """A row has this many times the tokens of an even share, since sentences cannot be divided exactly."""
 ROW_MULTIPLE = 128
 """Rows have a multiple of this many tokens, which suits matrix products."""
-DEAD_ROWS = 16
-"""At least this many tokens of a row are dead."""
+MIN_PADDING_TOKENS = 16
+"""At least this many tokens at the end of a row are padding."""
 _EVEN_COST_LENGTH = 1024
 """The sentence length at which attention, which grows with its square, costs about as much as everything else."""
 _CHOICE = 4
@@ -97,7 +97,7 @@ def _row_length(share: float, batch_tokens: int, parts: int, longest: int) -> in
 
 def _rounded(tokens: float) -> int:
     """Return the length of a row that holds so many tokens."""
-    return ceil((tokens + DEAD_ROWS) / ROW_MULTIPLE) * ROW_MULTIPLE
+    return ceil((tokens + MIN_PADDING_TOKENS) / ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def rank_rows(
@@ -139,8 +139,8 @@ def rank_rows(
 
 def _fitting(pairs: NDArray[np.intp], source: NDArray[np.int64], target: NDArray[np.int64], shape: RowShape) -> int:
     """Return how many of the pairs fit in a micro-batch."""
-    fits = np.cumsum(source[pairs]) <= shape.source_tokens - DEAD_ROWS
-    fits &= np.cumsum(target[pairs]) <= shape.target_tokens - DEAD_ROWS
+    fits = np.cumsum(source[pairs]) <= shape.source_tokens - MIN_PADDING_TOKENS
+    fits &= np.cumsum(target[pairs]) <= shape.target_tokens - MIN_PADDING_TOKENS
     return min(int(fits.sum()), shape.max_sentences)
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.batching.batch import RankBatch, collate
 from data_module.batching.blocks import NARROWEST
-from data_module.batching.rank_rows import DEAD_ROWS, RowShape
+from data_module.batching.rank_rows import MIN_PADDING_TOKENS, RowShape
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
 from model.segment_attention import KEPT_WIDTH
@@ -173,17 +173,17 @@ class MemoryProbe(Callback):
         The micro-batch is a part of the largest one, of sentences of one length.
         """
         batch = _same_sentences(self._data, self._shape, length, part).to(module.device)
-        call_as_step(trainer, "rehearse", batch)
+        call_as_step(trainer, "warm_up", batch)
 
 
 def _same_sentences(data: TranslationDataModule, shape: RowShape, length: int, part: int) -> RankBatch:
     """Return a micro-batch of a part of the largest size, of sentences of `length` tokens a side."""
-    smallest = length + DEAD_ROWS
+    smallest = length + MIN_PADDING_TOKENS
     source_tokens, target_tokens = (
         max(smallest, tokens // part) for tokens in (shape.source_tokens, shape.target_tokens)
     )
     shape = shape._replace(source_tokens=source_tokens, target_tokens=target_tokens)
-    count = min((min(source_tokens, target_tokens) - DEAD_ROWS) // length, shape.max_sentences)
+    count = min((min(source_tokens, target_tokens) - MIN_PADDING_TOKENS) // length, shape.max_sentences)
     sentence = SimpleNamespace(
         lengths=np.full(count, length - 1), offsets=np.zeros(count), tokens=np.full(length, data.special.eos)
     )

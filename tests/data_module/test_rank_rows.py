@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_module.batching.rank_rows import DEAD_ROWS, RowShape, cost, rank_rows, row_shape
+from data_module.batching.rank_rows import MIN_PADDING_TOKENS, RowShape, cost, rank_rows, row_shape
 from tests.data_module.test_batch_plan import lengths
 
 
@@ -25,8 +25,8 @@ def divided(source: np.ndarray, target: np.ndarray, row: RowShape, world_size: i
     for rows in ranks:
         assert rows
         for one in rows:
-            assert source[one].sum() <= row.source_tokens - DEAD_ROWS
-            assert target[one].sum() <= row.target_tokens - DEAD_ROWS
+            assert source[one].sum() <= row.source_tokens - MIN_PADDING_TOKENS
+            assert target[one].sum() <= row.target_tokens - MIN_PADDING_TOKENS
             assert len(one) + ceil(max(row.source_tokens, row.target_tokens) / row.longest) <= row.segments
     return ranks
 
@@ -80,13 +80,14 @@ def test_micro_batches_fit_the_device() -> None:
     source, target = lengths()
     limit = 2_000
     row = shape(source, target, world_size=2, max_tokens_per_device=limit)
-    assert max(row.source_tokens, row.target_tokens) <= 128 * ceil((limit + DEAD_ROWS) / 128) == 2048
-    assert row.per_rank == ceil(max(source.sum(), target.sum()) * 1.05 / 2 / (2048 - DEAD_ROWS))
+    assert max(row.source_tokens, row.target_tokens) <= 128 * ceil((limit + MIN_PADDING_TOKENS) / 128) == 2048
+    assert row.per_rank == ceil(max(source.sum(), target.sum()) * 1.05 / 2 / (2048 - MIN_PADDING_TOKENS))
     ranks = divided(source, target, row, 2)
     assert {len(rows) for rows in ranks} == {row.per_rank}
     # The smallest limit is the longest sentence.
     longest = int(max(source.max(), target.max()))
-    assert shape(source, target, max_tokens_per_device=longest).target_tokens == 128 * ceil((longest + DEAD_ROWS) / 128)
+    tokens = 128 * ceil((longest + MIN_PADDING_TOKENS) / 128)
+    assert shape(source, target, max_tokens_per_device=longest).target_tokens == tokens
     with pytest.raises(ValueError, match=rf"max_tokens_per_device {longest - 1} is less than .*, {longest} tokens; "):
         shape(source, target, max_tokens_per_device=longest - 1)
     # A limit of a whole batch does not divide it.
@@ -97,12 +98,12 @@ def test_micro_batches_fit_the_device() -> None:
 def test_what_does_not_fit_gets_another_row() -> None:
     """Sentences of 100 tokens in rows that hold one and a half of them."""
     source = target = np.full(6, 100)
-    row = RowShape(150 + DEAD_ROWS, 150 + DEAD_ROWS, segments=20, longest=100, per_rank=1)
+    row = RowShape(150 + MIN_PADDING_TOKENS, 150 + MIN_PADDING_TOKENS, segments=20, longest=100, per_rank=1)
     ranks = divided(source, target, row, 2)
     assert [[len(one) for one in rows] for rows in ranks] == [[1, 1, 1], [1, 1, 1]]
     # So do more sentences than a row has segments for.
     short = np.full(10, 1)
-    narrow = RowShape(150 + DEAD_ROWS, 150 + DEAD_ROWS, segments=8, longest=100, per_rank=1)
+    narrow = RowShape(150 + MIN_PADDING_TOKENS, 150 + MIN_PADDING_TOKENS, segments=8, longest=100, per_rank=1)
     assert [len(one) for one in divided(short, short, narrow, 1)[0]] == [6, 4]
 
 
@@ -114,5 +115,5 @@ def test_any_batch(data: st.DataObject) -> None:
     limit = data.draw(st.none() | st.integers(longest, 300))
     world_size = data.draw(st.integers(1, 9))
     row = shape(source, target, max_tokens_per_device=limit, world_size=world_size)
-    assert limit is None or max(row.source_tokens, row.target_tokens) < limit + DEAD_ROWS + 128
+    assert limit is None or max(row.source_tokens, row.target_tokens) < limit + MIN_PADDING_TOKENS + 128
     divided(source, target, row, world_size)

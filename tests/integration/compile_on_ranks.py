@@ -1,6 +1,6 @@
 """Train a compiled network on two ranks: `python -m tests.integration.compile_on_ranks CORPUS RESULTS`.
 
-`TranslationModule.rehearse` is called before the first step, as the memory probe does on a GPU. On a CPU sentences lie
+`TranslationModule.warm_up` is called before the first step, as the memory probe does on a GPU. On a CPU sentences lie
 in blocks; all blocks have one width here, so that there is one graph. Each rank writes `RANK.json` to RESULTS: numbers
 of compilations, of graphs and of the parts that DDP splits them into, before the first step and at the end; and sums of
 the gradients of the rehearsal, which differ between ranks unless they are reduced, and of the trained weights.
@@ -44,7 +44,7 @@ class Graphs:
 
 
 class Rehearsal(Callback):
-    """Calls `rehearse` at the start, and records what the program writes."""
+    """Calls `warm_up` at the start, and records what the program writes."""
 
     def __init__(self, batch: RankBatch, graphs: Graphs, results: Path) -> None:
         self.batch, self.graphs, self.results = batch, graphs, results
@@ -52,7 +52,7 @@ class Rehearsal(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.compilations = Compilations().__enter__()
-        call_as_step(trainer, "rehearse", self.batch)
+        call_as_step(trainer, "warm_up", self.batch)
         self.count()
         self.gradients = sums([p.grad for p in pl_module.parameters() if p.grad is not None])
         trainer.optimizers[0].zero_grad()
