@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+DECAY_TO_LAST_STEP = {"linear", "cosine"}
+"""Schedules that depend on `trainer.max_steps`, which therefore must stay as it is when a run is resumed."""
 STOP_RULES = ("exact", "first")
 SHORTEST = 16
 """Minimum number of tokens that a sentence counts as in a batch. A search's memory grows with its answers too."""
@@ -120,7 +122,7 @@ class TrainingSettings:
     r_drop_alpha: float = 0.0
     """Weight of R-Drop's divergence between two passes with other dropout (Liang et al. 2021); 0 for a single pass."""
     schedule: str = "paper"
-    """`paper`, `inverse_sqrt`, `linear`, `cosine`, or a name registered in `model.lr_schedule.SCHEDULES`."""
+    """`paper`, `inverse_sqrt`, `linear`, `cosine`, or a name registered in `model.optimization.SCHEDULES`."""
     peak_learning_rate: float | None = None
     """Learning rate at the end of the warm-up. The paper's follows from d_model, so `paper` takes none."""
     warmup_steps: int = 4000
@@ -128,7 +130,7 @@ class TrainingSettings:
     learning_rate_factor: float = 1.0
     """Factor on all learning rates; 1 in the paper."""
     optimizer: str = "adam"
-    """`adam`, or a name registered in `model.optimizer.OPTIMIZERS`."""
+    """`adam`, or a name registered in `model.optimization.OPTIMIZERS`."""
     adam_beta1: float = 0.9
     """Decay of Adam's mean of gradients."""
     adam_beta2: float = 0.98

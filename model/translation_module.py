@@ -21,8 +21,7 @@ from model.decoding import BeamSearch
 from model.gpu.cast_weights import CastWeights
 from model.loss import LossSums, label_smoothed_loss
 from model.loss_scaler import LossScaler
-from model.lr_schedule import build_schedule
-from model.optimizer import build_optimizer, prepare_step
+from model.optimization import build_optimizer, build_schedule, prepare_step
 from model.segment_attention import packed_segments
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.torch_private import default_generator, total_norm

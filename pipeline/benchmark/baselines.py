@@ -21,8 +21,7 @@ from data_module.batching.length_buckets import LengthBucket, length_buckets
 from data_module.corpus.store import lengths_with_eos
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
-from model.lr_schedule import build_schedule
-from model.optimizer import build_optimizer
+from model.optimization import build_optimizer, build_schedule
 from model.positions import SinusoidalPositions
 from model.settings import NetworkSettings
 from pipeline.config.recipe import Recipe

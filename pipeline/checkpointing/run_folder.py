@@ -25,8 +25,7 @@ from data_module.files import (
     remove_temporary_files,
     write_error,
 )
-from model.lr_schedule import DECAY_TO_LAST_STEP
-from model.settings import changed_keys
+from model.settings import DECAY_TO_LAST_STEP, changed_keys
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime.signals import Stopped, raise_if_stopped
 from pipeline.runtime.slurm import JobStep

@@ -183,8 +183,7 @@ def _unregistered_names(values: dict[str, Any], places: dict[str, str]) -> list[
     if all(name == _REGISTRY_KEYS[key] for key, name in names.items()):
         return []
     from model.layers import ACTIVATIONS, NORMS
-    from model.lr_schedule import SCHEDULES
-    from model.optimizer import OPTIMIZERS
+    from model.optimization import OPTIMIZERS, SCHEDULES
 
     mistakes = []
     for registry in (NORMS, ACTIVATIONS, SCHEDULES, OPTIMIZERS):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_module.errors import InputError
-from model.lr_schedule import DECAY_TO_LAST_STEP
+from model.settings import DECAY_TO_LAST_STEP
 
 if TYPE_CHECKING:
     from pipeline.config.recipe import Recipe

@@ -98,7 +98,7 @@ def resume_or_start(start: Start) -> int:
 
 def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:
     """Return why a run at this step has nothing left to train, and what would change that; None if it has."""
-    from model.lr_schedule import DECAY_TO_LAST_STEP
+    from model.settings import DECAY_TO_LAST_STEP
     from pipeline.checkpointing.run_folder import STOPPED_EARLY
 
     if step >= recipe.trainer["max_steps"]:

@@ -17,8 +17,7 @@ from typing import Any
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from model.layers import ACTIVATIONS, NORMS
-from model.lr_schedule import SCHEDULES
-from model.optimizer import OPTIMIZERS
+from model.optimization import OPTIMIZERS, SCHEDULES
 from model.settings import NetworkSettings, TrainingSettings
 from pipeline.config.recipe import Recipe
 from pipeline.config.shipped import SCHEMA

@@ -20,8 +20,8 @@ REGISTRIES = [
     "pipeline.__main__.COMMANDS",
     "pipeline.inference.metrics.METRICS",
     "data_module.readers.reader.READERS",
-    "model.lr_schedule.SCHEDULES",
-    "model.optimizer.OPTIMIZERS",
+    "model.optimization.SCHEDULES",
+    "model.optimization.OPTIMIZERS",
     "model.layers.NORMS",
     "model.layers.ACTIVATIONS",
 ]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from model.decoding import BeamSearch
 from model.layers import ACTIVATIONS, NORMS
-from model.lr_schedule import SCHEDULES
-from model.optimizer import OPTIMIZERS, build_optimizer
+from model.optimization import OPTIMIZERS, SCHEDULES, build_optimizer
 from model.packing import can_pack, pack_linears
 from model.registry import Registry
 from model.settings import NetworkSettings, TrainingSettings

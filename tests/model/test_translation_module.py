@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 from data_module.batching.batch import PaddedBatch, RankBatch, SpecialIds
 from model.decoding import BeamSearch
 from model.loss import label_smoothed_loss
-from model.lr_schedule import SCHEDULES
-from model.optimizer import OPTIMIZERS
+from model.optimization import OPTIMIZERS, SCHEDULES
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from model.translation_module import StepOptions, TranslationModule

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from data_module.noise.noise import NOISE_KINDS
-from model.lr_schedule import build_schedule
+from model.optimization import build_schedule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from pipeline.config.recipe import Recipe, load_recipe

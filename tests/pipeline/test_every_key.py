@@ -20,7 +20,7 @@ from data_module.readers.reader import READERS, Reader
 from data_module.settings import TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 from model.layers import NORMS
-from model.optimizer import OPTIMIZERS, adam
+from model.optimization import OPTIMIZERS, adam
 from model.positions import LearnedPositions
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import write_atomic

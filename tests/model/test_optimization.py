@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from model.lr_schedule import build_schedule
+from model.optimization import build_schedule
 from model.settings import TrainingSettings
 
 
