@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from model.decoding import BeamArguments, BeamResult, GreedyResult, check_search
 from model.layers import DecoderLayer, EncoderLayer
-from model.positions import SinusoidalPositions, sinusoidal_table
-from model.transformer import Transformer
+from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 
 SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("search.cpp", "vectors.h"))
 """The program and its header."""

@@ -22,8 +22,8 @@ from data_module.corpus.store import lengths_with_eos
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
 from model.optimization import build_optimizer, build_schedule
-from model.positions import SinusoidalPositions
 from model.settings import NetworkSettings
+from model.transformer import SinusoidalPositions
 from pipeline.config.recipe import Recipe
 from pipeline.export.huggingface_model import require_transformers
 

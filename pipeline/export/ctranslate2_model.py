@@ -14,8 +14,7 @@ from data_module.errors import InputError, install
 from data_module.tokenization.tokenizer import Tokenizer
 from model.attention import CrossAttention, SelfAttention
 from model.layers import FeedForward, Residual
-from model.positions import LearnedPositions, sinusoidal_table
-from model.transformer import Transformer
+from model.transformer import LearnedPositions, Transformer, sinusoidal_table
 
 NUM_POSITIONS = 2048
 """Number of sinusoidal positions in a model; CTranslate2 refuses longer sentences and translations."""

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from data_module.files import atomic_file
 from model.attention import attention
-from model.positions import LearnedPositions
-from model.transformer import Transformer
+from model.transformer import LearnedPositions, Transformer
 from pipeline.compat.pytorch import load_programs, save_programs
 
 NAME = "model.pt2"

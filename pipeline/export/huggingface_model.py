@@ -15,9 +15,8 @@ from torch import nn
 from data_module.errors import InputError, install
 from data_module.tokenization.standalone import standalone_model
 from data_module.tokenization.tokenizer import Tokenizer
-from model.positions import LearnedPositions
 from model.settings import DecodingSettings
-from model.transformer import Transformer
+from model.transformer import LearnedPositions, Transformer
 from pipeline.export.marian_weights import to_marian
 from pipeline.inference.translator import LONGEST
 

@@ -247,7 +247,7 @@ def _drop_derived(path: Path, weights: "dict[str, Tensor]", d_model: int) -> Non
     """
     import torch
 
-    from model.positions import sinusoidal_table
+    from model.transformer import sinusoidal_table
     from pipeline.export.marian_weights import SHARED, halves
 
     for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"):

@@ -11,10 +11,9 @@ from model.attention import CrossAttention, SelfAttention, attention, attention_
 from model.attention_maps import attention_maps
 from model.cpu.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
-from model.positions import SinusoidalPositions, sinusoidal_table
 from model.segment_attention import Segments, block_bias
 from model.settings import NetworkSettings
-from model.transformer import Transformer
+from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 
 TINY = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 

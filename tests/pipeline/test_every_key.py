@@ -21,8 +21,7 @@ from data_module.settings import TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 from model.layers import NORMS
 from model.optimization import OPTIMIZERS, adam
-from model.positions import LearnedPositions
-from model.transformer import Transformer
+from model.transformer import LearnedPositions, Transformer
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.config.recipe import Recipe, recipe_from_dict
 from pipeline.config.trainer_keys import trainer_signature
