@@ -9,22 +9,9 @@ from tests.integration.runs import start
 
 def test_a_step_reduces_its_gradients_once(recipe_file: Path, tmp_path: Path) -> None:
     # Several micro-batches per rank and step; all parameters fit into one bucket.
-    options = [
-        "--batches.max_tokens_per_device",
-        100,
-        "--run.log_every_steps",
-        100,
-        "--run.checkpoint_every_steps",
-        100,
-    ]
-    options += [
-        "--trainer.devices",
-        2,
-        "--trainer.val_check_interval",
-        100,
-        "--trainer.max_steps",
-        FIRST_STEP + NUM_STEPS + 1,
-    ]
+    options = ["--batches.max_tokens_per_device", 100, "--trainer.devices", 2]
+    options += ["--run.log_every_steps", 100, "--run.checkpoint_every_steps", 100, "--trainer.val_check_interval", 100]
+    options += ["--trainer.max_steps", FIRST_STEP + NUM_STEPS + 1]
     command = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run", *options]
     process = start(*command, module="tests.integration.count_collectives", COUNTS=str(tmp_path))
     assert process.wait() == 0

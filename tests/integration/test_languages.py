@@ -130,12 +130,3 @@ def test_a_new_run_whose_language_has_no_name_is_warned(recipe: Path, tmp_path: 
     assert done.returncode == 0, done.stderr.decode()
     warning = b"the validation text's references have no spaces between words: BLEU on 13a tokens says little"
     assert done.stderr.count(warning) == 1
-
-
-def test_an_unknown_tokenizer_is_refused_with_the_names(recipe: Path) -> None:
-    for command in ("fit", "doctor"):
-        done = pipeline(command, "--config", recipe, "--run.bleu_tokenizer", "mecab")
-        assert done.returncode == 2 - (command == "doctor")
-        said = done.stderr + done.stdout
-        assert b"run.bleu_tokenizer must be" in said
-        assert b"'ja-mecab'" in said

@@ -113,12 +113,6 @@ def test_what_prepare_prints(place: Path) -> None:
         assert numbers[split].items() <= manifest[split].items()
 
 
-@pytest.mark.parametrize("command", ["prepare", "fit", "doctor"])
-def test_the_recipe_without_its_option(place: Path, command: str) -> None:
-    done = pipeline(command, place / "mine.yaml", "--trainer.max_steps", 2)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_recipe_that_is_missing_is_asked_for() -> None:
     done = pipeline("fit", "--fresh")
     assert done.returncode == 2
@@ -169,12 +163,6 @@ def test_swapped_sides_are_named_before_and_after_they_are_prepared(place: Path)
         done = pipeline(command, place / "mine.yaml")
         assert done.returncode == 0, done.stderr
         assert note in (done.stdout + done.stderr).decode()
-
-
-def test_lightning_says_nothing_about_ranks(place: Path) -> None:
-    done = pipeline("fit", place / "mine.yaml", "--trainer.devices", 2, "--trainer.max_steps", 2)
-    assert done.returncode == 0, done.stderr
-    assert b"Initializing" not in done.stderr
 
 
 def test_torch_says_nothing_about_many_loader_processes() -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_module.corpus.manifest import read_manifest
-from data_module.tokenization.tokenizer import Tokenizer
 from tests.conftest import pipeline, tiny_recipe
 from tests.integration.runs import accumulator, assert_same_state, checkpoints, scalars, start
 
@@ -75,21 +73,6 @@ def run_of(recipe: Path) -> Path:
 def share_of_words(lines: list[str], vocabulary: dict[str, str]) -> float:
     words = " ".join(lines).split()
     return sum(word in vocabulary.values() for word in words) / len(words)
-
-
-def test_the_corpus(recipe: Path) -> None:
-    folder = recipe.parent / "corpus"
-    manifest = read_manifest(folder)
-    for split, pairs in (("train", (300, 150)), ("validation", (24, 16))):
-        record = [{"name": name, "pairs": count, "repeat": 1} for name, count in zip(LANGUAGES, pairs, strict=True)]
-        assert manifest[split]["sources"] == record
-    tokenizer = Tokenizer.load(folder / "tokenizer.model")
-    lines = (folder / "validation.source.txt").read_text().splitlines()
-    assert [line.split()[0] for line in lines] == [">>de<<"] * 24 + [">>fr<<"] * 16
-    for ids, line in zip(tokenizer.encode(lines), lines, strict=True):
-        pieces = [tokenizer.pieces()[i] for i in ids]
-        assert pieces.count(line.split()[0]) == 1
-        assert tokenizer.decode([ids.tolist()]) == [line]
 
 
 def test_the_prefix_chooses_the_language(recipe: Path) -> None:
