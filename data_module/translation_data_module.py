@@ -54,7 +54,7 @@ class TranslationDataModule(LightningDataModule):
             settings: the recipe's `batches:`.
             special: ids of the padding, begin and end symbols.
             seed: seed of the order of pairs.
-            in_blocks: place sentences in blocks; see `model.segment_attention.needs_blocks`.
+            in_blocks: place sentences in blocks; see `model.packed_attention.needs_blocks`.
             corpus_settings: the recipe's `corpus:`, for the weights of its sources; None for each pair once in each
                 epoch.
 

@@ -4,7 +4,7 @@ Shapes: B batch, T queries, S keys, D d_model, H heads, K d_k, V d_v.
 A mask is True where attention is allowed and broadcasts to [B, H, T, S].
 Unlike the paper's formulas, the projections have biases, as in torch.nn.MultiheadAttention.
 
-Training packs sentences into rows without padding (`packed`, see `segment_attention.py`); decoding and validation use
+Training packs sentences into rows without padding (`packed`, see `packed_attention.py`); decoding and validation use
 padded batches. Attention weights are no result: `weights` recomputes them for inspection from the same inputs (see
 `attention_maps.py`).
 """
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.gpu.cast_weights import cast_linear
-from model.segment_attention import Segments, cross_attention, self_attention
+from model.fast.cast_weights import cast_linear
+from model.packed_attention import Segments, cross_attention, self_attention
 from model.settings import NetworkSettings
 
 

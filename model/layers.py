@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import CrossAttention, SelfAttention
-from model.cpu.dropout import Dropout
-from model.gpu.cast_weights import cast_linear
+from model.fast.cast_weights import cast_linear
+from model.fast.dropout import Dropout
+from model.packed_attention import Segments
 from model.registry import Registry
-from model.segment_attention import Segments
 from model.settings import NetworkSettings
 
 NORMS: Registry[Callable[[int], nn.Module]] = Registry("network.norm", layer_norm=nn.LayerNorm)

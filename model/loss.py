@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.cpu import compiled_loss
-from model.cpu.compiled_loss import CompiledLoss
+from model.fast import compiled_loss
+from model.fast.compiled_loss import CompiledLoss
 
 _CHUNK_LOGITS = 1 << 24
 """Logits per chunk on a CPU, enough for efficient products."""
@@ -220,9 +220,9 @@ def _choose_kernel(device: torch.device, options: _Options) -> Any:
     implementation: Any = None
     if device.type != "cpu" and kernels == "triton":
         # A machine without a GPU may not have Triton.
-        from model.gpu import loss_kernel
+        from model.fast import triton_loss
 
-        implementation = loss_kernel
+        implementation = triton_loss
     elif device.type == "cpu" and isinstance(kernels, CompiledLoss) and options.product_dtype in compiled_loss.DTYPES:
         implementation = kernels
     if implementation is not None:

@@ -1,11 +1,11 @@
-"""Replacement of a network's linear layers by layers with packed weights (`cpu/packed_linear.py`), for decoding."""
+"""Replacement of a network's linear layers by layers with packed weights (`fast/packed_linear.py`), for decoding."""
 
 import copy
 
 import torch
 from torch import Tensor, nn
 
-from model.cpu.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
+from model.fast.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
 from model.transformer import Transformer
 
 

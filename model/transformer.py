@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.cpu.dropout import Dropout
+from model.fast.dropout import Dropout
 from model.layers import NORMS, DecoderLayer, EncoderLayer
-from model.segment_attention import Segments
+from model.packed_attention import Segments
 from model.settings import NetworkSettings
 
 _BIAS_COLUMNS = 8

@@ -101,7 +101,7 @@ def _require_bundle(bundle: Path, model: Any) -> None:
 
 def pipeline_engine(settings: EngineSettings) -> Translate:
     """Return this project's engine, as `translate` runs it."""
-    from model.compiled_search import CompiledSearch
+    from model.fast.compiled_search import CompiledSearch
     from pipeline.inference.translator import load_translator
 
     decoding = settings.decoding

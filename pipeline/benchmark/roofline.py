@@ -154,7 +154,7 @@ def products(batch: Batch) -> list[Work]:
 
 
 def attention(batch: Batch) -> list[Work]:
-    """Return the kernels of `model/gpu/segment_kernels.py`.
+    """Return the kernels of `model/fast/triton_attention.py`.
 
     An iteration has two products in the forward pass: scores and result. In the backward pass there are three for the
     gradients of queries, and four for those of keys and values: both compute scores and the gradients of the weights.

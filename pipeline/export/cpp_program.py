@@ -6,7 +6,7 @@ from pathlib import Path
 
 from data_module.errors import InputError
 from data_module.files import atomic_file
-from model.compiled_search import SOURCES, load_library, unsupported, write_weights
+from model.fast.compiled_search import SOURCES, load_library, unsupported, write_weights
 from model.transformer import Transformer
 from pipeline.inference.translator import LONGEST
 from pipeline.runtime.compiled_code import build, find_compiler

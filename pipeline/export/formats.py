@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from data_module.tokenization.tokenizer import Tokenizer
-from model.compiled_search import CompiledSearch
+from model.fast.compiled_search import CompiledSearch
 from model.packing import can_pack
 from model.settings import DecodingSettings
 from model.transformer import Transformer

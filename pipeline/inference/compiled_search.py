@@ -6,8 +6,8 @@ import sys
 import torch
 from torch import Tensor
 
-from model.compiled_search import SOURCES, CompiledSearch, load_library
 from model.decoding import BeamSearch
+from model.fast.compiled_search import SOURCES, CompiledSearch, load_library
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.compiled_code import Program, load_program

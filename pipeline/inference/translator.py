@@ -11,8 +11,8 @@ import torch
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
-from model.compiled_search import CompiledSearch, unsupported
 from model.decoding import BeamSearch
+from model.fast.compiled_search import CompiledSearch, unsupported
 from model.packing import can_pack, pack_linears
 from model.settings import DecodingSettings
 from model.transformer import Transformer

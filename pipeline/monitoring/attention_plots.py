@@ -15,7 +15,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
 from model.attention_maps import attention_maps
 from model.settings import NetworkSettings
-from model.translation_module import TranslationModule
+from model.training_module import TranslationModule
 from pipeline.checkpointing.run_folder import EVENTS
 from pipeline.config.settings import MonitoringSettings
 from pipeline.monitoring.run_log import RunLog

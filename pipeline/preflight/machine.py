@@ -45,7 +45,7 @@ def check_devices(job: "JobStep | None") -> Iterator[CheckResult]:
             memory = torch.cuda.get_device_properties(index).total_memory / 2**30
             yield CheckResult(True, f"GPU {index}: {torch.cuda.get_device_name(index)}, {memory:.0f} GiB")
     else:
-        from pipeline.training.precision import best_precision
+        from pipeline.runtime.devices import best_precision
 
         count = torch.cuda.device_count()  # as the driver reports it
         gpus = f"{count} GPUs that torch cannot use" if count else "no GPU"
@@ -63,7 +63,7 @@ def check_gpus_per_task(job: "JobStep", visible: int, allocated: str | None) -> 
         visible: number of GPUs that torch sees.
         allocated: SLURM_GPUS_ON_NODE, if it is set.
     """
-    from pipeline.training.precision import gpus_mistake
+    from pipeline.runtime.devices import gpus_mistake
 
     if mistake := gpus_mistake(job, visible, allocated):
         yield CheckResult(False, mistake)

@@ -15,9 +15,9 @@ from data_module.errors import InputError
 from data_module.files import atomic_file
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
-from model.cpu.compiled_loss import CompiledLoss
-from model.segment_attention import needs_blocks
-from model.translation_module import StepOptions, TranslationModule
+from model.fast.compiled_loss import CompiledLoss
+from model.packed_attention import needs_blocks
+from model.training_module import StepOptions, TranslationModule
 from pipeline.checkpointing.callback import EMA, CheckpointCallback
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.checkpointing.run_folder import STOPPED_EARLY

@@ -56,8 +56,8 @@ def check_trainer(context: CheckContext) -> None:
     import torch
 
     from pipeline.runtime.console import quiet_lightning
+    from pipeline.runtime.devices import gpus_mistake
     from pipeline.training.compilation import should_compile
-    from pipeline.training.precision import gpus_mistake
     from pipeline.training.trainer import complete_options, make_trainer
 
     recipe, job = context.recipe, context.job

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from model.cpu.compiled_loss import DTYPES, SOURCES, CompiledLoss
+from model.fast.compiled_loss import DTYPES, SOURCES, CompiledLoss
 from model.loss import label_smoothed_loss
 from pipeline.runtime.compiled_code import Program, load_program
 from pipeline.runtime.console import say

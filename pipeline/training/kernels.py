@@ -13,7 +13,7 @@ from pipeline.training.compilation import missing_compiler
 from pipeline.training.trainer import device_indices
 
 if TYPE_CHECKING:
-    from model.cpu.compiled_loss import CompiledLoss
+    from model.fast.compiled_loss import CompiledLoss
 
 _COMPILED_LOSS = ("bf16-mixed", "32-true", "32")
 """Precisions on a CPU that the compiled loss computes in."""
@@ -81,13 +81,13 @@ def _obstacle(options: dict[str, Any], network: NetworkSettings) -> str | None:
     if missing := missing_compiler(on_gpu=True):
         return f"Triton {missing}"
     try:
-        from model.gpu import segment_kernels, self_check
+        from model.fast import triton_attention, triton_check
     except ImportError as error:
         return f"Triton is not installed or does not work ({error})"
     d_k, d_v = network.key_size, network.value_size
-    if not segment_kernels.can_run(d_k, d_v):
+    if not triton_attention.can_run(d_k, d_v):
         return f"they do not take heads with d_k {d_k} and d_v {d_v}"
     dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
     dtype = dtypes.get(str(options["precision"]), torch.float32)
     with torch.cuda.device(device):  # The processes of a node would otherwise all take memory of its first GPU.
-        return self_check.failure(dtype, network.num_heads, d_k, d_v)
+        return triton_check.failure(dtype, network.num_heads, d_k, d_v)

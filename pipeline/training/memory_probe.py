@@ -13,8 +13,8 @@ from data_module.batching.blocks import NARROWEST
 from data_module.batching.rank_rows import MIN_PADDING_TOKENS, RowShape
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
-from model.segment_attention import KEPT_WIDTH
-from model.translation_module import TranslationModule
+from model.packed_attention import KEPT_WIDTH
+from model.training_module import TranslationModule
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.compat.lightning import call_as_step
 from pipeline.runtime.console import say

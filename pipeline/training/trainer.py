@@ -4,8 +4,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pipeline.runtime.devices import allow_tf32, best_precision, missing_gpu, precision_plugin
 from pipeline.runtime.slurm import JobStep
-from pipeline.training.precision import allow_tf32, best_precision, missing_gpu, precision_plugin
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -119,7 +119,7 @@ def cluster_environment(job: JobStep | None) -> Any:
     """Return the plugin from which Lightning takes ranks and address; None leaves the choice to Lightning."""
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
-    from pipeline.training.step_environment import StepEnvironment
+    from pipeline.training.ddp import StepEnvironment
 
     if job is None:
         # Lightning would take any process inside a job for one of its tasks.

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.gpu.loss_kernel import over_classes
-from model.gpu.self_check import failure
+from model.fast.triton_check import failure
+from model.fast.triton_loss import over_classes
 from tests.model.kernel_cases import (
     CROSS,
     EDGES,

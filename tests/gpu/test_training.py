@@ -22,17 +22,17 @@ from data_module.errors import InputError
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.loss import label_smoothed_loss
-from model.segment_attention import needs_blocks
+from model.packed_attention import needs_blocks
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.translation_module import StepOptions, TranslationModule
+from model.training_module import StepOptions, TranslationModule
 from pipeline.checkpointing.callback import EMA
 from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.stopwatch import PeakMemory
+from pipeline.runtime.devices import precision_plugin
 from pipeline.training.kernels import choose_kernels
 from pipeline.training.memory_probe import MemoryProbe
-from pipeline.training.precision import precision_plugin
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, packed, padded
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

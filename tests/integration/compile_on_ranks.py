@@ -22,9 +22,9 @@ from data_module.batching.batch import RankBatch, SpecialIds
 from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
-from model.compilation import CompiledForward
+from model.fast.compilation import CompiledForward
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.translation_module import TranslationModule
+from model.training_module import TranslationModule
 from pipeline.compat.lightning import SingleStreamDDP, call_as_step
 from pipeline.profiling.compilations import Compilations
 from pipeline.runtime.console import quiet_lightning

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from data_module.batching.batch import RankBatch
-from model.translation_module import TranslationModule
+from model.training_module import TranslationModule
 from pipeline.__main__ import main
 
 FIRST_STEP, NUM_STEPS = 3, 6

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data_module.batching.batch import PackedBatch, PaddedBatch
 from model.loss import LossSums
-from model.translation_module import TranslationModule
+from model.training_module import TranslationModule
 from pipeline.__main__ import main
 
 original_losses = TranslationModule.losses

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_module.batching.batch import RankBatch
-from model.translation_module import TranslationModule
+from model.training_module import TranslationModule
 from pipeline.__main__ import main
 
 original_training_step = TranslationModule.training_step

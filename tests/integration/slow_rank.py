@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from data_module.batching.batch import RankBatch
-from model.translation_module import TranslationModule
+from model.training_module import TranslationModule
 from pipeline.__main__ import main
 
 ALL_SECONDS, SLOW_SECONDS = 0.05, 0.05

@@ -63,7 +63,7 @@ def test_the_packages_are_those_of_the_wheel(environment: Path, tmp_path: Path) 
     )
     place, _, hint = done.stdout.partition(" ")
     assert Path(place).is_relative_to(environment)
-    assert (Path(place).parents[1] / "model" / "cpu" / "search.cpp").is_file()
+    assert (Path(place).parents[1] / "model" / "fast" / "search.cpp").is_file()
     assert hint.startswith(f"{environment}/bin/python -m pip install 'mecab-python3")
     assert "ipadic" in hint
     assert "sacremoses" not in hint

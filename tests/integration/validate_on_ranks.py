@@ -15,7 +15,7 @@ from data_module.batching.batch import PaddedBatch, SpecialIds
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.translation_module import TranslationModule
+from model.training_module import TranslationModule
 from pipeline.checkpointing.checkpoint import load_model, read_checkpoint
 from pipeline.monitoring import validation_samples
 from pipeline.monitoring.validation_samples import ValidationSamples

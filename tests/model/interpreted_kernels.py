@@ -13,9 +13,9 @@ from torch.nn.utils import parameters_to_vector
 from triton.runtime.jit import JITFunction
 
 from data_module.batching.batch import PackedBatch, PaddedBatch
-from model.gpu import segment_kernels
-from model.gpu.segment_kernels import segment_attention, segment_attention_backward
-from model.gpu.self_check import failure
+from model.fast import triton_attention
+from model.fast.triton_attention import segment_attention, segment_attention_backward
+from model.fast.triton_check import failure
 from model.loss import label_smoothed_loss
 from model.settings import NetworkSettings
 from model.transformer import Transformer
@@ -46,7 +46,7 @@ pytestmark = [
 
 
 def test_kernels_are_interpreted() -> None:
-    assert not isinstance(segment_kernels._forward, JITFunction)
+    assert not isinstance(triton_attention._forward, JITFunction)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,14 +166,14 @@ def test_the_check_before_training_accepts_the_kernels_and_names_those_that_are_
 ) -> None:
     check = partial(failure, torch.float32, 1, 8, 12, device="cpu")
     assert check() is None
-    plain = segment_kernels.segment_attention
+    plain = triton_attention.segment_attention
 
     def wrong(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Is wrong where it is causal."""
         result, log_sums = plain(*given)
         return result * (1.2 if given[-1] else 1.0), log_sums
 
-    monkeypatch.setattr(segment_kernels, "segment_attention", wrong)
+    monkeypatch.setattr(triton_attention, "segment_attention", wrong)
     assert check() == "Triton's kernels give wrong results here, for causal self-attention"
-    monkeypatch.setattr(segment_kernels, "segment_attention", lambda *given: [plain(*given)[0] * float("nan")])
+    monkeypatch.setattr(triton_attention, "segment_attention", lambda *given: [plain(*given)[0] * float("nan")])
     assert "for self-attention, causal self-attention, cross-attention" in (check() or "")

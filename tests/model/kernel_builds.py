@@ -11,12 +11,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model.gpu import loss_kernel, segment_kernels
+from model.fast import triton_attention, triton_loss
 
 KERNELS = {
-    "forward": segment_kernels._forward,
-    "backward, queries": segment_kernels._backward_queries,
-    "backward, keys": segment_kernels._backward_keys,
+    "forward": triton_attention._forward,
+    "backward, queries": triton_attention._backward_queries,
+    "backward, keys": triton_attention._backward_keys,
 }
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -52,9 +52,9 @@ def attention_usage(name: str, options: Options, capability: int) -> Usage:
     sizes = ("num_queries", "num_keys", "num_segments", "num_heads")
     types |= dict.fromkeys((*sizes, "query_stride", "key_stride", "result_stride", "key_column", "value_column"), "i32")
     types |= {"dropout": "*i64"}
-    tiles = segment_kernels.tiles(kernel, options.size, options.size, options.dtype)
+    tiles = triton_attention.tiles(kernel, options.size, options.size, options.dtype)
     launch = {key: tiles.pop(key) for key in ("num_warps", "num_stages")}
-    block = segment_kernels._block(options.size)
+    block = triton_attention._block(options.size)
     constants = {
         **{"D_K": options.size, "D_V": options.size, "BLOCK_K": block, "BLOCK_V": block},
         **{"IS_CAUSAL": options.is_causal, "HAS_DROPOUT": options.has_dropout},
@@ -66,11 +66,11 @@ def attention_usage(name: str, options: Options, capability: int) -> Usage:
 
 def loss_usage(dtype: torch.dtype, has_gradient: bool, capability: int, of_pairs: bool = False) -> Usage:
     """Compile the loss kernel, or that of R-Drop, for a compute capability."""
-    kernel = loss_kernel._row_pair if of_pairs else loss_kernel._row
+    kernel = triton_loss._row_pair if of_pairs else triton_loss._row
     types = dict.fromkeys(kernel.arg_names, "*fp32")
     types |= {"logits": "*" + TYPES[dtype], "targets": "*i64", "vocabulary_size": "i32"}
     types |= {"epsilon": "fp32", "alpha": "fp32"}
-    constants = {"HAS_GRADIENT": has_gradient, "BLOCK": loss_kernel._BLOCK // (2 if of_pairs else 1)}
+    constants = {"HAS_GRADIENT": has_gradient, "BLOCK": triton_loss._BLOCK // (2 if of_pairs else 1)}
     return _usage(kernel, types, constants, {"num_warps": 8}, capability)
 
 

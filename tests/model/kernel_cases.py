@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.gpu.loss_kernel import over_class_pairs, over_classes
-from model.gpu.segment_kernels import segment_attention
+from model.fast.triton_attention import segment_attention
+from model.fast.triton_loss import over_class_pairs, over_classes
 from tests.model.sentence_batches import attention_of_parts
 
 UNUSED = 5
@@ -122,7 +122,7 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 
 def dropout_state(probability: float, seed: int, offset: int, device: str) -> Tensor:
-    """Return what `model.segment_attention.dropout_state` draws, with these random numbers."""
+    """Return what `model.packed_attention.dropout_state` draws, with these random numbers."""
     return torch.tensor([round(probability * 2**32), seed, offset], dtype=torch.int64, device=device)
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.compiled_search import CompiledSearch
 from model.decoding import BeamResult, BeamSearch
+from model.fast.compiled_search import CompiledSearch
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.inference.compiled_search import load_compiled_search

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds, collate
 from data_module.batching.rank_rows import RowShape
-from model.segment_attention import Segments, packed_segments
+from model.packed_attention import Segments, packed_segments
 from model.transformer import Transformer
 
 PAD, BOS, EOS, VOCABULARY = 0, 1, 2, 50

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from model.gpu.cast_weights import CastWeights, cast_linear
+from model.fast.cast_weights import CastWeights, cast_linear
 from model.layers import Residual
 from model.loss import label_smoothed_loss
 from model.settings import NetworkSettings

@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import model.segment_attention
+import model.packed_attention
 from data_module.batching.batch import PackedBatch
-from model.compilation import CompiledForward
-from model.cpu.dropout import Dropout
-from model.gpu.cast_weights import CastWeights
+from model.fast.cast_weights import CastWeights
+from model.fast.compilation import CompiledForward
+from model.fast.dropout import Dropout
 from model.loss import label_smoothed_loss
-from model.segment_attention import Segments
+from model.packed_attention import Segments
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.training_module import StepOptions, TranslationModule
 from model.transformer import Transformer
-from model.translation_module import StepOptions, TranslationModule
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, arguments, packed, padded, row_shape
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -102,7 +102,7 @@ class Graphs:
 
 
 def test_constant_shapes_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.segment_attention, "_flash", masked_attention)
+    monkeypatch.setattr(model.packed_attention, "_flash", masked_attention)
     net, graphs = network(), Graphs()
     forward = CompiledForward(net, backend=graphs)  # type: ignore[arg-type]
     for batch in end_to_end():

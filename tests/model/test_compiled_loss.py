@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.cpu.compiled_loss import CompiledLoss
+from model.fast.compiled_loss import CompiledLoss
 from model.loss import LossSums, label_smoothed_loss
 from pipeline.training.compiled_loss import load_compiled_loss
 from tests.model.loss_truth import PAD, plain_r_drop, two_passes

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.compiled_search import SOURCES, CompiledSearch, load_library, unsupported
 from model.decoding import BeamArguments
+from model.fast.compiled_search import SOURCES, CompiledSearch, load_library, unsupported
 from model.layers import ACTIVATIONS, NORMS
 from pipeline.inference.compiled_search import BEAM_SIZE, EXTRA_TOKENS, LENGTH_PENALTY, agreement_cases
 from pipeline.runtime.compiled_code import find_compiler

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.gpu.segment_kernels import LARGEST_HEAD, can_run
-from model.gpu.self_check import failure
+from model.fast.triton_attention import LARGEST_HEAD, can_run
+from model.fast.triton_check import failure
 from tests.conftest import ROOT
 from tests.model.kernel_builds import KERNELS, Options, attention_usage, loss_usage
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import model.loss
-from model.cpu.compiled_loss import CompiledLoss
+from model.fast.compiled_loss import CompiledLoss
 from model.loss import label_smoothed_loss
 from tests.model.loss_truth import PAD, plain_r_drop, problem, two_passes
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from model.attention import CrossAttention, SelfAttention, attention, attention_weights
 from model.attention_maps import attention_maps
-from model.cpu.dropout import Dropout
+from model.fast.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
-from model.segment_attention import Segments, block_bias
+from model.packed_attention import Segments, block_bias
 from model.settings import NetworkSettings
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 

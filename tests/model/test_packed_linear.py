@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.cpu.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
 from model.decoding import BeamSearch
+from model.fast.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
 from model.packing import can_pack, pack_linears
 from tests.model.search_truth import (
     BOS,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-import model.segment_attention
+import model.packed_attention
 from data_module.batching.batch import PackedBatch, PaddedBatch
 from model.loss import label_smoothed_loss
 from model.settings import NetworkSettings
@@ -41,7 +41,7 @@ VARIANTS = {
 @pytest.fixture(autouse=True)
 def _without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variable-length flash attention runs on a GPU and in 16 bits only."""
-    monkeypatch.setattr(model.segment_attention, "_flash", sentence_by_sentence)
+    monkeypatch.setattr(model.packed_attention, "_flash", sentence_by_sentence)
 
 
 def make_network(variant: str = "paper", **settings: object) -> Transformer:

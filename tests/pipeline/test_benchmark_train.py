@@ -20,8 +20,8 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.attention import CrossAttention, SelfAttention
 from model.loss import label_smoothed_loss
 from model.settings import NetworkSettings
+from model.training_module import TranslationModule
 from model.transformer import Transformer
-from model.translation_module import TranslationModule
 from pipeline.__main__ import main
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
 from pipeline.benchmark.report import figures_of

@@ -10,7 +10,7 @@ from torch import nn
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
-from model.compiled_search import CompiledSearch
+from model.fast.compiled_search import CompiledSearch
 from model.layers import NORMS
 from model.transformer import Transformer
 from pipeline.__main__ import main

@@ -27,10 +27,10 @@ from pipeline.config.recipe import Recipe, recipe_from_dict
 from pipeline.config.trainer_keys import trainer_signature
 from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.translator import load_translator
+from pipeline.runtime.devices import best_precision
 from pipeline.training.build import train
 from pipeline.training.ddp import ConnectedDDP
 from pipeline.training.graceful_stop import MARGIN_SECONDS
-from pipeline.training.precision import best_precision
 from pipeline.training.start import Start
 from tests.conftest import sentences
 

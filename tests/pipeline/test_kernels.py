@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import model.gpu
+import model.fast
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import NetworkSettings
@@ -80,9 +80,9 @@ def test_no_compiler(gpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 def test_no_triton(gpu: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Where it is installed, it cannot be imported any more."""
     gpu.setitem(sys.modules, "triton", None)
-    for name in ("segment_kernels", "loss_kernel", "self_check"):
-        gpu.delitem(sys.modules, f"model.gpu.{name}", raising=False)
-        gpu.delattr(model.gpu, name, raising=False)
+    for name in ("triton_attention", "triton_loss", "triton_check"):
+        gpu.delitem(sys.modules, f"model.fast.{name}", raising=False)
+        gpu.delattr(model.fast, name, raising=False)
     assert_impossible("Triton is not installed or does not work", capsys)
 
 

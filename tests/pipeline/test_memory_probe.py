@@ -22,7 +22,7 @@ from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.translation_module import TranslationModule
+from model.training_module import TranslationModule
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.memory import MemoryLimit, host_memory_limit, private_memory

@@ -74,11 +74,11 @@ def test_iterations_are_those_of_the_kernels(tokens: int, length: int, is_causal
 
 
 def test_tiles_are_those_of_the_kernels() -> None:
-    from model.gpu import segment_kernels
+    from model.fast import triton_attention
 
     forward, queries, keys = (
-        segment_kernels.tiles(kernel, 64, 64, torch.bfloat16)
-        for kernel in (segment_kernels._forward, segment_kernels._backward_queries, segment_kernels._backward_keys)
+        triton_attention.tiles(kernel, 64, 64, torch.bfloat16)
+        for kernel in (triton_attention._forward, triton_attention._backward_queries, triton_attention._backward_keys)
     )
     assert (forward["QUERIES"], forward["KEYS"]) == (roofline.QUERIES_PER_TILE, roofline.KEYS_FORWARD)
     assert (queries["QUERIES"], queries["KEYS"]) == (roofline.QUERIES_PER_TILE, roofline.KEYS_BACKWARD)

@@ -171,7 +171,7 @@ PRODUCTS = """
 import ctypes, sys
 from pathlib import Path
 import torch
-from model.cpu.packed_linear import PackedLinear
+from model.fast.packed_linear import PackedLinear
 from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.translator import load_translator
 

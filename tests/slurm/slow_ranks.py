@@ -59,7 +59,7 @@ if __name__ == "__main__":
             time.sleep(0.1)
         graceful_stop.MARGIN_SECONDS = 2  # ranks on CPUs would wait half a minute longer
         start.LOCK_PATIENCE_SECONDS = int(os.environ.get("LOCK_PATIENCE", start.LOCK_PATIENCE_SECONDS))
-        from model.translation_module import TranslationModule
+        from model.training_module import TranslationModule
         from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 
         for owner, name, moment in (

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model.loss
-from model.gpu import segment_kernels
+from model.fast import triton_attention
 from model.loss import label_smoothed_loss
-from model.segment_attention import cross_attention, packed_segments, self_attention
+from model.packed_attention import cross_attention, packed_segments, self_attention
 from pipeline.profiling.stopwatch import PeakMemory
 from tests.gpu.harvest.batches import STEP_TOKENS, Shares
 from tests.gpu.harvest.job import Job, per_second
@@ -108,13 +108,13 @@ def _packed(
     flops = 4 * width * float((queries * keys).sum())
     with pytest.MonkeyPatch.context() as patch:
         if tiles is not None:
-            patch.setattr(segment_kernels, "tiles", lambda kernel, *_: _tile(kernel, *tiles))
+            patch.setattr(triton_attention, "tiles", lambda kernel, *_: _tile(kernel, *tiles))
         times = _times(job, lambda: attention(*tensors, segments, heads, HEAD_SIZE), tensors, flops)
     return {"sentences": len(source), **times}
 
 
 def _tile(kernel: Any, own: int, others: int, warps: int) -> dict[str, int]:
-    queries, keys = (others, own) if kernel is segment_kernels._backward_keys else (own, others)
+    queries, keys = (others, own) if kernel is triton_attention._backward_keys else (own, others)
     return {"QUERIES": queries, "KEYS": keys, "num_warps": warps, "num_stages": 2}
 
 

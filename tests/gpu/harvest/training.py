@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.translation_module import StepOptions, TranslationModule
+from model.training_module import StepOptions, TranslationModule
 from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.flops import training_flops
 from pipeline.profiling.stopwatch import Stopwatch

@@ -17,7 +17,7 @@ from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.translation_module import TranslationModule
+from model.training_module import TranslationModule
 from pipeline.checkpointing.run_folder import METRICS
 from pipeline.monitoring import training_monitor
 from pipeline.monitoring.run_log import RunLog

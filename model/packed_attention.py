@@ -3,7 +3,7 @@
 Shapes: R rows of queries and M rows of keys, H heads, K d_k, V d_v. A row is a token.
 
 There are two layouts. Sentences end to end, as `Segments.offsets` describe them, go to Triton kernels
-(`model/gpu/segment_kernels.py`) or to PyTorch's variable-length flash attention, on a GPU. In blocks, as
+(`model/fast/triton_attention.py`) or to PyTorch's variable-length flash attention, on a GPU. In blocks, as
 `Segments.biases` describe them, no sentence crosses the border of a block, and a block of the target holds the
 sentences of the same block of the source. Attention is then a product of whole blocks in which a bias hides other
 sentences. On a CPU this is faster than products of single sentences, although most of a block is hidden: products,
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data_module.batching.batch import PackedBatch
-from model.cpu.dropout import LEVELS, dropout_factors
+from model.fast.dropout import LEVELS, dropout_factors
 from model.settings import NetworkSettings
 
 KEPT_WIDTH = 256
@@ -40,7 +40,7 @@ class Segments(NamedTuple):
     """Maximum number of rows of a segment."""
     is_causal: bool
     triton: list[Tensor]
-    """The argument `segments` of `segment_kernels.segment_attention`; empty if another way is chosen."""
+    """The argument `segments` of `triton_attention.segment_attention`; empty if another way is chosen."""
     biases: list[Tensor]
     """Of each width W of blocks, [blocks * W, W]: 0 where attention is allowed and -inf elsewhere. The blocks follow
     one another in the rows. Empty if sentences lie end to end.
@@ -136,7 +136,7 @@ def _attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_k: in
         return block_attention(query, key_value, segments.biases, state, num_heads, d_k)[0]
     if segments.triton:
         # A machine without a GPU may not have Triton.
-        from model.gpu.segment_kernels import segment_attention
+        from model.fast.triton_attention import segment_attention
 
         return segment_attention(inputs, segments.triton, state, num_heads, d_k, segments.is_causal)[0]
     if dropout:
@@ -379,7 +379,7 @@ def _kept_weights(weights: Tensor, num_blocks: int, dropout: Tensor, first_row: 
     """Return factors [blocks * H, W, W] on weights: 0 where they are dropped, and 1 / (1 - probability) elsewhere.
 
     They are a function of the draws, of a block's first row and of the place within the block, whatever blocks are
-    computed together. The probability is rounded to a multiple of 1 / 32,768, as in `model.cpu.dropout`.
+    computed together. The probability is rounded to a multiple of 1 / 32,768, as in `model.fast.dropout`.
     """
     # SplitMix64 of a counter. An int64 has four numbers of 16 bits.
     size, width = weights.numel() // num_blocks, weights.size(-1)

@@ -15,14 +15,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
-from model.compilation import CompiledForward
-from model.cpu.compiled_loss import CompiledLoss
 from model.decoding import BeamSearch
-from model.gpu.cast_weights import CastWeights
+from model.fast.cast_weights import CastWeights
+from model.fast.compilation import CompiledForward
+from model.fast.compiled_loss import CompiledLoss
 from model.loss import LossSums, label_smoothed_loss
 from model.loss_scaler import LossScaler
 from model.optimization import build_optimizer, build_schedule, prepare_step
-from model.segment_attention import packed_segments
+from model.packed_attention import packed_segments
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.torch_private import default_generator, total_norm
 from model.transformer import Transformer

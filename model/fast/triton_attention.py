@@ -229,7 +229,7 @@ def segment_attention(
             [M, H * (K + V)]. Float32, float16 or bfloat16.
         segments: int32 tensors. The segment of each query [R] and of each key [M], from 0, or a number out of range at
             dead rows; the offsets of queries and of keys [S + 1]: segment i has the rows from entry i to entry i + 1.
-        dropout: see `model.segment_attention.dropout_state`; None for no dropout.
+        dropout: see `model.packed_attention.dropout_state`; None for no dropout.
         num_heads: H.
         d_k: K.
         is_causal: row t attends to rows 0 to t of its segment only. Queries and keys have the same segments then.

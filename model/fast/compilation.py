@@ -7,7 +7,7 @@ blocks of each width, and there is at most one graph for each set of widths.
 import torch
 from torch import Tensor
 
-from model.segment_attention import Segments
+from model.packed_attention import Segments
 from model.torch_private import allow_graphs, mark_dynamic
 from model.transformer import Transformer
 

@@ -1,4 +1,4 @@
-"""Greedy and beam search on a CPU by one compiled program, `cpu/search.cpp`, in place of PyTorch's operators.
+"""Greedy and beam search on a CPU by one compiled program, `search.cpp`, in place of PyTorch's operators.
 
 The search, its arguments and its results are those of `decoding.BeamSearch`, to rounding. A sentence's answers do not
 depend on the other sentences at all. Only the caller knows where a compiled program may come from: see
@@ -18,7 +18,7 @@ from model.decoding import BeamArguments, BeamResult, GreedyResult, check_search
 from model.layers import DecoderLayer, EncoderLayer
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 
-SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("search.cpp", "vectors.h"))
+SOURCES = tuple(Path(__file__).parent / name for name in ("search.cpp", "vectors.h"))
 """The program and its header."""
 MAX_TOKENS = 1024
 """Source tokens that a thread decodes at the same time; with more, less stays in its cache."""

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import opcheck
 
-import model.segment_attention
+import model.packed_attention
 from data_module.batching.batch import NO_SENTENCE
-from model.segment_attention import (
+from model.packed_attention import (
     KEPT_WIDTH,
     block_attention,
     block_attention_backward,
@@ -113,7 +113,7 @@ def test_equals_attention_of_one_sentence_at_a_time(
     """With gradients; all blocks of a width at once, and in chunks of one or two of the narrowest blocks."""
     if chunk_blocks is not None:
         scores = chunk_blocks * HEADS * blocks[0][1] ** 2
-        monkeypatch.setattr(model.segment_attention, "_CHUNK_SCORES", scores // torch.get_num_threads())
+        monkeypatch.setattr(model.packed_attention, "_CHUNK_SCORES", scores // torch.get_num_threads())
     rows = make_rows(blocks, same_keys=kind != "cross")
     tensors = inputs(rows, kind)
     query, key_value = tensors if kind == "cross" else (tensors[0], None)
@@ -158,7 +158,7 @@ def test_dropout(kind: str, chunk_blocks: int | None, monkeypatch: pytest.Monkey
     rows, state = make_rows(LAYOUTS["kept and not"], same_keys=kind != "cross"), torch.tensor([3 << 30, 5, 2**31 - 1])
     kept = kept_weights(rows, 0.75, state)
     if chunk_blocks is not None:
-        monkeypatch.setattr(model.segment_attention, "_CHUNK_SCORES", HEADS * 64**2 // torch.get_num_threads())
+        monkeypatch.setattr(model.packed_attention, "_CHUNK_SCORES", HEADS * 64**2 // torch.get_num_threads())
     tensors = inputs(rows, kind)
     query, key_value = tensors if kind == "cross" else (tensors[0], None)
     result, _ = block_attention(query, key_value, rows.biases(kind == "causal"), state, HEADS, D_K)

@@ -40,7 +40,7 @@ def _attention(
     dtype: torch.dtype, device: str, heads: tuple[int, int, int], *, is_cross: bool, is_causal: bool
 ) -> float:
     """Return the largest error of results and gradients, as a share of the largest value."""
-    from model.gpu.segment_kernels import segment_attention
+    from model.fast.triton_attention import segment_attention
 
     num_heads, d_k, d_v = heads
     query_lengths = [query for query, _ in _LENGTHS]
@@ -77,7 +77,7 @@ def _attention(
 
 
 def _loss(dtype: torch.dtype, device: str) -> float:
-    from model.gpu.loss_kernel import over_classes
+    from model.fast.triton_loss import over_classes
 
     logits = 3.0 * _random(40, 9000, dtype=dtype, device=device)
     targets, epsilon = torch.arange(40).unsqueeze(1), 0.1
@@ -90,7 +90,7 @@ def _loss(dtype: torch.dtype, device: str) -> float:
 
 
 def _loss_of_pairs(dtype: torch.dtype, device: str) -> float:
-    from model.gpu.loss_kernel import over_class_pairs
+    from model.fast.triton_loss import over_class_pairs
 
     logits = 3.0 * _random(40, 9000, dtype=dtype, device=device)
     targets, epsilon, alpha = torch.arange(20).repeat_interleave(2).unsqueeze(1), 0.1, 2.0

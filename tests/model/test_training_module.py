@@ -23,8 +23,8 @@ from model.decoding import BeamSearch
 from model.loss import label_smoothed_loss
 from model.optimization import OPTIMIZERS, SCHEDULES
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.training_module import StepOptions, TranslationModule
 from model.transformer import Transformer
-from model.translation_module import StepOptions, TranslationModule
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, packed, padded
 
 pytestmark = [
