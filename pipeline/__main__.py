@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, NoReturn
 from data_module.errors import PROGRAM, InputError
 from data_module.files import disk_full_error
 from pipeline.compat.torchmetrics import leave_out_pyplot
-from pipeline.runtime.errors import RendezvousError, user_message
-from pipeline.runtime.slurm import report_mistake_to_script
-from pipeline.runtime.utf8 import use_utf8
+from pipeline.runtime.console import RendezvousError, use_utf8, user_message
+from pipeline.runtime.launch import report_mistake_to_script
 
 
 class Command(NamedTuple):

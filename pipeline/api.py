@@ -26,8 +26,7 @@ from pipeline.inference.search_options import SearchOptions
 from pipeline.inference.text_io import SPACE_MARK_MESSAGE, progress_bar
 from pipeline.inference.translator import EMPTY, Hypothesis, Translator, load_translator
 from pipeline.runtime import signals
-from pipeline.runtime.console import lightning_noise_restored
-from pipeline.runtime.errors import user_message
+from pipeline.runtime.console import lightning_noise_restored, user_message
 
 if TYPE_CHECKING:
     from PIL.Image import Image

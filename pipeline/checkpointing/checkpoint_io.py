@@ -14,8 +14,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from pipeline.checkpointing.checkpoint import write_atomic
-from pipeline.runtime.console import say
-from pipeline.runtime.errors import user_message
+from pipeline.runtime.console import say, user_message
 from pipeline.runtime.memory import can_measure_peak, host_memory_limit, private_memory
 
 _ALIGNMENT = 64

@@ -27,9 +27,8 @@ from data_module.files import (
 )
 from model.settings import DECAY_TO_LAST_STEP, changed_keys
 from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.runtime.launch import JobStep, versions
 from pipeline.runtime.signals import Stopped, raise_if_stopped
-from pipeline.runtime.slurm import JobStep
-from pipeline.runtime.versions import versions
 
 EVENTS, METRICS, STARTS, SUMMARY = "tensorboard", "metrics.jsonl", "starts.jsonl", "summary.json"
 """TensorBoard's folder; the logged scalars, the starts of the run, and its final scores as JSON."""

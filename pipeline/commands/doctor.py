@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print the results; of several ranks, only the first one prints."""
-    from pipeline.runtime.slurm import report_mistake_to_script
+    from pipeline.runtime.launch import report_mistake_to_script
 
     if code := run_checks(arguments.config, arguments.overrides, arguments.fresh, arguments.init_from):
         report_mistake_to_script()

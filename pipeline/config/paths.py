@@ -7,7 +7,7 @@ from pathlib import Path
 from data_module.errors import InputError
 from pipeline.config.arguments import add_recipe_arguments
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.runtime.utf8 import use_utf8
+from pipeline.runtime.console import use_utf8
 
 
 def recipe_paths(recipe: Recipe) -> tuple[Path, Path, Path]:

@@ -9,7 +9,7 @@ from data_module.errors import InputError
 from data_module.file_format import FORMAT_VERSION, check_format
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.inference.prefixes import Prefixes
-from pipeline.runtime.versions import versions
+from pipeline.runtime.launch import versions
 
 START_OVER = "export it again"
 """What to do with a bundle that this version cannot read."""

@@ -19,7 +19,7 @@ from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.starts import first_submission
 from pipeline.monitoring.tables import code_block, key_value_table, table
 from pipeline.monitoring.training_monitor import TrainingMonitor
-from pipeline.runtime.versions import versions
+from pipeline.runtime.launch import versions
 
 COMPARED_METRICS = (
     "validation/best_bleu",

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.checkpointing.run_folder import STARTS
 from pipeline.monitoring.run_log import RunLog
-from pipeline.runtime.slurm import JobStep, node_name
+from pipeline.runtime.launch import JobStep, node_name
 
 
 def record_start(log: RunLog, job: JobStep | None) -> list[dict[str, Any]]:

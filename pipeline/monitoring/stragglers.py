@@ -4,7 +4,7 @@ import statistics
 
 import torch.distributed as dist
 
-from pipeline.runtime.slurm import node_name
+from pipeline.runtime.launch import node_name
 
 SLOW = 1.2
 """A rank is slow if its own part of a step takes this many times as long as that of the median rank."""

@@ -22,9 +22,9 @@ from data_module.errors import InputError
 from data_module.files import FileLock, existing_parent
 from pipeline.config.recipe import Recipe
 from pipeline.preflight.check_result import CheckResult
-from pipeline.runtime.errors import RendezvousError
+from pipeline.runtime.console import RendezvousError
+from pipeline.runtime.launch import JobStep, known_nodes, main_address, main_port, node_name, report_mistake_to_script
 from pipeline.runtime.rendezvous import Rendezvous
-from pipeline.runtime.slurm import JobStep, known_nodes, main_address, main_port, node_name, report_mistake_to_script
 
 WAIT = timedelta(seconds=20)
 MAX_CLOCK_DIFFERENCE_SECONDS = 2.0

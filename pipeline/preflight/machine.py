@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeline.preflight.check_result import CheckResult
 
 if TYPE_CHECKING:
-    from pipeline.runtime.slurm import JobStep
+    from pipeline.runtime.launch import JobStep
 
 
 def check_machine(job: "JobStep | None" = None) -> Iterator[CheckResult]:
@@ -71,7 +71,7 @@ def check_gpus_per_task(job: "JobStep", visible: int, allocated: str | None) -> 
 
 def check_min_nodes(job: "JobStep | None") -> Iterator[CheckResult]:
     """Check the number of nodes that the job script needs to go on after a failure."""
-    from pipeline.runtime.slurm import min_nodes_mistake
+    from pipeline.runtime.launch import min_nodes_mistake
 
     if job is not None and (mistake := min_nodes_mistake(job)):
         yield CheckResult(False, mistake)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from data_module.corpus.checks import SourceCheck
     from data_module.settings import CorpusSettings, TextSource
     from pipeline.config.recipe import Recipe
-    from pipeline.runtime.slurm import JobStep
+    from pipeline.runtime.launch import JobStep
 
 
 def load_context(

@@ -12,7 +12,7 @@ from pipeline.training.checks import CheckContext
 
 if TYPE_CHECKING:
     from pipeline.preflight.distributed import RankGroup
-    from pipeline.runtime.slurm import JobStep
+    from pipeline.runtime.launch import JobStep
 
 
 Load = Callable[["JobStep | None"], tuple[CheckContext | None, CheckResult]]
@@ -21,7 +21,7 @@ Load = Callable[["JobStep | None"], tuple[CheckContext | None, CheckResult]]
 
 def run_checks(configs: list[Path], overrides: list[str], reset: bool, init_from: Path | None) -> int:
     """Run all checks of what `fit` would do with these arguments, and return the exit code."""
-    from pipeline.runtime.slurm import current_step, mistakes
+    from pipeline.runtime.launch import current_step, mistakes
 
     load = partial(load_context, configs, overrides, reset, init_from)
     launch_mistakes = [CheckResult(False, mistake) for mistake in mistakes()]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from data_module.files import FileLock, atomic_file
-from pipeline.runtime.private_folder import compiled_code_folder
+from pipeline.runtime.console import say
 
 Loaded = TypeVar("Loaded")
 
@@ -159,3 +159,47 @@ def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:
     for target, data in ((path, contents), (_checksum_path(path), hashlib.sha256(contents).hexdigest().encode())):
         with atomic_file(target) as file:
             file.write(data)
+
+
+def compiled_code_folder() -> Path:
+    """Return `attention-pipeline/compiled` in XDG_CACHE_HOME, or else in ~/.cache, and create it if necessary.
+
+    If other users could put code into it or it cannot be written, a folder of this machine replaces it, which is
+    reported.
+
+    Raises:
+        OSError: that folder is not safe either.
+    """
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "attention-pipeline", "compiled")
+    try:
+        return _private(kept)
+    except (OSError, RuntimeError) as error:
+        temporary = Path(tempfile.gettempdir(), f"attention-pipeline-{os.geteuid()}")
+        try:
+            folder = _private(temporary)
+        except OSError as other:
+            raise OSError(
+                f"compiled code cannot be kept in {kept} ({_reason(error)}), nor in {temporary} ({_reason(other)})"
+            ) from None
+        say(f"compiled code is kept in {temporary} instead of {kept}: {_reason(error)}")
+        return folder
+
+
+def _private(path: Path) -> Path:
+    """Create a folder, unless it exists, and return its path without links.
+
+    Raises OSError if it cannot be written, or if another user could put code into it, and RuntimeError without a home.
+    """
+    folder = path.expanduser().resolve()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError("it belongs to another user")
+    if found.st_mode & 0o022:
+        raise PermissionError("other users can write to it")
+    tempfile.TemporaryFile(dir=folder).close()
+    return folder
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,13 +1,20 @@
-"""Messages on standard error, and which warnings of libraries are not shown."""
+"""What the program says: messages on standard error, mistakes in one line, hidden warnings, and UTF-8 streams."""
 
+import codecs
+import gzip
+import locale
 import logging
+import os
 import sys
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from tqdm import tqdm
 
+from data_module.errors import IN_CLONE, InputError
+from data_module.files import disk_full_error, exception_chain
 from pipeline.runtime.launch import process_rank
 
 _LIGHTNING_LOGGERS = (
@@ -17,6 +24,8 @@ _LIGHTNING_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
     "lightning.fabric.utilities.distributed",
 )
+
+_UTF8_MODE = "PYTHONUTF8"
 
 
 def quiet_lightning() -> None:
@@ -59,3 +68,44 @@ def print_above_bars(message: str) -> None:
         tqdm.write(message, file=sys.stderr)
     else:  # tqdm would print every bar anew, also one that has not begun.
         print(message, file=sys.stderr, flush=True)
+
+
+class RendezvousError(Exception):
+    """Ranks could not connect to one another: one line, as for a mistake, but the same start may succeed later."""
+
+
+def user_message(error: Exception) -> str | None:
+    """Return the line to print for a user's mistake, unreadable input, a full disk or a missing package.
+
+    None for a bug in the program.
+    """
+    full = disk_full_error(error)
+    # A full disk causes further errors; the first message names the file.
+    lines = [str(e) for e in (exception_chain(error) if full else (error,)) if isinstance(e, InputError)]
+    if lines:
+        return lines[-1]
+    if full:
+        return f"{full.filename or 'the output'}: {full.strerror}; make room, then run the same command again"
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("data_module", "model", "pipeline")):
+        clone, wheel = "use .venv/bin/python, which make .venv/installed sets up", "install the wheel with its packages"
+        return f"{sys.executable} has no {error.name}; {clone if IN_CLONE else wheel}"
+    name = getattr(error, "filename", None)
+    if isinstance(error, OSError) and name:
+        return f"{name}: {error.strerror or error}; check that path, or give another"
+    if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
+        return f"{name or 'the input'}: {error}; copy it again"
+    return None
+
+
+def use_utf8() -> None:
+    """Start this process anew in Python's UTF-8 mode if the locale or PYTHONIOENCODING is of another encoding.
+
+    Python reads both only when it starts. The processes that this one starts inherit the mode. A file name that is not
+    UTF-8 is printed with the bytes that it has.
+    """
+    streams = [stream for stream in (sys.stdin, sys.stdout, sys.stderr) if stream is not None]
+    names = [sys.getfilesystemencoding(), locale.getpreferredencoding(False), *(stream.encoding for stream in streams)]
+    if all(codecs.lookup(name).name == "utf-8" for name in names) or os.environ.get(_UTF8_MODE) == "1":
+        return
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, _UTF8_MODE: "1"})

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from pipeline.runtime.console import say
-from pipeline.runtime.slurm import JobStep
+from pipeline.runtime.launch import JobStep
 
 _BINDING = "request GPUs by --gpus-per-node, not by --gpus-per-task or --gpu-bind: each task has to see all of its node"
 

@@ -1,8 +1,219 @@
-"""How this process was launched: its rank, and whether its exit code is the job's."""
+"""How this process was launched: its rank, its place in a SLURM job, and the versions that it runs.
+
+All of it is read from the environment, without torch or Lightning. The numbers of nodes and tasks come from the job
+only, so that a recipe runs on any number of them.
+"""
 
 import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
-from pipeline.runtime.slurm import is_task
+from data_module.errors import InputError
+
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""Step numbers from here on are SLURM's own: the batch script and the shell of salloc."""
+
+MISTAKE_FILE = "MISTAKE_FILE"
+"""Environment variable: a file that tells the job script about a user's mistake.
+
+The exit code of srun does not: it is that of the ranks that srun killed.
+"""
+
+FAILURES_FILE = "FAILURES_FILE"
+"""Environment variable: a file in which the job script counts failures before training starts."""
+
+RESTARTS_IN_JOB = "RESTARTS_IN_JOB"
+"""Environment variable: how often the job script has started the step again since SLURM last started the job."""
+
+MIN_NODES = "MIN_NODES"
+"""Environment variable: with fewer nodes than this, the job script requeues a job that has failed; empty: all nodes."""
+
+
+@dataclass(frozen=True)
+class JobStep:
+    """The job step that this process is a task of."""
+
+    job: str
+    rank: int
+    local_rank: int
+    """Index among the tasks of the node."""
+    num_tasks: int
+    num_nodes: int
+    tasks_per_node: int
+    restarts: int
+    """How often the job has started again: requeued by SLURM, or inside the job by its script."""
+    node: int = 0
+    """Index of the node among those of the step."""
+
+
+def mistakes(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return what is wrong with how this process was started inside a job, each with what to do."""
+    if not _in_job(environment) or int(environment.get("SLURM_NTASKS", 1)) == 1:
+        return []
+    tasks = environment["SLURM_NTASKS"]
+    if _in_terminal(environment):
+        return [
+            f"the step has {tasks} tasks, and only this one runs in the terminal of srun --pty; start ranks with"
+            " srun --overlap, or ask for one task"
+        ]
+    if not _in_step(environment):
+        return [f"the job has {tasks} tasks and this process was not started by srun; start it with srun"]
+    counts = _tasks_by_node(environment)
+    if len(set(counts)) > 1:
+        return [f"the step has {counts} tasks on its nodes; give every node the same number with --ntasks-per-node"]
+    return []
+
+
+def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
+    """Return the step that srun started this process in; None outside a job and for a single process.
+
+    Such a process was started without srun, or in the terminal of `srun --pty`.
+
+    Raises InputError for what `mistakes` finds.
+    """
+    if found := mistakes(environment):
+        raise InputError(found[0])
+    if not is_task(environment):
+        return None
+    counts = _tasks_by_node(environment)
+    return JobStep(
+        job=environment["SLURM_JOB_ID"],
+        rank=int(environment["SLURM_PROCID"]),
+        local_rank=int(environment["SLURM_LOCALID"]),
+        num_tasks=sum(counts),
+        num_nodes=len(counts),
+        tasks_per_node=counts[0],
+        restarts=int(environment.get("SLURM_RESTART_COUNT", 0)) + int(environment.get(RESTARTS_IN_JOB, 0)),
+        node=int(environment.get("SLURM_NODEID", 0)),
+    )
+
+
+def main_address(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name or address of the node on which rank 0 listens: MASTER_ADDR, else the first node of the step.
+
+    Raises InputError as `step_nodes` does.
+    """
+    return environment.get("MASTER_ADDR") or step_nodes(environment)[0]
+
+
+def step_nodes(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of the step's nodes.
+
+    Raises InputError if SLURM does not tell them.
+    """
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    names, reason = nodes.split(","), "it is empty"
+    if "[" in nodes:  # a short form, such as rack[1-2]n[01-02]
+        command = ["scontrol", "show", "hostnames", nodes]
+        try:
+            done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, env=dict(environment))
+            names, reason = done.stdout.split(), " ".join(done.stderr.split()) or "it prints no name"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            names, reason = [], str(error)
+    if not names or not names[0]:
+        raise InputError(
+            f"SLURM_STEP_NODELIST {nodes}: `scontrol show hostnames` does not name the step's first node ({reason});"
+            " export MASTER_ADDR=its name or address"
+        )
+    return names
+
+
+def known_nodes(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of the step's nodes; none if SLURM does not tell them."""
+    try:
+        return step_nodes(environment)
+    except InputError:
+        return []
+
+
+def main_port(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the port on which rank 0 listens: MASTER_PORT, else one that follows from the job's number.
+
+    Raises InputError if MASTER_PORT is no port.
+    """
+    port = environment.get("MASTER_PORT") or str(15_000 + int(environment["SLURM_JOB_ID"][-4:]))
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InputError(f"MASTER_PORT '{port}' is not a port; export a number up to 65535, or unset it")
+    return int(port)
+
+
+def min_nodes_mistake(job: JobStep, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return what is wrong with MIN_NODES and what to do; None if nothing is."""
+    value = environment.get(MIN_NODES, "")
+    if not value:
+        return None
+    way_out = f"set it to a number from 1 to {job.num_nodes} or leave it empty, in slurm/train.sbatch"
+    if re.fullmatch(r"[1-9]\d*", value) is None:
+        return f"MIN_NODES '{value}' is not a number of nodes; {way_out}"
+    if int(value) > job.num_nodes and not job.restarts:  # A requeued job can have fewer nodes.
+        return f"MIN_NODES is {value} and the job has {job.num_nodes} nodes; {way_out}, or request more nodes"
+    return None
+
+
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """Return this node's name in SLURM, or its host name."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def report_mistake_to_script(environment: Mapping[str, str] = os.environ) -> None:
+    """Create the file that tells the job script not to requeue the job."""
+    if name := environment.get(MISTAKE_FILE):
+        Path(name).touch()
+
+
+def clear_failure_count(environment: Mapping[str, str] = os.environ) -> None:
+    """Remove the job script's count of failures: training starts, and counts starts in the run folder."""
+    if name := environment.get(FAILURES_FILE):
+        Path(name).unlink(missing_ok=True)
+
+
+def is_task(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether srun started this process as a task of a step, not in the terminal of `srun --pty`."""
+    return _in_step(environment) and not _in_terminal(environment)
+
+
+def _in_job(environment: Mapping[str, str]) -> bool:
+    # torchrun assigns ranks itself, inside a job as well.
+    return "SLURM_JOB_ID" in environment and "TORCHELASTIC_RUN_ID" not in environment
+
+
+def _in_step(environment: Mapping[str, str]) -> bool:
+    step = environment.get("SLURM_STEP_ID", "")
+    return _in_job(environment) and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _in_terminal(environment: Mapping[str, str]) -> bool:
+    """Return whether this process's task has the terminal of `srun --pty`.
+
+    A step that is started from there inherits the variable, but no task of it has a terminal.
+    """
+    if not _in_step(environment) or "SLURM_PTY_PORT" not in environment:
+        return False
+    for process in (environment.get("SLURM_TASK_PID", "self"), "self"):  # In a container, the task may be unknown.
+        with suppress(OSError):
+            after_name = Path("/proc", process, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            return after_name[4] != "0"  # the number of the terminal
+    return False
+
+
+def _tasks_by_node(environment: Mapping[str, str]) -> list[int]:
+    """Return the tasks of each node; SLURM's short form 2(x3),1 means [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1")).split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise InputError(f"SLURM_STEP_TASKS_PER_NODE '{part}' is not understood; start the step with srun")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
 
 
 def process_rank() -> int:
@@ -30,3 +241,19 @@ def reports_exit_code(rank: int) -> bool:
     """
     launched_by_lightning = "LOCAL_RANK" in os.environ and "RANK" not in os.environ and not is_task()
     return rank == 0 or not launched_by_lightning
+
+
+def versions() -> dict[str, Any]:
+    """Return the revision of the code, the versions of Python and the main packages, and the host name."""
+    packages = ("torch", "lightning", "sentencepiece", "sacrebleu", "numpy")
+    here = Path(__file__).resolve().parent
+    revision = None
+    if shutil.which("git"):
+        describe = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+        revision = subprocess.run(describe, capture_output=True, encoding="utf-8", check=False).stdout.strip() or None
+    return {
+        "revision": revision,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        **{name: version(name) for name in packages},
+    }

@@ -10,10 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pipeline.runtime.console import print_above_bars
-from pipeline.runtime.errors import RendezvousError
-from pipeline.runtime.launch import local_rank
-from pipeline.runtime.slurm import node_name
+from pipeline.runtime.console import RendezvousError, print_above_bars
+from pipeline.runtime.launch import local_rank, node_name
 
 NOTICE_SECONDS = 30.0
 """After this time, a rank says for whom it waits."""

@@ -12,7 +12,7 @@ from model.settings import DECAY_TO_LAST_STEP
 
 if TYPE_CHECKING:
     from pipeline.config.recipe import Recipe
-    from pipeline.runtime.slurm import JobStep
+    from pipeline.runtime.launch import JobStep
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_module.worker_processes import signals_blocked
-from pipeline.runtime.private_folder import compiled_code_folder
+from pipeline.runtime.compiled_code import compiled_code_folder
 
 
 def should_compile(requested: bool | None, accelerator: Any) -> bool:

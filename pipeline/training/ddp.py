@@ -9,9 +9,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from pipeline.compat.lightning import SingleStreamDDP
-from pipeline.runtime.errors import RendezvousError
+from pipeline.runtime.console import RendezvousError
+from pipeline.runtime.launch import JobStep, known_nodes, main_address, main_port, node_name
 from pipeline.runtime.rendezvous import Rendezvous, reason_of
-from pipeline.runtime.slurm import JobStep, known_nodes, main_address, main_port, node_name
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pipeline.compat.pytorch import default_store
-from pipeline.runtime.slurm import node_name
+from pipeline.runtime.launch import node_name
 
 ANSWER_SECONDS = 3.0
 """How long a rank waits for the others to report that they have failed too."""

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from data_module.errors import SCRIPTS
 from pipeline.runtime.console import quiet_lightning, say
-from pipeline.runtime.launch import process_rank
-from pipeline.runtime.slurm import current_step
+from pipeline.runtime.launch import current_step, process_rank
 from pipeline.training.start import Start, open_start, should_reset
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from pipeline.checkpointing.callback import CheckpointCallback, validation_is_du
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
 from pipeline.compat.lightning import run_validation
 from pipeline.runtime import signals
+from pipeline.runtime.launch import clear_failure_count
 from pipeline.runtime.signals import Stopped
-from pipeline.runtime.slurm import clear_failure_count
 from pipeline.training.failure_report import FailureReport
 
 MARGIN_SECONDS = 30

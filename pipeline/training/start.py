@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
-from pipeline.runtime.launch import process_rank
-from pipeline.runtime.slurm import JobStep
+from pipeline.runtime.launch import JobStep, process_rank
 
 if TYPE_CHECKING:
     from data_module.tokenization.tokenizer import Tokenizer

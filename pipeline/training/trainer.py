@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pipeline.runtime.devices import allow_tf32, best_precision, missing_gpu, precision_plugin
-from pipeline.runtime.slurm import JobStep
+from pipeline.runtime.launch import JobStep
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -15,7 +15,7 @@ from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
 from pipeline.preflight.recipe import check_recipe
 from pipeline.runtime.console import quiet_lightning
-from pipeline.runtime.slurm import JobStep
+from pipeline.runtime.launch import JobStep
 from pipeline.training.checks import CheckContext
 from tests.conftest import pipeline, tiny_recipe
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runtime.slurm import node_name
+from pipeline.runtime.launch import node_name
 from tests.integration.runs import scalars, start
 from tests.integration.slow_rank import ALL_SECONDS, SLOW_SECONDS
 

@@ -24,7 +24,7 @@ from pipeline.preflight.distributed import RankGroup, check_ranks
 from pipeline.preflight.machine import check_gpus_per_task
 from pipeline.preflight.recipe import CheckContext, check_hardware_keys
 from pipeline.preflight.run_checks import agree_on_context
-from pipeline.runtime.slurm import JobStep
+from pipeline.runtime.launch import JobStep
 from pipeline.training.checks import check_trainer
 from tests.conftest import ROOT
 
@@ -36,7 +36,7 @@ import time
 from datetime import timedelta
 import torch.distributed as dist
 from pipeline.preflight.distributed import RankGroup, _check_all_reduce
-from pipeline.runtime.slurm import JobStep
+from pipeline.runtime.launch import JobStep
 
 ranks = RankGroup(JobStep(job="7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_node=1, restarts=0))
 ranks.store = dist.TCPStore("127.0.0.1", 0, is_master=True)

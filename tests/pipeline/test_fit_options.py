@@ -16,7 +16,7 @@ from pipeline.config.trainer_keys import max_seconds, validate_trainer_keys
 from pipeline.preflight.machine import check_machine
 from pipeline.preflight.recipe import check_recipe, load_context
 from pipeline.runtime.devices import best_precision, precision_plugin
-from pipeline.runtime.slurm import JobStep
+from pipeline.runtime.launch import JobStep
 from pipeline.training.compilation import should_compile
 from pipeline.training.fit import fit
 from pipeline.training.trainer import strategy, trainer_options

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeline.runtime import rendezvous
-from pipeline.runtime.errors import RendezvousError
+from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.rendezvous import Rendezvous
 from tests.conftest import pipeline
 

@@ -27,11 +27,9 @@ from pipeline.checkpointing.run_folder import (
     reset_marker,
 )
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.runtime import signals
-from pipeline.runtime import versions as versions_module
+from pipeline.runtime import launch, signals
+from pipeline.runtime.launch import JobStep, versions
 from pipeline.runtime.signals import Stopped
-from pipeline.runtime.slurm import JobStep
-from pipeline.runtime.versions import versions
 from tests.conftest import ROOT, another_user
 
 HOLD_LOCK = """
@@ -215,7 +213,7 @@ def test_the_revision_is_the_commit_of_the_code(tmp_path: Path, monkeypatch: pyt
         command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    monkeypatch.setattr(versions_module, "__file__", str(tmp_path / "pipeline" / "versions.py"))
+    monkeypatch.setattr(launch, "__file__", str(tmp_path / "pipeline" / "versions.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     (tmp_path / "pipeline").mkdir()
     assert versions()["revision"] is None

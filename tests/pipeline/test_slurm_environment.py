@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_module.errors import InputError
-from pipeline.runtime.slurm import (
+from pipeline.runtime.launch import (
     clear_failure_count,
     current_step,
     main_address,
