@@ -38,7 +38,6 @@ LAYERS = {
         "api",
         "commands",
         "benchmark",
-        "preflight",
         "training",
         "export",
         "monitoring",

@@ -4,10 +4,19 @@ Prints a line per check: `ok`, or `WRONG` with what is wrong and what to do. The
 """
 
 import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from data_module.errors import InputError
 from data_module.paths import user_path
 from pipeline.config.arguments import add_recipe_arguments
-from pipeline.preflight.run_checks import run_checks
+from pipeline.training.checks import CheckContext, CheckResult, check_machine, check_recipe
+
+if TYPE_CHECKING:
+    from pipeline.runtime.launch import JobStep
+    from pipeline.training.rank_checks import RankGroup
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,3 +38,116 @@ def run(arguments: argparse.Namespace) -> int:
     if code := run_checks(arguments.config, arguments.overrides, arguments.fresh, arguments.init_from):
         report_mistake_to_script()
     return code
+
+
+Load = Callable[["JobStep | None"], tuple[CheckContext | None, CheckResult]]
+"""`load_context` for a job step. Loading takes seconds, so ranks connect first and fail early if they cannot."""
+
+
+def run_checks(configs: list[Path], overrides: list[str], reset: bool, init_from: Path | None) -> int:
+    """Run all checks of what `fit` would do with these arguments, and return the exit code."""
+    from pipeline.runtime.launch import current_step, mistakes
+
+    load = partial(load_context, configs, overrides, reset, init_from)
+    launch_mistakes = [CheckResult(False, mistake) for mistake in mistakes()]
+    job = None if launch_mistakes else current_step()
+    if job is not None and job.num_tasks > 1:
+        return _run_on_all_ranks(job, load)
+    context, loaded = load(job)
+    results = [*launch_mistakes, *check_machine(job), loaded]
+    if context is not None:
+        results += check_recipe(context)
+    return print_results(results)
+
+
+def _run_on_all_ranks(job: "JobStep", load: Load) -> int:
+    from pipeline.training.rank_checks import WAIT, RankGroup, UnresponsiveRanksError
+
+    ranks = RankGroup(job)
+    ranks.exit_after(3 * WAIT)
+    if failures := ranks.connect():
+        return print_results(failures)
+    try:
+        return _check_and_gather(ranks, load)
+    except UnresponsiveRanksError as error:
+        return print_results([CheckResult(False, str(error), ranks.location)])
+
+
+def _check_and_gather(ranks: "RankGroup", load: Load) -> int:
+    """Run this rank's checks; rank 0 prints the results of all ranks."""
+    from pipeline.training.rank_checks import check_ranks
+
+    rank = ranks.job.rank
+    machine = [result for result in check_machine(ranks.job) if not result.ok or rank == 0]
+    results = [result._replace(where=ranks.location) for result in machine]
+    context, load_results = agree_on_context(ranks, *load(ranks.job))
+    results += load_results
+    if rank == 0 and context is not None:
+        results += check_recipe(context)
+    results += check_ranks(ranks, context.recipe if context else None)
+    everything = [CheckResult(*result) for theirs in ranks.all_gather(results) for result in theirs]
+    if rank > 0:
+        # srun kills all ranks when one exits with an error, and rank 0 holds the store: wait until it has printed.
+        ranks.wait_for("printed", [0])
+        ranks.store.set(f"left/{rank}", "")
+        return int(not all(result.ok for result in everything))
+    code = print_results(everything)
+    ranks.store.set("printed/0", "")
+    ranks.wait_for("left", list(range(1, ranks.job.num_tasks)))
+    return code
+
+
+def agree_on_context(
+    ranks: "RankGroup", context: CheckContext | None, loaded: CheckResult
+) -> tuple[CheckContext | None, list[CheckResult]]:
+    """Return the context if every rank has loaded the recipe, and the results that this rank has to report.
+
+    Ranks that run the checks of a recipe wait for one another, so either all of them run these checks or none.
+    """
+    everyones = [CheckResult(*one) for one in ranks.all_gather(loaded)]
+    results = []
+    if ranks.job.rank == 0:
+        results = [loaded]
+    elif everyones[0].ok and not loaded.ok:
+        results = [loaded._replace(where=ranks.location)]
+    return (context if all(one.ok for one in everyones) else None), results
+
+
+def load_context(
+    configs: list[Path], overrides: list[str], reset: bool, init_from: Path | None, job: "JobStep | None"
+) -> tuple[CheckContext | None, CheckResult]:
+    """Load the recipe; `configs` to `init_from` are the arguments of `fit`.
+
+    Returns:
+        The context for `check_recipe`, None without a valid recipe, and the result of loading it.
+    """
+    from pipeline.config.recipe import load_recipe
+    from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
+
+    if not configs:
+        if overrides:
+            hint = "give one with --config FILE"
+            return None, CheckResult(False, f"argument '{overrides[0]}' is unknown without a recipe; {hint}")
+        return None, CheckResult(True, "no recipe to check; give one with --config FILE")
+    try:
+        recipe = load_recipe(configs, overrides, trainer_signature())
+        with recipe.naming_places():
+            validate_trainer_keys(recipe.trainer)
+    except InputError as error:
+        return None, CheckResult(False, str(error))
+    return CheckContext(recipe, job, reset, init_from), CheckResult(True, f"recipe {recipe.name}")
+
+
+def print_results(results: list[CheckResult]) -> int:
+    """Print a line per result and return the exit code: 0, or 1 if a check failed.
+
+    Results that several ranks have in common are printed once, with all their nodes and ranks.
+    """
+    places: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        label = "WRONG" if not result.ok else "note " if result.is_warning else "ok   "
+        places.setdefault((label, result.message), []).append(result.where)
+    for (label, message), where in places.items():
+        ranks = "; ".join(dict.fromkeys(filter(None, where)))
+        print(f"{label} {message}" + (f" [{ranks}]" if ranks else ""), flush=True)
+    return 0 if all(result.ok for result in results) else 1

@@ -12,7 +12,7 @@ from data_module.errors import InputError
 from data_module.readers.pairs import all_available, open_reader, read_pairs
 from data_module.readers.reader import READERS, Reader, as_lines
 from data_module.settings import CorpusSettings, TextSource
-from pipeline.preflight.recipe import check_text
+from pipeline.training.checks import check_text
 from pipeline.training.corpus import ensure_corpus
 
 

@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader
 from data_module.corpus.builder import check_vocabulary_size
 from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
-from pipeline.preflight.recipe import check_recipe
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.launch import JobStep
-from pipeline.training.checks import CheckContext
+from pipeline.training.checks import CheckContext, check_recipe
 from tests.conftest import pipeline, tiny_recipe
 
 

@@ -17,15 +17,12 @@ import torch
 import torch.distributed as dist
 
 from data_module.errors import InputError
+from pipeline.commands.doctor import agree_on_context
 from pipeline.config.recipe import load_recipe
-from pipeline.preflight import distributed
-from pipeline.preflight.check_result import CheckResult
-from pipeline.preflight.distributed import RankGroup, check_ranks
-from pipeline.preflight.machine import check_gpus_per_task
-from pipeline.preflight.recipe import CheckContext, check_hardware_keys
-from pipeline.preflight.run_checks import agree_on_context
 from pipeline.runtime.launch import JobStep
-from pipeline.training.checks import check_trainer
+from pipeline.training import rank_checks
+from pipeline.training.checks import CheckContext, CheckResult, check_gpus_per_task, check_hardware_keys, check_trainer
+from pipeline.training.rank_checks import RankGroup, check_ranks
 from tests.conftest import ROOT
 
 FORK = multiprocessing.get_context("fork")
@@ -35,7 +32,7 @@ RANK = """
 import time
 from datetime import timedelta
 import torch.distributed as dist
-from pipeline.preflight.distributed import RankGroup, _check_all_reduce
+from pipeline.training.rank_checks import RankGroup, _check_all_reduce
 from pipeline.runtime.launch import JobStep
 
 ranks = RankGroup(JobStep(job="7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_node=1, restarts=0))
@@ -109,9 +106,9 @@ def test_what_differs_between_two_ranks(tmp_path: Path) -> None:
     """The clock, a package, a byte of the corpus and the run folder; the rank with the fault reports it."""
 
     def fault() -> None:
-        now, version = time.time, distributed.version
+        now, version = time.time, rank_checks.version
         time.time = lambda: now() + 60
-        distributed.version = lambda name: "0.1" if name == "numpy" else version(name)
+        rank_checks.version = lambda name: "0.1" if name == "numpy" else version(name)
 
     corpora, run = [tmp_path / "ours", tmp_path / "theirs"], tmp_path / "elsewhere" / "run"
     for corpus, last in zip(corpora, (b"a", b"b"), strict=True):

@@ -11,12 +11,12 @@ import torch
 import yaml
 
 from data_module.errors import InputError
+from pipeline.commands.doctor import load_context
 from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.config.trainer_keys import max_seconds, validate_trainer_keys
-from pipeline.preflight.machine import check_machine
-from pipeline.preflight.recipe import check_recipe, load_context
 from pipeline.runtime.devices import best_precision, precision_plugin
 from pipeline.runtime.launch import JobStep
+from pipeline.training.checks import check_machine, check_recipe
 from pipeline.training.compilation import should_compile
 from pipeline.training.fit import fit
 from pipeline.training.trainer import strategy, trainer_options

@@ -40,9 +40,9 @@ def all_gather(ranks, value):
     while True:  # SLURM continues a stopped process before it ends it
         os.kill(os.getpid(), signal.SIGSTOP)
 def wait():
-    while not hasattr(sys.modules.get("pipeline.preflight.distributed"), "check_ranks"):
+    while not hasattr(sys.modules.get("pipeline.training.rank_checks"), "check_ranks"):
         time.sleep(0.001)
-    module = sys.modules["pipeline.preflight.distributed"]
+    module = sys.modules["pipeline.training.rank_checks"]
     module.WAIT = timedelta(seconds=4)
     if os.environ["SLURM_PROCID"] == "1":
         module.RankGroup.all_gather = all_gather

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from data_module.errors import InputError
 from data_module.files import FileLock, existing_parent
 from pipeline.config.recipe import Recipe
-from pipeline.preflight.check_result import CheckResult
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.launch import JobStep, known_nodes, main_address, main_port, node_name, report_mistake_to_script
 from pipeline.runtime.rendezvous import Rendezvous
+from pipeline.training.checks import CheckResult
 
 WAIT = timedelta(seconds=20)
 MAX_CLOCK_DIFFERENCE_SECONDS = 2.0
