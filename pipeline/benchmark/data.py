@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.benchmark.report import rounded
     from pipeline.config.recipe import load_recipe
-    from pipeline.training.corpus import ensure_corpus
+    from pipeline.training.fit import ensure_corpus
 
     recipe = load_recipe(arguments.config, arguments.overrides)
     ensure_corpus(recipe.corpus)

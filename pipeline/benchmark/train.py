@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
     from pipeline.runtime.console import quiet_lightning
-    from pipeline.training.corpus import ensure_corpus
+    from pipeline.training.fit import ensure_corpus
 
     # PyTorch's profiler, which measures memory, writes to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.corpus.manifest import numbers, summary
     from data_module.corpus.preparation import prepare
     from pipeline.config.recipe import load_recipe
-    from pipeline.training.init_from import load_initial_weights
+    from pipeline.training.start import load_initial_weights
 
     recipe = load_recipe(arguments.config, arguments.overrides)
     with recipe.naming_places():

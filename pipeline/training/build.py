@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
@@ -35,7 +35,6 @@ from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.runtime import signals
 from pipeline.runtime.console import say
 from pipeline.training.compilation import should_compile, start_compiler
-from pipeline.training.early_stopping import ResumableEarlyStopping
 from pipeline.training.graceful_stop import GracefulStop
 from pipeline.training.kernels import choose_kernels, choose_loss
 from pipeline.training.memory_probe import MemoryProbe
@@ -64,6 +63,14 @@ class RunFolderSetup(Callback):
                 callback.starts = starts
             elif isinstance(callback, TrainingMonitor):
                 callback.submitted = first_submission(starts)
+
+
+class ResumableEarlyStopping(EarlyStopping):
+    """Lightning's EarlyStopping, with the recipe's patience also when the resumed run had another."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the callback's state, except for the patience."""
+        super().load_state_dict({**state_dict, "patience": self.patience})
 
 
 def special_ids(tokenizer: Tokenizer) -> SpecialIds:

@@ -111,8 +111,7 @@ def check_initial_state(context: CheckContext) -> str | None:
     """Check the run that would be resumed, or else the weights that a new run would start from."""
     from data_module.corpus.manifest import is_corpus, read_manifest
     from pipeline.checkpointing.run_folder import check_same_run, is_in_use, latest_valid
-    from pipeline.training.init_from import load_initial_weights
-    from pipeline.training.start import check_same_vocabulary, should_reset
+    from pipeline.training.start import check_same_vocabulary, load_initial_weights, should_reset
 
     recipe = context.recipe
     run, corpus = recipe.run_folder(), recipe.corpus_folder()

@@ -3,14 +3,17 @@
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_module.errors import SCRIPTS
+from pipeline.runtime import signals
 from pipeline.runtime.console import quiet_lightning, say
 from pipeline.runtime.launch import current_step, process_rank
 from pipeline.training.start import Start, open_start, should_reset
 
 if TYPE_CHECKING:
+    from data_module.settings import CorpusSettings
+    from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.config.recipe import Recipe
 
 
@@ -42,8 +45,7 @@ def _fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
     from pipeline.checkpointing.run_folder import inherit_network, latest_valid
     from pipeline.config.trainer_keys import validate_trainer_keys
     from pipeline.training.checks import CHECKS, CheckContext, cpu_devices_warning
-    from pipeline.training.corpus import ensure_corpus
-    from pipeline.training.init_from import load_initial_weights
+    from pipeline.training.start import load_initial_weights
 
     quiet_lightning()
     job = current_step()
@@ -110,3 +112,33 @@ def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:
             without = f"{stop['patience']} validations without a better BLEU"
             return f"stopped early at step {step} after {without}; raise run.patience to continue"
     return None
+
+
+def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = None) -> dict[str, Any]:
+    """Prepare the corpus unless it is there, check it against the settings, and return its manifest.
+
+    Of several ranks one prepares the corpus and the others wait. Only rank 0 reads the texts again to see that they are
+    unchanged, where they are available.
+
+    While a corpus is being prepared, a stop signal ends every rank at once. Otherwise no rank ends by itself, because
+    the others would wait for it: they agree on stopping when training starts.
+
+    Args:
+        settings: the recipe's `corpus:` section.
+        tokenizer: takes the place of one learned from the text.
+
+    Raises InputError as `prepare` does.
+    """
+    from data_module.corpus.manifest import summary
+    from data_module.corpus.preparation import existing_corpus, prepare
+
+    # One rank reads all texts to compare their hashes.
+    manifest = existing_corpus(settings, compare_texts=process_rank() == 0)
+    if manifest is not None:
+        say(f"{settings.folder} is up to date")
+        return manifest
+    with signals.default_signals():
+        manifest = prepare(settings, tokenizer)
+    if process_rank() == 0:
+        print(summary(manifest), file=sys.stderr)
+    return manifest

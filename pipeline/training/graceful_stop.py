@@ -4,6 +4,8 @@ After every step and every validation batch each rank starts a reduction, in a C
 "I was asked to stop", and reads the result of the reduction that it started one step earlier. That one has had a whole
 step to complete, so no rank waits for it and no device is synchronized. All ranks read the same result and therefore
 stop after the same step, wherever each of them was when the signal arrived.
+
+Where a rank has failed, the error of every other rank names it, and its node.
 """
 
 import os
@@ -22,15 +24,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from pipeline.checkpointing.callback import CheckpointCallback, validation_is_due
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
 from pipeline.compat.lightning import run_validation
+from pipeline.compat.pytorch import default_store
 from pipeline.runtime import signals
-from pipeline.runtime.launch import clear_failure_count
+from pipeline.runtime.launch import clear_failure_count, node_name
 from pipeline.runtime.signals import Stopped
-from pipeline.training.failure_report import FailureReport
 
 MARGIN_SECONDS = 30
 """How much longer the gradients' process group waits than this one, so that an error is raised here first."""
 POLL_SECONDS = 1.0
 """How often a thread looks whether the ranks' reduction has failed."""
+ANSWER_SECONDS = 3.0
+"""How long a rank waits for the others to report that they have failed too."""
 
 
 def validation_is_pending(checkpoint: dict[str, Any]) -> bool:
@@ -85,6 +89,88 @@ class StopConsensus:
         self._pending = None
         work.wait()
         return bool(flag.item())
+
+
+class FailureReport:
+    """Where each rank runs, and which one failed first.
+
+    Ranks report through the process group's key-value store, which rank 0 hosts: no other rank has to take part.
+    """
+
+    def __init__(self) -> None:
+        self._rank, size = dist.get_rank(), dist.get_world_size()
+        self._store = dist.PrefixStore("FailureReport", default_store())
+        nodes: list[str] = [""] * size
+        dist.all_gather_object(nodes, node_name())
+        self._names = [f"rank {rank} on {node}" for rank, node in enumerate(nodes)]
+
+    def check_same_step(self, step: int) -> None:
+        """Raise RuntimeError when ranks have resumed from different checkpoints; all ranks call it.
+
+        Each rank looks for the newest checkpoint itself, and another job may have been saving one meanwhile.
+        """
+        steps: list[int] = [0] * len(self._names)
+        dist.all_gather_object(steps, step)
+        others = [rank for rank, theirs in enumerate(steps) if theirs != steps[0]]
+        if others:
+            raise RuntimeError(
+                f"{self._names[0]} resumed from step {steps[0]}, {self._names[others[0]]} from {steps[others[0]]}: "
+                "another job was still writing to the run folder; start again"
+            )
+
+    def describe(self, error: BaseException) -> str:
+        """Say which rank failed and where, as far as this rank can tell; waits a few seconds for reports of others."""
+        here = self._names[self._rank]
+        if not is_collective_error(error):
+            first_line = str(error).splitlines()[:1]
+            self._post(f"failed|{type(error).__name__}: {first_line[0] if first_line else ''}")
+            return f"{here} failed"
+        self._post("waiting|")
+        reports = self._collect()
+        if reports is None:
+            return f"{self._names[0]} has died or hangs; {here} waited for it"
+        for rank, report in reports.items():
+            kind, _, message = report.partition("|")
+            if kind == "failed":
+                return f"{self._names[rank]} failed: {message}"
+        silent = [name for rank, name in enumerate(self._names) if rank not in reports]
+        return f"{', '.join(silent) or 'no rank'} has died or hangs; {here} waited for it"
+
+    def _post(self, report: str) -> None:
+        self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+        try:
+            self._store.set(str(self._rank), report)
+        except (RuntimeError, dist.DistError):
+            return
+
+    def _collect(self) -> dict[int, str] | None:
+        """Return every rank's report so far; None if the store, and with it rank 0, does not answer."""
+        answers: list[dict[int, str]] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError, dist.DistError):
+                answers.append(self._wait_for_reports())
+
+        # A store that hangs, or whose link was cut, never returns.
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(2 * ANSWER_SECONDS)
+        return answers[0] if answers else None
+
+    def _wait_for_reports(self) -> dict[int, str]:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            posted = [rank for rank in range(len(self._names)) if self._store.check([str(rank)])]
+            reports = {rank: self._store.get(str(rank)).decode() for rank in posted}
+            failed = any(report.startswith("failed") for report in reports.values())
+            if failed or len(reports) == len(self._names) or time.monotonic() > deadline:
+                return reports
+            time.sleep(0.1)
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Return whether a collective failed, rather than this rank's own work."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "nccl" in str(error).lower()
 
 
 class GracefulStop(Callback):

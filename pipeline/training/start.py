@@ -1,4 +1,4 @@
-"""What a start of `fit` finds: the recipe's run folder, locked, and the checkpoint to resume from.
+"""What a start of `fit` finds: the run folder, locked, the checkpoint to resume from, or weights to start from.
 
 Everything that training needs to know is read once, into `Start`, and handed on.
 """
@@ -7,7 +7,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,18 @@ from data_module.errors import InputError
 from pipeline.runtime.launch import JobStep, process_rank
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from data_module.tokenization.tokenizer import Tokenizer
+    from model.settings import NetworkSettings
     from pipeline.checkpointing.run_folder import RunFolder
     from pipeline.config.recipe import Recipe
     from pipeline.inference.bleu_tokenizer import Choice
-    from pipeline.training.init_from import InitialWeights
 
 LOCK_PATIENCE_SECONDS = 120
 """How long a SLURM job waits for another process that writes to its run folder."""
+_MAY_DIFFER = ("dropout", "attention_dropout", "activation_dropout")
+"""Network settings that affect neither the weights' shapes nor what they compute."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,18 @@ class ResumePoint:
 
 
 @dataclass(frozen=True)
+class InitialWeights:
+    """What a new run takes over; everything else, such as the schedule, starts from the beginning."""
+
+    path: Path
+    tokenizer: "Tokenizer"
+    weights: "dict[str, Tensor]"
+    """The state dict of `Transformer`; that of a checkpoint is memory-mapped."""
+    network: dict[str, Any]
+    """The network's settings."""
+
+
+@dataclass(frozen=True)
 class Start:
     """What one start of `fit` knows on every rank."""
 
@@ -50,7 +66,7 @@ class Start:
     reset: bool
     """Remove the run that is in the folder (`--fresh`)."""
     resume: ResumePoint | None
-    initial: "InitialWeights | None"
+    initial: InitialWeights | None
     """Weights of another run for a new one (`--init-from`)."""
     tokenizer: "Tokenizer"
     manifest: dict[str, Any]
@@ -69,7 +85,7 @@ def should_reset(requested: bool, path: Path, job: JobStep | None) -> bool:
 
 @contextmanager
 def open_start(
-    recipe: "Recipe", job: JobStep | None, reset: bool, initial: "InitialWeights | None", manifest: dict[str, Any]
+    recipe: "Recipe", job: JobStep | None, reset: bool, initial: InitialWeights | None, manifest: dict[str, Any]
 ) -> Iterator[Start]:
     """Lock the run folder on rank 0 and find the checkpoint to resume from.
 
@@ -144,3 +160,63 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
         for change in allowed:
             print(f"changed since the last start: {change}", file=sys.stderr)
     return ResumePoint(checkpoint, step_of(checkpoint), validation_is_pending(contents), bleu_tokenizer_of(contents))
+
+
+def load_initial_weights(path: Path, recipe: "Recipe") -> InitialWeights:
+    """Return what the recipe's run takes over from a checkpoint, a run folder or the folder of a Marian model.
+
+    Raises InputError when there is nothing of that kind, or when its network or the corpus's vocabulary differs,
+    or when its tokenizer lacks a user symbol or the bytes that the recipe asks for.
+    """
+    from data_module.corpus.checks import check_tokenizer
+    from data_module.corpus.manifest import is_corpus, read_manifest
+    from model.settings import changed_keys
+    from pipeline.training.marian_import import is_marian
+
+    initial = _from_marian(path, recipe.network) if is_marian(path) else _from_checkpoint(path)
+    theirs, ours = map(_effective, (initial.network, asdict(recipe.inherit_network(initial.network).network)))
+    different = [
+        f"network.{key} {theirs[key]} there, {ours[key]} here"
+        for key in changed_keys(theirs, ours)
+        if key not in _MAY_DIFFER
+    ]
+    if different:
+        raise InputError(
+            f"{initial.path}: has another network: {'; '.join(different)}; give the recipe the same network settings"
+        )
+    check_tokenizer(recipe.corpus, initial.tokenizer)
+    folder = Path(recipe.corpus.folder)
+    if is_corpus(folder) and read_manifest(folder)["tokenizer"]["sha256"] != initial.tokenizer.sha256:
+        raise InputError(
+            f"{folder}: was made with another vocabulary than that of {initial.path}; name another corpus.folder, "
+            "which fit then prepares with that vocabulary"
+        )
+    return initial
+
+
+def _effective(network: dict[str, Any]) -> dict[str, Any]:
+    """Return network settings with the sizes that follow from others, and without those that shape no weights."""
+    size = network["d_model"] // network["num_heads"]
+    network = {**network, **{key: network[key] or size for key in ("d_k", "d_v")}}
+    return network if network["learned_positions"] else {**network, "max_positions": None}
+
+
+def _from_checkpoint(path: Path) -> InitialWeights:
+    from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.checkpointing.checkpoint import network_weights, read_checkpoint, resolve_checkpoint
+
+    path = resolve_checkpoint(path)
+    contents = read_checkpoint(path)
+    part = contents["translation"]
+    tokenizer = Tokenizer(part["tokenizer"].numpy().tobytes())
+    return InitialWeights(path, tokenizer, network_weights(contents), part["network"])
+
+
+def _from_marian(path: Path, ours: "NetworkSettings") -> InitialWeights:
+    from pipeline.training.marian_import import load_marian
+
+    model = load_marian(path)
+    # A recipe may leave sizes out that follow from others, or give them.
+    size = model.network["d_model"] // model.network["num_heads"]
+    sizes = {key: own if (own := getattr(ours, key)) in (None, size) else size for key in ("d_k", "d_v")}
+    return InitialWeights(path, model.tokenizer, model.weights, {**asdict(ours), **model.network, **sizes})

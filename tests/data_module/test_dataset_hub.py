@@ -15,7 +15,7 @@ import yaml
 from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
-from pipeline.training.corpus import ensure_corpus
+from pipeline.training.fit import ensure_corpus
 from tests.conftest import pipeline
 from tests.data_module.test_dataset import rows, wmt_like, write_parquet
 

@@ -13,7 +13,7 @@ from data_module.readers.pairs import all_available, open_reader, read_pairs
 from data_module.readers.reader import READERS, Reader, as_lines
 from data_module.settings import CorpusSettings, TextSource
 from pipeline.training.checks import check_text
-from pipeline.training.corpus import ensure_corpus
+from pipeline.training.fit import ensure_corpus
 
 
 class Rows(Reader):

@@ -11,7 +11,7 @@ import torch
 from data_module.errors import InputError
 from model.settings import NetworkSettings
 from pipeline.config.recipe import load_recipe
-from pipeline.training.init_from import load_initial_weights
+from pipeline.training.start import load_initial_weights
 from tests.conftest import pipeline
 
 REFUSED: dict[str, dict[str, Any]] = {

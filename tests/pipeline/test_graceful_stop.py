@@ -31,9 +31,9 @@ from pipeline.profiling.step_clock import StepClock
 from pipeline.runtime import signals
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.signals import Stopped
-from pipeline.training import failure_report, graceful_stop
-from pipeline.training.failure_report import FailureReport
+from pipeline.training import graceful_stop
 from pipeline.training.graceful_stop import (
+    FailureReport,
     GracefulStop,
     StopConsensus,
     validation_is_pending,
@@ -351,7 +351,7 @@ def test_the_rank_that_failed_is_named_by_those_that_waited(tmp_path: Path) -> N
 
 def name_silent_ranks(rank: int) -> str:
     """Describe an error on one rank after another, with a timeout that is long enough for all reports."""
-    failure_report.ANSWER_SECONDS = 50.0
+    graceful_stop.ANSWER_SECONDS = 50.0
     report = FailureReport()
     Clock(lambda: threading.Event().wait(0.1))
     message = ""
@@ -385,7 +385,7 @@ def call_a_rank_that_hangs(rank: int, port_pipe: Any, pipe: Any) -> None:
         pipe.send(True)
         threading.Event().wait()
     pipe.recv()
-    failure_report.ANSWER_SECONDS = 0.1
+    graceful_stop.ANSWER_SECONDS = 0.1
     message = report.describe(CONNECTION_LOST)
     # The thread that still queries the store does not keep the process alive.
     sys.exit(7 if message == "rank 0 on node-0 has died or hangs; rank 1 on node-1 waited for it" else message)
