@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from model import compiled_search
-from model.fast import compiled_loss
+from model.fast import compiled_loss, compiled_search
 from pipeline.inference.compiled_search import load_compiled_search
 from pipeline.runtime.compiled_code import Program, build, find_compiler, load_program
 from pipeline.training.compiled_loss import load_compiled_loss
