@@ -21,15 +21,23 @@ from tests.gpu.harvest.job import Job, append
 
 ROOT = Path(__file__).resolve().parents[3]
 STAGES = {
-    "rates": ("kernels", 25),
-    "gpu_tests": ("gpu_tests", 80),
-    "attention": ("kernels", 75),
-    "loss": ("kernels", 35),
+    "rates": ("operations", 25),
+    "gpu_tests": (None, 60),
+    "other_tests": (None, 20),
+    "attention": ("operations", 75),
+    "loss": ("operations", 35),
     "base": ("training", 165),
     "big": ("training", 120),
-    "decoding": ("decoding", 35),
+    "decoding": ("operations", 35),
 }
 """Module of each stage and its time limit in seconds, in the order in which the stages run."""
+PYTEST = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+PYTEST += ["--ignore=tests/gpu/test_harvest.py", "tests/gpu"]
+TESTS = {
+    "gpu_tests": ["tests/model/test_compilation.py", "tests/model/test_decoding_everywhere.py", "-m=gpu and not slow"],
+    "other_tests": ["-m=not gpu and not slow"],
+}
+"""Arguments of pytest, whose output is in the log."""
 
 
 def main(arguments: list[str]) -> int:
@@ -44,8 +52,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--one-stage", choices=STAGES, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one_stage:
-        # If a stage hangs or crashes, the log shows where.
-        faulthandler.enable()
+        faulthandler.enable()  # if a stage hangs or crashes, the log shows where
         faulthandler.dump_traceback_later(max(1.0, STAGES[options.one_stage][1] * options.limit_factor - 3.0))
         run_one(options.one_stage, options.output, options.device, options.tiny)
         faulthandler.cancel_dump_traceback_later()
@@ -65,8 +72,8 @@ def main(arguments: list[str]) -> int:
     for stage in stages:
         limit = STAGES[stage][1] * options.limit_factor
         print(f"{stage}: at most {limit:.0f} s", file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "tests.gpu.harvest", *arguments, "--one-stage", stage]
-        outcome = run_stage([*command, "--output", str(options.output.resolve())], limit, log)
+        own = ["-m", "tests.gpu.harvest", *arguments, "--one-stage", stage, "--output", str(options.output.resolve())]
+        outcome = run_stage([sys.executable, *([*PYTEST, *TESTS[stage]] if stage in TESTS else own)], limit, log)
         append(options.output, stage, "outcome", **outcome)
         print(f"{stage}: {outcome['outcome']}, {outcome['seconds']} s", file=sys.stderr, flush=True)
         outcomes.append(outcome["outcome"])

@@ -1,18 +1,26 @@
-"""A stage's device, sizes, results and clock."""
+"""A stage's device, sizes, results and clock; and synthetic batches of the paper's size."""
 
 import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from data_module.batching.batch import RankBatch, SpecialIds, collate
+from data_module.batching.rank_rows import rank_rows, row_shape
 from pipeline.profiling.stopwatch import Stopwatch
 
 CYCLES_PER_MILLISECOND = 2_000_000
 """Approximate clock rate of a GPU."""
+SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
+PIECES, STEP_TOKENS, MEAN_LENGTH, LONGEST = 37_000, 25_000, 27, 120
+NUM_STEPS = 4
 
 
 def append(path: Path, stage: str, name: str, **values: Any) -> None:
@@ -70,3 +78,47 @@ class Job:
 def per_second(amount: float, milliseconds: float) -> float | None:
     """Return a rate, or None if the measured time is 0."""
     return 1000 * amount / milliseconds if milliseconds > 0 else None
+
+
+def pair_lengths(
+    tokens: int = STEP_TOKENS, mean_length: int = MEAN_LENGTH
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return source and target lengths, with end symbols, of pairs with at most `tokens` a side."""
+    draws = np.random.default_rng(1)
+    most = 2 * tokens // mean_length + 2
+    longest = min(LONGEST * mean_length // MEAN_LENGTH, tokens // 3)
+    source = np.clip(draws.gamma(2.5, mean_length / 2.5, most).astype(np.int64), 2, longest)  # spread like sentences
+    target = np.clip(source + draws.integers(-3, 4, most), 2, longest)
+    count = int((np.maximum(source.cumsum(), target.cumsum()) <= tokens).sum())
+    return source[:count], target[:count]
+
+
+def training_steps(
+    lengths: tuple[NDArray[np.int64], NDArray[np.int64]], pieces: int, micro_batches: int = 1, in_blocks: bool = False
+) -> list[RankBatch]:
+    """Return steps of random pairs of these lengths in other orders; on a CPU they have to be `in_blocks`."""
+    tokens, longest = max(int(side.sum()) for side in lengths), max(int(side.max()) for side in lengths)
+    shape = row_shape(
+        (lengths[0].mean(), lengths[1].mean()),
+        longest,
+        batch_tokens=tokens,
+        # A row has 5 % more than an even share, and the next multiple of 128.
+        max_tokens_per_device=None if micro_batches == 1 else max(int(1.1 * tokens / micro_batches), longest) + 160,
+        world_size=1,
+        in_blocks=in_blocks,
+    )
+    steps = []
+    for draws in map(np.random.default_rng, range(NUM_STEPS)):
+        order = draws.permutation(len(lengths[0]))
+        source, target = (side[order] for side in lengths)
+        corpus: Any = SimpleNamespace(source=_store(source, pieces, draws), target=_store(target, pieces, draws))
+        [rows] = rank_rows(source, target, shape, 1)
+        step = collate(corpus, rows, SPECIAL, shape, num_target_tokens=int(target.sum()))
+        steps.append(step.pin_memory() if torch.cuda.is_available() else step)
+    return steps
+
+
+def _store(lengths: NDArray[np.int64], pieces: int, draws: np.random.Generator) -> SimpleNamespace:
+    """Return random sentences of these lengths, which include the end symbol, in place of a side of a corpus."""
+    tokens = draws.integers(4, pieces, int((lengths - 1).sum()), dtype=np.int32)
+    return SimpleNamespace(tokens=tokens, lengths=lengths - 1, offsets=np.cumsum([0, *(lengths - 1)]))

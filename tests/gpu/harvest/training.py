@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,7 @@ from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.flops import training_flops
 from pipeline.profiling.stopwatch import Stopwatch
 from pipeline.runtime.console import quiet_lightning
-from tests.gpu.harvest.batches import SPECIAL, STEP_TOKENS, Shares
-from tests.gpu.harvest.job import Job, per_second
+from tests.gpu.harvest.job import PIECES, SPECIAL, STEP_TOKENS, Job, pair_lengths, per_second, training_steps
 
 QUIET_STEPS, TIMED_STEPS, HOST_STEPS, PROFILED_STEPS = 8, 20, 5, 3
 """Numbers of steps: without a compilation before timing starts; timed; with host time measured; profiled."""
@@ -52,7 +52,7 @@ def run_big(job: Job) -> None:
 
 def _run(job: Job, network: NetworkSettings, cases: list[Case]) -> None:
     quiet_lightning()
-    pieces, tokens = 37_000, STEP_TOKENS
+    pieces, tokens = PIECES, STEP_TOKENS
     if job.tiny:
         network, pieces, tokens = NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2), 100, 60
     size = 64 if job.tiny else 8192
@@ -63,11 +63,12 @@ def _run(job: Job, network: NetworkSettings, cases: list[Case]) -> None:
         torch.manual_seed(1)
         options = StepOptions(compiled=case.compiled, kernels=case.kernels)
         module = TranslationModule(pieces, SPECIAL, network, TrainingSettings(), DecodingSettings(), 1, options)
-        shares = Shares(pieces, case.micro_batches, case.in_blocks or job.device.type == "cpu", tokens)
-        job.attempt("step", lambda m=module, s=shares, c=case: _train(job, m, s, c, best), **case._asdict())
+        job.attempt("step", lambda m=module, c=case: _train(job, m, c, tokens, best), **case._asdict())
 
 
-def _train(job: Job, module: TranslationModule, shares: Shares, case: Case, best: float) -> dict[str, Any]:
+def _train(job: Job, module: TranslationModule, case: Case, tokens: int, best: float) -> dict[str, Any]:
+    lengths, pieces = pair_lengths(tokens), module.network.vocabulary_size
+    steps = training_steps(lengths, pieces, case.micro_batches, case.in_blocks or job.device.type == "cpu")
     with Compilations() as compilations:
         measurement = Measurement(job, compilations, case)
         trainer = Trainer(
@@ -85,16 +86,14 @@ def _train(job: Job, module: TranslationModule, shares: Shares, case: Case, best
             logger=False,
             callbacks=[measurement],
         )
-        trainer.fit(module, train_dataloaders=shares)
-    source, target = shares.lengths
-    share = next(iter(shares))
+        trainer.fit(module, train_dataloaders=cycle(steps))
     milliseconds = measurement.figures["step_milliseconds"]
-    flops = training_flops(module.network_settings, module.network.vocabulary_size, source, target)
+    flops = training_flops(module.network_settings, pieces, *lengths)
     return {
         **measurement.figures,
-        "real_tokens": share.num_tokens,
-        "row_tokens": share.num_row_tokens,
-        "target_tokens_per_second": per_second(float(target.sum()), milliseconds),
+        "real_tokens": steps[0].num_tokens,
+        "row_tokens": steps[0].num_row_tokens,
+        "target_tokens_per_second": per_second(float(lengths[1].sum()), milliseconds),
         "flops_per_step": flops,
         "flops_per_second": per_second(flops, milliseconds),
         "mfu": 1000 * flops / milliseconds / best,

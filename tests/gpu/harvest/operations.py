@@ -1,5 +1,6 @@
-"""Stages `rates`, `attention` and `loss`: single operations of the sizes that training uses, in bfloat16."""
+"""Stages `rates`, `attention`, `loss` and `decoding`: operations and searches of the paper's sizes, in bfloat16."""
 
+import random
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -12,14 +13,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model.loss
+from model.decoding import BeamSearch
 from model.fast import triton_attention
 from model.loss import label_smoothed_loss
 from model.packed_attention import cross_attention, packed_segments, self_attention
+from model.settings import NetworkSettings
+from model.transformer import Transformer
 from pipeline.profiling.stopwatch import PeakMemory
-from tests.gpu.harvest.batches import STEP_TOKENS, Shares
-from tests.gpu.harvest.job import Job, per_second
+from tests.gpu.harvest.job import PIECES, SPECIAL, STEP_TOKENS, Job, pair_lengths, per_second, training_steps
+from tests.model.search_truth import make_sources
 
-D_MODEL, PIECES = 512, 37_000
+D_MODEL, HEAD_SIZE = 512, 64
 PRODUCTS = {
     "square": (8192, 8192, 8192),
     "query, key, value": (STEP_TOKENS, D_MODEL, 3 * D_MODEL),
@@ -28,7 +32,6 @@ PRODUCTS = {
     "output projection": (12_544, D_MODEL, PIECES),
 }
 """Rows, inputs and outputs. The last has the rows of the loss's chunk on a GPU of 80 GB."""
-HEAD_SIZE = 64
 KINDS = ("self", "causal", "cross")
 """In the order of the results of `packed_segments`."""
 PACKED = {"triton": (False, "triton"), "variable length": (False, "pytorch"), "blocks": (True, "pytorch")}
@@ -55,18 +58,15 @@ def run_rates(job: Job) -> None:
     rate = per_second(2 * num_bytes, milliseconds)
     job.record("copy", bytes_read_and_written=2 * num_bytes, milliseconds=milliseconds, bytes_per_second=rate)
     for name, sizes in PRODUCTS.items():
-        rows, inputs, outputs = (size // 100 for size in sizes) if job.tiny else sizes
-        x, weight = _draw(job, rows, inputs), _draw(job, outputs, inputs)
-        gradient = _draw(job, rows, outputs)
-        products = {
-            "forward": lambda x=x, weight=weight: F.linear(x, weight),
-            "weight gradient": lambda x=x, gradient=gradient: gradient.t() @ x,
-            "input gradient": lambda gradient=gradient, weight=weight: gradient @ weight,
-        }
-        for kind, multiply in products.items():
-            milliseconds = job.milliseconds(multiply, head_start=1.0)
+        rows, inputs, outputs = sizes = tuple(size // 100 for size in sizes) if job.tiny else sizes
+        x, weight, gradient = _draw(job, rows, inputs), _draw(job, outputs, inputs), _draw(job, rows, outputs)
+        for kind, left, right in (
+            ("forward", x, weight.t()),
+            ("weight gradient", gradient.t(), x),
+            ("input gradient", gradient, weight),
+        ):
+            milliseconds = job.milliseconds(lambda left=left, right=right: left @ right, head_start=1.0)
             rate = per_second(2 * rows * inputs * outputs, milliseconds)
-            sizes = [rows, inputs, outputs]
             job.record(f"{name}, {kind}", sizes=sizes, milliseconds=milliseconds, flops_per_second=rate)
 
 
@@ -76,8 +76,7 @@ def _draw(job: Job, *shape: int) -> Tensor:
 
 def run_attention(job: Job) -> None:
     """Measure attention in packed rows, as training calls it, then the kernels for padded batches."""
-    tokens = 120 if job.tiny else STEP_TOKENS
-    means = (8,) if job.tiny else (27, 64, 200)
+    tokens, means = (120, (8,)) if job.tiny else (STEP_TOKENS, (27, 64, 200))
     cases = [(kernel, 8, mean, kind, None) for mean, kernel, kind in product(means, PACKED, KINDS)]
     cases += [(kernel, 16, mean, "self", None) for mean, kernel in product(means, PACKED)]
     cases += [("triton", 8, mean, "self", tiles) for tiles, mean in product(TILES, means) if mean != 64]
@@ -93,8 +92,8 @@ def _packed(
     job: Job, kernel: str, tokens: int, heads: int, mean_length: int, kind: str, tiles: tuple[int, int, int] | None
 ) -> dict[str, Any]:
     in_blocks, kernels = PACKED[kernel]
-    shares = Shares(100, in_blocks=in_blocks, tokens=tokens, mean_length=mean_length)
-    batch = next(iter(shares)).to(job.device).micro_batches[0]
+    lengths = pair_lengths(tokens, mean_length)
+    [batch] = training_steps(lengths, 100, in_blocks=in_blocks)[0].to(job.device).micro_batches
     segments = packed_segments(batch, torch.bfloat16, kernels)[KINDS.index(kind)]
     rows = {"source": batch.source.numel(), "target": batch.target_input.numel()}
     width = heads * HEAD_SIZE
@@ -103,7 +102,7 @@ def _packed(
     else:
         tensors = [_draw(job, rows["source" if kind == "self" else "target"], 3 * width)]
     attention = cross_attention if kind == "cross" else self_attention
-    source, target = shares.lengths
+    source, target = lengths
     queries, keys = source if kind == "self" else target, target if kind == "causal" else source
     flops = 4 * width * float((queries * keys).sum())
     with pytest.MonkeyPatch.context() as patch:
@@ -189,3 +188,27 @@ def _loss(
         milliseconds = job.milliseconds(step, repeats=10, warm_up=1, head_start=30.0)
     rate = per_second(6 * states.numel() * weight.size(0), milliseconds)
     return {"chunk_rows": chunk, "milliseconds": milliseconds, "peak_memory_bytes": peak, "flops_per_second": rate}
+
+
+def run_decoding(job: Job) -> None:
+    """Measure beam search with beam 4, 6+6 and 12+2 layers and random weights: nearly all answers reach their limit."""
+    sizes, pieces = ({"d_model": 16, "d_ff": 16, "num_heads": 2}, 100) if job.tiny else ({}, PIECES)
+    for encoder_layers, decoder_layers in ((6, 6), (12, 2)):
+        torch.manual_seed(1)
+        depths = {"num_encoder_layers": encoder_layers, "num_decoder_layers": decoder_layers}
+        network = Transformer(pieces, NetworkSettings(**sizes, **depths)).to(job.device)
+        for dtype, sentences in product((torch.bfloat16, torch.float32), (2, 3) if job.tiny else (64, 256)):
+            search = BeamSearch(network.to(dtype), SPECIAL.bos, SPECIAL.eos, SPECIAL.pad).eval()
+            weights = str(dtype).removeprefix("torch.")
+            about = {"layers": f"{encoder_layers}+{decoder_layers}", "weights": weights, "sentences": sentences}
+            lengths = random.Random(1).choices(range(22, 33), k=sentences)  # 27 on average
+            source = [one.to(job.device) for one in make_sources(lengths, pieces)]
+            job.attempt("beam 4", lambda s=search, x=source: _search(job, s, *x), **about)
+
+
+def _search(job: Job, search: BeamSearch, source: Tensor, mask: Tensor) -> dict[str, Any]:
+    answers = search.beam(source, mask, 4, 0.6, 5, 1)
+    tokens, steps = int(answers.lengths[:, 0].sum()), int(answers.lengths.max())
+    milliseconds = job.milliseconds(lambda: search.beam(source, mask, 4, 0.6, 5, 1), repeats=5, warm_up=1)
+    figures = {"milliseconds": milliseconds, "step_milliseconds": milliseconds / steps}
+    return {"steps": steps, "tokens": tokens, **figures, "tokens_per_second": per_second(tokens, milliseconds)}
