@@ -20,11 +20,10 @@ from model.attention_maps import attention_maps
 from model.decoding import penalty
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import load_model
-from pipeline.export.loading import bundle_of, load_bundle
-from pipeline.inference.scorer import score_pairs
-from pipeline.inference.search_options import SearchOptions
+from pipeline.export.bundle import bundle_of, load_bundle
+from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import SPACE_MARK_MESSAGE, progress_bar
-from pipeline.inference.translator import EMPTY, Hypothesis, Translator, load_translator
+from pipeline.inference.translator import EMPTY, Hypothesis, Translator, load_translator, score_pairs
 from pipeline.runtime import signals
 from pipeline.runtime.console import lightning_noise_restored, user_message
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_module.paths import user_path
-from pipeline.inference.search_options import SearchOptions, add_search_arguments
+from pipeline.inference.options import SearchOptions, add_search_arguments
 
 if TYPE_CHECKING:
     from pipeline.benchmark.engines import EngineOutput, EngineSettings, Translate

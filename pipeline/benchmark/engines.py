@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from data_module.errors import InputError
 from data_module.tokenization.word_counts import normalize_white_space
 from model.settings import DecodingSettings
-from pipeline.inference.search_options import SearchOptions
+from pipeline.inference.options import SearchOptions
 
 BATCH_TOKENS = 4096
 """Upper bound on the padded source tokens of a batch, for every engine."""
@@ -184,7 +184,7 @@ def ctranslate2_engine(settings: EngineSettings) -> Translate:
 def huggingface_engine(settings: EngineSettings) -> Translate:
     """Return the engine of Transformers' `generate` in float32, with this project's batches."""
     from pipeline.export.huggingface_model import require_transformers
-    from pipeline.inference.length_batches import length_batches, padded
+    from pipeline.inference.translator import length_batches, padded
 
     decoding, tokenizer = settings.decoding, _load_tokenizer(settings)
     model = require_transformers().MarianMTModel.from_pretrained(settings.folder / "huggingface")

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
 from data_module.paths import user_path
-from pipeline.inference.prefixes import add_prefix_argument
-from pipeline.inference.search_options import SearchOptions, add_search_arguments
+from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments
 from pipeline.inference.text_io import SentenceWarnings
 
 if TYPE_CHECKING:
@@ -104,8 +103,7 @@ def given_text(arguments: argparse.Namespace) -> "EvaluationText | None":
         InputError: one of them is missing, a file cannot be read, `--prefix` is given without a text, or `--test-set`
             names no test set or is given with files.
     """
-    from pipeline.inference.evaluation_text import text_of_files
-    from pipeline.inference.test_sets import require_test_set
+    from pipeline.inference.evaluation_text import require_test_set, text_of_files
 
     if arguments.test_set is not None:
         if arguments.source or arguments.reference:
@@ -128,7 +126,7 @@ def named_text(translator: "Translator", arguments: argparse.Namespace) -> "Eval
     Raises:
         InputError: see `text_of_test_set`.
     """
-    from pipeline.inference.test_sets import text_of_test_set
+    from pipeline.inference.evaluation_text import text_of_test_set
 
     if arguments.test_set is None:
         return None

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO
 
 from data_module.paths import user_path
-from pipeline.inference.prefixes import add_prefix_argument, with_prefix
-from pipeline.inference.search_options import SearchOptions, add_search_arguments
+from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments, with_prefix
 from pipeline.inference.text_io import (
     CHUNK,
     LineWarning,

@@ -1,4 +1,4 @@
-"""Bundles: folders with a model in several formats, a card, a parity report and a README."""
+"""Bundles: folders with a model in several formats, a card, a parity report and a README. Written and loaded here."""
 
 import json
 import sys
@@ -6,11 +6,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from model.settings import DecodingSettings
     from pipeline.checkpointing.checkpoint import TrainedModel
     from pipeline.export.parity import Parity, Text
+    from pipeline.inference.options import Prefixes, SearchOptions
+    from pipeline.inference.translator import Translator
 
 FILES = {
     "torchscript": "model.ts",
@@ -165,10 +168,9 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     from data_module.errors import InputError
     from model.packing import can_pack
     from pipeline.export import formats
-    from pipeline.export.card import make_card
+    from pipeline.export.card import example_sentence, make_card, readme
     from pipeline.export.ctranslate2_model import NUM_POSITIONS
     from pipeline.export.parity import Parity
-    from pipeline.export.readme import example_sentence, readme
     from pipeline.inference.translator import LONGEST
 
     max_positions = model.network.positions.max_positions
@@ -216,3 +218,87 @@ def _write_report(path: Path, text_name: str, parity: "Parity", figures: dict[st
         **figures,
     }
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def bundle_of(path: Path) -> Path | None:
+    """Return the folder of the bundle that a path names, the folder itself or its `model.ts`; None if it is none."""
+    folder = path.parent if path.name == FILES["torchscript"] else path
+    return folder if (folder / "card.json").is_file() else None
+
+
+def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":
+    """Load `model.ts` of a bundle for translation, on the GPU if there is one. That file is a program.
+
+    Args:
+        folder: the bundle.
+        options: search settings in place of the recipe's.
+
+    Raises:
+        InputError: a file is missing, damaged or of another format, or a setting is out of bounds.
+    """
+    import torch
+
+    from data_module.errors import InputError
+    from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.export.torchscript import load_torchscript
+    from pipeline.inference.translator import LONGEST, Translator
+
+    path = folder / FILES["torchscript"]
+    if not path.is_file():
+        raise InputError(f"{folder}: has no {path.name}, which translates; export it again with --format torchscript")
+    card = _read_card(folder / "card.json")
+    settings = options.in_place_of(card.decoding)
+    print(f"translating with {path}", file=sys.stderr)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        search = load_torchscript(path, device)
+    except RuntimeError:
+        raise InputError(f"{path}: is damaged or not a TorchScript file; export it again") from None
+    tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    # The first call packs weights, which threads must not do at the same time.
+    search.greedy(torch.tensor([[tokenizer.eos_id]], device=device), None, 0)
+    translator = Translator(
+        search,
+        tokenizer,
+        settings,
+        max_source_tokens=LONGEST,
+        device=device,
+        name=str(path),
+        target_language=card.target_language,
+    )
+    translator.bleu_tokenizer = card.bleu_tokenizer
+    translator.recipe, translator.prefixes = card.recipe, card.prefixes
+    return translator
+
+
+class _Card(NamedTuple):
+    """What `card.json` says of the model."""
+
+    recipe: dict[str, Any]
+    decoding: "DecodingSettings"
+    target_language: str
+    bleu_tokenizer: str | None
+    prefixes: "Prefixes"
+
+
+def _read_card(path: Path) -> _Card:
+    """Read a bundle's card; raise InputError if it is none."""
+    from data_module.errors import InputError
+    from model.settings import DecodingSettings
+    from pipeline.export.card import START_OVER, read_card
+    from pipeline.inference.options import Prefixes
+
+    card = read_card(path)
+    try:
+        recipe: dict[str, Any] = card["recipe"]
+        if not all(isinstance(recipe[section], dict) for section in ("run", "corpus")):
+            raise TypeError
+        return _Card(
+            recipe,
+            DecodingSettings(**recipe["decoding"]),
+            str(card["target_language"]),
+            recipe["run"]["bleu_tokenizer"],
+            Prefixes.of_corpus(recipe["corpus"]),
+        )
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path}: is no card of a bundle; {START_OVER}") from None

@@ -1,14 +1,22 @@
-"""`card.json`: how to use an exported model, and what it was trained on and with."""
+"""What a bundle says about itself: `card.json`, the README, and the model card of its `huggingface/` folder.
+
+The pages are made from the files in `templates/`. A line `<!-- name -->` of a template begins a block, which ends at
+the next such line. A page consists of the blocks that it needs, with values in place of `$name`, as in
+`string.Template`.
+"""
 
 import json
+import re
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
 from data_module.file_format import FORMAT_VERSION, check_format
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.inference.prefixes import Prefixes
+from pipeline.export.cpp_program import num_positions
+from pipeline.inference.options import Prefixes
 from pipeline.runtime.launch import versions
 
 START_OVER = "export it again"
@@ -93,3 +101,95 @@ def _trained_with(checkpoint: Path) -> dict[str, Any] | str:
 
 def _code_of(recorded: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in recorded.items() if name not in ("host", "format_version")}
+
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+def example_sentence(recipe: dict[str, Any]) -> str:
+    """Return the sentence that the examples translate, with the first prefix of the model of a recipe."""
+    return " ".join([*Prefixes.of_corpus(recipe["corpus"]).trained[:1], "A sentence."])
+
+
+def readme(
+    names: list[str],
+    card: dict[str, Any],
+    example: list[int],
+    ctranslate2_positions: int,
+    packed: bool,
+    two_models: bool = False,
+) -> str:
+    """Return the README, with a section for each format in `names`.
+
+    Args:
+        names: files and folders of the bundle.
+        card: the bundle's card.
+        example: ids of what `example_sentence` returns, with the end symbol.
+        ctranslate2_positions: upper bound on the tokens of a sentence for `ctranslate2/`.
+        packed: whether model.ts contains `packed.ts`.
+        two_models: whether `source.spm` encodes, and tokenizer.model decodes only.
+    """
+    values = _values(card)
+    sentence, load_pieces = values["sentence"], ""
+    ids, pieces = f"tokenizer.encode({sentence})", f"tokenizer.encode({sentence}, out_type=str)"
+    if two_models:
+        load_pieces = '\npieces = sentencepiece.SentencePieceProcessor(model_file="source.spm").encode_as_pieces'
+        ids, pieces = f"tokenizer.piece_to_id(pieces({sentence}))", f"pieces({sentence})"
+    values |= {"load_pieces": load_pieces, "ids": ids, "pieces": pieces}
+    values |= {
+        "example": ", ".join(map(str, example)),
+        "length_penalty": repr(float(card["length_penalty"])),
+        "ctranslate2_positions": ctranslate2_positions,
+        "num_positions": num_positions(card["max_source_tokens"] or 0, card["max_extra_tokens"]),
+    }
+    blocks = {"page", *names, *(f"{name} program" for name in names)}
+    if values["prefixes"]:
+        blocks.add("prefixes")
+    if two_models:
+        blocks.add("two models")
+    if packed and "model.ts" in names:
+        blocks.add("packed.ts")
+    return _page("readme.md", blocks, values)
+
+
+def model_card(card: dict[str, Any]) -> str:
+    """Return the model card, with the data, scores, signatures and licences of `card.json`."""
+    values, scores, data = _values(card), card["scores"], card["data"]
+    licences, trained = card["data_licences"], card["code"]["trained"]
+    values |= {"name": card["name"] or "model", "program": _page("readme.md", {"huggingface program"}, values)}
+    values["licence"] = licences if isinstance(licences, str) else "; ".join(licences)
+    blocks = {"page", "scores" if "bleu" in scores else "no scores"}
+    if "bleu" in scores:
+        values |= scores | {"bleu": f"{scores['bleu']:.2f}"}
+    if isinstance(data, str):
+        lines = [data]
+    else:
+        lines = [f"pairs: {data['train_pairs']:,} for training, {data['validation_pairs']:,} for validation"]
+        lines += [f"{one['file']}, SHA-256 {one['sha256']}" for one in data["source_files"]]
+        lines += [f"{name}, revision {revision}" for name, revision in data["hub_revisions"].items()]
+    values["data"] = "\n".join(f"- {line}" for line in lines)
+    if values["prefixes"]:
+        blocks.add("prefixes")
+    if isinstance(trained, dict):
+        blocks.add("trained")
+        values["versions"] = ", ".join(f"{name} {version}" for name, version in trained.items())
+    return _page("model_card.md", blocks, values)
+
+
+def _values(card: dict[str, Any]) -> dict[str, Any]:
+    """Return the card's entries, the example sentence as a string of Python and C++, and what the prefixes are."""
+    prefixes = Prefixes.of_corpus(card["recipe"]["corpus"])
+    return {
+        **card,
+        "sentence": json.dumps(example_sentence(card["recipe"]), ensure_ascii=False),
+        "prefixes": ", ".join(f"`{prefix}`" for prefix in prefixes.trained),
+        "begins": "begins" if prefixes.always else "may begin",
+    }
+
+
+def _page(template: str, blocks: set[str], values: dict[str, Any]) -> str:
+    """Return the given blocks of a template with values in them."""
+    text = (TEMPLATES / template).read_text(encoding="utf-8")
+    _, *parts = re.split(r"^<!-- (.+) -->\n", text, flags=re.MULTILINE)
+    kept = [part for name, part in zip(parts[::2], parts[1::2], strict=True) if name in blocks]
+    return Template("".join(kept)).substitute(values)

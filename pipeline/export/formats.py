@@ -14,10 +14,10 @@ from model.packing import can_pack
 from model.settings import DecodingSettings
 from model.transformer import Transformer
 from pipeline.export import cpp_program, exported_program, onnx_model, torchscript
+from pipeline.export.card import model_card
 from pipeline.export.ctranslate2_model import write_ctranslate2
 from pipeline.export.huggingface_model import write_huggingface
 from pipeline.export.parity import Figures, Parity, size, timed
-from pipeline.export.readme import model_card
 from pipeline.export.runners import CTranslate2Runner, HuggingFaceRunner, ProgramRunner, Runner, SearchRunner
 
 

@@ -24,7 +24,7 @@ from model.transformer import Transformer
 from pipeline.export.runners import Answer, Ids, Runner, SearchRunner
 from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.inference.metrics import Bleu, corpus_score
-from pipeline.inference.scorer import score_pairs
+from pipeline.inference.translator import score_pairs
 
 BLEU = 0.1
 ENOUGH_SENTENCES = 500

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings
-from pipeline.inference.length_batches import length_batches, padded
-from pipeline.inference.scorer import score_pairs
 from pipeline.inference.text_io import progress_bar
-from pipeline.inference.translator import LONGEST
+from pipeline.inference.translator import LONGEST, length_batches, padded, score_pairs
 
 BATCH_TOKENS = 4096
 Ids = list[int]

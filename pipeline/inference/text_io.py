@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from data_module.errors import InputError
 from data_module.readers.reader import BYTE_ORDER_MARK, num_lines
 from data_module.tokenization.word_counts import SPACE_MARK
-from pipeline.inference.prefixes import Prefixes
+from pipeline.inference.options import Prefixes
 from pipeline.runtime.console import print_above_bars
 
 CHUNK = 2048

@@ -1,27 +1,102 @@
-"""Translation of text: encode, search in batches of similar length, decode."""
+"""Translation of text, and log-probabilities of given translations, in batches of sentences of similar length."""
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.fast.compiled_search import CompiledSearch, unsupported
 from model.packing import can_pack, pack_linears
-from model.settings import DecodingSettings
+from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.compiled_search import load_compiled_search
-from pipeline.inference.length_batches import length_batches, padded
-from pipeline.inference.prefixes import Prefixes
-from pipeline.inference.search_options import SearchOptions
+from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.text_io import progress_bar, show_token_rate
 from pipeline.runtime.memory import keep_few_matrix_products
+
+
+def length_batches(lengths: Sequence[int], max_tokens: float, max_sentences: int | None = None) -> Iterator[list[int]]:
+    """Yield the indices of each batch, longest sentences first because they need the most memory.
+
+    A batch ends before it would exceed `max_tokens` padded tokens or `max_sentences`; a longer sentence is alone. It
+    also ends where the length changes once it is half full, because a batch of one length needs no mask. Sentences
+    shorter than `SHORTEST` count as that long, so a batch has at most `max_tokens / SHORTEST` sentences. Sentences of
+    one token, the end symbol, are left out.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        if lengths[index] <= 1:
+            break
+        if batch:
+            longest = max(lengths[batch[0]], SHORTEST)
+            is_full = longest * (len(batch) + 1) > max_tokens or len(batch) == max_sentences
+            is_half_full = longest * len(batch) * 2 >= max_tokens
+            if is_full or (is_half_full and lengths[index] < lengths[batch[-1]]):
+                yield batch
+                batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Return padded ids [B, S] and a mask [B, S] that is False at padding."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[*row, *[pad_id] * (longest - len(row))] for row in rows])
+    return ids, torch.arange(longest) < torch.tensor([len(row) for row in rows]).unsqueeze(1)
+
+
+_BATCH_TOKENS = 2048
+"""Upper bound on the padded tokens of a batch on either side."""
+_ROWS = 256
+"""Target tokens whose log-probabilities over the vocabulary are in memory at the same time."""
+
+
+@torch.inference_mode()
+def score_pairs(
+    network: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    log_softmax: Callable[[Tensor], Tensor],
+    tokenizer: Tokenizer,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    device: torch.device | str = "cpu",
+    finished: Callable[[int], object] = lambda count: None,
+) -> list[float]:
+    """Return log P(target | source) of each pair, 0 for a pair of empty sentences.
+
+    Args:
+        network: maps source ids [B, S], target ids [B, T] with the begin symbol, and a mask [B, S] that is False at
+            padding, None without padding, to states [B, T, D].
+        log_softmax: maps states [L, D] to log-probabilities of the next tokens [L, vocabulary].
+        tokenizer: has the symbols that sentences begin with and are padded with.
+        sources: ids, each with the end symbol.
+        targets: ids, each with the end symbol, and not longer than the network's learned positions.
+        device: the network's device.
+        finished: called with a number of pairs whenever some have been scored.
+    """
+    totals = [0.0] * len(sources)
+    lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
+    for batch in length_batches(lengths, _BATCH_TOKENS):
+        source, mask = padded([sources[index] for index in batch], tokenizer.pad_id)
+        target, is_token = padded([[tokenizer.bos_id, *targets[index]] for index in batch], tokenizer.pad_id)
+        is_padded, target = not bool(mask.all()), target.to(device)
+        states = network(source.to(device), target[:, :-1], mask.to(device) if is_padded else None)
+        parts = []
+        for rows, wanted in zip(states.flatten(0, 1).split(_ROWS), target[:, 1:].flatten().split(_ROWS), strict=True):
+            parts.append(log_softmax(rows).gather(1, wanted.unsqueeze(1)))
+        chances = torch.cat(parts).view(len(batch), -1).masked_fill(~is_token[:, 1:].to(device), 0.0).double()
+        for index, total in zip(batch, chances.sum(1).tolist(), strict=True):
+            totals[index] = total
+        finished(len(batch))
+    return totals
 
 
 class Hypothesis(NamedTuple):

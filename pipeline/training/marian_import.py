@@ -189,7 +189,7 @@ def _network_weights(folder: Path, config: Mapping[str, Any], vocabulary: _Vocab
     """Return the state dict of a `Transformer` with an output bias."""
     import torch
 
-    from pipeline.export.marian_weights import BIAS, SHARED, from_marian, marian_shapes
+    from pipeline.export.huggingface_model import BIAS, SHARED, from_marian, marian_shapes
 
     path, weights = _read_weights(folder)
     depths, d_model = (config["encoder_layers"], config["decoder_layers"]), config["d_model"]
@@ -248,7 +248,7 @@ def _drop_derived(path: Path, weights: "dict[str, Tensor]", d_model: int) -> Non
     import torch
 
     from model.transformer import sinusoidal_table
-    from pipeline.export.marian_weights import SHARED, halves
+    from pipeline.export.huggingface_model import SHARED, halves
 
     for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"):
         copy = weights.pop(name, None)

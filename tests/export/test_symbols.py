@@ -15,8 +15,7 @@ from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.bundle import FILES, bundle_files, write_bundle
 from pipeline.export.parity import Text
-from pipeline.inference.length_batches import padded
-from pipeline.inference.translator import Translator
+from pipeline.inference.translator import Translator, padded
 from tests.conftest import train_tokenizer
 
 SENTENCES = [

@@ -29,8 +29,7 @@ from model.attention_maps import attention_maps
 from pipeline import api
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
-from pipeline.inference.prefixes import Prefixes
-from pipeline.inference.search_options import SearchOptions
+from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.translator import Translator, load_translator
 from pipeline.training import fit
 from tests.conftest import ROOT, sentences, tiny_recipe

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.inference.search_options import SearchOptions
+from pipeline.inference.options import SearchOptions
 from pipeline.inference.translator import load_translator
 from tests.conftest import pipeline, refusal
 

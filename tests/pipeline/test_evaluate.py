@@ -12,7 +12,7 @@ import sacrebleu
 from pipeline.__main__ import main
 from pipeline.inference import translator
 from pipeline.inference.metrics import METRICS
-from pipeline.inference.prefixes import Prefixes
+from pipeline.inference.options import Prefixes
 from tests.pipeline.test_metrics import Lines
 
 

@@ -25,7 +25,7 @@ from model.transformer import LearnedPositions, Transformer
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.config.recipe import Recipe, recipe_from_dict
 from pipeline.config.trainer_keys import trainer_signature
-from pipeline.inference.search_options import SearchOptions
+from pipeline.inference.options import SearchOptions
 from pipeline.inference.translator import load_translator
 from pipeline.runtime.devices import best_precision
 from pipeline.training.build import train

@@ -18,8 +18,8 @@ from model.settings import DecodingSettings
 from model.transformer import Transformer
 from pipeline.export import formats
 from pipeline.export.bundle import obstacles, write_bundle
+from pipeline.export.card import model_card
 from pipeline.export.huggingface_model import generation_settings, write_huggingface
-from pipeline.export.readme import model_card
 from pipeline.inference.translator import LONGEST
 from tests.conftest import sentences, train_tokenizer
 from tests.model.search_truth import VOCABULARY_SIZE, trained_network

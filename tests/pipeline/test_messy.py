@@ -14,7 +14,7 @@ from pipeline.__main__ import main
 from pipeline.inference import translator
 from pipeline.inference.messy import MessyText, is_copied, messy_texts, tag_pairs, with_tags
 from pipeline.inference.metrics import METRICS
-from pipeline.inference.prefixes import Prefixes
+from pipeline.inference.options import Prefixes
 from tests.conftest import train_tokenizer
 
 SOURCES = [

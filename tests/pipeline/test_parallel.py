@@ -20,11 +20,10 @@ from tqdm import TMonitor
 
 from data_module.errors import InputError
 from data_module.worker_processes import num_processors
-from pipeline.inference.parallel import ParallelTranslator, choose_devices
-from pipeline.inference.search_options import SearchOptions
+from pipeline.inference.options import SearchOptions
+from pipeline.inference.parallel import Chunk, ParallelTranslator, choose_devices
 from pipeline.inference.text_io import CHUNK
 from pipeline.inference.translator import Hypothesis, Translation, load_translator
-from pipeline.inference.worker import Chunk
 from tests.conftest import ROOT, pipeline, sentences
 
 NAME = r"translation process [12] of 2 on the CPU"

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from data_module.errors import InputError
-from pipeline.export.readme import example_sentence, readme
-from pipeline.inference.prefixes import Prefixes, with_prefix
+from pipeline.export.card import example_sentence, readme
+from pipeline.inference.options import Prefixes, with_prefix
 
 
 def corpus(*prefixes: str | None) -> dict[str, Any]:

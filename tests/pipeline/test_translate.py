@@ -172,7 +172,7 @@ import ctypes, sys
 from pathlib import Path
 import torch
 from model.fast.packed_linear import PackedLinear
-from pipeline.inference.search_options import SearchOptions
+from pipeline.inference.options import SearchOptions
 from pipeline.inference.translator import load_translator
 
 class Mallinfo(ctypes.Structure):

@@ -10,8 +10,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
-from pipeline.inference.length_batches import length_batches
-from pipeline.inference.translator import EMPTY, Translator
+from pipeline.inference.translator import EMPTY, Translator, length_batches
 from tests.conftest import train_tokenizer
 
 WORDS = ["ein", "hund", "läuft", "über", "die", "straße", "und", "bellt", "laut"]
