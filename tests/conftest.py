@@ -218,6 +218,15 @@ def trained_run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder / "run"
 
 
+@pytest.fixture(scope="session")
+def bundle(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained run's export as TorchScript."""
+    folder = tmp_path_factory.mktemp("export") / "bundle"
+    done = pipeline("export", trained_run, folder, "--format", "torchscript")
+    assert done.returncode == 0, done.stderr.decode()
+    return folder
+
+
 class _Module(pytest.Module):
     """A test module that is skipped if a package that it imports is not installed; in CI, that is an error."""
 

@@ -78,8 +78,6 @@ def test_errors_of_the_command_line(trained_run: Path, tmp_path: Path, monkeypat
     truncated = tmp_path / "cut.ckpt"
     truncated.write_bytes((trained_run / "checkpoints" / "best.ckpt").read_bytes()[:5000])
     assert "truncated" in refusal("translate", truncated)
-    assert "truncated" in refusal("export", truncated, tmp_path / "bundle")
-    assert not (tmp_path / "bundle").exists()
     message = refusal("evaluate", trained_run, "--source", three, "--reference", two)
     assert "3 lines" in message
     assert f"{two} is shorter" in message

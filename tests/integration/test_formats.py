@@ -57,15 +57,6 @@ class Place(NamedTuple):
         }[kind]
 
 
-@pytest.fixture(scope="module")
-def bundle(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from pipeline.__main__ import main
-
-    folder = tmp_path_factory.mktemp("export") / "bundle"
-    assert main(["export", str(trained_run), str(folder), "--format", "torchscript"]) == 0
-    return folder
-
-
 @pytest.fixture
 def place(trained_run: Path, tiny_corpus: Path, bundle: Path, tmp_path: Path) -> Place:
     for name, folder in (("run", trained_run), ("corpus", tiny_corpus), ("bundle", bundle)):

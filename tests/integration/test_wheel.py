@@ -54,44 +54,35 @@ def run(environment: Path, *words: object, cwd: Path, **options: Any) -> subproc
     )
 
 
+CODE = """
+import data_module.errors, pipeline
+names = [getattr(pipeline, name) for name in pipeline.__all__]
+print(pipeline.__file__)
+print(data_module.errors.install("languages"))
+try:
+    pipeline.load("nowhere")
+except pipeline.InputError as error:
+    print(error)
+"""
+
+
 def test_the_packages_are_those_of_the_wheel(environment: Path, tmp_path: Path) -> None:
-    code = (
-        "import data_module.errors, model, pipeline; print(pipeline.__file__, data_module.errors.install('languages'))"
-    )
     done = subprocess.run(
-        [environment / "bin" / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+        [environment / "bin" / "python", "-c", CODE], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    place, _, hint = done.stdout.partition(" ")
-    assert Path(place).is_relative_to(environment)
-    assert (Path(place).parents[1] / "model" / "fast" / "search.cpp").is_file()
+    place, hint, said = done.stdout.splitlines()
+    packed = Path(place).parents[1]
+    assert packed.is_relative_to(environment)
+    assert (packed / "pipeline" / "py.typed").is_file()
     assert hint.startswith(f"{environment}/bin/python -m pip install 'mecab-python3")
     assert "ipadic" in hint
     assert "sacremoses" not in hint
-    packed = Path(place).parent.parent
+    assert said.startswith("nowhere: there is no such checkpoint or run folder")
     sources = [*(ROOT / "model").rglob("*.cpp"), *(ROOT / "model").rglob("*.h")]
     templates = [*(ROOT / "pipeline" / "export" / "templates").iterdir()]
     assert (len(sources), len(templates)) == (3, 2)
     for path in (*sources, *templates):
         assert (packed / path.relative_to(ROOT)).is_file()
-
-
-def test_the_python_api_of_the_wheel(environment: Path, tmp_path: Path) -> None:
-    code = """
-import pipeline
-names = [getattr(pipeline, name) for name in pipeline.__all__]
-try:
-    pipeline.load("nowhere")
-except pipeline.InputError as error:
-    print(error)
-print(pipeline.__file__)
-"""
-    done = subprocess.run(
-        [environment / "bin" / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    said, place = done.stdout.splitlines()
-    assert said.startswith("nowhere: there is no such checkpoint or run folder")
-    assert Path(place).is_relative_to(environment)
-    assert (Path(place).parent / "py.typed").is_file()
 
 
 def test_recipes_from_the_wheel(environment: Path, tmp_path: Path) -> None:

@@ -40,13 +40,6 @@ TEXTS = [*sentences(40, seed=40), "", "the dog"]
 
 
 @pytest.fixture(scope="module")
-def bundle(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("export") / "bundle"
-    assert main(["export", str(trained_run), str(folder), "--format", "torchscript"]) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
 def model(trained_run: Path) -> pipeline.Model:
     return pipeline.load(trained_run)
 

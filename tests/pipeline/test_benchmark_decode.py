@@ -14,12 +14,10 @@ COMMAND = ["benchmark", "decode", "--beam", 1]
 
 
 @pytest.mark.slow
-def test_figures_beside_a_baseline(trained_run: Path, tiny_corpus: Path, tmp_path: Path) -> None:
+def test_figures_beside_a_baseline(trained_run: Path, bundle: Path, tiny_corpus: Path, tmp_path: Path) -> None:
     text = tmp_path / "text"
     lines = (tiny_corpus.parent / "validation.source").read_text().split("\n")[:20]
     text.write_text("\n".join([*lines, "", ""]))
-    bundle = tmp_path / "bundle"
-    assert pipeline("export", trained_run, bundle, "--format", "torchscript").returncode == 0
     engines = ["--bundle", bundle, "--baseline", "ctranslate2", "--baseline", "huggingface"]
     answer = pipeline(*COMMAND, "--checkpoint", trained_run, "--source", text, *engines)
     assert answer.returncode == 0, answer.stderr
