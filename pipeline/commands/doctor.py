@@ -61,6 +61,7 @@ def run_checks(configs: list[Path], overrides: list[str], reset: bool, init_from
 
 
 def _run_on_all_ranks(job: "JobStep", load: Load) -> int:
+    """Run the checks on this rank; rank 0 prints the results of all ranks."""
     from pipeline.training.rank_checks import WAIT, RankGroup, UnresponsiveRanksError
 
     ranks = RankGroup(job)
@@ -68,33 +69,26 @@ def _run_on_all_ranks(job: "JobStep", load: Load) -> int:
     if failures := ranks.connect():
         return print_results(failures)
     try:
-        return _check_and_gather(ranks, load)
+        gathered = ranks.all_gather(_results_of(ranks, load))
     except UnresponsiveRanksError as error:
         return print_results([CheckResult(False, str(error), ranks.location)])
+    results = [CheckResult(*result) for theirs in gathered for result in theirs]
+    code = print_results(results) if job.rank == 0 else exit_code(results)
+    ranks.leave()
+    return code
 
 
-def _check_and_gather(ranks: "RankGroup", load: Load) -> int:
-    """Run this rank's checks; rank 0 prints the results of all ranks."""
+def _results_of(ranks: "RankGroup", load: Load) -> list[CheckResult]:
+    """Return what this rank has to report: of checks whose results all ranks share, rank 0 reports them."""
     from pipeline.training.rank_checks import check_ranks
 
-    rank = ranks.job.rank
-    machine = [result for result in check_machine(ranks.job) if not result.ok or rank == 0]
-    results = [result._replace(where=ranks.location) for result in machine]
-    context, load_results = agree_on_context(ranks, *load(ranks.job))
-    results += load_results
-    if rank == 0 and context is not None:
+    is_first = ranks.job.rank == 0
+    machine = [result for result in check_machine(ranks.job) if is_first or not result.ok]
+    context, results = agree_on_context(ranks, *load(ranks.job))
+    if is_first and context is not None:
         results += check_recipe(context)
     results += check_ranks(ranks, context.recipe if context else None)
-    everything = [CheckResult(*result) for theirs in ranks.all_gather(results) for result in theirs]
-    if rank > 0:
-        # srun kills all ranks when one exits with an error, and rank 0 holds the store: wait until it has printed.
-        ranks.wait_for("printed", [0])
-        ranks.store.set(f"left/{rank}", "")
-        return int(not all(result.ok for result in everything))
-    code = print_results(everything)
-    ranks.store.set("printed/0", "")
-    ranks.wait_for("left", list(range(1, ranks.job.num_tasks)))
-    return code
+    return [*(result._replace(where=ranks.location) for result in machine), *results]
 
 
 def agree_on_context(
@@ -150,4 +144,9 @@ def print_results(results: list[CheckResult]) -> int:
     for (label, message), where in places.items():
         ranks = "; ".join(dict.fromkeys(filter(None, where)))
         print(f"{label} {message}" + (f" [{ranks}]" if ranks else ""), flush=True)
-    return 0 if all(result.ok for result in results) else 1
+    return exit_code(results)
+
+
+def exit_code(results: list[CheckResult]) -> int:
+    """Return 0, or 1 if a check failed."""
+    return int(not all(result.ok for result in results))

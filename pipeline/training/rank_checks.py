@@ -77,15 +77,6 @@ class RankGroup:
         self.first_node_is_local = _is_loopback(str(address))
         return []
 
-    def wait_for(self, key: str, ranks: list[int]) -> list[int]:
-        """Wait until these ranks have set a key of the store; return those that have not."""
-        deadline = time.monotonic() + WAIT.total_seconds()
-        missing = ranks
-        while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not self.store.check([f"{key}/{rank}"])]
-            time.sleep(0.01)
-        return missing
-
     def all_gather(self, value: object) -> list:
         """Return the values of all ranks, by rank; a value is anything that JSON can hold.
 
@@ -93,43 +84,57 @@ class RankGroup:
             UnresponsiveRanksError: a rank has set no value in time.
         """
         self._num_gathered += 1
-        key = f"value-{self._num_gathered}"
-        self.store.set(f"{key}/{self.job.rank}", json.dumps(value))
-        keys = [f"{key}/{rank}" for rank in range(self.job.num_tasks)]
+        self.store.set(f"value-{self._num_gathered}/{self.job.rank}", json.dumps(value))
+        keys = [f"value-{self._num_gathered}/{rank}" for rank in range(self.job.num_tasks)]
+        # Another rank may first wait WAIT for a collective that fails.
+        if missing := self._wait_for(keys, 2 * WAIT):
+            raise UnresponsiveRanksError([keys.index(key) for key in missing])
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def leave(self) -> None:
+        """Wait until rank 0, which prints the results before it leaves, and then all others have come here.
+
+        srun kills all ranks when one exits with an error, and rank 0 holds the store: it has to be the first to be
+        ready, and the last to end.
+        """
+        keys = [f"leaves/{rank}" for rank in range(self.job.num_tasks)]
+        if self.job.rank > 0:
+            self._wait_for(keys[:1], WAIT)
+        self.store.set(keys[self.job.rank], "")
+        if self.job.rank == 0:
+            self._wait_for(keys, WAIT)
+
+    def _wait_for(self, keys: list[str], limit: timedelta) -> list[str]:
+        """Wait until these keys of the store are set; return those that are not set in time."""
         try:
-            self.store.wait(keys, 2 * WAIT)  # another rank may first wait WAIT for a collective that fails
+            self.store.wait(keys, limit)
         except (RuntimeError, dist.DistError):
-            missing = [rank for rank, rank_key in enumerate(keys) if not self.store.check([rank_key])]
-            raise UnresponsiveRanksError(missing) from None
-        return [json.loads(self.store.get(rank_key)) for rank_key in keys]
+            return [key for key in keys if not self.store.check([key])]
+        return []
 
 
 def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult]:
     """Run all checks of this module. Every rank must run them, in the same order."""
-    yield from _check_clock(ranks)
-    yield from _check_versions(ranks)
+    yield from _check_clocks_and_versions(ranks)
     interfaces = list(_check_interfaces(ranks.first_node_is_local if ranks.job.num_nodes > 1 else True))
     yield from (result._replace(where=ranks.location) for result in interfaces)
     unreachable = any(ranks.all_gather(bool(interfaces)))
     if recipe is not None:
-        yield from _check_shared_corpus(ranks, Path(recipe.corpus.folder))
+        yield from _check_shared_corpus(ranks, recipe.corpus_folder())
         yield from _check_shared_run_folder(ranks, recipe.run_folder())
     if not unreachable:  # otherwise it would time out for the reason already reported
         yield from _check_all_reduce(ranks)
 
 
-def _check_clock(ranks: RankGroup) -> Iterator[CheckResult]:
+def _check_clocks_and_versions(ranks: RankGroup) -> Iterator[CheckResult]:
+    own = {name: version(name) for name in ("torch", "lightning", "numpy")}
     ranks.all_gather(None)  # a barrier, so that all ranks read their clocks at about the same time
-    clocks = ranks.all_gather(time.time())
-    difference = clocks[ranks.job.rank] - clocks[0]
+    everyones = ranks.all_gather([time.time(), own])
+    first_clock, first = everyones[0]
+    difference = everyones[ranks.job.rank][0] - first_clock
     if abs(difference) > MAX_CLOCK_DIFFERENCE_SECONDS:
         hint = "fix the time synchronization of this node"
         yield CheckResult(False, f"the clock is {difference:+.1f} s from rank 0's; {hint}", ranks.location)
-
-
-def _check_versions(ranks: RankGroup) -> Iterator[CheckResult]:
-    own = {name: version(name) for name in ("torch", "lightning", "numpy")}
-    first = ranks.all_gather(own)[0]
     for name, number in own.items():
         if number != first[name]:
             hint = "use one environment for all nodes, on a shared disk or in a container"
@@ -231,6 +236,7 @@ def _can_lock(path: Path) -> bool:
 
 def _check_all_reduce(ranks: RankGroup) -> Iterator[CheckResult]:
     """Run an all-reduce over all ranks, on CPUs and, if every rank has one, on GPUs."""
+    num_ranks = ranks.job.num_tasks
     on_gpu = all(ranks.all_gather(torch.cuda.is_available()))
     for backend in ("gloo", "nccl") if on_gpu else ("gloo",):
         hint = f"export {backend.upper()}_SOCKET_IFNAME=the interface between nodes, and check firewalls"
@@ -243,11 +249,11 @@ def _check_all_reduce(ranks: RankGroup) -> Iterator[CheckResult]:
             return
         finally:
             ranks.pending = None
-        correct = value == float(ranks.job.num_tasks**2)
-        speed = f"all-reduce over {backend}, {ranks.job.num_tasks} ranks: {ALL_REDUCE_BYTES / seconds / 1e6:,.0f} MB/s"
-        if ranks.job.rank == 0 or not correct:
-            hint = "" if correct else "; the sum is wrong; check the node's memory and network"
-            yield CheckResult(correct, speed + hint)
+        speed = f"all-reduce over {backend}, {num_ranks} ranks: {ALL_REDUCE_BYTES / seconds / 1e6:,.0f} MB/s"
+        if value != num_ranks**2:
+            yield CheckResult(False, f"{speed}; the sum is wrong; check the node's memory and network")
+        elif ranks.job.rank == 0:
+            yield CheckResult(True, speed)
 
 
 def _time_all_reduce(ranks: RankGroup, backend: str) -> tuple[float, float]:
