@@ -44,18 +44,14 @@ def _fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
     from data_module.corpus.manifest import is_corpus
     from pipeline.checkpointing.run_folder import inherit_network, latest_valid
     from pipeline.config.trainer_keys import validate_trainer_keys
-    from pipeline.training.checks import CHECKS, CheckContext, cpu_devices_warning
+    from pipeline.training.checks import CheckContext, refuse_mistakes
     from pipeline.training.start import load_initial_weights
 
     quiet_lightning()
     job = current_step()
     validate_trainer_keys(recipe.trainer)
     if process_rank() == 0:
-        context = CheckContext(recipe, job, reset, init_from)
-        for check in CHECKS:
-            check(context)
-        if warning := cpu_devices_warning(context):
-            say(warning)
+        refuse_mistakes(CheckContext(recipe, job, reset, init_from))
     reset = should_reset(reset, recipe.run_folder(), job)
     initial = tokenizer = None
     checkpoint = None if reset else latest_valid(recipe.run_folder())[0]

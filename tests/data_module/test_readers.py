@@ -58,7 +58,7 @@ def test_an_unknown_reader_is_refused(settings: CorpusSettings, name: str, messa
     with pytest.raises(InputError) as caught:
         open_reader(text, settings)
     assert str(caught.value) == message
-    [result] = check_text(text, settings, [])
+    [result] = check_text(text, settings, True)
     assert result[:2] == (False, message)
 
 
@@ -72,11 +72,11 @@ def test_a_prepared_corpus_does_not_need_its_reader(settings: CorpusSettings, mo
 def test_doctor_and_availability(settings: CorpusSettings, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     assert all_available(settings)
-    results = check_text(settings.train[0], settings, [])
+    results = check_text(settings.train[0], settings, True)
     assert [result[:2] for result in results] == [(True, f"text {path}: 2 pairs")]
     path.unlink()
     assert not all_available(settings)
-    [result] = check_text(settings.train[0], settings, [])
+    [result] = check_text(settings.train[0], settings, True)
     assert result[:2] == (False, f"text {path} is missing; put it there or correct its path in corpus:")
 
 

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from data_module.errors import InputError
 from pipeline.commands.doctor import agree_on_context
 from pipeline.config.recipe import load_recipe
+from pipeline.runtime.devices import gpus_mistake
 from pipeline.runtime.launch import JobStep
 from pipeline.training import rank_checks
-from pipeline.training.checks import CheckContext, CheckResult, check_gpus_per_task, check_hardware_keys, check_trainer
+from pipeline.training.checks import CheckContext, CheckResult, check_ignored_keys, check_trainer
 from pipeline.training.rank_checks import RankGroup, check_ranks
 from tests.conftest import ROOT
 
@@ -137,14 +138,11 @@ def test_what_differs_between_two_ranks(tmp_path: Path) -> None:
 def test_tasks_and_gpus_of_a_node() -> None:
     step = JobStep(**{**vars(STEP), "num_tasks": 8, "tasks_per_node": 4})
     for visible, allocated in ((4, "4"), (0, None), (4, "gpu:4")):
-        assert list(check_gpus_per_task(step, visible, allocated)) == []
-    [fewer] = check_gpus_per_task(step, 0, "4")
-    assert fewer.message.startswith("SLURM allocated 4 GPUs on this node and torch sees 0")
-    [more] = check_gpus_per_task(step, 8, "8")
-    assert more.message == "the node has 8 GPUs for 4 tasks; request 4 GPUs per node, or set --ntasks-per-node=8"
-    [lost] = check_gpus_per_task(step, 3, "4")
-    assert lost.message.endswith("torch sees 3; check nvidia-smi and torch's CUDA build")
-    assert not any(one.ok for one in (fewer, more, lost))
+        assert gpus_mistake(step, visible, allocated) is None
+    fewer, more, lost = (gpus_mistake(step, *numbers) or "" for numbers in ((0, "4"), (8, "8"), (3, "4")))
+    assert fewer.startswith("SLURM allocated 4 GPUs on this node and torch sees 0")
+    assert more == "the node has 8 GPUs for 4 tasks; request 4 GPUs per node, or set --ntasks-per-node=8"
+    assert lost.endswith("torch sees 3; check nvidia-smi and torch's CUDA build")
 
 
 @pytest.mark.parametrize(("tasks", "visible", "allocated"), [(8, 1, "8"), (4, 2, "8"), (8, 1, None)])
@@ -153,16 +151,15 @@ def test_tasks_that_see_a_part_of_their_nodes_gpus(
 ) -> None:
     """As with --gpus-per-task=1, where each of eight tasks sees one GPU of eight. `fit` says the same."""
     step = JobStep(**{**vars(STEP), "num_tasks": tasks, "num_nodes": 1, "tasks_per_node": tasks})
-    [bound] = check_gpus_per_task(step, visible, allocated)
-    assert not bound.ok
-    assert "; request GPUs by --gpus-per-node, not by --gpus-per-task or --gpu-bind" in bound.message
+    bound = gpus_mistake(step, visible, allocated) or ""
+    assert "; request GPUs by --gpus-per-node, not by --gpus-per-task or --gpu-bind" in bound
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", allocated or "")
     with pytest.raises(InputError) as refusal:
         check_trainer(replace(demo_context([]), job=step))
-    assert str(refusal.value) == bound.message
+    assert str(refusal.value) == bound
 
 
 def demo_context(options: list[str]) -> CheckContext:
@@ -170,8 +167,8 @@ def demo_context(options: list[str]) -> CheckContext:
 
 
 def test_nodes_and_devices_of_a_recipe_are_ignored() -> None:
-    assert list(check_hardware_keys(demo_context(["--trainer.devices=1", "--trainer.num_nodes=2"]))) == []
-    [ignored] = check_hardware_keys(demo_context(["--trainer.num_nodes=3"]))
+    assert list(check_ignored_keys(demo_context(["--trainer.devices=1", "--trainer.num_nodes=2"]))) == []
+    [ignored] = check_ignored_keys(demo_context(["--trainer.num_nodes=3"]))
     assert ignored == CheckResult(True, "trainer.num_nodes 3 is ignored: the job sets it to 2")
 
 
