@@ -2,8 +2,8 @@
 
 import copy
 import mmap
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class HostCopy:
         if private_memory() + size > limit.size:
             return False
         try:
+            # With its pages in memory from now on: what is measured to fit beside it, fits also while it is written to.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
             self._memory = mmap.mmap(-1, size, flags=flags)
         except OSError:
@@ -66,14 +67,11 @@ class HostCopy:
         self._pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self._address(), size, 0)) == 0
         return True
 
-    def release(self) -> bool:
-        """Give the block back; return whether there was one. No copy may be in use."""
-        if self._memory is None:
-            return False
+    def release(self) -> None:
+        """Give the block back. No copy may be in use."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._address())
         self._memory, self._pinned = None, False
-        return True
 
     def take(self, contents: dict[str, Any]) -> dict[str, Any] | None:
         """Return a copy of a checkpoint's contents that nothing changes before the next call.
@@ -89,11 +87,13 @@ class HostCopy:
         needed = sum(_aligned(storage.nbytes()) for storage in storages.values())
         if needed > self.size and not self.reserve(needed, self._processes, self._pinned):
             return None
+        # Whole storages, not tensors: tied weights and views would otherwise be several times in the file.
         copies, offset = {}, 0
         for key, storage in storages.items():
             copies[key] = self._copy(storage, offset)
             offset += _aligned(storage.nbytes())
         if any(tensor.is_cuda for tensor in tensors):
+            # The copies from a GPU have only been asked for, and the next step changes what they read.
             torch.cuda.synchronize()
         memo: dict[int, Any] = {}
         for tensor in tensors:
@@ -143,44 +143,6 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class BackgroundTask:
-    """A thread that runs one function at a time, and the error of the last one."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, function: Callable[[], None]) -> None:
-        """Run a function in the background. The previous one must have been waited for."""
-        assert self._thread is None
-        # A daemon's thread would be cut off where the process ends without waiting.
-        self._thread = threading.Thread(target=self._run, args=[function], name="checkpoint-writer", daemon=False)
-        self._thread.start()
-
-    def _run(self, function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            self._error = error
-
-    def join(self) -> None:
-        """Wait for the function to end, also with an error."""
-        if (thread := self._thread) is not None:  # Another thread that waits may remove it.
-            thread.join()
-            self._thread = None
-
-    def raise_error(self) -> None:
-        """Raise the error of a function that has failed, once; do not wait for one that still runs."""
-        if (error := self._error) is not None:
-            self._error = None
-            raise error
-
-    def wait(self) -> None:
-        """Wait for the function to end; raise its error."""
-        self.join()
-        self.raise_error()
-
-
 @dataclass(frozen=True)
 class WriteOptions:
     """What else to do with a checkpoint, as Lightning's `storage_options`."""
@@ -201,17 +163,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         super().__init__()
         self._copy = HostCopy()
-        self._task = BackgroundTask()
+        self._write: Future[None] | None = None
+        """The write in flight, or one whose error has not been raised."""
 
     def reserve(self, size: int, processes: int, pinned: bool) -> None:
         """Write in the background from now on if the host has room for a copy of `size` bytes; see `HostCopy`."""
         self._copy.reserve(size, processes, pinned)
 
-    def release(self) -> bool:
-        """Give the copy's memory back and write in the foreground; return whether there was a copy."""
-        self._task.wait()
-        self._copy.refusal = f"the micro-batches and a copy of {self._copy.size / 1e6:,.0f} MB do not fit together"
-        return self._copy.release()
+    def release(self) -> None:
+        """Give the copy's memory back, if there is one, and write in the foreground from now on."""
+        self.wait()
+        if self.copy_bytes:
+            self._copy.refusal = f"the micro-batches and a copy of {self.copy_bytes / 1e6:,.0f} MB do not fit together"
+        self._copy.release()
 
     @property
     def copy_bytes(self) -> int:
@@ -231,34 +195,46 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         call of this function, `raise_error` or `wait`.
         """
         options = storage_options or WriteOptions()
+        # The checkpoint comes last. It records that this step is the best one: were it written first, a run that is
+        # killed between the two would resume from it and never write the best one.
         files = [*options.copies, Path(path)]
+        # There is one block for all copies, so the one before must be on disk. Its error ends the run here: to go on
+        # would leave a user with a full disk and ever older checkpoints.
         self.wait()
-        in_background = bool(self.copy_bytes)
+        had_copy = bool(self.copy_bytes)
         contents = self._copy.take(checkpoint)
 
         def write() -> None:
             for file in files:
                 write_atomic(checkpoint if contents is None else contents, file)
+            # Removes old checkpoints: a kill at any moment leaves them or those that replace them.
             options.afterwards()
 
-        if contents is not None:
-            self._task.start(write)
+        if contents is None:
+            if had_copy:
+                say(f"checkpoints: {self.describe()}")
+            write()
             return
-        if in_background:
-            say(f"checkpoints: {self.describe()}")
-        write()
+        # When the interpreter ends, also with an error, it waits for an executor's thread: the file is written whole.
+        executor = ThreadPoolExecutor(1, "checkpoint-writer")
+        self._write = executor.submit(write)
+        executor.shutdown(wait=False)
 
     def raise_error(self) -> None:
-        """Raise the error of a write that has failed."""
-        self._task.raise_error()
+        """Raise the error of a write that has failed, once; do not wait for one in flight."""
+        if self._write is not None and self._write.done():
+            ended, self._write = self._write, None
+            ended.result()
 
     def join(self) -> None:
-        """Wait for the write in flight, also if it fails."""
-        self._task.join()
+        """Wait for the write in flight, also if it fails. Any thread may call this."""
+        if (write := self._write) is not None:
+            wait([write])
 
     def wait(self) -> None:
         """Wait for the write in flight; raise its error."""
-        self._task.wait()
+        self.join()
+        self.raise_error()
 
     def teardown(self) -> None:
         """Wait for the write in flight, and report its error.
@@ -276,6 +252,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def checkpoint_io(trainer: Trainer) -> AtomicCheckpointIO:
     """Return the object that writes a trainer's checkpoints."""
-    one = trainer.strategy.checkpoint_io
-    assert isinstance(one, AtomicCheckpointIO)
-    return one
+    writer = trainer.strategy.checkpoint_io
+    assert isinstance(writer, AtomicCheckpointIO)
+    return writer

@@ -239,7 +239,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
         return [], []
     recorded = _read_versions(path)
     written = yaml.safe_load(config.read_text(encoding="utf-8"))
-    new = recipe.inherit_network(written.get("network", {})).as_dict()
+    new = recipe.inherit_network(written["network"]).as_dict()
     with suppress(InputError):  # A recipe that this version cannot read is compared as it is.
         # Settings that are newer than the run get their defaults.
         written = load_recipe([config]).as_dict()
@@ -280,7 +280,8 @@ def inherit_network(path: Path, recipe: Recipe) -> Recipe:
     """Return the recipe with the settings that the network of the run in a folder has brought along."""
     if not is_run(path):
         return recipe
-    return recipe.inherit_network(yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8")).get("network", {}))
+    written = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+    return recipe.inherit_network(written["network"])
 
 
 def check_same_run(path: Path, recipe: Recipe) -> list[str]:

@@ -20,7 +20,7 @@ from model.transformer import Transformer
 from pipeline.inference.compiled_search import load_compiled_search
 from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.text_io import progress_bar, show_token_rate
-from pipeline.runtime.memory import keep_few_matrix_products
+from pipeline.runtime.memory import limit_onednn_cache
 
 
 def length_batches(lengths: Sequence[int], max_tokens: float, max_sentences: int | None = None) -> Iterator[list[int]]:
@@ -349,7 +349,7 @@ def _search_on(device: str, network: Transformer, tokenizer: Tokenizer) -> Trans
         print(f"translating without the compiled search, which is slower: it lacks {lacking}", file=sys.stderr)
     elif (library := load_compiled_search()) is not None:
         return CompiledSearch(library, network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-    keep_few_matrix_products()
+    limit_onednn_cache()
     if can_pack(network):
         pack_linears(network)
     return network

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +30,8 @@ def release_freed_memory() -> None:
         malloc_trim(0)
 
 
-def keep_few_matrix_products() -> None:
-    """Keep few of the matrix products that were prepared on the CPU; call this before the first of them.
+def limit_onednn_cache() -> None:
+    """Keep few of the matrix products that oneDNN has prepared; call this before the first of them.
 
     A product is prepared for one number of rows, and in a search this number changes in each step. oneDNN keeps 1,024
     of them, and so does PyTorch's interface to it: together half a gigabyte. To prepare one again takes no time that
@@ -86,12 +87,9 @@ def can_measure_peak() -> bool:
     return _RESIDENT_PEAK_RESET.exists()
 
 
-def reset_resident_peak() -> None:
-    """Make the kernel measure the peak of resident memory from now on."""
+def peak_during(work: Callable[[], None]) -> int:
+    """Do the work; return the peak of resident memory during it, in bytes."""
     _RESIDENT_PEAK_RESET.write_text("5", encoding="utf-8")
-
-
-def resident_peak() -> int:
-    """Return the peak of resident memory since `reset_resident_peak`, in bytes."""
+    work()
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split("VmHWM:")[1].split()[0]) << 10

@@ -4,8 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,17 @@ from torch.utils._pytree import tree_leaves
 
 from data_module.batching.batch import SpecialIds
 from data_module.batching.blocks import place_in_blocks
+from data_module.errors import InputError
 from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
+from model.packed_attention import KEPT_WIDTH
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.memory import MemoryLimit, host_memory_limit, private_memory
-from pipeline.training.memory_probe import MemoryProbe
+from pipeline.training.memory_probe import MemoryProbe, lengths_to_try
 from tests.conftest import ROOT, pipeline
 
 
@@ -98,8 +101,15 @@ class GradientsAndMoments(Callback):
         self.in_steps = sum(tensor.nbytes for tensor in [*gradients, *moments])
 
 
+SMALL = NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2)
+
+
 def fit(
-    tiny_corpus: Path, network: NetworkSettings, max_steps: int, *callbacks: Any, plugins: list[Any] | None = None
+    tiny_corpus: Path,
+    network: NetworkSettings,
+    max_steps: int,
+    *callbacks: Any,
+    writer: AtomicCheckpointIO | None = None,
 ) -> None:
     """Train with the given callbacks, where None stands for a probe."""
     quiet_lightning()
@@ -119,7 +129,7 @@ def fit(
         enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=[callback or MemoryProbe(data) for callback in callbacks],
-        plugins=plugins,
+        plugins=[writer or AtomicCheckpointIO()],
     )
     trainer.fit(module, datamodule=data)
 
@@ -127,7 +137,7 @@ def fit(
 @pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
 def test_the_probe_restores_all_state(tiny_corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, after = RecordState(), RecordState()
-    fit(tiny_corpus, NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2), 1, before, None, after)
+    fit(tiny_corpus, SMALL, 1, before, None, after)
     [first], [second] = before.seen, after.seen
     assert first["weights"].keys() == second["weights"].keys()
     for name, weight in first["weights"].items():
@@ -139,17 +149,56 @@ def test_the_probe_restores_all_state(tiny_corpus: Path, capsys: pytest.CaptureF
     assert "with micro-batches of 512 tokens a side" in capsys.readouterr().err
 
 
-def test_the_length_that_takes_the_largest_blocks_is_tried() -> None:
-    """65 tokens take a block of 128, in which no other sentence of that length has room."""
+@pytest.mark.parametrize("longest", [1, 20, 22, 33, 64, 65, 100, 128, 129, 256, 257, 300, 700])
+def test_the_lengths_that_take_the_most_memory_are_tried(longest: int) -> None:
+    """65 tokens take a block of 128, in which no other sentence of that length has room.
 
-    def num_tokens(length: int) -> int:
-        lengths = np.full(4096 // length, length)
-        return place_in_blocks(lengths, lengths).num_tokens
+    The most tokens are in the widest blocks, and the most attention weights in the widest of which they are kept.
+    """
 
-    data: Any = SimpleNamespace(longest=100, in_blocks=True)
-    tried = MemoryProbe(data)._lengths
-    assert tried[-1] == data.longest
-    assert max(map(num_tokens, tried)) == max(map(num_tokens, range(1, 101))) == 128 * (4096 // 65)
+    def tokens_and_weights(length: int) -> tuple[int, int]:
+        lengths = np.full(16384 // length, length)
+        [(count, width)] = place_in_blocks(lengths, lengths).blocks
+        return count * width, count * width**2 * (width <= KEPT_WIDTH)
+
+    tried = lengths_to_try(longest, in_blocks=True)
+    assert max(tried) <= longest
+    for most, of_any in zip(
+        map(max, zip(*map(tokens_and_weights, tried), strict=True)),
+        map(max, zip(*map(tokens_and_weights, range(1, longest + 1)), strict=True)),
+        strict=True,
+    ):
+        # A last block that is not full makes a difference of less than one in a hundred.
+        assert most >= 0.99 * of_any
+    assert lengths_to_try(longest, in_blocks=False) == [longest]
+
+
+@pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
+@pytest.mark.parametrize(
+    ("limit", "tried", "message"),
+    [
+        (2.7, [1, 2, 4, 16], None),
+        (2.5, [1, 2, 4], "need about 2.6 GB, and this test has 2.5; set it to 400 or less"),
+        (1.36, [1, 2], "need about 2.6 GB, and this test has 1.4; set it to 100 or less"),
+        (1.1, [1, 2], "need about 2.6 GB, and this test has 1.1; ask for more memory"),
+    ],
+)
+def test_no_part_is_tried_that_would_not_fit(
+    tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch, limit: float, tried: list[int], message: str | None
+) -> None:
+    """Of a network that takes 1 GB, and 0.1 GB more for each sixteenth of a micro-batch. The system would kill it."""
+    seen: list[int] = []
+
+    def peak(work: partial[None]) -> int:
+        seen.append(16 // work.args[-1])
+        return 10**9 + seen[-1] * 10**8
+
+    monkeypatch.setattr("pipeline.training.memory_probe.peak_during", peak)
+    memory = MemoryLimit(int(limit * 1e9), "this test")
+    monkeypatch.setattr("pipeline.training.memory_probe.host_memory_limit", lambda processes: memory)
+    with nullcontext() if message is None else pytest.raises(InputError, match=message):
+        fit(tiny_corpus, SMALL, 1, None)
+    assert seen == tried
 
 
 @pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
@@ -172,8 +221,7 @@ def test_the_copy_for_checkpoints_is_counted_and_given_up_where_it_does_not_fit(
     writer = AtomicCheckpointIO()
     writer.reserve(600 << 20, processes=1, pinned=False)
     before, probe = resident_memory(), RecordCopy(writer)
-    network = NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2)
-    fit(tiny_corpus, network, 1, None, probe, plugins=[writer])
+    fit(tiny_corpus, SMALL, 1, None, probe, writer=writer)
     assert probe.seen == [600 << 20 if fits else 0]
     line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("memory: at most "))
     reported = float(line.split()[3]) * 1e9
