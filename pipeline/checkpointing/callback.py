@@ -17,6 +17,7 @@ from pipeline.checkpointing.checkpoint_io import WriteOptions, checkpoint_io
 from pipeline.checkpointing.run_folder import (
     around_best_checkpoints,
     around_best_path,
+    best_path,
     checkpoint_bytes,
     max_checkpoints,
     nearest_steps,
@@ -85,7 +86,7 @@ class CheckpointCallback(Callback):
             self._save_after_validation = False
             self.save(trainer, best=improved)
         elif improved:
-            self._write(trainer, self._best_path, WriteOptions())
+            self._write(trainer, best_path(self._run), WriteOptions())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step; wait until it is on disk."""
@@ -112,19 +113,16 @@ class CheckpointCallback(Callback):
                 replaces it, so that the checkpoints left to average are as far apart as the recipe says.
             best: save `best.ckpt` as well, from the same copy.
         """
+        step, previous = trainer.global_step, self._temporary_step
         # A run that is stopped again during the validation it resumed with may have resumed from a regular checkpoint.
-        was_regular = self.saved_step == trainer.global_step and self._temporary_step != trainer.global_step
-        previous, regular = self._temporary_step, not stopping or self._save_after_validation or was_regular
-        self._temporary_step = None if regular else trainer.global_step
-        replaced = [previous] if previous not in (None, trainer.global_step) else []
-        remove = partial(self._remove_old, trainer.global_step, self._best_step, self._temporary_step, replaced)
-        copies = (self._best_path,) if best else ()
-        self._write(trainer, step_path(self._run, trainer.global_step), WriteOptions(copies, remove))
-        self._last_saved, self.saved_step = time.monotonic(), trainer.global_step
-
-    @property
-    def _best_path(self) -> Path:
-        return self._run / "checkpoints" / "best.ckpt"
+        was_regular = self.saved_step == step != previous
+        self._temporary_step = step if stopping and not self._save_after_validation and not was_regular else None
+        replaced = [previous] if previous not in (None, step) else []
+        # The state goes along by value: training changes it while the thread writes.
+        remove = partial(self._remove_old, step, self._best_step, self._temporary_step, replaced)
+        copies = (best_path(self._run),) if best else ()
+        self._write(trainer, step_path(self._run, step), WriteOptions(copies, remove))
+        self._last_saved, self.saved_step = time.monotonic(), step
 
     def _remove_old(self, saved: int, best: int | None, temporary: int | None, replaced: list[int]) -> None:
         """Keep `run.keep_last` newest checkpoints, and as many nearest to the best validation.
@@ -132,9 +130,14 @@ class CheckpointCallback(Callback):
         The latter are what they would be if no checkpoint had ever been removed: a new best step is among the newest
         checkpoints, and those that are saved later only replace others of the nearest.
 
-        This runs in the thread that has written the checkpoint, while training changes the callback's state. Its
-        arguments are steps at the time of the checkpoint: its own, the best one's, the temporary one's, and those that
-        it replaces.
+        This runs in the thread that has written the checkpoint, and only if it was written: a kill before leaves more
+        files than are kept, and the next checkpoint's turn removes them.
+
+        Args:
+            saved: step of the checkpoint.
+            best: step of the best validation so far.
+            temporary: `saved`, if the checkpoint is temporary.
+            replaced: steps of temporary checkpoints that it replaces.
         """
         for step in replaced:
             step_path(self._run, step).unlink(missing_ok=True)
@@ -178,7 +181,7 @@ class CheckpointCallback(Callback):
             checkpoint_io(trainer).reserve(size, trainer.num_devices, pinned=pl_module.device.type == "cuda")
 
     def _checkpoint_bytes(self, module: LightningModule) -> int:
-        return checkpoint_bytes(sum(one.numel() for one in module.parameters()), self._with_average)
+        return checkpoint_bytes(sum(weight.numel() for weight in module.parameters()), self._with_average)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the step of the checkpoint that the run resumes from, and say how much disk and memory the run needs."""

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from data_module.files import atomic_file, disk_full_error
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
-from pipeline.checkpointing.run_folder import AVERAGES, is_valid, latest_valid, step_of
+from pipeline.checkpointing.run_folder import AVERAGES, best_path, is_valid, latest_valid, step_of
 
 _PREFIX = "network."
 
@@ -99,37 +100,32 @@ def resolve_checkpoint(path: Path) -> Path:
         return path
     if not path.exists():
         raise InputError(f"{path}: there is no such checkpoint or run folder; fit names the folder it writes to")
-    averages = sorted(path.glob(AVERAGES), key=lambda p: p.stat().st_mtime)
-    best = path / "checkpoints" / "best.ckpt"
     newest, _ = latest_valid(path)
+    averages = sorted(path.glob(AVERAGES), key=lambda p: p.stat().st_mtime, reverse=True)
     # A run that was resumed after averaging has better weights than its average.
-    outdated: tuple[Path, dict[str, Any]] | None = None
-    while averages and newest is not None:
-        contents = read_checkpoint(averages[-1])
-        if _made_at(contents) >= step_of(newest):
-            break
-        outdated = outdated or (averages[-1], contents)
-        averages.pop()
-    for candidate in (averages[-1] if averages else None, best if best.is_file() else None, newest):
-        if candidate is not None:
-            if outdated and not averages and newest is not None:
-                print(_outdated_message(path, *outdated, newest, candidate), file=sys.stderr)
-            return candidate
-    raise InputError(f"{path}: holds no checkpoint; give a .ckpt file or a run folder that fit has written")
+    outdated = list(takewhile(lambda average: newest is not None and _made_at(average) < step_of(newest), averages))
+    candidates = [*averages[len(outdated) :], *filter(Path.is_file, [best_path(path)]), *filter(None, [newest])]
+    if not candidates:
+        raise InputError(f"{path}: holds no checkpoint; give a .ckpt file or a run folder that fit has written")
+    if newest is not None and outdated and candidates[0] not in averages:
+        print(_outdated_message(path, outdated[0], newest, candidates[0]), file=sys.stderr)
+    return candidates[0]
 
 
-def _outdated_message(run: Path, average: Path, contents: dict[str, Any], newest: Path, candidate: Path) -> str:
+def _outdated_message(run: Path, average: Path, newest: Path, candidate: Path) -> str:
+    contents = read_checkpoint(average)
     # A file with the name of an average need not be one.
     last = f"--last {len(contents['averaged']) if 'averaged' in contents else 5}"
     option = contents["selection"]["option"] if "selection" in contents else last
     return (
-        f"{average.name} is of step {_made_at(contents)} and the run is at step {step_of(newest)}, so "
+        f"{average.name} is of step {_made_at(average)} and the run is at step {step_of(newest)}, so "
         f"{candidate.name} is used; to average again, run: {PROGRAM} average {run} {option}"
     )
 
 
-def _made_at(contents: dict[str, Any]) -> int:
+def _made_at(average: Path) -> int:
     """Return the step of the newest checkpoint that an average was made of or, with `--best`, that the run had."""
+    contents = read_checkpoint(average)
     return contents["selection"]["run_step"] if "selection" in contents else contents["global_step"]
 
 

@@ -70,6 +70,11 @@ def step_checkpoints(run: Path) -> list[Path]:
     return sorted(path for path in paths if _STEP_NAME.fullmatch(path.name))
 
 
+def best_path(run: Path) -> Path:
+    """Return the path of the checkpoint of the best validation."""
+    return run / "checkpoints" / "best.ckpt"
+
+
 def around_best_path(run: Path, step: int) -> Path:
     """Return the path of a checkpoint that is kept only because it is near the best validation."""
     return run / "checkpoints" / "around-best" / step_path(run, step).name

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from data_module.errors import InputError
+from data_module.files import atomic_file
 from data_module.paths import user_path
+from pipeline.checkpointing.run_folder import (
+    METRICS,
+    around_best_checkpoints,
+    around_best_path,
+    best_path,
+    is_valid,
+    nearest_steps,
+    step_checkpoints,
+    step_of,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +67,6 @@ def average_last(run: Path, count: int, output: Path) -> list[str]:
     Raises InputError when there are fewer.
     """
     from pipeline.checkpointing.checkpoint import average, write_atomic
-    from pipeline.checkpointing.run_folder import is_valid, step_checkpoints
 
     paths = [path for path in step_checkpoints(run) if is_valid(path)]
     if not paths:
@@ -77,9 +87,7 @@ def average_best(run: Path, count: int, output: Path) -> list[str]:
 
     Returns the checkpoints' names. Raises InputError when there are fewer checkpoints or no validation scores.
     """
-    from data_module.files import atomic_file
     from pipeline.checkpointing.checkpoint import average, write_atomic
-    from pipeline.checkpointing.run_folder import nearest_steps
 
     saved = saved_checkpoints(run)
     require_enough(run, "--best", count, len(saved))
@@ -106,13 +114,6 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
     Raises InputError when there is none.
     """
     from pipeline.checkpointing.checkpoint import read_checkpoint
-    from pipeline.checkpointing.run_folder import (
-        around_best_checkpoints,
-        around_best_path,
-        is_valid,
-        step_checkpoints,
-        step_of,
-    )
 
     # In this order, because `fit` moves checkpoints from the former to the latter.
     steps = {step_of(path): path for path in step_checkpoints(run)}
@@ -121,7 +122,7 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
     for step, path in steps.items():
         if found := next(filter(is_valid, (path, around_best_path(run, step))), None):
             saved[step] = found
-    best = run / "checkpoints" / "best.ckpt"
+    best = best_path(run)
     if is_valid(best):
         # A validation need not be at a step that is saved.
         saved.setdefault(read_checkpoint(best)["global_step"], best)
@@ -136,7 +137,6 @@ def read_saved(run: Path, path: Path, step: int) -> dict[str, Any]:
     Raises InputError when `fit` has removed or replaced it.
     """
     from pipeline.checkpointing.checkpoint import read_checkpoint
-    from pipeline.checkpointing.run_folder import around_best_path, is_valid
 
     for candidate in (path, around_best_path(run, step)):
         if is_valid(candidate):
@@ -151,7 +151,6 @@ def best_validation(run: Path) -> tuple[int, float]:
 
     Raises InputError when it has logged none.
     """
-    from pipeline.checkpointing.run_folder import METRICS
     from pipeline.monitoring.log_files import read_metrics
 
     key = "validation/bleu"
