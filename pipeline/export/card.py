@@ -51,6 +51,7 @@ def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str], 
         "beam_size": decoding.beam_size,
         "length_penalty": decoding.length_penalty,
         "max_extra_tokens": decoding.max_extra_tokens,
+        "stop_rule": decoding.stop_rule,
         "scores": scores,
         "data": _data(Path(corpus["folder"]), tokenizer.sha256),
         "data_licences": licences or "not given",
@@ -140,6 +141,7 @@ def readme(
         "example": ", ".join(map(str, example)),
         "length_penalty": repr(float(card["length_penalty"])),
         "ctranslate2_positions": ctranslate2_positions,
+        "stops_at_first": int(card["stop_rule"] == "first"),
         "num_positions": num_positions(card["max_source_tokens"] or 0, card["max_extra_tokens"]),
     }
     blocks = {"page", *names, *(f"{name} program" for name in names)}

@@ -23,7 +23,8 @@ sources = [[*tokenizer.encode(line.strip()), card["eos_id"]] for line in sys.std
 longest = max(map(len, sources))
 source = torch.tensor([row + [card["pad_id"]] * (longest - len(row)) for row in sources])
 mask = torch.arange(longest) < torch.tensor([len(row) for row in sources]).unsqueeze(1)
-answers = model.beam(source, mask, card["beam_size"], card["length_penalty"], card["max_extra_tokens"], 1)
+settings = card["beam_size"], card["length_penalty"], card["max_extra_tokens"], 1, card["stop_rule"]
+answers = model.beam(source, mask, *settings)
 for tokens, length in zip(answers[0][:, 0].tolist(), answers[1][:, 0].tolist()):  # noqa: B905
     print(tokenizer.decode(tokens[: length - 1]))
 present = [name for name in ("lightning", "model", "pipeline", "data_module") if name in sys.modules]
