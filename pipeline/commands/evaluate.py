@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
     translators = [load_translator(path, SearchOptions.given(arguments)) for path in checkpoints]
     translators[0].prefixes.check(arguments.prefix)
-    text = text or named_text(translators[0], arguments) or recipe_text(translators[0])
+    text = text or text_of_model(translators[0], arguments)
     references = text.references
     for message in reference_warnings(references):
         print(f"{text.name}: its lines {message}", file=sys.stderr)
@@ -80,10 +80,16 @@ def run(arguments: argparse.Namespace) -> int:
         write_lines(arguments.output, hypotheses)
     if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES:
         print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
-    report = Report(translators, [hypotheses, *others], references, tokenizer, arguments.paper)
-    by_source = text.by_source()
-    sources = {name: report.part(indices, f"{name}:") for name, indices in by_source.items()}
-    figures = report.part(list(range(len(references))), "all sources:" if sources else None)
+    systems = list(zip([translator.name for translator in translators], [hypotheses, *others], strict=True))
+    language = translators[0].recipe["corpus"]["target_language"] if arguments.paper else None
+    sources = {}
+    for name, indices in text.by_source().items():
+        print(f"{name}:")
+        part = [(system, [lines[i] for i in indices]) for system, lines in systems]
+        sources[name] = print_scores(part, [references[i] for i in indices], tokenizer, language)
+    if sources:
+        print("all sources:")
+    figures = print_scores(systems, references, tokenizer, language)
     if arguments.messy:
         with_prefixes = text.sources(translators[0].prefixes)
         figures["messy"] = messy_scores(translators[0], with_prefixes, references, hypotheses, tokenizer)
@@ -120,31 +126,20 @@ def given_text(arguments: argparse.Namespace) -> "EvaluationText | None":
     return None
 
 
-def named_text(translator: "Translator", arguments: argparse.Namespace) -> "EvaluationText | None":
-    """Return the text of `--test-set` for the languages of the checkpoint's recipe; None if it is not given.
+def text_of_model(translator: "Translator", arguments: argparse.Namespace) -> "EvaluationText":
+    """Return the text of `--test-set` for the model's languages, or else the test text of its recipe.
 
     Raises:
-        InputError: see `text_of_test_set`.
+        InputError: see `text_of_test_set`; the recipe names no text, or it cannot be read.
     """
-    from pipeline.inference.evaluation_text import text_of_test_set
+    from pipeline.inference.evaluation_text import text_of_recipe, text_of_test_set
 
-    if arguments.test_set is None:
-        return None
     corpus = translator.recipe["corpus"]
-    languages = corpus["source_language"], corpus["target_language"]
-    return text_of_test_set(arguments.test_set, *languages, arguments.prefix)
-
-
-def recipe_text(translator: "Translator") -> "EvaluationText":
-    """Return the test text of the checkpoint's recipe.
-
-    Raises:
-        InputError: the recipe names none, or it cannot be read.
-    """
-    from pipeline.inference.evaluation_text import text_of_recipe
-
+    if arguments.test_set is not None:
+        languages = corpus["source_language"], corpus["target_language"]
+        return text_of_test_set(arguments.test_set, *languages, arguments.prefix)
     try:
-        return text_of_recipe(translator.recipe["corpus"])
+        return text_of_recipe(corpus)
     except InputError as error:
         raise InputError(f"{translator.name}: {error}") from None
 
@@ -162,48 +157,6 @@ def translations(translator: "Translator", text: "EvaluationText") -> list[str]:
     return [translation.text for translation in translator.translate(sources, progress=True)]
 
 
-class Report:
-    """Scores of a text's translations, as a whole or in part."""
-
-    def __init__(
-        self,
-        translators: "list[Translator]",
-        hypotheses: list[list[str]],
-        references: list[str],
-        tokenizer: str,
-        paper: bool,
-    ) -> None:
-        """Store what to score.
-
-        Args:
-            translators: the checkpoint's, and that of `--versus` if it is given.
-            hypotheses: the translations of each.
-            references: the references.
-            tokenizer: BLEU's.
-            paper: whether to add the scores of `--paper`.
-        """
-        self._translators, self._hypotheses, self._references = translators, hypotheses, references
-        self._tokenizer, self._paper = tokenizer, paper
-
-    def part(self, indices: list[int], heading: str | None) -> dict[str, Any]:
-        """Print and return the scores of some sentences, below a heading if it is given."""
-        from pipeline.inference.metrics import compare, paper_score, score
-
-        references = [self._references[i] for i in indices]
-        hypotheses, *others = [[lines[i] for i in indices] for lines in self._hypotheses]
-        figures = score(hypotheses, references, self._tokenizer)
-        if self._paper:
-            figures |= paper_score(hypotheses, references, self._translators[0].target_language)
-        if heading:
-            print(heading)
-        print_scores(figures, len(indices))
-        for other, translator in zip(others, self._translators[1:], strict=True):
-            compared = compare(hypotheses, other, references, self._tokenizer)
-            figures["versus"] = {"checkpoint": translator.name, **compared}
-            print_comparison(figures["versus"])
-        return {**figures, "sentences": len(indices)}
-
-
 def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, text: "EvaluationText") -> str:
     """Return BLEU's tokenizer by the checkpoint's recipe, and print what the user should know about it.
 
@@ -213,9 +166,10 @@ def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, t
     from pipeline.inference.bleu_tokenizer import choose_tokenizer, spacing_warning
     from pipeline.inference.metrics import require_moses_language
 
+    language = translator.recipe["corpus"]["target_language"]
     if arguments.paper:
-        require_moses_language(translator.target_language, text.references)
-    tokenizer, note = choose_tokenizer(translator.bleu_tokenizer, translator.target_language)
+        require_moses_language(language, text.references)
+    tokenizer, note = choose_tokenizer(translator.recipe["run"]["bleu_tokenizer"], language)
     if note:
         print(note, file=sys.stderr)
     if warning := spacing_warning(text.references, tokenizer):
@@ -251,12 +205,31 @@ def require_writable(output: Path | None, *inputs: Path | None) -> None:
         raise InputError(f"{output}: cannot be written; change its permissions or give another --output")
 
 
-def print_scores(figures: dict[str, Any], num_sentences: int) -> None:
-    """Print one line for each score."""
+def print_scores(
+    systems: list[tuple[str, list[str]]], references: list[str], tokenizer: str, language: str | None
+) -> dict[str, Any]:
+    """Print a line for each score of a text, and return the scores.
+
+    Args:
+        systems: name and translations of the evaluated checkpoint, and of that of `--versus`.
+        references: the references.
+        tokenizer: BLEU's.
+        language: the references' language code to add the scores of `--paper`; None to leave them out.
+    """
+    from pipeline.inference.metrics import compare, paper_score, score
+
+    (_, hypotheses), *others = systems
+    figures = score(hypotheses, references, tokenizer)
+    if language is not None:
+        figures |= paper_score(hypotheses, references, language)
     for name in [name for name in figures if f"{name}_interval" in figures]:
         low, high = figures[f"{name}_interval"]
         print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[f'{name}_signature']}")
-    print(f"{'exact_match':20} {figures['exact_match']:6.2f}  % of {num_sentences:,} sentences")
+    print(f"{'exact_match':20} {figures['exact_match']:6.2f}  % of {len(references):,} sentences")
+    for checkpoint, other in others:
+        figures["versus"] = {"checkpoint": checkpoint, **compare(hypotheses, other, references, tokenizer)}
+        print_comparison(figures["versus"])
+    return {**figures, "sentences": len(references)}
 
 
 def print_comparison(versus: dict[str, Any]) -> None:

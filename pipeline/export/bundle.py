@@ -6,13 +6,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from data_module.errors import InputError
 
 if TYPE_CHECKING:
     from model.settings import DecodingSettings
     from pipeline.checkpointing.checkpoint import TrainedModel
     from pipeline.export.parity import Parity, Text
-    from pipeline.inference.options import Prefixes, SearchOptions
+    from pipeline.inference.options import SearchOptions
     from pipeline.inference.translator import Translator
 
 FILES = {
@@ -37,8 +39,6 @@ PARITY_SENTENCES = 100
 
 def check_bundle_folder(folder: Path, force: bool) -> None:
     """Raise InputError if the folder holds something else, or a bundle and not `force`."""
-    from data_module.errors import InputError
-
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         is_bundle = (folder / "card.json").is_file() and any((folder / name).exists() for name in FILES.values())
         if not is_bundle:
@@ -54,7 +54,6 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     Raises:
         InputError: the folder cannot be created.
     """
-    from data_module.errors import InputError
     from data_module.files import replace_folder
 
     try:
@@ -79,7 +78,6 @@ def bundle_files(formats: list[str] | None, quantize: str | None) -> list[str]:
     Raises:
         InputError: none of the formats has an int8 version.
     """
-    from data_module.errors import InputError
 
     names = [name for key, name in FILES.items() if key in (formats or FILES.keys() - ON_REQUEST)]
     if quantize and not INT8.keys() & names:
@@ -92,7 +90,6 @@ def obstacles(model: "TrainedModel", names: list[str]) -> dict[str, str]:
 
     Those are formats of programs that are not installed or do not support its network or tokenizer.
     """
-    from data_module.errors import InputError
     from pipeline.export.ctranslate2_model import require_shape
     from pipeline.export.huggingface_model import require_marian
 
@@ -115,7 +112,6 @@ def parity_text(model: "TrainedModel", source: Path | None, reference: Path | No
     Raises:
         InputError: the text cannot be read, is empty, or is missing.
     """
-    from data_module.errors import InputError
     from pipeline.export.parity import Text
     from pipeline.inference.bleu_tokenizer import DEFAULT
     from pipeline.inference.text_io import paired_texts, read_sentences
@@ -125,7 +121,7 @@ def parity_text(model: "TrainedModel", source: Path | None, reference: Path | No
             sources, references = paired_texts(source, reference)
         else:
             sources, references = read_sentences(source), None
-        if not any(sentence.strip() for sentence in sources):
+        if not any(map(len, model.tokenizer.encode(sources))):  # U+2581 and the like are no pieces
             raise InputError(f"{source}: has no sentences; give a text to compare formats on")
         return Text(source.name, sources, references, _bleu_tokenizer(model) if references else DEFAULT)
     folder = Path(model.recipe["corpus"]["folder"])
@@ -165,35 +161,31 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     Raises:
         InputError: a format's translations differ from the checkpoint's.
     """
-    from data_module.errors import InputError
     from model.packing import can_pack
-    from pipeline.export import formats
     from pipeline.export.card import example_sentence, make_card, readme
     from pipeline.export.ctranslate2_model import NUM_POSITIONS
-    from pipeline.export.parity import Parity
-    from pipeline.inference.translator import LONGEST
+    from pipeline.export.formats import FORMATS, Bundle
+    from pipeline.export.parity import Parity, broken_bounds, compare_formats
 
     max_positions = model.network.positions.max_positions
-    longest = min(LONGEST, max_positions or LONGEST)
     print(f"comparing on {len(text.sources)} sentences ({text.name})", file=sys.stderr)
-    parity = Parity(model.network, model.tokenizer, model.decoding, text, longest)
+    parity = Parity(model, text)
     scores: dict[str, Any] = {"text": text.name, "sentences": len(parity.sources)}
     scores |= {name: value for name, value in parity.figures.items() if name.startswith("bleu")}
     card, penalty = make_card(model, scores, licences, max_positions), parity.power_penalty()
     if any(name.startswith("ctranslate2") for name in names):
         card["ctranslate2_length_penalty"] = penalty
     card_text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
-    contents = model.network, model.tokenizer, model.decoding
-    bundle = formats.Bundle(*contents, folder, card_text, penalty, max_positions)
+    bundle = Bundle(model, folder, card_text, penalty)
     for name in names:
         print(f"writing {name}", file=sys.stderr)
-        formats.FORMATS[name].write(bundle, folder / name)
+        FORMATS[name].write(bundle, folder / name)
     (folder / "tokenizer.model").write_bytes(model.tokenizer.model)
     if model.tokenizer.pair:
         (folder / "source.spm").write_bytes(model.tokenizer.pair[0])
     (folder / "card.json").write_text(card_text, encoding="utf-8")
-    figures = formats.compare_formats(bundle, names, parity)
-    if failures := formats.broken_bounds(figures):
+    figures = compare_formats(bundle, names, parity)
+    if failures := broken_bounds(figures):
         raise InputError(
             f"{model.path}: formats differ from the checkpoint: {'; '.join(failures)}; nothing was written; leave "
             "such a format out with --format"
@@ -238,7 +230,6 @@ def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":
     """
     import torch
 
-    from data_module.errors import InputError
     from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.export.torchscript import load_torchscript
     from pipeline.inference.translator import LONGEST, Translator
@@ -246,8 +237,8 @@ def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":
     path = folder / FILES["torchscript"]
     if not path.is_file():
         raise InputError(f"{folder}: has no {path.name}, which translates; export it again with --format torchscript")
-    card = _read_card(folder / "card.json")
-    settings = options.in_place_of(card.decoding)
+    recipe, decoding = _settings_of(folder / "card.json")
+    settings = options.in_place_of(decoding)
     print(f"translating with {path}", file=sys.stderr)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -257,33 +248,13 @@ def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
     # The first call packs weights, which threads must not do at the same time.
     search.greedy(torch.tensor([[tokenizer.eos_id]], device=device), None, 0)
-    translator = Translator(
-        search,
-        tokenizer,
-        settings,
-        max_source_tokens=LONGEST,
-        device=device,
-        name=str(path),
-        target_language=card.target_language,
+    return Translator(
+        search, tokenizer, settings, max_source_tokens=LONGEST, device=device, name=str(path), recipe=recipe
     )
-    translator.bleu_tokenizer = card.bleu_tokenizer
-    translator.recipe, translator.prefixes = card.recipe, card.prefixes
-    return translator
 
 
-class _Card(NamedTuple):
-    """What `card.json` says of the model."""
-
-    recipe: dict[str, Any]
-    decoding: "DecodingSettings"
-    target_language: str
-    bleu_tokenizer: str | None
-    prefixes: "Prefixes"
-
-
-def _read_card(path: Path) -> _Card:
-    """Read a bundle's card; raise InputError if it is none."""
-    from data_module.errors import InputError
+def _settings_of(path: Path) -> tuple[dict[str, Any], "DecodingSettings"]:
+    """Return the recipe in a bundle's card and its settings of the search; raise InputError if it is no card."""
     from model.settings import DecodingSettings
     from pipeline.export.card import START_OVER, read_card
     from pipeline.inference.options import Prefixes
@@ -291,14 +262,7 @@ def _read_card(path: Path) -> _Card:
     card = read_card(path)
     try:
         recipe: dict[str, Any] = card["recipe"]
-        if not all(isinstance(recipe[section], dict) for section in ("run", "corpus")):
-            raise TypeError
-        return _Card(
-            recipe,
-            DecodingSettings(**recipe["decoding"]),
-            str(card["target_language"]),
-            recipe["run"]["bleu_tokenizer"],
-            Prefixes.of_corpus(recipe["corpus"]),
-        )
+        Prefixes.of_corpus(recipe["corpus"])
+        return recipe, DecodingSettings(**recipe["decoding"])
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{path}: is no card of a bundle; {START_OVER}") from None

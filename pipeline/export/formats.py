@@ -1,39 +1,262 @@
-"""The formats of a bundle: how each is written, loaded and compared with the checkpoint."""
+"""The formats of a bundle: how each is written, and how it is loaded and searched to compare it with the checkpoint."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.errors import InputError
 from model.fast.compiled_search import CompiledSearch
 from model.packing import can_pack
-from model.settings import DecodingSettings
-from model.transformer import Transformer
+from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import cpp_program, exported_program, onnx_model, torchscript
 from pipeline.export.card import model_card
-from pipeline.export.ctranslate2_model import write_ctranslate2
-from pipeline.export.huggingface_model import write_huggingface
-from pipeline.export.parity import Figures, Parity, size, timed
-from pipeline.export.runners import CTranslate2Runner, HuggingFaceRunner, ProgramRunner, Runner, SearchRunner
+from pipeline.export.ctranslate2_model import require_ctranslate2, write_ctranslate2
+from pipeline.export.huggingface_model import require_transformers, write_huggingface
+from pipeline.inference.text_io import progress_bar
+from pipeline.inference.translator import LONGEST, length_batches, padded, score_pairs
+
+BATCH_TOKENS = 4096
+Ids = list[int]
 
 
 class Bundle(NamedTuple):
     """A bundle that is being written."""
 
-    network: Transformer
-    tokenizer: Tokenizer
-    settings: DecodingSettings
+    model: TrainedModel
     folder: Path
     card: str
     """Text of `card.json`, which some formats hold as well."""
     power_penalty: float
     """Length penalty for the beam search of CTranslate2 and Transformers."""
-    max_positions: int
-    """Upper bound on the tokens of a source; 0 for none."""
+
+    @property
+    def contents(self) -> tuple[Any, Any]:
+        """The network and its tokenizer."""
+        return self.model.network, self.model.tokenizer
+
+
+class Answer(NamedTuple):
+    """One translation of a sentence, as ids."""
+
+    tokens: tuple[int, ...]
+    """Token ids, including the end symbol."""
+    score: float
+    """Log-probability divided by the length penalty; the log-probability for greedy search."""
+
+
+class Runner:
+    """A loaded format that translates ids, by the settings of the checkpoint. Sources are ids with the end symbol."""
+
+    own_beam = False
+    """Whether its beam search has this project's rules, so that it has to find what the checkpoint's search finds."""
+    has_beam = True
+
+    def __init__(self, model: TrainedModel, name: str) -> None:
+        """`model` is the checkpoint; `name` says in the progress bar which format this is."""
+        self.tokenizer, self.settings, self.path, self.name = model.tokenizer, model.decoding, model.path, name
+        self.max_positions = model.network.positions.max_positions
+
+    def greedy(self, sources: list[Ids]) -> list[Answer]:
+        """Return the greedy answer of each source, with the log-probability that it has in this format."""
+        raise NotImplementedError
+
+    def beam(self, sources: list[Ids]) -> list[list[Answer]]:
+        """Return hypotheses of each source, best first; greedy answers if the format has no beam search."""
+        return [[answer] for answer in self.greedy(sources)]
+
+    def different_texts(self, texts: list[str], sources: list[Ids], answers: list[Ids]) -> dict[str, int]:
+        """Return how many texts and answers the format's own tokenizer, if it has one, maps otherwise than ours."""
+        return {}
+
+    def _all(
+        self, sources: list[Ids], search: Callable[[list[Ids]], list[Any]], kind: str, one_length: bool = False
+    ) -> list[Any]:
+        """Return what `search` returns for each source.
+
+        With `one_length`, it is called with sources of one length, because it limits all its answers to one length.
+        """
+        answers: list[Any] = [None] * len(sources)
+        with progress_bar(len(sources), description=f"{self.name}, {kind} search") as bar:
+            for batch in length_batches(list(map(len, sources)), BATCH_TOKENS, one_length=one_length):
+                for index, answer in zip(batch, search([sources[index] for index in batch]), strict=True):
+                    answers[index] = answer
+                bar.update(len(batch))
+        return answers
+
+    def _longest_answer(self, source_length: int) -> int:
+        """Return the number of tokens, the end symbol among them, that an answer may have."""
+        longest = source_length + self.settings.max_extra_tokens
+        return min(longest, self.max_positions) if self.max_positions else longest
+
+
+class SearchRunner(Runner):
+    """A `BeamSearch`, the checkpoint's or one loaded from TorchScript, or a `CompiledSearch`."""
+
+    own_beam = True
+
+    def __init__(self, search: Any, model: TrainedModel, name: str) -> None:
+        super().__init__(model, name)
+        self.search = search
+
+    def beam(self, sources: list[Ids]) -> list[list[Answer]]:
+        """Return all hypotheses of the final beam, best first."""
+        size, settings = self.settings.beam_size, self.settings
+        options = size, settings.length_penalty, settings.max_extra_tokens, size, settings.stop_rule
+        return self._search(sources, "beam", lambda *batch: self.search.beam(*batch, *options)[:3])
+
+    def greedy(self, sources: list[Ids]) -> list[Answer]:
+        """Return the greedy answer of each source."""
+
+        def search(*batch: Tensor | None) -> tuple[Tensor, ...]:
+            return tuple(one.unsqueeze(1) for one in self.search.greedy(*batch, self.settings.max_extra_tokens))
+
+        return [answers[0] for answers in self._search(sources, "greedy", search)]
+
+    def _search(self, sources: list[Ids], kind: str, search: Callable[..., tuple[Tensor, ...]]) -> list[list[Answer]]:
+        def answers(batch: list[Ids]) -> list[list[Answer]]:
+            source, mask = padded(batch, self.tokenizer.pad_id)
+            results = search(source, None if bool(mask.all()) else mask)
+            if not bool(results[1][:, 0].all()):
+                raise InputError(f"{self.path}: its scores are not finite; choose a checkpoint with finite weights")
+            return [
+                [Answer(tuple(tokens[:length]), score) for tokens, length, score in zip(*rows, strict=True) if length]
+                for rows in zip(*(result.tolist() for result in results), strict=True)
+            ]
+
+        return self._all(sources, answers, kind)
+
+
+class ProgramRunner(Runner):
+    """The programs `encode` and `step` of `model.pt2` or `onnx/`, with a greedy decoding loop over batches."""
+
+    has_beam = False
+
+    def __init__(self, programs: dict[str, Callable[..., Any]], model: TrainedModel, name: str) -> None:
+        super().__init__(model, name)
+        self.encode, self.step = programs["encode"], programs["step"]
+
+    @torch.no_grad()
+    def greedy(self, sources: list[Ids]) -> list[Answer]:
+        """Return the greedy answer of each source. Padding and the begin symbol are never chosen."""
+        return self._all(sources, self._search, "greedy")
+
+    def _search(self, sources: list[Ids]) -> list[Answer]:
+        tokenizer = self.tokenizer
+        source, mask = padded(sources, tokenizer.pad_id)
+        limits = torch.tensor([self._longest_answer(len(ids)) for ids in sources])
+        cross_keys, cross_values = self.encode(source, mask)
+        keys, values = cross_keys[:, :, :, :0], cross_values[:, :, :, :0]
+        last = torch.full([len(sources)], tokenizer.bos_id)
+        ended = torch.zeros(len(sources), dtype=torch.bool)
+        totals = torch.zeros(len(sources))
+        tokens: list[Tensor] = []
+        while not bool(ended.all()):
+            logits, keys, values = self.step(last, keys, values, cross_keys, cross_values, mask)
+            log_probabilities = logits.log_softmax(-1)
+            log_probabilities[:, [tokenizer.pad_id, tokenizer.bos_id]] = float("-inf")
+            last = log_probabilities.argmax(-1).masked_fill(limits <= len(tokens) + 1, tokenizer.eos_id)
+            totals += log_probabilities.gather(1, last.unsqueeze(1)).squeeze(1).masked_fill(ended, 0.0)
+            tokens.append(last)
+            ended |= last == tokenizer.eos_id
+        rows = zip(torch.stack(tokens, 1).tolist(), totals.tolist(), strict=True)
+        return [Answer(tuple(row[: row.index(tokenizer.eos_id) + 1]), total) for row, total in rows]
+
+
+class CTranslate2Runner(Runner):
+    """A `ctranslate2/` folder, with the length penalty that comes nearest to the checkpoint's."""
+
+    def __init__(self, folder: Path, compute_type: str, bundle: Bundle) -> None:
+        super().__init__(bundle.model, folder.name)
+        self.translator = require_ctranslate2().Translator(
+            str(folder), compute_type=compute_type, inter_threads=1, intra_threads=torch.get_num_threads()
+        )
+        self.length_penalty = bundle.power_penalty
+        self.pieces = self.tokenizer.pieces()
+        self.ids = {piece: number for number, piece in enumerate(self.pieces)}
+
+    def beam(self, sources: list[Ids]) -> list[list[Answer]]:
+        """Return the best answer of each source, with its score by CTranslate2's formula."""
+        options = {"beam_size": self.settings.beam_size, "length_penalty": self.length_penalty}
+        return [[answer] for answer in self._translate(sources, **options)]
+
+    def greedy(self, sources: list[Ids]) -> list[Answer]:
+        """Return the greedy answer of each source, with its log-probability by teacher forcing."""
+        answers = self._all(sources, lambda batch: self._translate(batch, beam_size=1), "greedy", one_length=True)
+        # CTranslate2 adds the end symbol itself.
+        targets = self._pieces([list(answer.tokens[:-1]) for answer in answers])
+        forced = self.translator.score_batch(
+            self._pieces(sources), targets, max_batch_size=BATCH_TOKENS, batch_type="tokens", max_input_length=0
+        )
+        return [Answer(answer.tokens, sum(one.log_probs)) for answer, one in zip(answers, forced, strict=True)]
+
+    def _translate(self, sources: list[Ids], **options: Any) -> list[Answer]:
+        tokenizer = self.tokenizer
+        results = self.translator.translate_batch(
+            self._pieces(sources),
+            # CTranslate2 does not count the end symbol.
+            max_decoding_length=self._longest_answer(max(map(len, sources))) - 1,
+            min_decoding_length=0,
+            max_batch_size=BATCH_TOKENS,
+            batch_type="tokens",
+            return_scores=True,
+            suppress_sequences=self._pieces([[tokenizer.pad_id], [tokenizer.bos_id]]),
+            **options,
+        )
+        return [
+            Answer((*(self.ids[piece] for piece in result.hypotheses[0]), tokenizer.eos_id), result.scores[0])
+            for result in results
+        ]
+
+    def _pieces(self, rows: list[Ids]) -> list[list[str]]:
+        return [[self.pieces[i] for i in row] for row in rows]
+
+
+class HuggingFaceRunner(Runner):
+    """A `huggingface/` folder, loaded as its README describes, with the generation settings that it holds."""
+
+    def __init__(self, folder: Path, model: TrainedModel) -> None:
+        super().__init__(model, folder.name)
+        transformers = require_transformers()
+        self.marian = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True).eval()
+
+    def beam(self, sources: list[Ids]) -> list[list[Answer]]:
+        """Return the best answer of each source, without its score."""
+        return [[Answer(tokens, 0.0)] for tokens in self._generate(sources, "beam")]
+
+    def greedy(self, sources: list[Ids]) -> list[Answer]:
+        """Return the greedy answer of each source, with its log-probability by teacher forcing."""
+
+        def logits(source: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+            return self.model(input_ids=source, attention_mask=mask, decoder_input_ids=target).logits
+
+        answers = self._generate(sources, "greedy", num_beams=1)
+        totals = score_pairs(logits, lambda rows: rows.log_softmax(-1), self.tokenizer, sources, answers)
+        return [Answer(tokens, total) for tokens, total in zip(answers, totals, strict=True)]
+
+    def different_texts(self, texts: list[str], sources: list[Ids], answers: list[Ids]) -> dict[str, int]:
+        """Compare the ids of texts and the texts of answers with those of this project's tokenizer."""
+        encoded = self.marian(texts, truncation=True, max_length=LONGEST)["input_ids"]
+        decoded = self.marian.batch_decode(answers, skip_special_tokens=True)
+        # Transformers leaves no white space at the end of a text.
+        expected = [text.strip() for text in self.tokenizer.decode(answers)]
+        return {
+            "tokenizer_sources_different": sum(one != other for one, other in zip(encoded, sources, strict=True)),
+            "tokenizer_answers_different": sum(one != other for one, other in zip(decoded, expected, strict=True)),
+        }
+
+    def _generate(self, sources: list[Ids], kind: str, **options: Any) -> list[tuple[int, ...]]:
+        def search(batch: list[Ids]) -> list[tuple[int, ...]]:
+            ids = torch.tensor(batch)
+            limit = self._longest_answer(ids.size(1)) + 1  # the begin symbol counts
+            output = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_length=limit, **options)
+            return [tuple(row[: row.index(self.tokenizer.eos_id) + 1]) for row in output[:, 1:].tolist()]
+
+        return self._all(sources, search, kind, one_length=True)
 
 
 Loaders = dict[str, Callable[[], Runner]]
@@ -47,113 +270,79 @@ class Format(NamedTuple):
     load: Callable[[Bundle, Path], Loaders]
 
 
-def _torchscript(bundle: Bundle, path: Path) -> Loaders:
-    def load(packed: bool) -> Any:
-        return torchscript.load_torchscript(path, packed=packed)
+def _load_torchscript(bundle: Bundle, path: Path) -> Loaders:
+    def load(packed: bool, name: str) -> SearchRunner:
+        return SearchRunner(torchscript.load_torchscript(path, packed=packed), bundle.model, name)
 
-    loaders: Loaders = {"float32": lambda: _runner(bundle, load(packed=False), path.name)}
-    if can_pack(bundle.network):
-        loaders["float32, packed"] = lambda: _runner(bundle, load(packed=True), f"{path.name}, packed weights")
-    loaders["bfloat16"] = lambda: _runner(bundle, load(packed=False).to(torch.bfloat16), f"{path.name} in bfloat16")
-    return loaders
+    def bfloat16() -> Runner:
+        runner = load(False, f"{path.name} in bfloat16")
+        runner.search.to(torch.bfloat16)
+        return runner
+
+    loaders: Loaders = {"float32": lambda: load(False, path.name)}
+    if can_pack(bundle.model.network):
+        loaders["float32, packed"] = lambda: load(True, f"{path.name}, packed weights")
+    return {**loaders, "bfloat16": bfloat16}
 
 
-def _torchscript_int8(bundle: Bundle, path: Path) -> Loaders:
-    return {"int8": lambda: _runner(bundle, torchscript.load_torchscript(path), path.name)}
+def _load_int8(bundle: Bundle, path: Path) -> Loaders:
+    return {"int8": lambda: SearchRunner(torchscript.load_torchscript(path), bundle.model, path.name)}
 
 
-def _cpp(bundle: Bundle, path: Path) -> Loaders:
-    library, tokenizer = cpp_program.compile_cpp(path), bundle.tokenizer
+def _load_cpp(bundle: Bundle, path: Path) -> Loaders:
+    library, tokenizer = cpp_program.compile_cpp(path), bundle.model.tokenizer
     ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
-    weights = path / cpp_program.WEIGHTS
-    return {"float32": lambda: _runner(bundle, CompiledSearch(library, weights, *ids), path.name)}
+
+    def load() -> Runner:
+        return SearchRunner(CompiledSearch(library, path / cpp_program.WEIGHTS, *ids), bundle.model, path.name)
+
+    return {"float32": load}
 
 
-def _runner(bundle: Bundle, search: Any, name: str) -> Runner:
-    return SearchRunner(search, bundle.tokenizer, bundle.settings, name)
+def _load_programs(load: Callable[[Path], dict[str, Callable[..., Any]]]) -> Callable[[Bundle, Path], Loaders]:
+    return lambda bundle, path: {"float32": lambda: ProgramRunner(load(path), bundle.model, path.name)}
 
 
-def _programs(load: Callable[[Path], dict[str, Callable[..., Any]]]) -> Callable[[Bundle, Path], Loaders]:
-    def loaders(bundle: Bundle, path: Path) -> Loaders:
-        options = bundle.tokenizer, bundle.settings, bundle.max_positions, path.name
-        return {"float32": lambda: ProgramRunner(load(path), *options)}
-
-    return loaders
+def _load_ctranslate2(precision: str) -> Callable[[Bundle, Path], Loaders]:
+    return lambda bundle, path: {precision: lambda: CTranslate2Runner(path, precision, bundle)}
 
 
-def _ctranslate2(precision: str) -> Callable[[Bundle, Path], Loaders]:
-    def loaders(bundle: Bundle, path: Path) -> Loaders:
-        options = bundle.tokenizer, bundle.settings, bundle.power_penalty, bundle.max_positions
-        return {precision: lambda: CTranslate2Runner(path, precision, *options)}
-
-    return loaders
-
-
-def _huggingface(bundle: Bundle, path: Path) -> Loaders:
-    return {"float32": lambda: HuggingFaceRunner(path, bundle.tokenizer, bundle.settings)}
+def _load_huggingface(bundle: Bundle, path: Path) -> Loaders:
+    return {"float32": lambda: HuggingFaceRunner(path, bundle.model)}
 
 
 def _write_cpp(bundle: Bundle, path: Path) -> None:
-    num_positions = cpp_program.num_positions(bundle.max_positions, bundle.settings.max_extra_tokens)
-    cpp_program.write_cpp(bundle.network, num_positions, path)
+    network, settings = bundle.model.network, bundle.model.decoding
+    num_positions = cpp_program.num_positions(network.positions.max_positions, settings.max_extra_tokens)
+    cpp_program.write_cpp(network, num_positions, path)
 
 
 def _write_huggingface(bundle: Bundle, path: Path) -> None:
     card = json.loads(bundle.card)
     languages = card["source_language"], card["target_language"]
-    write_huggingface(bundle.network, bundle.tokenizer, bundle.settings, bundle.power_penalty, languages, path)
+    write_huggingface(*bundle.contents, bundle.model.decoding, bundle.power_penalty, languages, path)
     (path / "README.md").write_text(model_card(card), encoding="utf-8")
 
 
 FORMATS = {
     torchscript.NAME: Format(
-        lambda bundle, path: torchscript.write_torchscript(bundle.network, bundle.tokenizer, bundle.card, path),
-        _torchscript,
+        lambda bundle, path: torchscript.write_torchscript(*bundle.contents, bundle.card, path), _load_torchscript
     ),
     torchscript.INT8_NAME: Format(
-        lambda bundle, path: torchscript.write_int8(bundle.network, bundle.tokenizer, bundle.card, path),
-        _torchscript_int8,
+        lambda bundle, path: torchscript.write_int8(*bundle.contents, bundle.card, path), _load_int8
     ),
     exported_program.NAME: Format(
-        lambda bundle, path: exported_program.write_exported_program(bundle.network, bundle.card, path),
-        _programs(exported_program.load_exported_program),
+        lambda bundle, path: exported_program.write_exported_program(bundle.model.network, bundle.card, path),
+        _load_programs(exported_program.load_exported_program),
     ),
     onnx_model.NAME: Format(
-        lambda bundle, path: onnx_model.write_onnx(bundle.network, path), _programs(onnx_model.load_onnx)
+        lambda bundle, path: onnx_model.write_onnx(bundle.model.network, path), _load_programs(onnx_model.load_onnx)
     ),
-    "ctranslate2": Format(
-        lambda bundle, path: write_ctranslate2(bundle.network, bundle.tokenizer, path), _ctranslate2("float32")
-    ),
+    "ctranslate2": Format(lambda bundle, path: write_ctranslate2(*bundle.contents, path), _load_ctranslate2("float32")),
     "ctranslate2-int8": Format(
-        lambda bundle, path: write_ctranslate2(bundle.network, bundle.tokenizer, path, "int8"), _ctranslate2("int8")
+        lambda bundle, path: write_ctranslate2(*bundle.contents, path, "int8"), _load_ctranslate2("int8")
     ),
-    cpp_program.NAME: Format(_write_cpp, _cpp),
-    "huggingface": Format(_write_huggingface, _huggingface),
+    cpp_program.NAME: Format(_write_cpp, _load_cpp),
+    "huggingface": Format(_write_huggingface, _load_huggingface),
 }
-
-
-def compare_formats(bundle: Bundle, names: list[str], parity: Parity) -> dict[str, Figures]:
-    """Return the size of each format and its figures in each precision. Only float32 has bounds."""
-    figures: dict[str, Figures] = {}
-    for name in names:
-        print(f"comparing {name}", file=sys.stderr)
-        path = bundle.folder / name
-        figures[name] = {"size_bytes": size(path)}
-        for precision, load in FORMATS[name].load(bundle, path).items():
-            # No file is in bfloat16: fewer sentences are enough.
-            text = parity.sample() if precision == "bfloat16" else parity
-            seconds, runner = timed(load)
-            compared = text.compare(runner, bounded=precision.startswith("float32"))
-            figures[name][precision] = {"load_seconds": seconds, "sentences": len(text.sources), **compared}
-    return figures
-
-
-def broken_bounds(figures: dict[str, Figures]) -> list[str]:
-    """Return messages about the bounds that do not hold, with format and precision."""
-    return [
-        f"{name} ({precision}): {message}"
-        for name, precisions in figures.items()
-        for precision, one in precisions.items()
-        if isinstance(one, dict)
-        for message in one.get("broken", [])
-    ]
+"""Each file or folder of a bundle."""

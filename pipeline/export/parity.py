@@ -9,6 +9,7 @@ less than twice the tolerance. Formats in int8 and bfloat16 are only reported.
 import copy
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,14 +18,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
-from model.settings import DecodingSettings
 from model.transformer import Transformer
-from pipeline.export.runners import Answer, Ids, Runner, SearchRunner
+from pipeline.checkpointing.checkpoint import TrainedModel
+from pipeline.export.formats import FORMATS, Answer, Bundle, Ids, Runner, SearchRunner
 from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.inference.metrics import Bleu, corpus_score
-from pipeline.inference.translator import score_pairs
+from pipeline.inference.translator import LONGEST, score_pairs
 
 BLEU = 0.1
 ENOUGH_SENTENCES = 500
@@ -35,6 +37,8 @@ REPORTED_SHARE = 4
 """One sentence in this many is enough for a precision that is only reported, and that no file is in."""
 DISTURBED_ANSWERS, DISTURBANCES, SAFETY = 16, 8, 4
 """The tolerance is `SAFETY` times the largest change of this many answers, each disturbed this many times."""
+LARGEST_TOLERANCE = 0.1
+"""A network that changes the probability of an answer by more than a tenth when float32 rounds has no right answer."""
 
 Result = TypeVar("Result")
 Figures = dict[str, Any]
@@ -106,24 +110,33 @@ class Truth:
 class Parity:
     """The checkpoint's answers for a text, and comparisons of formats with them and with the truth."""
 
-    def __init__(
-        self, network: Transformer, tokenizer: Tokenizer, settings: DecodingSettings, text: Text, longest: int
-    ) -> None:
-        """Search the text with the checkpoint. Sources are cut to `longest` tokens; empty sources are left out."""
-        self.tokenizer, self.settings = tokenizer, settings
+    def __init__(self, model: TrainedModel, text: Text) -> None:
+        """Search the text with the checkpoint. Long sources are cut as in translation; empty sources are left out.
+
+        Raises:
+            InputError: the network is so sensitive to rounding that formats cannot be compared.
+        """
+        self.tokenizer, self.settings = model.tokenizer, model.decoding
+        tokenizer = model.tokenizer
+        longest = min(LONGEST, model.network.positions.max_positions or LONGEST)
         encoded = [[*ids.tolist()[: longest - 1], tokenizer.eos_id] for ids in tokenizer.encode(text.sources)]
         kept = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         self.sources = [encoded[index] for index in kept]
         self.texts = [text.sources[index] for index in kept]
         self.references = [text.references[index] for index in kept] if text.references else None
         self.bleu_tokenizer = text.bleu_tokenizer
-        search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
-        runner = SearchRunner(search, tokenizer, settings, "checkpoint")
+        search = BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+        runner = SearchRunner(search, model, "checkpoint")
         self.beam, self.figures = self.measure(runner.beam)
         self.greedy = runner.greedy(self.sources)
-        self.truth = Truth(network, tokenizer)
+        self.truth = Truth(model.network, tokenizer)
         pairs = zip(self.sources, [answer.tokens for answer in self.greedy], strict=True)
         self.tolerance = self.truth.tolerance(list(pairs))
+        if not self.tolerance <= LARGEST_TOLERANCE:
+            raise InputError(
+                f"{model.path}: rounding to float32 changes log-probabilities of its answers by {self.tolerance:.2g}, "
+                f"more than {LARGEST_TOLERANCE}: its training has nearly diverged; choose another checkpoint"
+            )
 
     @property
     def bounds(self) -> Figures:
@@ -263,6 +276,33 @@ class Parity:
         if not abs(difference) <= BLEU and len(self.sources) >= ENOUGH_SENTENCES:
             messages.append(f"BLEU differs by {difference:+.2f}, more than {BLEU}")
         return messages
+
+
+def compare_formats(bundle: Bundle, names: list[str], parity: Parity) -> dict[str, Figures]:
+    """Return the size of each format and its figures in each precision. Only float32 has bounds."""
+    figures: dict[str, Figures] = {}
+    for name in names:
+        print(f"comparing {name}", file=sys.stderr)
+        path = bundle.folder / name
+        figures[name] = {"size_bytes": size(path)}
+        for precision, load in FORMATS[name].load(bundle, path).items():
+            # No file is in bfloat16: fewer sentences are enough.
+            text = parity.sample() if precision == "bfloat16" else parity
+            seconds, runner = timed(load)
+            compared = text.compare(runner, bounded=precision.startswith("float32"))
+            figures[name][precision] = {"load_seconds": seconds, "sentences": len(text.sources), **compared}
+    return figures
+
+
+def broken_bounds(figures: dict[str, Figures]) -> list[str]:
+    """Return messages about the bounds that do not hold, with format and precision."""
+    return [
+        f"{name} ({precision}): {message}"
+        for name, precisions in figures.items()
+        for precision, compared in precisions.items()
+        if isinstance(compared, dict)
+        for message in compared.get("broken", [])
+    ]
 
 
 def largest(differences: Iterable[float]) -> float:

@@ -23,13 +23,15 @@ from pipeline.inference.text_io import progress_bar, show_token_rate
 from pipeline.runtime.memory import limit_onednn_cache
 
 
-def length_batches(lengths: Sequence[int], max_tokens: float, max_sentences: int | None = None) -> Iterator[list[int]]:
+def length_batches(
+    lengths: Sequence[int], max_tokens: float, max_sentences: int | None = None, *, one_length: bool = False
+) -> Iterator[list[int]]:
     """Yield the indices of each batch, longest sentences first because they need the most memory.
 
     A batch ends before it would exceed `max_tokens` padded tokens or `max_sentences`; a longer sentence is alone. It
-    also ends where the length changes once it is half full, because a batch of one length needs no mask. Sentences
-    shorter than `SHORTEST` count as that long, so a batch has at most `max_tokens / SHORTEST` sentences. Sentences of
-    one token, the end symbol, are left out.
+    also ends where the length changes once it is half full, because a batch of one length needs no mask; with
+    `one_length`, wherever the length changes. Sentences shorter than `SHORTEST` count as that long, so a batch has at
+    most `max_tokens / SHORTEST` sentences. Sentences of one token, the end symbol, are left out.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
@@ -39,7 +41,7 @@ def length_batches(lengths: Sequence[int], max_tokens: float, max_sentences: int
             longest = max(lengths[batch[0]], SHORTEST)
             is_full = longest * (len(batch) + 1) > max_tokens or len(batch) == max_sentences
             is_half_full = longest * len(batch) * 2 >= max_tokens
-            if is_full or (is_half_full and lengths[index] < lengths[batch[-1]]):
+            if is_full or ((one_length or is_half_full) and lengths[index] < lengths[batch[-1]]):
                 yield batch
                 batch = []
         batch.append(index)
@@ -152,7 +154,7 @@ class Translator:
         max_source_tokens: int | None = None,
         device: torch.device | str | None = None,
         name: str = "",
-        target_language: str = "en",
+        recipe: dict[str, Any] | None = None,
     ) -> None:
         """Put the network into evaluation mode and move it to `device`.
 
@@ -166,7 +168,7 @@ class Translator:
                 network's limit.
             device: device to search on; None for the network's. A `CompiledSearch` is on the CPU.
             name: name in reports.
-            target_language: language code of the translations.
+            recipe: the recipe that the network was trained with, if it is known; it names the prefixes.
 
         Raises:
             ValueError: the network and the tokenizer have vocabularies of different sizes.
@@ -185,13 +187,8 @@ class Translator:
             search = search.eval() if device is None else search.eval().to(device)
             self.device = next(search.parameters()).device
         self.search = search
-        self.name, self.target_language = name, target_language
-        self.bleu_tokenizer: str | None = None
-        """The recipe's `run.bleu_tokenizer`, set by `load_translator`."""
-        self.recipe: dict[str, Any] = {}
-        """The checkpoint's recipe, set by `load_translator`."""
-        self.prefixes = Prefixes()
-        """The prefixes that the model was trained with, set by `load_translator`."""
+        self.name, self.recipe = name, recipe or {}
+        self.prefixes = Prefixes.of_corpus(recipe["corpus"]) if recipe else Prefixes()
         self.tokenizer, self.settings = tokenizer, settings
         self._batch_limits = (math.inf, SEARCHED) if isinstance(search, CompiledSearch) else (batch_tokens, None)
         limits = [limit for limit in (self.search.max_positions, max_source_tokens) if limit]
@@ -326,18 +323,15 @@ def load_on_device(path: Path, device: str, options: SearchOptions) -> Translato
 
     model = load_model(path)
     settings = options.in_place_of(model.decoding)
-    translator = Translator(
+    return Translator(
         _search_on(device, model.network, model.tokenizer),
         model.tokenizer,
         settings,
         max_source_tokens=LONGEST,
         device=device,
         name=str(path),
-        target_language=model.recipe["corpus"]["target_language"],
+        recipe=model.recipe,
     )
-    translator.bleu_tokenizer = model.recipe["run"]["bleu_tokenizer"]
-    translator.recipe, translator.prefixes = model.recipe, Prefixes.of_corpus(model.recipe["corpus"])
-    return translator
 
 
 def _search_on(device: str, network: Transformer, tokenizer: Tokenizer) -> Transformer | CompiledSearch:

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import sacrebleu
@@ -19,12 +19,8 @@ from tests.pipeline.test_metrics import Lines
 class Repeat:
     """Gives each sentence back; the one named `other` leaves the full stop out."""
 
-    bleu_tokenizer, target_language, settings = (
-        None,
-        "en",
-        SimpleNamespace(beam_size=1, length_penalty=0.6, stop_rule="exact"),
-    )
-    prefixes = Prefixes()
+    settings, prefixes = SimpleNamespace(beam_size=1, length_penalty=0.6, stop_rule="exact"), Prefixes()
+    recipe: ClassVar[dict[str, Any]] = {"corpus": {"target_language": "en"}, "run": {"bleu_tokenizer": None}}
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -83,7 +79,7 @@ def test_the_language_chooses_bleu(
     """Without the packages for Korean, characters count; all scores and the comparison are on the same tokens."""
     monkeypatch.setitem(sys.modules, "mecab_ko", None)
     monkeypatch.setattr(translator, "load_translator", lambda path, *_: Repeat(str(path)))
-    monkeypatch.setattr(Repeat, "target_language", language)
+    monkeypatch.setitem(Repeat.recipe["corpus"], "target_language", language)
     text = tmp_path / "text"
     text.write_text("二匹の犬が雪の中を走っている .\n" * 3, encoding="utf-8")
     assert main(["evaluate", "this", "--source", str(text), "--reference", str(text), "--versus", "other"]) == 0
@@ -104,7 +100,7 @@ class SeveralLanguages(Repeat):
 
     def __init__(self, name: str, corpus: dict[str, Any]) -> None:
         super().__init__(name)
-        self.recipe = {"corpus": corpus}
+        self.recipe = Repeat.recipe | {"corpus": corpus}
         self.prefixes = Prefixes((">>de<<", ">>fr<<"), (">>de<<", ">>fr<<", "__NAME__"), True)
         if name == "other":
             self.prefixes = Prefixes((">>de<<",), (">>de<<",), False)
@@ -131,6 +127,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Several
         path.write_text("".join(f"{source}\t{target}\n" for source, target in lines))
         texts.append({"tsv": str(path), "prefix": f">>{name}<<", "repeat": 2})
     corpus = {"folder": "gone", "train": texts, "validation": texts[:1], "test": texts, "user_symbols": [">>de<<"]}
+    corpus["target_language"] = "en"
     loaded = {}
 
     def load(path: Path, *_: Any) -> SeveralLanguages:
@@ -199,13 +196,13 @@ def test_one_source_is_scored_as_a_whole(
     assert main(["evaluate", "this"]) == 0
     corpus = recipe["this"].recipe["corpus"]
     for test in (corpus["test"][:1], corpus["test"][::2]):
-        recipe["this"].recipe = {"corpus": corpus | {"test": test}}
+        recipe["this"].recipe["corpus"] = corpus | {"test": test}
         capsys.readouterr()
         assert main(["evaluate", "this"]) == 0
         printed = capsys.readouterr().out
         assert printed.startswith("bleu ")
         assert "sources" not in json.loads(printed.splitlines()[-1])
-    recipe["this"].recipe = {"corpus": {**corpus, "test": [{"source": "none.en", "target": "none.de"}]}}
+    recipe["this"].recipe["corpus"] = corpus | {"test": [{"source": "none.en", "target": "none.de"}]}
     assert main(["evaluate", "this"]) == 2
     assert "error: this: none.en: no such file; correct the path" in capsys.readouterr().err
 
@@ -217,8 +214,7 @@ def test_files_of_unequal_length_are_refused(
     source, target = tmp_path / "test.en", tmp_path / "test.de"
     source.write_text("one\nthree\n")
     target.write_text("eins\nzwei\ndrei\n")
-    corpus = recipe["this"].recipe["corpus"]
-    recipe["this"].recipe = {"corpus": {**corpus, "test": [{"source": str(source), "target": str(target)}]}}
+    recipe["this"].recipe["corpus"] |= {"test": [{"source": str(source), "target": str(target)}]}
     assert main(["evaluate", "this"]) == 2
     assert "test.en: 2 lines, but" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program, formats, onnx_model, torchscript
 from pipeline.export.bundle import FILES, bundle_files, obstacles, write_bundle
+from pipeline.export.card import readme
 from pipeline.export.parity import Text
-from tests.model.search_truth import VOCABULARY_SIZE
+from pipeline.inference.translator import Translator
+from tests.model.search_truth import VOCABULARY_SIZE, random_network
 
 LETTERS = "abcdefg"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -52,6 +55,12 @@ def make_model(tokenizer: Tokenizer, **shape: Any) -> TrainedModel:
     corpus = {"folder": "nowhere", "source_language": "xx", "target_language": "yy", "train": [], "user_symbols": []}
     recipe = {"name": "letters", "corpus": corpus}
     return TrainedModel(network, tokenizer, DecodingSettings(max_extra_tokens=6), recipe, Path("letters.ckpt"), 7)
+
+
+def stops_at_first(tokenizer: Tokenizer) -> TrainedModel:
+    """A model whose recipe stops its search at the first answers, which are not the best ones of some of TEXT."""
+    decoding = DecodingSettings(beam_size=2, length_penalty=0.0, max_extra_tokens=4, stop_rule="first")
+    return replace(make_model(tokenizer), network=random_network(), decoding=decoding)
 
 
 @pytest.mark.slow
@@ -97,12 +106,34 @@ def test_a_format_that_differs_from_the_checkpoint_is_refused(
     """ONNX is compared as model.pt2 is; Transformers' and C++ have tests of their own."""
     model, another = (make_model(tokenizer, num_layers=1, d_ff=size) for size in (48, 40))
     kind = formats.FORMATS[name]
-    broken = kind._replace(write=lambda bundle, path: kind.write(bundle._replace(network=another.network), path))
+    broken = kind._replace(write=lambda bundle, path: kind.write(bundle._replace(model=another), path))
     monkeypatch.setitem(formats.FORMATS, name, broken)
     refusal = rf"{re.escape(name)} \(float32\): \d+ of 12 (greedy )?answers differ.* nothing was written"
     with pytest.raises(InputError, match=refusal):
         write_bundle(model, tmp_path, [name], TEXT, [])
     assert not (tmp_path / "README.md").exists()
+
+
+def test_the_programs_of_the_readme_stop_as_the_recipe_says(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = stops_at_first(tokenizer)
+    write_bundle(model, tmp_path, ["model.ts"], TEXT, [])
+    [program, *_] = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for sentence in TEXT.sources:
+        exec(program.replace("A sentence.", sentence), {})
+    first, exact = (
+        [found.text for found in Translator(model.network, tokenizer, decoding).translate(TEXT.sources)]
+        for decoding in (model.decoding, replace(model.decoding, stop_rule="exact"))
+    )
+    # sentencepiece writes U+2047 for an unknown piece, `translate` nothing.
+    assert [line.replace("\u2047", "").strip() for line in capsys.readouterr().out.splitlines()] == first != exact
+    card = json.loads((tmp_path / "card.json").read_text())
+    for rule, flag in (("first", 1), ("exact", 0)):
+        page = readme(["cpp", "model.ts"], card | {"stop_rule": rule}, [5, 3], 10, packed=False)
+        assert f"request.stops_at_first = {flag};" in page
+        assert f'int64_t(1),\n         "{rule}"' in page
 
 
 def test_bad_input_to_the_exported_module(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -152,6 +183,8 @@ def test_what_export_refuses(
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     assert "has no sentences" in refused(best, "--parity-source", empty)
+    empty.write_text("\u2581\n", encoding="utf-8")
+    assert f"{empty}: has no sentences" in refused(best, "--parity-source", empty)
     assert "give --parity-source" in refused(best, "--parity-reference", empty)
     assert "--quantize int8: is for torchscript and ctranslate2" in refused(
         best, "--format", "pt2", "--quantize", "int8"

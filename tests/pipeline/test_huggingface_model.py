@@ -178,6 +178,26 @@ def test_a_folder_of_other_weights_is_no_bundle(
     assert "its tokenizer decodes" in str(raised.value)
 
 
+def test_greedy_answers_of_one_length_come_in_batches(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text may have thousands of sentences of one length."""
+    model = make_model(tokenizer)
+    write(model.network, tokenizer, tmp_path)
+    runner = formats.HuggingFaceRunner(tmp_path, model)
+    source = [*tokenizer.encode(["abc cab"])[0].tolist(), tokenizer.eos_id]
+    expected, sizes, generate = runner.greedy([source])[0].tokens, [], runner.model.generate
+
+    def counted(ids: torch.Tensor, **options: Any) -> Any:
+        sizes.append(len(ids))
+        return generate(ids, **options)
+
+    monkeypatch.setattr(runner.model, "generate", counted)
+    monkeypatch.setattr(formats, "BATCH_TOKENS", 64)
+    assert [answer.tokens for answer in runner.greedy([source] * 10)] == [expected] * 10
+    assert sizes == [4, 4, 2]
+
+
 def test_the_model_card(tokenizer: Tokenizer, tmp_path: Path) -> None:
     text = TEXT._replace(references=TEXT.sources)
     write_bundle(make_model(tokenizer), tmp_path, ["huggingface"], text, ["CC0 (made up)", "CC BY 4.0"])

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import sacrebleu
@@ -154,7 +154,8 @@ def test_a_tokenizer_with_bytes_and_symbols_can_write_every_reference(lowercase:
 class Repeat:
     """Gives each sentence back, but for `@`."""
 
-    bleu_tokenizer, target_language, name, prefixes = None, "en", "this", Prefixes()
+    name, prefixes = "this", Prefixes()
+    recipe: ClassVar[dict[str, Any]] = {"corpus": {"target_language": "en"}, "run": {"bleu_tokenizer": None}}
     settings = SimpleNamespace(beam_size=1, length_penalty=0.6, stop_rule="exact")
     tokenizer = SimpleNamespace(lowercase=False, user_symbols=SYMBOLS)
 

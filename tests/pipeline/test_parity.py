@@ -9,18 +9,18 @@ import pytest
 import sacrebleu
 import torch
 
+from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
+from pipeline.export.formats import Answer, Runner, SearchRunner
 from pipeline.export.parity import Parity, Text, Truth
-from pipeline.export.runners import Answer, Runner, SearchRunner
 from tests.model.search_truth import forced_log_probability
-from tests.pipeline.test_export import TEXT, make_model
+from tests.pipeline.test_export import TEXT, make_model, stops_at_first
 
 
 @pytest.fixture(scope="module")
 def searched(tokenizer: Tokenizer) -> Parity:
-    model = make_model(tokenizer)
-    return Parity(model.network, tokenizer, model.decoding, TEXT, 100)
+    return Parity(make_model(tokenizer), TEXT)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_the_tolerance_holds_for_float32_and_not_for_less(tokenizer: Tokenizer, 
     with torch.no_grad():
         for parameter in model.network.parameters():
             parameter.mul_(sharpness if parameter.dim() == 2 else 1.0)
-    parity = Parity(model.network, tokenizer, model.decoding, TEXT, 100)
+    parity = Parity(model, TEXT)
     assert 0 < parity.greedy_against(parity.greedy)["greedy_largest_score_difference"] <= parity.tolerance / 2
     assert 0 < parity.against(parity.beam)["largest_score_difference"] <= parity.tolerance / 2
     # Weights that are rounded to half the digits.
@@ -94,7 +94,7 @@ def test_the_tolerance_holds_for_float32_and_not_for_less(tokenizer: Tokenizer, 
         for parameter in model.network.parameters():
             parameter.copy_(parameter.half())
     search = BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
-    figures = parity.compare(SearchRunner(search, tokenizer, model.decoding, "rounded"))
+    figures = parity.compare(SearchRunner(search, model, "rounded"))
     assert any("score difference" in message for message in figures["broken"])
 
 
@@ -105,10 +105,32 @@ def test_the_tolerance_holds_for_a_network_that_is_certain(tokenizer: Tokenizer)
     with torch.no_grad():
         network.embedding.weight *= 0.01
         network.projection.bias.fill_(0.0)[tokenizer.eos_id] = 9.0
-    parity = Parity(network, tokenizer, model.decoding, TEXT, 100)
+    parity = Parity(model, TEXT)
     difference = parity.greedy_against(parity.greedy)["greedy_largest_score_difference"]
     assert 1e-9 < difference <= parity.tolerance / 2
     assert parity.tolerance < 1e-4
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1e4, "nearly diverged"), (float("nan"), "scores are not finite")])
+def test_a_network_that_has_diverged_is_refused(tokenizer: Tokenizer, factor: float, said: str) -> None:
+    """Its tolerance would allow any answer."""
+    model = make_model(tokenizer)
+    with torch.no_grad():
+        model.network.decoder[-1].feed_forward_residual.norm.weight *= factor  # type: ignore[union-attr]
+    with pytest.raises(InputError, match=rf"^letters\.ckpt: .*{said}.*; choose "):
+        Parity(model, TEXT)
+
+
+def test_the_checkpoint_stops_as_its_recipe_says(tokenizer: Tokenizer) -> None:
+    model = stops_at_first(tokenizer)
+    search = BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
+    exact = replace(model, decoding=replace(model.decoding, stop_rule="exact"))
+    sources = [[*ids.tolist(), tokenizer.eos_id] for ids in tokenizer.encode(TEXT.sources)]
+    answers = [SearchRunner(search, one, "search").beam(sources) for one in (model, exact)]
+    assert answers[0] != answers[1]
+    for source, first in zip(sources, answers[0], strict=True):
+        found = search.beam(torch.tensor([source]), None, 2, 0.0, 4, 2, "first")
+        assert first[0].tokens == tuple(found.tokens[0, 0, : found.lengths[0, 0]].tolist())
 
 
 def test_the_tolerance_is_the_networks(searched: Parity) -> None:
@@ -122,10 +144,10 @@ def test_the_tolerance_is_the_networks(searched: Parity) -> None:
     assert searched.bounds["tie"] == 2 * searched.tolerance
 
 
-def test_sources_are_cut_and_empty_sources_left_out(tokenizer: Tokenizer) -> None:
-    model = make_model(tokenizer)
+def test_sources_are_cut_and_empty_sources_left_out(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.export.parity.LONGEST", 5)
     text = Text("letters", ["a b c d e f", "", "ab", "a b c"], ["first", "no source", "third", "fourth"])
-    parity = Parity(model.network, tokenizer, model.decoding, text, 5)
+    parity = Parity(make_model(tokenizer), text)
     pieces = [ids.tolist() for ids in tokenizer.encode(text.sources)]
     assert [len(ids) for ids in pieces] == [11, 0, 1, 5]
     end = tokenizer.eos_id
@@ -190,7 +212,6 @@ class Fixed(Runner):
     """A format with given answers."""
 
     def __init__(self, parity: Parity, beam: list[list[Answer]], greedy: list[Answer], **kinds: bool) -> None:
-        super().__init__(parity.tokenizer, parity.settings, "fixed")
         vars(self).update(kinds)
         self.answers = {tuple(source): one for source, *one in zip(parity.sources, beam, greedy, strict=True)}
 
