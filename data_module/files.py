@@ -1,4 +1,4 @@
-"""Files and folders written as a whole or not at all, full disks behind other errors, and locks of files."""
+"""Files and folders: paths as users write them, formats, writing as a whole or not at all, full disks, and locks."""
 
 import errno
 import fcntl
@@ -8,9 +8,52 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
+from data_module.errors import InputError
+
+PathText = Annotated[str, "path"]
+"""The type of a recipe's key that holds a path."""
+FORMAT_VERSION = 2
+"""Stored under `format_version`. It goes up when a version cannot read what earlier ones have written."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def user_path(text: str | Path) -> Path:
+    """Return a path whose `~` or `~name` at the beginning is replaced by the home folder.
+
+    Raises:
+        InputError: there is no such home folder.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        home = Path(text).parts[0]
+        raise InputError(
+            f"{text}: the home folder {home} is unknown; write the whole path, or ./{home} for a name that begins so"
+        ) from None
+
+
+def check_format(path: Path, version: object, start_over: str) -> None:
+    """Raise InputError unless a file has the format that this version reads.
+
+    Args:
+        path: the file.
+        version: its `format_version`; None if it has none.
+        start_over: how to make the file anew, such as "export it again".
+    """
+    if type(version) is not int:  # True is an instance of int.
+        found = "missing" if version is None else f"{version!r}, not a number"
+        raise InputError(f"{path}: its format_version is {found}; {start_over}")
+    if version > FORMAT_VERSION:
+        raise InputError(
+            f"{path}: has format {version}, and this version reads format {FORMAT_VERSION}; use a newer version of "
+            "attention-pipeline"
+        )
+    if version < FORMAT_VERSION:
+        raise InputError(
+            f"{path}: has format {version}, made by version 0.2 or earlier; {start_over}, or use revision 748e0fa"
+        )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ These dataclasses are the recipe's schema: other keys are refused, with the near
 import re
 from dataclasses import dataclass, field, fields
 
-from data_module.paths import PathText
+from data_module.files import PathText
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class BpeDropout:
 class NoiseSettings:
     """Noise in training text, drawn anew for each variant: for each kind, the fraction of pairs that get it.
 
-    `data_module.noise.noise` applies it, in the order given here. Validation text has no noise.
+    `data_module.corpus.noise` applies it, in the order given here. Validation text has no noise.
     """
 
     lower_case: float = 0.0

@@ -10,13 +10,11 @@ from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from data_module.batching.batch import PaddedBatch, SpecialIds, pad_batch
-from data_module.batching.epochs import Epochs
-from data_module.batching.length_buckets import LengthBucket, length_buckets
+from data_module.batching.batch import LengthBucket, PaddedBatch, SpecialIds, length_buckets, pad_batch
+from data_module.batching.batch_plan import Epochs, fewest_pairs
 from data_module.batching.rank_rows import RowShape, row_shape
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
-from data_module.corpus.manifest import read_manifest
-from data_module.corpus.sources import SplitSources, split_sources
+from data_module.corpus.manifest import SplitSources, read_manifest, split_sources
 from data_module.corpus.store import (
     ParallelCorpus,
     TokenStore,
@@ -25,7 +23,6 @@ from data_module.corpus.store import (
     open_variants,
     read_ahead,
 )
-from data_module.corpus.weights import fewest_pairs
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings
 from data_module.worker_processes import identity

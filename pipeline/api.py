@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from data_module.errors import InputError
-from data_module.paths import user_path
-from data_module.tokenization.word_counts import SPACE_MARK
+from data_module.files import user_path
+from data_module.tokenization.tokenizer import SPACE_MARK
 from model.attention_maps import attention_maps
 from model.decoding import penalty
 from model.transformer import Transformer

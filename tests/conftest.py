@@ -90,8 +90,8 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_tokenizer(text: Iterable[str], vocabulary_size: int, **options: Any) -> "Tokenizer":
     """Return a tokenizer that is trained on sentences as `prepare` trains it; for the options see `train_on_words`."""
-    from data_module.tokenization.tokenizer import Tokenizer, train_on_words
-    from data_module.tokenization.word_counts import WordCounts, normalize_white_space
+    from data_module.tokenization.tokenizer import Tokenizer, normalize_white_space
+    from data_module.tokenization.training import WordCounts, train_on_words
 
     words = WordCounts()
     for sentence in text:

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from data_module.batching.blocks import place_in_blocks
-from data_module.batching.length_buckets import LengthBucket
 from data_module.batching.rank_rows import RowShape
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from data_module.corpus.store import ParallelCorpus, TokenStore
+
 
 NO_SENTENCE = -1
 """The segment of dead tokens in blocks."""
@@ -152,7 +151,7 @@ def _from_numpy(fields: dict[str, Any]) -> RankBatch:
 
 def collate(
     corpus: "ParallelCorpus",
-    rows: "list[NDArray[np.integer]]",
+    rows: list[NDArray[np.integer]],
     special: SpecialIds,
     shape: RowShape,
     *,
@@ -203,14 +202,14 @@ def collate(
 
 
 class _Layout(NamedTuple):
-    source_starts: "NDArray[np.int64]"
-    target_starts: "NDArray[np.int64]"
-    source_segments: "NDArray[np.integer]"
-    target_segments: "NDArray[np.integer]"
+    source_starts: NDArray[np.int64]
+    target_starts: NDArray[np.int64]
+    source_segments: NDArray[np.integer]
+    target_segments: NDArray[np.integer]
     shape: PackedShape
 
 
-def _end_to_end(source: "NDArray[np.int64]", target: "NDArray[np.int64]", shape: RowShape) -> _Layout:
+def _end_to_end(source: NDArray[np.int64], target: NDArray[np.int64], shape: RowShape) -> _Layout:
     """Place sentences end to end. Dead tokens are divided evenly, on both sides into as many segments."""
     sizes = (shape.source_tokens, shape.target_tokens)
     dead = [size - int(lengths.sum()) for size, lengths in zip(sizes, (source, target), strict=True)]
@@ -229,7 +228,7 @@ def _end_to_end(source: "NDArray[np.int64]", target: "NDArray[np.int64]", shape:
     return _Layout(starts[0], starts[1], segments[0], segments[1], packed)
 
 
-def _in_blocks(source: "NDArray[np.int64]", target: "NDArray[np.int64]") -> _Layout:
+def _in_blocks(source: NDArray[np.int64], target: NDArray[np.int64]) -> _Layout:
     layout = place_in_blocks(source, target)
     size = layout.num_tokens
     segments = []
@@ -241,20 +240,20 @@ def _in_blocks(source: "NDArray[np.int64]", target: "NDArray[np.int64]") -> _Lay
     return _Layout(layout.source_starts, layout.target_starts, segments[0], segments[1], packed)
 
 
-def _places(starts: "NDArray[np.int64]", lengths: "NDArray[np.int64]") -> "NDArray[np.int64]":
+def _places(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the places of all tokens of sentences that begin at `starts`, sentence by sentence."""
     return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
 
 
 def _fill(
     store: "TokenStore",
-    pairs: "NDArray[np.integer]",
-    starts: "NDArray[np.int64]",
-    lengths: "NDArray[np.int64]",
+    pairs: NDArray[np.integer],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
     special: SpecialIds,
-    ids: "NDArray[np.int32]",
-    positions: "NDArray[np.int32]",
-) -> "NDArray[np.int64]":
+    ids: NDArray[np.int32],
+    positions: NDArray[np.int32],
+) -> NDArray[np.int64]:
     """Write pieces and EOS of sentences to `ids`, and their positions; return the places of their tokens."""
     places = _places(starts, lengths)
     within = _places(np.zeros_like(lengths), lengths)
@@ -264,6 +263,46 @@ def _fill(
     ids[places[pieces]] = store.tokens[tokens[pieces]]
     ids[places[~pieces]] = special.eos
     return places
+
+
+class LengthBucket(NamedTuple):
+    """Pairs of similar length."""
+
+    pairs: NDArray[np.integer]
+    """[n] indices into the corpus."""
+    source_length: int
+    target_length: int
+    """Both lengths are the longest in the bucket, including EOS."""
+
+
+def length_buckets(
+    source_lengths: NDArray[np.integer],
+    target_lengths: NDArray[np.integer],
+    max_tokens: int,
+    random: np.random.Generator | None = None,
+) -> list[LengthBucket]:
+    """Divide all pairs into buckets of at most `max_tokens` padded tokens per side, longest source first.
+
+    Args:
+        source_lengths: [pairs], including EOS.
+        target_lengths: [pairs], including EOS.
+        max_tokens: number of pairs times the longest length, unless a single pair is longer.
+        random: decides between pairs of equal lengths; None for the order of the corpus.
+    """
+    ties = np.arange(len(source_lengths)) if random is None else random.permutation(len(source_lengths))
+    order = np.lexsort((ties, -target_lengths.astype(np.int64), -source_lengths.astype(np.int64)))
+    source, target = source_lengths[order].astype(np.int64), target_lengths[order].astype(np.int64)
+    buckets, first = [], 0
+    while first < len(order):
+        window = slice(first, first + max(1, max_tokens // int(source[first])))
+        longest = np.maximum(source[first], np.maximum.accumulate(target[window]))
+        fitting = np.arange(1, len(longest) + 1) * longest <= max_tokens
+        # Sources more than a tenth shorter than the first would cost more in padding than a smaller bucket does.
+        fitting &= source[window] * 11 + 10 >= source[first] * 10
+        end = first + max(1, int(np.count_nonzero(np.logical_and.accumulate(fitting))))
+        buckets.append(LengthBucket(order[first:end], int(source[first]), int(target[first:end].max())))
+        first = end
+    return buckets
 
 
 @dataclass

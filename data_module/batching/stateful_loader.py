@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from data_module.batching.batch import RankBatch, SpecialIds, collate
-from data_module.batching.epochs import Epoch, Epochs
+from data_module.batching.batch_plan import Epoch, Epochs
 from data_module.batching.rank_rows import RowShape, rank_rows
 from data_module.errors import InputError
 from data_module.worker_processes import identity, ignore_signals, signals_blocked

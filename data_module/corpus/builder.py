@@ -15,19 +15,17 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data_module.corpus.manifest import FORMAT, TOKENIZER_NAME, write_manifest
-from data_module.corpus.pair_filter import HeldOutPairs, PairFilter, Reason
-from data_module.corpus.sources import source_names
+from data_module.corpus.manifest import FORMAT, TOKENIZER_NAME, source_names, write_manifest
+from data_module.corpus.noise import CASINGS, with_casing
+from data_module.corpus.pairs import HeldOutPairs, PairFilter, Reason, read_pairs
 from data_module.corpus.store import TokenStoreWriter, store_prefix, token_counts, token_type
 from data_module.corpus.variants import VariantText, write_variants
 from data_module.errors import InputError
-from data_module.file_format import FORMAT_VERSION
-from data_module.noise.noise import CASINGS, with_casing
-from data_module.readers.pairs import read_pairs
+from data_module.files import FORMAT_VERSION
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
-from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, UNK_ID, Tokenizer, train_on_words
-from data_module.tokenization.word_counts import WordCounts
-from data_module.tokenization.word_encoder import WordEncoder
+from data_module.tokenization.encoders import WordEncoder
+from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, UNK_ID, Tokenizer
+from data_module.tokenization.training import WordCounts, train_on_words
 
 log = logging.getLogger(__name__)
 

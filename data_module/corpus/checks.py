@@ -4,13 +4,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data_module.corpus.pairs import invalid_utf8, open_reader
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
 from data_module.files import FileLock, existing_parent, write_error
-from data_module.readers.pairs import invalid_utf8, open_reader
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
-from data_module.tokenization.tokenizer import BYTE_NAMES, NUM_BYTES, SPECIAL_NAMES, Tokenizer, minimum_size
-from data_module.tokenization.word_counts import SPACE_MARK, normalize_white_space
+from data_module.tokenization.tokenizer import (
+    BYTE_NAMES,
+    NUM_BYTES,
+    SPACE_MARK,
+    SPECIAL_NAMES,
+    Tokenizer,
+    normalize_white_space,
+)
+from data_module.tokenization.training import minimum_size
 
 FEW_PAIRS = 5_000
 """Training pairs below which a network hardly learns more than its training text."""

@@ -24,9 +24,9 @@ from data_module.corpus.checks import (
     source_warnings,
 )
 from data_module.corpus.manifest import differences, is_corpus, read_manifest
+from data_module.corpus.pairs import all_available, fingerprint, open_reader
 from data_module.errors import InputError
 from data_module.files import FileLock, replace_folder
-from data_module.readers.pairs import all_available, fingerprint, open_reader
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from data_module.corpus.noise import NOISE_KINDS, add_noise, draw_kinds
 from data_module.corpus.store import TokenStoreWriter, store_prefix, token_counts, token_type
 from data_module.errors import InputError
-from data_module.noise.noise import NOISE_KINDS, add_noise, draw_kinds
 from data_module.settings import CorpusSettings
-from data_module.tokenization.bpe_dropout import DropoutEncoder
+from data_module.tokenization.encoders import DropoutEncoder
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.worker_processes import identity, ignore_signals, num_processors, signals_blocked
 

@@ -7,11 +7,7 @@ word, and keeps its case.
 """
 
 import hashlib
-import io
-import os
-import tempfile
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,6 @@ import numpy as np
 
 from data_module.errors import InputError
 from data_module.tokenization.pair import PairEncoder, is_code, split_models
-from data_module.tokenization.word_counts import WordCounts, normalize_white_space
 
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 NUM_SPECIAL_IDS = 4
@@ -32,11 +27,27 @@ SPECIAL_NAMES = ("<pad>", "<unk>", "<s>", "</s>")
 """The pieces of the special ids."""
 BYTE_NAMES = tuple(f"<0x{byte:02X}>" for byte in range(NUM_BYTES))
 """The pieces of the bytes, with byte fallback."""
-MIN_CHARACTER_COUNT = 20
-"""With byte fallback, a character that the text has less often than this gets no piece of its own."""
+SPACE_MARK = "\u2581"
+"""What sentencepiece represents a space by. Text that contains it gets a space in its place."""
+# All characters that some program treats as the end of a line or column; NUL; U+001F, which sentencepiece does not
+# learn; and its mark of a space. Other white space, such as U+00A0, is part of the text.
+SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029" + SPACE_MARK
 
 # sentencepiece cannot learn this character, because it uses it for unknown characters in training.
-_RESERVED_CHARACTER = "\u2585"
+RESERVED_CHARACTER = "\u2585"
+
+
+def normalize_white_space(lines: str) -> str:
+    r"""Replace every run of white space in "\n"-separated lines by one space, and strip the lines.
+
+    Tabs, NUL, U+001F, U+2581 and all line ends of Unicode except "\n" count as white space. The function takes many
+    lines at once, which is a hundred times faster than a call per line.
+    """
+    for character in SPACE_LIKE:
+        lines = lines.replace(character, " ")
+    while "  " in lines:
+        lines = lines.replace("  ", " ")
+    return lines.replace("\n ", "\n").replace(" \n", "\n").strip(" ")
 
 
 class Tokenizer:
@@ -166,7 +177,7 @@ class Tokenizer:
             return [piece for piece in self._pieces if is_code(piece)]
         proto = self.proto()
         kind = proto.SentencePiece.USER_DEFINED
-        return [p.piece for p in proto.pieces if p.type == kind and p.piece != _RESERVED_CHARACTER]
+        return [p.piece for p in proto.pieces if p.type == kind and p.piece != RESERVED_CHARACTER]
 
     def proto(self) -> Any:
         """Return the model as a protocol buffer of sentencepiece."""
@@ -181,165 +192,3 @@ class Tokenizer:
     @cached_property
     def _pieces(self) -> list[str]:
         return [self._processor.id_to_piece(i) for i in range(self.vocabulary_size)]
-
-
-def train_on_words(
-    words: WordCounts,
-    vocabulary_size: int,
-    *,
-    lowercase: bool = False,
-    character_coverage: float = 1.0,
-    byte_fallback: bool = False,
-    user_symbols: Sequence[str] = (),
-) -> bytes:
-    """Train byte-pair encoding on the words and characters of a text. The result is deterministic.
-
-    The GIL is released.
-
-    Args:
-        words: words and characters of the text, with their counts.
-        vocabulary_size: number of ids, including special ids, user symbols, bytes and single characters.
-        lowercase: whether the tokenizer lower-cases text.
-        character_coverage: fraction of the text whose characters get a piece of their own, the most frequent first.
-        byte_fallback: add a piece for each byte, which spell the characters that have no piece of their own. Even with
-            a coverage of 1, these are all characters that occur less than `MIN_CHARACTER_COUNT` times: an embedding is
-            not learned from so few, and without text in bytes the bytes' would not be learned either.
-        user_symbols: words and tags that become one piece each. They are matched before anything else, the longest
-            first.
-
-    Returns:
-        The bytes of a sentencepiece model.
-
-    Raises:
-        InputError: the text is too small, or has too many characters, for this vocabulary size.
-    """
-    options = _options(words, vocabulary_size, lowercase, character_coverage, byte_fallback, user_symbols)
-    with RuleFile(lowercase_rules() if lowercase else {}) as rules:
-        options |= rules
-        try:
-            model = _train(words, options)
-        except RuntimeError as error:
-            try:
-                largest = Tokenizer(_train(words, options | {"hard_vocab_limit": False})).vocabulary_size
-            except RuntimeError:
-                raise InputError(
-                    f"corpus.vocabulary_size: {vocabulary_size} is too small for the characters that make up"
-                    f" {options['character_coverage']:.2%} of the text; raise it, or lower corpus.character_coverage"
-                ) from error
-            raise InputError(
-                f"corpus.vocabulary_size: {vocabulary_size} pieces are more than the training text allows;"
-                f" the largest that works is {largest}"
-            ) from error
-    return _without_rule_path(model) if lowercase else model
-
-
-def _options(
-    words: WordCounts,
-    vocabulary_size: int,
-    lowercase: bool,
-    character_coverage: float,
-    byte_fallback: bool,
-    user_symbols: Sequence[str],
-) -> dict[str, Any]:
-    """Return the training options that depend on the arguments of `train_on_words`, but for those of lower-casing.
-
-    Raises:
-        InputError: the text has no words, or more characters than the vocabulary has room for.
-    """
-    known = words.characters()
-    if not known.replace(_RESERVED_CHARACTER, ""):
-        raise InputError("corpus.train: the text has no words to train a tokenizer on")
-    counts = words.character_counts(user_symbols) if byte_fallback else dict.fromkeys(known, MIN_CHARACTER_COUNT)
-    if lowercase:
-        cased, counts = counts, Counter()
-        for character, count in cased.items():
-            counts.update(dict.fromkeys(character.lower(), count))
-    characters = {character for character, count in counts.items() if count >= MIN_CHARACTER_COUNT}
-    symbols = [*user_symbols]
-    if _RESERVED_CHARACTER in characters and not byte_fallback:
-        symbols.append(_RESERVED_CHARACTER)
-    learnable = "".join(sorted(characters - {_RESERVED_CHARACTER, *symbols}))
-    options: dict[str, Any] = {"vocab_size": vocabulary_size, "character_coverage": character_coverage}
-    if symbols:
-        options["user_defined_symbols"] = symbols
-    if byte_fallback:
-        options["byte_fallback"] = True
-    if character_coverage >= 1:
-        options["required_chars"] = learnable
-        # sentencepiece adds the most frequent of the other characters until this much of the text is covered, and
-        # accepts no less.
-        options["character_coverage"] = 0.98 if byte_fallback else 1.0
-        smallest = minimum_size(len(user_symbols), byte_fallback) + len(learnable) + len(symbols) - len(user_symbols)
-        if vocabulary_size < smallest:
-            others = [f"{NUM_BYTES} bytes"] * byte_fallback + [f"{len(user_symbols)} user symbols"] * bool(user_symbols)
-            raise InputError(
-                f"corpus.vocabulary_size: {vocabulary_size} is too small for the text's"
-                f" {' and '.join([f'{len(characters)} distinct characters', *others])}; set at least {smallest}, or"
-                " lower corpus.character_coverage"
-            )
-    return options
-
-
-def minimum_size(num_user_symbols: int, byte_fallback: bool) -> int:
-    """Return the number of pieces that a vocabulary has beside those of characters and words."""
-    return NUM_SPECIAL_IDS + 1 + num_user_symbols + NUM_BYTES * byte_fallback
-
-
-def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
-    import sentencepiece
-
-    # sentencepiece resolves ties by order of appearance; the counter preserves the order of the text.
-    lines = (f"{word}\t{count}" for word, count in words.counts.items() if word and _RESERVED_CHARACTER not in word)
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines,
-        model_writer=model,
-        input_format="tsv",
-        model_type="bpe",
-        pad_id=PAD_ID,
-        unk_id=UNK_ID,
-        bos_id=BOS_ID,
-        eos_id=EOS_ID,
-        max_sentencepiece_length=MAX_PIECE_CHARACTERS,
-        # The model contains its training options, so a number that depends on the machine would change its bytes.
-        num_threads=16,
-        minloglevel=2,
-        **({"normalization_rule_name": "identity"} | options),
-    )
-    return model.getvalue()
-
-
-class RuleFile:
-    """A context manager that returns the training options for replacing characters, or none if there are no rules."""
-
-    def __init__(self, rules: Mapping[str, str]) -> None:
-        """`rules` maps characters to the text that takes their place."""
-        self._path = ""
-        self._rules = rules
-
-    def __enter__(self) -> dict[str, Any]:
-        if not self._rules:
-            return {}
-        descriptor, self._path = tempfile.mkstemp(suffix=".tsv")
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            for character, text in self._rules.items():
-                file.write(f"{ord(character):X}\t{' '.join(f'{ord(one):X}' for one in text)}\n")
-        return {"normalization_rule_tsv": self._path}
-
-    def __exit__(self, *_: object) -> None:
-        if self._path:
-            Path(self._path).unlink()
-
-
-def lowercase_rules() -> dict[str, str]:
-    """Return the characters that lower-casing changes, and what it changes them to."""
-    return {character: character.lower() for character in map(chr, range(0x110000)) if character.lower() != character}
-
-
-def _without_rule_path(model: bytes) -> bytes:
-    """Remove the name of the temporary file, which differs every time, from the model."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-    proto.normalizer_spec.ClearField("normalization_rule_tsv")
-    return proto.SerializeToString(deterministic=True)

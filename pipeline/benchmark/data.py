@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
     """Clean, encode and write the corpus into a temporary folder, without training the tokenizer."""
     from data_module.corpus.builder import write_corpus
+    from data_module.corpus.pairs import all_available, open_reader
     from data_module.corpus.preparation import without_garbage_collection
-    from data_module.readers.pairs import all_available, open_reader
 
     if not all_available(settings):
         return {"pairs_per_second": None}

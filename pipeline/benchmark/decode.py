@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data_module.paths import user_path
+from data_module.files import user_path
 from pipeline.inference.options import SearchOptions, add_search_arguments
 
 if TYPE_CHECKING:

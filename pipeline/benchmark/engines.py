@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_module.errors import InputError
-from data_module.tokenization.word_counts import normalize_white_space
+from data_module.tokenization.tokenizer import normalize_white_space
 from model.settings import DecodingSettings
 from pipeline.inference.options import SearchOptions
 

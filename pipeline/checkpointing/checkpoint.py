@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from data_module.errors import PROGRAM, InputError
-from data_module.file_format import FORMAT_VERSION, check_format
-from data_module.files import atomic_file, disk_full_error
+from data_module.files import FORMAT_VERSION, atomic_file, check_format, disk_full_error
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer

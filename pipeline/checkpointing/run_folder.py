@@ -16,10 +16,11 @@ import yaml
 
 from data_module.corpus.manifest import TEXT_KEYS, changed_texts
 from data_module.errors import InputError
-from data_module.file_format import FORMAT_VERSION, check_format
 from data_module.files import (
+    FORMAT_VERSION,
     FileLock,
     atomic_file,
+    check_format,
     existing_parent,
     is_temporary_file,
     remove_temporary_files,

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_module.errors import InputError
-from data_module.files import atomic_file
-from data_module.paths import user_path
+from data_module.files import atomic_file, user_path
 from pipeline.checkpointing.run_folder import (
     METRICS,
     around_best_checkpoints,

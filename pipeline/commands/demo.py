@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data_module.errors import SCRIPTS
-from data_module.paths import user_path
+from data_module.files import user_path
 from pipeline.config.shipped import shipped_recipes
 from pipeline.runtime.signals import INTERRUPTED
 

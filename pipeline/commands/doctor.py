@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_module.errors import InputError
-from data_module.paths import user_path
+from data_module.files import user_path
 from pipeline.config.arguments import add_recipe_arguments
 from pipeline.training.checks import CheckContext, CheckResult, check_machine, check_recipe
 

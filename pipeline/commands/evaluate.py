@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
-from data_module.paths import user_path
+from data_module.files import user_path
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments
 from pipeline.inference.text_io import SentenceWarnings
 

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from data_module.paths import user_path
+from data_module.files import user_path
 from pipeline.export.bundle import (
     FILES,
     ON_REQUEST,

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 
-from data_module.paths import user_path
+from data_module.files import user_path
 from pipeline.config.arguments import add_recipe_arguments
 
 

@@ -6,7 +6,7 @@ the schema for editors, and prints the files that it wrote. It does not overwrit
 
 import argparse
 
-from data_module.paths import user_path
+from data_module.files import user_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

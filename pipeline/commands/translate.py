@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, BinaryIO
 
-from data_module.paths import user_path
+from data_module.files import user_path
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments, with_prefix
 from pipeline.inference.text_io import (
     CHUNK,

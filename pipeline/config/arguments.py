@@ -2,7 +2,7 @@
 
 import argparse
 
-from data_module.paths import user_path
+from data_module.files import user_path
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:

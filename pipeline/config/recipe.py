@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import yaml
 
 from data_module.errors import PROGRAM, InputError
-from data_module.paths import user_path
+from data_module.files import user_path
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.schema import Checker, Signature, annotation, place_of, takes_text

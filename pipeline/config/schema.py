@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any
 
 from data_module.errors import InputError
-from data_module.paths import PathText, user_path
+from data_module.files import PathText, user_path
 
 Signature = dict[str, Any]
 """The keys of a section that has no dataclass, and their type annotations."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from data_module.paths import PathText
+from data_module.files import PathText
 
 
 @dataclass(frozen=True)

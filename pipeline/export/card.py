@@ -13,7 +13,7 @@ from typing import Any
 
 from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
-from data_module.file_format import FORMAT_VERSION, check_format
+from data_module.files import FORMAT_VERSION, check_format
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.cpp_program import num_positions
 from pipeline.inference.options import Prefixes

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from data_module.errors import InputError, install
-from data_module.tokenization.standalone import standalone_model
 from data_module.tokenization.tokenizer import Tokenizer
+from data_module.tokenization.training import standalone_model
 from model.settings import DecodingSettings
 from model.transformer import LearnedPositions, Transformer
 from pipeline.inference.translator import LONGEST

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from data_module.file_format import check_format
-from data_module.files import atomic_file
+from data_module.files import atomic_file, check_format
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.packing import can_pack, strip_weights

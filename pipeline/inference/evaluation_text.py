@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_module.corpus.sources import source_names
+from data_module.corpus.manifest import source_names
+from data_module.corpus.pairs import open_reader, read_pairs
 from data_module.errors import InputError
-from data_module.readers.pairs import open_reader, read_pairs
 from data_module.settings import CorpusSettings
 from pipeline.config.schema import Checker
 from pipeline.inference.bleu_tokenizer import language_code

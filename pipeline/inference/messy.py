@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.random import PCG64, Generator, SeedSequence
 
-from data_module.noise.noise import INSERTED_STRINGS, NOISE_KINDS, add_noise, insert
-from data_module.noise.typos import MARKS
-from data_module.tokenization.word_counts import normalize_white_space
+from data_module.corpus.noise import INSERTED_STRINGS, MARKS, NOISE_KINDS, add_noise, insert
+from data_module.tokenization.tokenizer import normalize_white_space
 from pipeline.inference.metrics import corpus_score, metrics_on
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_module.corpus.readers import BYTE_ORDER_MARK, num_lines
 from data_module.errors import InputError
-from data_module.readers.reader import BYTE_ORDER_MARK, num_lines
-from data_module.tokenization.word_counts import SPACE_MARK
+from data_module.tokenization.tokenizer import SPACE_MARK
 from pipeline.inference.options import Prefixes
 from pipeline.runtime.console import print_above_bars
 

@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from data_module.corpus.sources import split_sources
+from data_module.corpus.manifest import split_sources
 from pipeline.checkpointing.run_folder import SUMMARY
 from pipeline.config.recipe import Recipe
 from pipeline.monitoring.log_files import read_metrics

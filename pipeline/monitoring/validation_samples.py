@@ -7,7 +7,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.batching.batch import PaddedBatch
-from data_module.corpus.sources import SplitSources
+from data_module.corpus.manifest import SplitSources
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.inference.bleu_tokenizer import DEFAULT

@@ -182,8 +182,8 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
     """
     from data_module.corpus.builder import check_vocabulary_size
     from data_module.corpus.checks import check_folder, check_settings, size_warnings, source_warnings
+    from data_module.corpus.pairs import all_available
     from data_module.corpus.preparation import existing_corpus
-    from data_module.readers.pairs import all_available
 
     settings = context.recipe.corpus
     # The other ranks of a job would wait too long for text to be read, and `fit` reads it next.
@@ -217,7 +217,7 @@ def check_text(
     Yields results, and returns what was read, None if nothing was.
     """
     from data_module.corpus.checks import check_source
-    from data_module.readers.pairs import open_reader
+    from data_module.corpus.pairs import open_reader
 
     try:
         reader = open_reader(text, settings)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from data_module.corpus.pairs import read_pairs
 from data_module.corpus.preparation import prepare
 from data_module.corpus.store import TokenStoreWriter, open_corpus
 from data_module.errors import InputError
-from data_module.readers.pairs import read_pairs
 from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 
@@ -160,7 +160,7 @@ def test_truncated_and_invalid_gzip(place: Workplace) -> None:
 def test_tsv_line_with_other_than_two_columns(
     place: Workplace, line: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_module.readers.reader.CHUNK_BYTES", 20)  # two lines
+    monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", 20)  # two lines
     rows = ["\t".join(pair) for pair in zip(SOURCE, TARGET, strict=True)]
     text = TextSource(tsv=str(place.write("train.tsv", [*rows[:2], line, *rows[2:]])))
     assert place.fails(train=[text]).endswith(f"train.tsv:3: {message}")

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_module.batching.batch import RankBatch, SpecialIds, collate, pad_batch
-from data_module.batching.length_buckets import LengthBucket
+from data_module.batching.batch import LengthBucket, RankBatch, SpecialIds, collate, pad_batch
 from data_module.batching.rank_rows import RowShape
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_module.tokenization import bpe_dropout
-from data_module.tokenization.bpe_dropout import DropoutEncoder
-from data_module.tokenization.tokenizer import Tokenizer
-from data_module.tokenization.word_counts import normalize_white_space
+from data_module.tokenization import encoders as bpe_dropout
+from data_module.tokenization.encoders import DropoutEncoder
+from data_module.tokenization.tokenizer import Tokenizer, normalize_white_space
 from tests.conftest import train_tokenizer
 
 SYLLABLES = ["ba", "bab", "le", "ten", "ent", "ster", "in", "über", "ß", "É", "ing", "tion", "o", "aa"]

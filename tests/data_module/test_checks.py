@@ -11,8 +11,7 @@ import pytest
 
 from data_module.corpus.checks import check_folder, check_source, size_warnings, source_warnings
 from data_module.corpus.preparation import prepare
-from data_module.demo.corpus import distinct_sentences
-from data_module.demo.sentences import Author, Lexicon
+from data_module.demo.corpus import Author, Lexicon, distinct_sentences
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 from tests.conftest import another_user
@@ -158,7 +157,7 @@ def test_bytes_and_symbols_need_no_text(tmp_path: Path) -> None:
 
 
 def test_symbols_that_the_training_text_holds_and_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_module.readers.reader.CHUNK_BYTES", 20)  # a few lines
+    monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", 20)  # a few lines
     one = text_of(tmp_path, "one", ["a house"] * 9 + ["<b>a <b>house"], ["ein Haus"] * 9 + ["<b>ein Haus"])
     two = text_of(tmp_path, "two", ["a house"] * 3, ["ein Haus", "§ein", "<b>Haus"])
     held_out = text_of(tmp_path, "held_out", [">>de<< a house"], ["ein Haus"])
@@ -197,7 +196,7 @@ def test_a_run_that_takes_a_tokenizer_over_may_have_little_text(
 
 
 def test_invalid_utf8_is_found_without_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_module.readers.reader.CHUNK_BYTES", 20)  # a few lines
+    monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", 20)  # a few lines
     text = text_of(tmp_path, "train", ["a house"] * 9, ["ein Haus"] * 9)
     lines = [b"ein Haus\n"] * 6 + ["Häuser\n".encode("latin-1")] + [b"ein Haus\n"] * 2
     Path(str(text.target)).write_bytes(b"".join(lines))

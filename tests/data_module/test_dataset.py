@@ -13,8 +13,8 @@ import pyarrow.parquet as parquet
 import pytest
 import yaml
 
+from data_module.corpus.pairs import read_pairs
 from data_module.errors import InputError
-from data_module.readers.pairs import read_pairs
 from data_module.settings import CorpusSettings, TextSource
 from tests.conftest import ROOT, pipeline, sentences
 from tests.data_module.test_preparation import made, text_of

@@ -13,9 +13,8 @@ import pytest
 
 from data_module.demo import corpus as demo_corpus
 from data_module.demo import grammar as demo_grammar
-from data_module.demo import sentences as demo_sentences
+from data_module.demo.corpus import Lexicon, Sentence
 from data_module.demo.grammar import THE, Clause, Nominal, Phrase, Verb, noun_phrase
-from data_module.demo.sentences import Lexicon, Sentence
 
 LEXICON = Lexicon()
 NOUNS = {noun.english: noun for nouns in LEXICON.nouns.values() for noun in nouns}
@@ -209,5 +208,5 @@ def test_same_seed_same_bytes_and_files_are_not_rewritten(
 
 
 def test_another_seed_gives_another_corpus() -> None:
-    first, second = (demo_sentences.Author(LEXICON, random.Random(seed)).sentence() for seed in (1, 2))
+    first, second = (demo_corpus.Author(LEXICON, random.Random(seed)).sentence() for seed in (1, 2))
     assert first.english != second.english

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from data_module.batching import batch_plan
-from data_module.batching.batch_plan import EpochPlan
-from data_module.batching.epochs import KEPT_PLANS, Epochs, shared_plan
+from data_module.batching.batch_plan import KEPT_PLANS, EpochPlan, Epochs, shared_plan
 from data_module.corpus.store import open_corpus
 
 FORK = multiprocessing.get_context("fork")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_module.batching.length_buckets import length_buckets
+from data_module.batching.batch import length_buckets
 from tests.data_module.test_batch_plan import lengths
 
 TOKENS = 250

@@ -9,11 +9,19 @@ import pytest
 import yaml
 from numpy.random import PCG64, Generator, SeedSequence
 
+from data_module.corpus.noise import (
+    CASINGS,
+    INSERTED_STRINGS,
+    NEIGHBOURS,
+    NOISE_KINDS,
+    add_noise,
+    draw_kinds,
+    insert,
+    misspell,
+)
 from data_module.errors import InputError
-from data_module.noise.noise import CASINGS, INSERTED_STRINGS, NOISE_KINDS, add_noise, draw_kinds, insert
-from data_module.noise.typos import NEIGHBOURS, misspell
 from data_module.settings import NoiseSettings
-from data_module.tokenization.word_counts import normalize_white_space
+from data_module.tokenization.tokenizer import normalize_white_space
 from pipeline.config.recipe import load_recipe
 
 SYMBOLS = frozenset({">>de<<", "<b>", "</b>", "__NAME__"})

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_module.corpus.manifest import summary
-from data_module.corpus.pair_filter import HeldOutPairs, PairFilter, Reason, SeenPairs, hash_pairs
+from data_module.corpus.pairs import HeldOutPairs, PairFilter, Reason, SeenPairs, hash_pairs, read_pairs
 from data_module.errors import InputError
-from data_module.readers.pairs import read_pairs
 from data_module.settings import CorpusSettings, TextSource
 from tests.data_module.test_preparation import assert_adds_up, contents, dropped, made, pairs_of_text, write_pairs
 

@@ -214,7 +214,7 @@ def test_a_sample_has_the_given_size_without_repetitions(
     settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     """Each pair is one word, which takes three pieces besides its letters; all 20 letters are always pieces."""
-    monkeypatch.setattr("data_module.readers.reader.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", chunk_bytes)
     words = ["ab", "cd", "ef", "gh", "ij", "kl", "mn", "op", "qr", "st"]
     text = write_pairs(tmp_path, "words", [(word, word) for word in words])
     for num_sentences, num_words in ((2, 1), (3, 1), (9, 4), (18, 9), (20, 10), (99, 10)):
@@ -251,7 +251,7 @@ def test_text_of_many_chunks(settings: CorpusSettings, tmp_path: Path, monkeypat
     wanted = replace(settings, train=sources, validation=sources)
     manifests, folders = [], []
     for chunk_bytes in (2**20, 200):
-        monkeypatch.setattr("data_module.readers.reader.CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", chunk_bytes)
         folders.append(tmp_path / f"corpus-{chunk_bytes}")
         manifests.append(made(replace(wanted, folder=str(folders[-1]))))
     assert contents(str(folders[0])) == contents(str(folders[1]))

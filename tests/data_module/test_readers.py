@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from data_module.corpus.pairs import all_available, open_reader, read_pairs
 from data_module.corpus.preparation import prepare
+from data_module.corpus.readers import READERS, Reader, as_lines
 from data_module.errors import InputError
-from data_module.readers.pairs import all_available, open_reader, read_pairs
-from data_module.readers.reader import READERS, Reader, as_lines
 from data_module.settings import CorpusSettings, TextSource
 from pipeline.training.checks import check_text
 from pipeline.training.fit import ensure_corpus

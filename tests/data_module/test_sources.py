@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from data_module.batching.batch import SpecialIds
+from data_module.corpus.manifest import source_names
 from data_module.corpus.preparation import existing_corpus
-from data_module.corpus.sources import source_names
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings, TextSource

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
 from data_module.batching.batch import RankBatch, SpecialIds
-from data_module.batching.epochs import Epochs
+from data_module.batching.batch_plan import Epochs
 from data_module.batching.rank_rows import row_shape
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
 from data_module.corpus.store import open_corpus

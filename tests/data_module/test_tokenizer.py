@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
-from data_module.tokenization.word_counts import WordCounts, normalize_white_space
-from data_module.tokenization.word_encoder import WordEncoder
+from data_module.tokenization.encoders import WordEncoder
+from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer, normalize_white_space
+from data_module.tokenization.training import WordCounts
 from tests.conftest import train_tokenizer
 
 SENTENCES = [
@@ -101,7 +101,7 @@ def test_word_encoder_equals_the_tokenizer(tokenizer: Tokenizer, monkeypatch: py
     sentences = [*SENTENCES, "", "unknown 漢字 漢 字", "▅ a▅b", "one", *reversed(SENTENCES)]
     sentences += [normalize_white_space(f"{line} <b>{EMOJI}</b>{line}__NAME__😀") for line in SENTENCES]
     for one, remembered in ((tokenizer, 1_000_000), (tokenizer, 3), (_with_symbols(byte_fallback=True), 1_000_000)):
-        monkeypatch.setattr("data_module.tokenization.word_encoder._MAX_CACHED_WORDS", remembered)
+        monkeypatch.setattr("data_module.tokenization.encoders._MAX_CACHED_WORDS", remembered)
         encoder = WordEncoder(one, np.dtype(np.uint16))
         for start in range(0, len(sentences), 7):
             chunk = sentences[start : start + 7]
@@ -112,14 +112,14 @@ def test_word_encoder_equals_the_tokenizer(tokenizer: Tokenizer, monkeypatch: py
 
 
 def test_word_counts_are_bounded_and_drop_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_module.tokenization.word_counts._MAX_COUNTED_WORDS", 10)
+    monkeypatch.setattr("data_module.tokenization.training._MAX_COUNTED_WORDS", 10)
     words = WordCounts()
     words.add("often often", times=3)
     for i in range(50):
         words.add(f"often w{i}")
         assert len(words.counts) <= 10
     assert words.counts["often"] == 56
-    monkeypatch.setattr("data_module.tokenization.word_counts._MAX_COUNTED_WORDS", 3)
+    monkeypatch.setattr("data_module.tokenization.training._MAX_COUNTED_WORDS", 3)
     words = WordCounts()
     words.add("a b b c c d d d e e e e e")
     assert words.counts == {"d": 3, "e": 5}

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_module.batching.epochs import Epoch
+from data_module.batching.batch_plan import Epoch, epoch_pairs, fewest_pairs
 from data_module.corpus.preparation import prepare
-from data_module.corpus.weights import epoch_pairs, fewest_pairs
 from data_module.errors import InputError
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
 from tests.data_module.test_preparation import pairs_of_text, write_pairs

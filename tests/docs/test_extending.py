@@ -19,7 +19,7 @@ PAGE = pages.read(ROOT / "docs" / "extending.md")
 REGISTRIES = [
     "pipeline.__main__.COMMANDS",
     "pipeline.inference.metrics.METRICS",
-    "data_module.readers.reader.READERS",
+    "data_module.corpus.readers.READERS",
     "model.optimization.SCHEDULES",
     "model.optimization.OPTIMIZERS",
     "model.layers.NORMS",

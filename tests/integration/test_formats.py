@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pipeline
-from data_module.file_format import FORMAT_VERSION
+from data_module.files import FORMAT_VERSION
 from tests.conftest import refusal
 
 VERSIONS = {

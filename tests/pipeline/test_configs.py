@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from data_module.noise.noise import NOISE_KINDS
+from data_module.corpus.noise import NOISE_KINDS
 from model.optimization import build_schedule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer

@@ -13,10 +13,10 @@ import torch
 from lightning.pytorch import Trainer
 from torch import nn
 
+from data_module.corpus.pairs import open_reader
 from data_module.corpus.preparation import prepare
+from data_module.corpus.readers import READERS, Reader
 from data_module.errors import InputError
-from data_module.readers.pairs import open_reader
-from data_module.readers.reader import READERS, Reader
 from data_module.settings import TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 from model.layers import NORMS

@@ -16,8 +16,8 @@ from data_module.corpus.preparation import prepare
 from data_module.corpus.store import open_variants
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
+from data_module.tokenization.encoders import WordEncoder
 from data_module.tokenization.tokenizer import Tokenizer
-from data_module.tokenization.word_encoder import WordEncoder
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer

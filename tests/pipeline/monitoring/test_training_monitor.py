@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from data_module.batching.batch import RankBatch, SpecialIds
-from data_module.batching.epochs import Epochs
+from data_module.batching.batch_plan import Epochs
 from data_module.batching.stateful_loader import RankBatchDataset, StatefulLoader
 from data_module.corpus.store import open_corpus
 from data_module.settings import BatchSettings

@@ -1,11 +1,4 @@
-"""BPE-dropout: words segmented at random (Provilkov, Emelianenko and Voita 2020, ACL, Algorithm 1).
-
-A word starts as its characters. At each step, every possible merge of two neighbours is left out with probability
-`dropout`, and of those left the one with the highest priority is applied. The segmentation ends when none is left.
-
-sentencepiece has BPE-dropout too, but no seed makes two processes draw the same numbers: it mixes a number of the
-process into the seed. It also leaves a merge out for good where the paper's algorithm may apply it at a later step.
-"""
+"""Encoders of large texts: each distinct word once, and with BPE-dropout."""
 
 import re
 from collections import Counter
@@ -17,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_module.tokenization.tokenizer import Tokenizer
+from data_module.worker_processes import num_processors
 
+# Enough for the frequent words of a large corpus; about 300 MB.
+_MAX_CACHED_WORDS = 1_000_000
 MAX_SEGMENTATIONS = 16
 """Largest number of segmentations of a word in one call; a rarer word has as many as occurrences."""
 MAX_CHARACTERS = 500
@@ -26,8 +22,51 @@ _SPACE = "\u2581"
 _NO_MERGE = float("inf")
 
 
+class WordEncoder:
+    """Encodes sentences five times as fast as the tokenizer, by caching the ids of each word.
+
+    The result is the same, because pieces never cross a space, and sentences in which a word's place matters are
+    encoded as a whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, dtype: np.dtype) -> None:
+        self.dtype = dtype
+        self._tokenizer = tokenizer
+        self._ids: dict[str, bytes] = {}
+
+    def encode(self, sentences: list[str]) -> tuple[list[bytes], np.ndarray]:
+        """Encode sentences whose white space is normalized.
+
+        Returns:
+            The ids of each sentence, as the bytes of an array of `dtype`, and the lengths in ids, int64 [sentences].
+        """
+        if len(self._ids) > _MAX_CACHED_WORDS:
+            self._ids.clear()
+        rows = [sentence.split(" ") for sentence in sentences]
+        new_words = list(set().union(*rows).difference(self._ids))
+        new_ids = self._tokenizer.encode(new_words, num_threads=num_processors())
+        self._ids.update((word, ids.astype(self.dtype).tobytes()) for word, ids in zip(new_words, new_ids, strict=True))
+        ids_of = self._ids.__getitem__
+        encoded = [b"".join(map(ids_of, row)) for row in rows]
+        if self._tokenizer.pair:
+            # What would be a language code at the beginning of a line is text elsewhere.
+            places = [place for place, sentence in enumerate(sentences) if " >>" in sentence]
+            whole = self._tokenizer.encode([sentences[place] for place in places])
+            for place, ids in zip(places, whole, strict=True):
+                encoded[place] = ids.astype(self.dtype).tobytes()
+        lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
+        return encoded, lengths // self.dtype.itemsize
+
+
 class DropoutEncoder:
-    """Encodes sentences with BPE-dropout."""
+    """Encodes sentences with BPE-dropout (Provilkov, Emelianenko and Voita 2020, Algorithm 1): words split at random.
+
+    A word starts as its characters. At each step, every possible merge of two neighbours is left out with probability
+    `dropout`, and of those left the one with the highest priority is applied. The segmentation ends when none is left.
+
+    sentencepiece has BPE-dropout too, but no seed makes two processes draw the same numbers: it mixes a number of the
+    process into the seed. It also leaves a merge out for good where the paper's algorithm may apply it at a later step.
+    """
 
     def __init__(self, tokenizer: Tokenizer, dropout: float) -> None:
         """Read the merges: two pieces can be merged if their concatenation is a piece, whose score is the priority.

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from data_module.corpus.readers import Reader, as_lines
 from data_module.errors import InputError, install
-from data_module.readers.reader import Reader, as_lines
 from data_module.settings import TextSource
 
 _COLUMN = "translation"

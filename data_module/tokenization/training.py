@@ -1,0 +1,268 @@
+"""Training of tokenizers: counts of a text's words, byte-pair encoding, and models for other programs."""
+
+import io
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_module.errors import InputError
+from data_module.tokenization.tokenizer import (
+    BOS_ID,
+    EOS_ID,
+    MAX_PIECE_CHARACTERS,
+    NUM_BYTES,
+    NUM_SPECIAL_IDS,
+    PAD_ID,
+    RESERVED_CHARACTER,
+    SPACE_LIKE,
+    UNK_ID,
+    Tokenizer,
+    normalize_white_space,
+)
+
+MIN_CHARACTER_COUNT = 20
+"""With byte fallback, a character that the text has less often than this gets no piece of its own."""
+# Training takes about 0.7 kB per distinct word. Beyond this number, the rarest words are dropped.
+_MAX_COUNTED_WORDS = 2_000_000
+_CHUNK_WORDS = 100_000
+
+
+class WordCounts:
+    """The number of occurrences of each word of a text, from which byte-pair encoding is trained.
+
+    Pieces never cross a space, so training on word counts gives the same pieces as training on the sentences, in a
+    fraction of the memory and time.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._seen = np.zeros(0x110000, dtype=bool)
+
+    def add(self, lines: str, times: int = 1) -> None:
+        r"""Count the words of normalized "\n"-separated lines `times` times."""
+        words = lines.replace("\n", " ").split(" ")
+        for _ in range(times):
+            self.counts.update(words)
+        rarest = 1
+        while len(self.counts) > _MAX_COUNTED_WORDS:
+            self.counts = Counter({word: n for word, n in self.counts.items() if n > rarest})
+            rarest *= 2
+
+    def add_characters(self, lines: str) -> None:
+        """Add characters to the required vocabulary without counting their words."""
+        self._seen[np.frombuffer(lines.encode("utf-32-le"), dtype=np.uint32)] = True
+
+    def characters(self) -> str:
+        """Return all added characters except white space, in code-point order."""
+        seen = "".join(map(chr, np.flatnonzero(self._seen)))
+        return normalize_white_space(seen).replace(" ", "").replace("\n", "")
+
+    def character_counts(self, without: Sequence[str] = ()) -> dict[str, int]:
+        """Return how often each character occurs in the counted words, outside the strings `without`."""
+        # Of two strings that begin alike, the longer one is found first.
+        left_out = re.compile("|".join(map(re.escape, sorted(without, key=len, reverse=True))) or r"(?!)")
+        words, counts = list(self.counts), np.fromiter(self.counts.values(), dtype=np.int64)
+        totals = np.zeros(0x110000, dtype=np.int64)
+        for start in range(0, len(words), _CHUNK_WORDS):
+            chunk = left_out.sub("", "\n".join(words[start : start + _CHUNK_WORDS])).split("\n")
+            times = np.repeat(counts[start : start + _CHUNK_WORDS], list(map(len, chunk)))
+            codes = np.frombuffer("".join(chunk).encode("utf-32-le"), dtype=np.uint32)
+            np.add.at(totals, codes, times)
+        return {chr(code): int(totals[code]) for code in np.flatnonzero(totals)}
+
+
+def train_on_words(
+    words: WordCounts,
+    vocabulary_size: int,
+    *,
+    lowercase: bool = False,
+    character_coverage: float = 1.0,
+    byte_fallback: bool = False,
+    user_symbols: Sequence[str] = (),
+) -> bytes:
+    """Train byte-pair encoding on the words and characters of a text. The result is deterministic.
+
+    The GIL is released.
+
+    Args:
+        words: words and characters of the text, with their counts.
+        vocabulary_size: number of ids, including special ids, user symbols, bytes and single characters.
+        lowercase: whether the tokenizer lower-cases text.
+        character_coverage: fraction of the text whose characters get a piece of their own, the most frequent first.
+        byte_fallback: add a piece for each byte, which spell the characters that have no piece of their own. Even with
+            a coverage of 1, these are all characters that occur less than `MIN_CHARACTER_COUNT` times: an embedding is
+            not learned from so few, and without text in bytes the bytes' would not be learned either.
+        user_symbols: words and tags that become one piece each. They are matched before anything else, the longest
+            first.
+
+    Returns:
+        The bytes of a sentencepiece model.
+
+    Raises:
+        InputError: the text is too small, or has too many characters, for this vocabulary size.
+    """
+    options = _options(words, vocabulary_size, lowercase, character_coverage, byte_fallback, user_symbols)
+    with RuleFile(lowercase_rules() if lowercase else {}) as rules:
+        options |= rules
+        try:
+            model = _train(words, options)
+        except RuntimeError as error:
+            try:
+                largest = Tokenizer(_train(words, options | {"hard_vocab_limit": False})).vocabulary_size
+            except RuntimeError:
+                raise InputError(
+                    f"corpus.vocabulary_size: {vocabulary_size} is too small for the characters that make up"
+                    f" {options['character_coverage']:.2%} of the text; raise it, or lower corpus.character_coverage"
+                ) from error
+            raise InputError(
+                f"corpus.vocabulary_size: {vocabulary_size} pieces are more than the training text allows;"
+                f" the largest that works is {largest}"
+            ) from error
+    return _without_rule_path(model) if lowercase else model
+
+
+def _options(
+    words: WordCounts,
+    vocabulary_size: int,
+    lowercase: bool,
+    character_coverage: float,
+    byte_fallback: bool,
+    user_symbols: Sequence[str],
+) -> dict[str, Any]:
+    """Return the training options that depend on the arguments of `train_on_words`, but for those of lower-casing.
+
+    Raises:
+        InputError: the text has no words, or more characters than the vocabulary has room for.
+    """
+    known = words.characters()
+    if not known.replace(RESERVED_CHARACTER, ""):
+        raise InputError("corpus.train: the text has no words to train a tokenizer on")
+    counts = words.character_counts(user_symbols) if byte_fallback else dict.fromkeys(known, MIN_CHARACTER_COUNT)
+    if lowercase:
+        cased, counts = counts, Counter()
+        for character, count in cased.items():
+            counts.update(dict.fromkeys(character.lower(), count))
+    characters = {character for character, count in counts.items() if count >= MIN_CHARACTER_COUNT}
+    symbols = [*user_symbols]
+    if RESERVED_CHARACTER in characters and not byte_fallback:
+        symbols.append(RESERVED_CHARACTER)
+    learnable = "".join(sorted(characters - {RESERVED_CHARACTER, *symbols}))
+    options: dict[str, Any] = {"vocab_size": vocabulary_size, "character_coverage": character_coverage}
+    if symbols:
+        options["user_defined_symbols"] = symbols
+    if byte_fallback:
+        options["byte_fallback"] = True
+    if character_coverage >= 1:
+        options["required_chars"] = learnable
+        # sentencepiece adds the most frequent of the other characters until this much of the text is covered, and
+        # accepts no less.
+        options["character_coverage"] = 0.98 if byte_fallback else 1.0
+        smallest = minimum_size(len(user_symbols), byte_fallback) + len(learnable) + len(symbols) - len(user_symbols)
+        if vocabulary_size < smallest:
+            others = [f"{NUM_BYTES} bytes"] * byte_fallback + [f"{len(user_symbols)} user symbols"] * bool(user_symbols)
+            raise InputError(
+                f"corpus.vocabulary_size: {vocabulary_size} is too small for the text's"
+                f" {' and '.join([f'{len(characters)} distinct characters', *others])}; set at least {smallest}, or"
+                " lower corpus.character_coverage"
+            )
+    return options
+
+
+def minimum_size(num_user_symbols: int, byte_fallback: bool) -> int:
+    """Return the number of pieces that a vocabulary has beside those of characters and words."""
+    return NUM_SPECIAL_IDS + 1 + num_user_symbols + NUM_BYTES * byte_fallback
+
+
+def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
+    import sentencepiece
+
+    # sentencepiece resolves ties by order of appearance; the counter preserves the order of the text.
+    lines = (f"{word}\t{count}" for word, count in words.counts.items() if word and RESERVED_CHARACTER not in word)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        input_format="tsv",
+        model_type="bpe",
+        pad_id=PAD_ID,
+        unk_id=UNK_ID,
+        bos_id=BOS_ID,
+        eos_id=EOS_ID,
+        max_sentencepiece_length=MAX_PIECE_CHARACTERS,
+        # The model contains its training options, so a number that depends on the machine would change its bytes.
+        num_threads=16,
+        minloglevel=2,
+        **({"normalization_rule_name": "identity"} | options),
+    )
+    return model.getvalue()
+
+
+class RuleFile:
+    """A context manager that returns the training options for replacing characters, or none if there are no rules."""
+
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        """`rules` maps characters to the text that takes their place."""
+        self._path = ""
+        self._rules = rules
+
+    def __enter__(self) -> dict[str, Any]:
+        if not self._rules:
+            return {}
+        descriptor, self._path = tempfile.mkstemp(suffix=".tsv")
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            for character, text in self._rules.items():
+                file.write(f"{ord(character):X}\t{' '.join(f'{ord(one):X}' for one in text)}\n")
+        return {"normalization_rule_tsv": self._path}
+
+    def __exit__(self, *_: object) -> None:
+        if self._path:
+            Path(self._path).unlink()
+
+
+def lowercase_rules() -> dict[str, str]:
+    """Return the characters that lower-casing changes, and what it changes them to."""
+    return {character: character.lower() for character in map(chr, range(0x110000)) if character.lower() != character}
+
+
+def _without_rule_path(model: bytes) -> bytes:
+    """Remove the name of the temporary file, which differs every time, from the model."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+    proto.normalizer_spec.ClearField("normalization_rule_tsv")
+    return proto.SerializeToString(deterministic=True)
+
+
+def standalone_model(tokenizer: Tokenizer) -> bytes:
+    """Return the tokenizer's sentencepiece model with white-space normalization inside.
+
+    It encodes every text as `Tokenizer.encode` does, but for NUL, which sentencepiece has no rule for.
+    """
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
+    rules = lowercase_rules() if tokenizer.lowercase else {}
+    rules |= {character: " " for character in SPACE_LIKE + "\n" if character != "\0"}
+    rules_only = io.BytesIO()
+    with RuleFile(rules) as options:
+        # sentencepiece compiles rules only when it trains a model.
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a"]),
+            model_writer=rules_only,
+            model_type="char",
+            vocab_size=5,
+            hard_vocab_limit=False,
+            minloglevel=2,
+            **options,
+        )
+    read = sentencepiece_model_pb2.ModelProto.FromString  # type: ignore[attr-defined]
+    proto = read(tokenizer.model)
+    compiled = read(rules_only.getvalue()).normalizer_spec
+    proto.normalizer_spec.precompiled_charsmap = compiled.precompiled_charsmap
+    return proto.SerializeToString(deterministic=True)
