@@ -51,7 +51,7 @@ class TranslationDataModule(LightningDataModule):
             settings: the recipe's `batches:`.
             special: ids of the padding, begin and end symbols.
             seed: seed of the order of pairs.
-            in_blocks: place sentences in blocks; see `model.packed_attention.needs_blocks`.
+            in_blocks: place sentences in blocks instead of end to end; see `model/packed_attention.py`.
             corpus_settings: the recipe's `corpus:`, for the weights of its sources; None for each pair once in each
                 epoch.
 

@@ -5,7 +5,7 @@ definition of PyTorch and OpenNMT. fairseq distributes epsilon over the V - 1 wr
 a constant, so their losses differ slightly from these.
 
 A batch of 25,000 tokens with 37,000 pieces has 0.9 billion logits. They are never in memory at once: the forward pass
-projects a chunk of rows at a time and computes its gradients immediately, and the backward pass only scales them.
+projects a chunk of tokens at a time and computes its gradients immediately, and the backward pass only scales them.
 
 R-Drop (Liang et al. 2021, https://arxiv.org/abs/2106.14448, equation 4) adds a divergence between two passes P and Q
 over the same tokens with other dropout: loss(P) + loss(Q) + alpha * (KL(P || Q) + KL(Q || P)) / 2. Here it is half of
@@ -13,14 +13,12 @@ that, so that the size of loss and gradient is that of a single pass.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from model.fast import compiled_loss
-from model.fast.compiled_loss import CompiledLoss
 
 _CHUNK_LOGITS = 1 << 24
 """Logits per chunk on a CPU, enough for efficient products."""
@@ -35,6 +33,18 @@ _CACHED_LOGITS = 1 << 18
 """Logits per thread that a CPU processes at a time after the product, so that they stay in its cache."""
 
 
+class LossFunctions(NamedTuple):
+    """An implementation of what reads logits: one function for one pass, one for the two passes of R-Drop."""
+
+    name: str
+    over_classes: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+    """Has the signature of `over_classes`. It may overwrite the logits."""
+    over_class_pairs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]
+    """Has the signature of `over_class_pairs`. It may overwrite the logits."""
+    in_place: bool
+    """Whether the gradient takes the place of the logits, so that a chunk needs no other memory."""
+
+
 class _Options(NamedTuple):
     epsilon: float
     """The label smoothing."""
@@ -42,7 +52,7 @@ class _Options(NamedTuple):
     product_dtype: torch.dtype
     with_gradient: bool
     scale: Tensor | float | None
-    kernels: str | CompiledLoss
+    functions: LossFunctions
     alpha: float
     """Weight of the divergence between two passes; 0 for one pass."""
 
@@ -67,7 +77,7 @@ def label_smoothed_loss(
     label_smoothing: float,
     ignored_id: int,
     scale: Tensor | float | None = None,
-    kernels: str | CompiledLoss = "pytorch",
+    functions: LossFunctions | None = None,
     r_drop_alpha: float = 0.0,
 ) -> LossSums:
     """Compute sums of the loss over all positions whose target is not `ignored_id`.
@@ -82,8 +92,7 @@ def label_smoothed_loss(
         ignored_id: id of the padding symbol.
         scale: factor on `smoothed`. If it is given, `backward` must be called on `smoothed` itself: gradients are
             multiplied by the factor while they are computed, and not by the gradient of `smoothed`, which is 1.
-        kernels: for what reads logits: "triton" on a GPU, or a compiled program on a CPU, where they can do it; or
-            "pytorch". With the former two a chunk of logits is written once more, and read two or three times.
+        functions: what reads logits; None for PyTorch's operators.
         r_drop_alpha: weight of the divergence between two passes; 0 for one pass.
     """
     device = states.device.type
@@ -92,10 +101,12 @@ def label_smoothed_loss(
     # them even under inference_mode.
     with_gradient = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
     if r_drop_alpha:
-        # The rows of both passes alternate, so that one chunk has them all.
+        # The tokens of both passes alternate, so that a chunk has both passes of each of its tokens.
         states, targets = states.movedim(0, -2), targets.reshape(-1, 1).expand(-1, 2)
     states, targets = states.reshape(-1, states.size(-1)), targets.reshape(-1).long().contiguous()
-    options = _Options(label_smoothing, ignored_id, product_dtype, with_gradient, scale, kernels, r_drop_alpha)
+    options = _Options(
+        label_smoothing, ignored_id, product_dtype, with_gradient, scale, functions or PYTORCH_LOSS, r_drop_alpha
+    )
     return LossSums(*_FusedLoss.apply(states, weight, targets, options))
 
 
@@ -128,16 +139,17 @@ def _forward(
     vocabulary_size, passes = weight.size(0), 2 if options.alpha else 1
     sum_dtype = torch.promote_types(states.dtype, torch.float32)
     projection = weight.to(product_dtype)
-    # The smoothing term needs each row's sum of logits. sum_v h . w_v is h . (sum_v w_v), so it needs no pass over the
-    # logits. Its gradient, the same for every class, needs none either.
+    # The smoothing term needs the sum of each token's logits. sum_v h . w_v is h . (sum_v w_v), so the logits need not
+    # be read for it, nor for its gradient, which is -epsilon / V for every class and is added after the loop.
     weight_sum = weight.to(sum_dtype).sum(0)
     target = targets.unsqueeze(1)
     kept = (target != ignored_id).to(sum_dtype)
-    # Rows that are not kept are 0, so they add nothing to the gradient of the weight.
+    # States of ignored tokens are 0, so they add nothing to the gradient of the weight.
     kept_states = states.to(sum_dtype) * kept
     product_states = kept_states.to(product_dtype)
     mean_logits = (kept_states @ weight_sum).unsqueeze(1) / vocabulary_size
-    # The factor on each row's loss.
+    # The factor on each token's loss. Multiplying states by it here puts it into the gradient of the weight, a sum over
+    # chunks, without a pass over that sum.
     factor = scale if passes == 1 else (1.0 if scale is None else scale) / passes
     if factor is not None:
         # Not in place: without autocast `product_states` is the same tensor.
@@ -145,25 +157,13 @@ def _forward(
     kept_states_sum = kept_states.sum(0)
     weighted_states = product_states if factor is None else kept_states.to(product_dtype)
     del kept_states
-    grad_states = torch.empty_like(product_states) if with_gradient else None
-    grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if with_gradient else None
-
-    # Only what reads logits is in this loop: each operation here is many kernels of a GPU.
-    over_classes = _choose_kernel(states.device, options)
-    chunk_rows = _chunk_rows(len(target), vocabulary_size, states.device, product_dtype, options.kernels, passes)
-    columns = []
-    for start in range(0, len(target), chunk_rows):
-        rows = slice(start, min(start + chunk_rows, len(target)))
-        logits = product_states[rows] @ projection.t()
-        *results, difference = over_classes(logits, target[rows], sum_dtype, epsilon, with_gradient)
-        columns.append(results)
-        if grad_states is not None and grad_weight is not None and difference is not None:
-            torch.mm(difference, projection, out=grad_states[rows])
-            _add_product(grad_weight, difference.t(), weighted_states[rows])
-        del logits, difference  # free them before the next chunk allocates its own
-    largest, target_logits, most_probable, *divergence = (torch.cat(column) for column in zip(*columns, strict=True))
+    gradients = None
+    if with_gradient:
+        gradients = torch.empty_like(product_states), torch.zeros_like(weight, dtype=sum_dtype)
+    results = _over_chunks(product_states, weighted_states, projection, target, sum_dtype, gradients, options)
+    largest, target_logits, max_probability, *divergence = results
     # The largest probability is at least 1 / V, so its logarithm is finite.
-    log_normalizer = largest.to(sum_dtype) - most_probable.log()
+    log_normalizer = largest.to(sum_dtype) - max_probability.log()
     target_loss, mean_loss = log_normalizer - target_logits, log_normalizer - mean_logits
     smoothed = (((1.0 - epsilon) * target_loss + epsilon * mean_loss) * kept).sum()
     if divergence:
@@ -171,7 +171,8 @@ def _forward(
     likelihood, num_correct = (target_loss * kept).sum() / passes, ((target_logits == largest) * kept).sum() / passes
     if factor is not None:
         smoothed, kept = smoothed * factor, kept * factor
-    if grad_states is not None and grad_weight is not None:
+    if gradients is not None:
+        grad_states, grad_weight = gradients
         mean_gradient = weight_sum * (epsilon / vocabulary_size)
         grad_weight -= kept_states_sum * (epsilon / vocabulary_size)
         ctx.save_for_backward(
@@ -182,21 +183,68 @@ def _forward(
     return smoothed, likelihood, num_correct
 
 
+def _over_chunks(
+    states: Tensor,
+    weighted_states: Tensor,
+    projection: Tensor,
+    target: Tensor,
+    sum_dtype: torch.dtype,
+    gradients: tuple[Tensor, Tensor] | None,
+    options: _Options,
+) -> list[Tensor]:
+    """Project a chunk of tokens at a time, and call what reads its logits.
+
+    Args:
+        states: of the tokens [N, D].
+        weighted_states: the same times the factor on each token's loss.
+        projection: [V, D].
+        target: int64 [N, 1].
+        sum_dtype: dtype of the probabilities and of sums.
+        gradients: those of the states, and of the projection in `sum_dtype`, to write and to add to; without the terms
+            that come from the sum of logits. None if none are needed.
+        options: of the loss.
+
+    Returns:
+        The results of `over_classes` or `over_class_pairs` for all tokens, without the last.
+    """
+    in_pairs, on_cpu = bool(options.alpha), states.device.type == "cpu"
+    functions = options.functions
+    compute: Callable[..., Any] = functions.over_class_pairs if in_pairs else functions.over_classes
+    if functions is PYTORCH_LOSS and on_cpu:
+        compute = partial(_in_cache, compute)
+    alpha = (options.alpha,) if in_pairs else ()
+    in_place, passes = functions.in_place, 2 if in_pairs else 1
+    size = _chunk_rows(len(target), len(projection), states.device, states.dtype, in_place, passes)
+    columns = []
+    for start in range(0, len(target), size):
+        # Keep only work on logits in this loop: every operation costs a kernel launch per chunk. Gradients are computed
+        # here, since the backward pass would have to project every chunk again.
+        rows = slice(start, min(start + size, len(target)))
+        logits = states[rows] @ projection.t()
+        *results, difference = compute(logits, target[rows], sum_dtype, options.epsilon, gradients is not None, *alpha)
+        columns.append(results)
+        if gradients is not None and difference is not None:
+            torch.mm(difference, projection, out=gradients[0][rows])
+            _add_product(gradients[1], difference.t(), weighted_states[rows])
+        del logits, difference  # free them before the next chunk allocates its own
+    return [torch.cat(column) for column in zip(*columns, strict=True)]
+
+
 def _chunk_rows(
     num_rows: int,
     vocabulary_size: int,
     device: torch.device,
     product_dtype: torch.dtype,
-    kernels: str | CompiledLoss,
+    in_place: bool,
     passes: int = 1,
 ) -> int:
-    """Return the number of rows of a chunk, such that chunks have about the same number."""
+    """Return the number of tokens of a chunk, counted in each pass, such that chunks have about the same number."""
     if device.type != "cuda":
         return max(1, _CHUNK_LOGITS // vocabulary_size // passes) * passes
-    # Without Triton's kernel there are probabilities and the gradient beside the logits, and for a divergence two more
-    # tensors of their size.
+    # Unless the gradient takes the logits' place, there are probabilities and the gradient beside the logits, and for a
+    # divergence two more tensors of their size.
     bytes_per_logit = product_dtype.itemsize
-    if kernels != "triton":
+    if not in_place:
         bytes_per_logit = 2 * product_dtype.itemsize + 4 * (1 if passes == 1 else 3)
     most = _CHUNK_SHARE * torch.cuda.get_device_properties(device).total_memory / (bytes_per_logit * vocabulary_size)
     num_chunks = math.ceil(num_rows / max(most, _CHUNK_ROWS))
@@ -211,30 +259,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _choose_kernel(device: torch.device, options: _Options) -> Any:
-    """Return a function with the arguments and results of `_over_classes`, or of `_over_class_pairs` without its
-    last argument. It may overwrite the logits.
-    """
-    last = (options.alpha,) if options.alpha else ()
-    kernels = options.kernels
-    implementation: Any = None
-    if device.type != "cpu" and kernels == "triton":
-        # A machine without a GPU may not have Triton.
-        from model.fast import triton_loss
-
-        implementation = triton_loss
-    elif device.type == "cpu" and isinstance(kernels, CompiledLoss) and options.product_dtype in compiled_loss.DTYPES:
-        implementation = kernels
-    if implementation is not None:
-        kernel = implementation.over_class_pairs if options.alpha else implementation.over_classes
-    else:
-        kernel = _over_class_pairs if options.alpha else _over_classes
-        if device.type == "cpu":
-            kernel = partial(_in_cache, kernel)
-    return lambda *arguments: kernel(*arguments, *last)
-
-
-def _over_classes(
+def over_classes(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute everything that reads a chunk of logits.
@@ -266,7 +291,7 @@ def _probabilities(logits: Tensor, target: Tensor, sum_dtype: torch.dtype) -> tu
     return probabilities, largest, logits.gather(1, target), probabilities.amax(-1, keepdim=True)
 
 
-def _over_class_pairs(
+def over_class_pairs(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool, alpha: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Compute everything that reads a chunk of logits of two passes, P in even rows and Q in odd ones.
@@ -280,10 +305,10 @@ def _over_class_pairs(
         alpha: weight of the divergence.
 
     Returns:
-        The first three results of `_over_classes`; the divergence (KL(P || Q) + KL(Q || P)) / 2 [rows, 1]; and the last
-        result of `_over_classes`, to which the gradient of alpha times the divergence is added.
+        The first three results of `over_classes`; the divergence (KL(P || Q) + KL(Q || P)) / 2 [rows, 1]; and the last
+        result of `over_classes`, to which the gradient of alpha times the divergence is added.
     """
-    probabilities, largest, target_logits, most_probable = _probabilities(logits, target, sum_dtype)
+    probabilities, largest, target_logits, max_probability = _probabilities(logits, target, sum_dtype)
     # log(P / Q) is the difference of the logits plus a number a row, which cancels in the results.
     half = 0.5 * alpha
     difference = (logits[::2].to(sum_dtype) - logits[1::2]).mul_(half)
@@ -300,20 +325,25 @@ def _over_class_pairs(
         part.addcmul_(own, 1.0 + half - half * divergence).sub_(other, alpha=half)
     mean = (divergences[0] + divergences[1]) / 2
     if not with_gradient:
-        return largest, target_logits, most_probable, mean, None
+        return largest, target_logits, max_probability, mean, None
     gradient.scatter_add_(1, target, gradient.new_full(target.shape, epsilon - 1.0))
-    return largest, target_logits, most_probable, mean, gradient.to(logits.dtype)
+    return largest, target_logits, max_probability, mean, gradient.to(logits.dtype)
 
 
-def _in_cache(kernel: Any, logits: Tensor, target: Tensor, sum_dtype: torch.dtype, *options: Any) -> Any:
-    """Call `_over_classes` or `_over_class_pairs` for a few rows at a time, and overwrite their logits."""
+PYTORCH_LOSS = LossFunctions("PyTorch", over_classes, over_class_pairs, in_place=False)
+
+
+def _in_cache(
+    function: Callable[..., Any], logits: Tensor, target: Tensor, sum_dtype: torch.dtype, *options: Any
+) -> Any:
+    """Call `over_classes` or `over_class_pairs` for a few rows at a time, and overwrite their logits."""
     num_rows = max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1)))
-    if kernel is _over_class_pairs:
+    if function is over_class_pairs:
         num_rows = 2 * max(1, num_rows // 2)
     columns, difference = [], None
     for start in range(0, logits.size(0), num_rows):
         rows = slice(start, start + num_rows)
-        *results, difference = kernel(logits[rows].to(sum_dtype), target[rows], sum_dtype, *options)
+        *results, difference = function(logits[rows].to(sum_dtype), target[rows], sum_dtype, *options)
         columns.append(results)
         if difference is not None:
             logits[rows] = difference

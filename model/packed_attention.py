@@ -2,15 +2,16 @@
 
 Shapes: R rows of queries and M rows of keys, H heads, K d_k, V d_v. A row is a token.
 
-There are two layouts. Sentences end to end, as `Segments.offsets` describe them, go to Triton kernels
-(`model/fast/triton_attention.py`) or to PyTorch's variable-length flash attention, on a GPU. In blocks, as
-`Segments.biases` describe them, no sentence crosses the border of a block, and a block of the target holds the
+There are two layouts. Sentences end to end, as the offsets of `Segments` describe them, go to the attention that the
+backend names, which needs a GPU: by default PyTorch's variable-length flash attention. In blocks, as `Segments.biases`
+describe them, no sentence crosses the border of a block, and a block of the target holds the
 sentences of the same block of the source. Attention is then a product of whole blocks in which a bias hides other
 sentences. On a CPU this is faster than products of single sentences, although most of a block is hidden: products,
 softmax and copies run on full vectors.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from data_module.batching.batch import PackedBatch
 from model.fast.dropout import LEVELS, dropout_factors
-from model.settings import NetworkSettings
 
 KEPT_WIDTH = 256
 """Weights of wider blocks are not kept for the backward pass, which computes them again."""
@@ -39,8 +39,11 @@ class Segments(NamedTuple):
     longest: int
     """Maximum number of rows of a segment."""
     is_causal: bool
-    triton: list[Tensor]
-    """The argument `segments` of `triton_attention.segment_attention`; empty if another way is chosen."""
+    query_ids: Tensor | None
+    """int32 [R], the segment of each row, or a number out of range at padding; None where the attention reads none."""
+    key_ids: Tensor | None
+    """The same for keys."""
+    attention: "AttentionFunction"
     biases: list[Tensor]
     """Of each width W of blocks, [blocks * W, W]: 0 where attention is allowed and -inf elsewhere. The blocks follow
     one another in the rows. Empty if sentences lie end to end.
@@ -48,25 +51,49 @@ class Segments(NamedTuple):
     Blocks and rows share a dimension, since the compiler would make other graphs for a single block."""
 
 
+AttentionFunction = Callable[[list[Tensor], Segments, Tensor | None, int, int], Tensor]
+"""Computes attention (equation 1); see `flash_attention`."""
+
+
+class Attention(NamedTuple):
+    """An implementation of attention over sentences that lie end to end."""
+
+    name: str
+    function: AttentionFunction
+    reads_ids: bool = False
+    """Whether it reads `query_ids` and `key_ids` of `Segments`."""
+
+
 def packed_segments(
-    batch: PackedBatch, dtype: torch.dtype, kernels: str = "pytorch"
+    batch: PackedBatch, dtype: torch.dtype, attention: Attention | None = None
 ) -> tuple[Segments, Segments, Segments]:
     """Return the segments of the encoder, of the decoder's self-attention and of its cross-attention.
 
     Args:
         batch: a packed micro-batch.
         dtype: type of queries, keys and values.
-        kernels: "triton" or "pytorch", for sentences that lie end to end.
+        attention: for sentences that lie end to end; None for PyTorch's.
     """
-    source, target = batch.source_segments, batch.target_segments
-    ids = None
-    if kernels == "triton" and not batch.blocks:
-        ids = _segment_ids(source, batch.source.numel()), _segment_ids(target, batch.target_input.numel())
-    return (
-        _segments(batch, source, source, False, dtype)._replace(triton=[ids[0], ids[0], source, source] if ids else []),
-        _segments(batch, target, target, True, dtype)._replace(triton=[ids[1], ids[1], target, target] if ids else []),
-        _segments(batch, target, source, False, dtype)._replace(triton=[ids[1], ids[0], target, source] if ids else []),
+    attention = BLOCK_ATTENTION if batch.blocks else attention or PYTORCH_ATTENTION
+    source: tuple[Tensor, Tensor | None] = batch.source_segments, None
+    target: tuple[Tensor, Tensor | None] = batch.target_segments, None
+    if attention.reads_ids:
+        source = source[0], _segment_ids(source[0], batch.source.numel())
+        target = target[0], _segment_ids(target[0], batch.target_input.numel())
+    encoder, decoder, cross = (
+        Segments(
+            query[0],
+            key[0],
+            batch.longest,
+            is_causal,
+            query[1],
+            key[1],
+            attention.function,
+            _biases(batch, query[0], key[0], is_causal, dtype),
+        )
+        for query, key, is_causal in ((source, source, False), (target, target, True), (target, source, False))
     )
+    return encoder, decoder, cross
 
 
 def _segment_ids(offsets: Tensor, num_rows: int) -> Tensor:
@@ -75,14 +102,14 @@ def _segment_ids(offsets: Tensor, num_rows: int) -> Tensor:
     return torch.searchsorted(offsets[1:], rows, out_int32=True, right=True)
 
 
-def _segments(batch: PackedBatch, query: Tensor, key: Tensor, is_causal: bool, dtype: torch.dtype) -> Segments:
+def _biases(batch: PackedBatch, query: Tensor, key: Tensor, is_causal: bool, dtype: torch.dtype) -> list[Tensor]:
     biases, row = [], 0
     for count, width in batch.blocks:
         rows = slice(row, row + count * width)
         queries, keys = (side[rows].view(count, width) for side in (query, key))
         biases.append(block_bias(queries, keys, is_causal, dtype))
         row = rows.stop
-    return Segments(query, key, batch.longest, is_causal, [], biases)
+    return biases
 
 
 def block_bias(query_segments: Tensor, key_segments: Tensor, is_causal: bool, dtype: torch.dtype) -> Tensor:
@@ -130,18 +157,8 @@ def cross_attention(
 
 
 def _attention(inputs: list[Tensor], segments: Segments, num_heads: int, d_k: int, dropout: float) -> Tensor:
-    query, key_value = inputs[0], inputs[1] if len(inputs) == 2 else None
-    state = dropout_state(dropout, query.device) if dropout else None
-    if segments.biases:
-        return block_attention(query, key_value, segments.biases, state, num_heads, d_k)[0]
-    if segments.triton:
-        # A machine without a GPU may not have Triton.
-        from model.fast.triton_attention import segment_attention
-
-        return segment_attention(inputs, segments.triton, state, num_heads, d_k, segments.is_causal)[0]
-    if dropout:
-        raise ValueError("sentences have to be placed in blocks for attention dropout; see `needs_blocks`")
-    return _flash(*_heads(query, key_value, num_heads, d_k), segments)
+    state = dropout_state(dropout, inputs[0].device) if dropout else None
+    return segments.attention(inputs, segments, state, num_heads, d_k)
 
 
 def dropout_state(probability: float, device: torch.device) -> Tensor:
@@ -157,26 +174,42 @@ def dropout_state(probability: float, device: torch.device) -> Tensor:
     return state
 
 
-def needs_blocks(accelerator: str, precision: str, settings: NetworkSettings, kernels: str = "pytorch") -> bool:
-    """Return whether sentences have to be placed in blocks, since no kernel can take them end to end.
+def flash_attention(
+    inputs: list[Tensor], segments: Segments, dropout: Tensor | None, num_heads: int, d_k: int
+) -> Tensor:
+    """Compute attention (equation 1) over sentences that lie end to end, by PyTorch's variable-length attention.
 
-    Variable-length flash attention needs a GPU of compute capability 8.0, 16-bit numbers, heads with d_k = d_v, a
-    multiple of 8, and no attention dropout.
+    It needs a GPU of compute capability 8.0, 16-bit numbers, and heads with d_k = d_v, a multiple of 8 up to 256.
 
     Args:
-        accelerator: "cpu", or a name of Lightning's for GPUs.
-        precision: Lightning's name.
-        settings: the recipe's `network:`.
-        kernels: "triton" or "pytorch"; the former is chosen only where it can run.
+        inputs: queries, keys and values [R, H * (2 K + V)]; or queries [R, H * K] and keys and values
+            [M, H * (K + V)].
+        segments: which rows attend to which.
+        dropout: see `dropout_state`; None for no dropout.
+        num_heads: H.
+        d_k: K.
+
+    Returns:
+        [R, H * V].
+
+    Raises:
+        ValueError: there is dropout, which PyTorch's kernel does not have.
     """
-    if accelerator == "cpu" or not precision.startswith(("bf16", "16")):
-        return kernels != "triton"
-    if kernels == "triton":
-        return False
-    d_k, d_v = settings.key_size, settings.value_size
-    if settings.attention_dropout:
-        return True
-    return d_k != d_v or d_k % 8 != 0 or d_k > 256 or torch.cuda.get_device_capability() < (8, 0)
+    if dropout is not None:
+        raise ValueError("sentences have to be placed in blocks for attention dropout")
+    return _flash(*_heads(inputs[0], inputs[1] if len(inputs) == 2 else None, num_heads, d_k), segments)
+
+
+def _attention_in_blocks(
+    inputs: list[Tensor], segments: Segments, dropout: Tensor | None, num_heads: int, d_k: int
+) -> Tensor:
+    """Do what `flash_attention` does for sentences in blocks, on any device and for any heads."""
+    key_value = inputs[1] if len(inputs) == 2 else None
+    return block_attention(inputs[0], key_value, segments.biases, dropout, num_heads, d_k)[0]
+
+
+PYTORCH_ATTENTION = Attention("PyTorch", flash_attention)
+BLOCK_ATTENTION = Attention("PyTorch", _attention_in_blocks)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:

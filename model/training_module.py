@@ -6,7 +6,7 @@ batch. The gradient therefore does not depend on the number of ranks and micro-b
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
+from model.backend import Backend
 from model.decoding import BeamSearch
-from model.fast.cast_weights import CastWeights
-from model.fast.compilation import CompiledForward
-from model.fast.compiled_loss import CompiledLoss
 from model.loss import LossSums, label_smoothed_loss
 from model.loss_scaler import LossScaler
 from model.optimization import build_optimizer, build_schedule, prepare_step
@@ -28,19 +26,6 @@ from model.torch_private import default_generator, total_norm
 from model.transformer import Transformer
 
 _SEED_RANGE = 1 << 63
-
-
-class StepOptions(NamedTuple):
-    """How a training step is computed."""
-
-    compiled: bool = False
-    """Use torch.compile. Validation does not use it."""
-    scale_loss: bool = False
-    """Scale the loss, for float16."""
-    kernels: str = "pytorch"
-    """For attention and the loss on a GPU: "triton" or "pytorch"; see `run.kernels`."""
-    compiled_loss: CompiledLoss | None = None
-    """For the loss on a CPU."""
 
 
 class TranslationModule(LightningModule):
@@ -54,7 +39,7 @@ class TranslationModule(LightningModule):
         training: TrainingSettings,
         decoding: DecodingSettings,
         seed: int,
-        options: StepOptions = StepOptions(),  # noqa: B008
+        backend: Backend = Backend(),  # noqa: B008
     ) -> None:
         """Initialize the network.
 
@@ -65,7 +50,7 @@ class TranslationModule(LightningModule):
             training: the recipe's `training:`.
             decoding: the recipe's `decoding:`.
             seed: seed of dropout.
-            options: how a training step is computed.
+            backend: how training steps are computed.
 
         Raises:
             ValueError: the settings name a part that is not registered.
@@ -75,11 +60,10 @@ class TranslationModule(LightningModule):
         self.special, self.training_settings, self.decoding, self.seed = special, training, decoding, seed
         self.network_settings = network
         self.network = Transformer(vocabulary_size, network)
-        self.compiled_forward = CompiledForward(self.network) if options.compiled else None
-        self.loss_scale = LossScaler() if options.scale_loss else None
-        self.kernels = options.kernels
-        self.loss_kernels = options.compiled_loss or options.kernels
-        self._cast_weights: CastWeights | None = None
+        self.backend = backend
+        self.compiled_forward = backend.compiled(self.network) if backend.compiled else None
+        self.loss_scale = LossScaler() if backend.scales_loss else None
+        self._cast_weights: Any = None
         self.validation_sums: dict[str, Tensor] = {}
         """Sums over target tokens, float64 [sources]."""
         self._validation_sources: list[str] = []
@@ -106,7 +90,7 @@ class TranslationModule(LightningModule):
         return (self.compiled_forward or self.network.packed)(
             (batch.source, batch.source_positions),
             (batch.target_input, batch.target_positions),
-            packed_segments(batch, dtype, self.kernels),
+            packed_segments(batch, dtype, self.backend.attention),
         )
 
     def losses(self, batch: PackedBatch | PaddedBatch, scale: Tensor | float | None = None) -> LossSums:
@@ -122,7 +106,7 @@ class TranslationModule(LightningModule):
             self.training_settings.label_smoothing,
             self.special.pad,
             scale=scale,
-            kernels=self.loss_kernels,
+            functions=self.backend.loss,
             r_drop_alpha=alpha,
         )
 
@@ -207,12 +191,12 @@ class TranslationModule(LightningModule):
                 self._add_gradients(batch, 1.0)
 
     def cast_weights(self) -> None:
-        """Bring the 16-bit copies of the weights up to date. They exist on a GPU with mixed precision only."""
-        device = self.device.type
-        if device != "cuda" or not torch.is_autocast_enabled(device):
+        """Bring the 16-bit copies of the weights up to date, if the backend has them."""
+        if self.backend.cast_weights is None:
             return
         if self._cast_weights is None:
-            self._cast_weights = CastWeights(self.network, torch.get_autocast_dtype(device))
+            dtype = torch.get_autocast_dtype(self.device.type)
+            self._cast_weights = self.backend.cast_weights(self.network, dtype)
         self._cast_weights.refresh()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

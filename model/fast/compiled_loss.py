@@ -4,19 +4,25 @@ Only the caller knows where a compiled program may come from: see `pipeline/runt
 """
 
 import ctypes
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from model.loss import PYTORCH_LOSS, LossFunctions, label_smoothed_loss
+
 SOURCES = tuple(Path(__file__).parent / name for name in ("loss.cpp", "vectors.h"))
 """The program and its header."""
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of logits that the program reads."""
+_CLASSES, _WIDTH, _TOKENS = 77, 20, 21
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Largest difference that `agrees` accepts, relative to the norm of what PyTorch's operators compute."""
 
 
 class _Results(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("largest", "target_logit", "most_probable", "divergence"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("largest", "target_logit", "max_probability", "divergence"))
 
 
 class _Request(ctypes.Structure):
@@ -48,10 +54,14 @@ class CompiledLoss:
     def __reduce__(self) -> tuple[type["CompiledLoss"], tuple[Path]]:
         return CompiledLoss, (self._path,)
 
+    def functions(self) -> LossFunctions:
+        """Return the program for `label_smoothed_loss`."""
+        return LossFunctions("C++", self.over_classes, self.over_class_pairs, in_place=True)
+
     def over_classes(
         self, logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Do what `model.loss._over_classes` does; `logits`, which must be contiguous, are overwritten.
+        """Do what `model.loss.over_classes` does; `logits`, which must be contiguous, are overwritten.
 
         Logits are float32 or bfloat16, and so are their gradients. Sums and the first three results are float32,
         whatever `sum_dtype` is. The GIL is released.
@@ -60,17 +70,17 @@ class CompiledLoss:
             IndexError: a target is no class.
             MemoryError: there is no memory for a row in float32.
         """
-        largest, target_logits, most_probable = torch.empty(3, len(logits), 1, dtype=torch.float32)
-        self._call(logits, target, (largest, target_logits, most_probable), epsilon, with_gradient, 0.0)
-        return largest, target_logits, most_probable, logits if with_gradient else None
+        largest, target_logits, max_probability = torch.empty(3, len(logits), 1, dtype=torch.float32)
+        self._call(logits, target, (largest, target_logits, max_probability), epsilon, with_gradient, 0.0)
+        return largest, target_logits, max_probability, logits if with_gradient else None
 
     def over_class_pairs(
         self, logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool, alpha: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Do what `model.loss._over_class_pairs` does; for the rest, see `over_classes`."""
-        largest, target_logits, most_probable = torch.empty(3, len(logits), 1, dtype=torch.float32)
+        """Do what `model.loss.over_class_pairs` does; for the rest, see `over_classes`."""
+        largest, target_logits, max_probability = torch.empty(3, len(logits), 1, dtype=torch.float32)
         divergences = torch.empty(len(logits) // 2, 1, dtype=torch.float32)
-        results = (largest, target_logits, most_probable, divergences)
+        results = (largest, target_logits, max_probability, divergences)
         self._call(logits, target, results, epsilon, with_gradient, alpha)
         return *results, logits if with_gradient else None
 
@@ -84,6 +94,7 @@ class CompiledLoss:
         alpha: float,
     ) -> None:
         """Run the program. Four results are those of pairs of rows."""
+        assert logits.device.type != "cuda"
         assert logits.is_contiguous()
         assert target.is_contiguous()
         assert target.dtype == torch.int64
@@ -104,3 +115,36 @@ class CompiledLoss:
         )
         if self._compute(ctypes.byref(request)):
             raise MemoryError("not enough memory for the loss")
+
+
+def agrees(loss: CompiledLoss) -> bool:
+    """Return whether sums and gradients are those of PyTorch's operators, to rounding."""
+    cases = [(dtype, alpha) for dtype in DTYPES for alpha in (0.0, 3.0)]
+    return all(_agrees_on(loss, *case) and _keeps_what_is_not_finite(loss, *case) for case in cases)
+
+
+def _agrees_on(loss: CompiledLoss, dtype: torch.dtype, alpha: float) -> bool:
+    # A number of classes that is no multiple of a vector, and distributions that are far from uniform.
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(2 if alpha else 1, _TOKENS, _WIDTH, generator=generator)
+    weight = torch.randn(_CLASSES, _WIDTH, generator=generator) / 2
+    targets = torch.randint(_CLASSES, (_TOKENS,), generator=generator)
+
+    def results(functions: LossFunctions) -> list[Tensor]:
+        inputs = [(states if alpha else states[0]).clone().requires_grad_(), weight.clone().requires_grad_()]
+        with torch.enable_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            sums = label_smoothed_loss(inputs[0], inputs[1], targets, 0.1, -1, functions=functions, r_drop_alpha=alpha)
+        return [*sums, *torch.autograd.grad(sums.smoothed, inputs)]
+
+    pairs = zip(results(loss.functions()), results(PYTORCH_LOSS), strict=True)
+    return all(bool((own - other).norm() <= _TOLERANCE[dtype] * other.norm()) for own, other in pairs)
+
+
+def _keeps_what_is_not_finite(loss: CompiledLoss, dtype: torch.dtype, alpha: float) -> bool:
+    """Return whether a logit that is not finite reaches the gradient."""
+    # -ffast-math lets a compiler assume that there is no NaN; refuse such a build.
+    logits = torch.zeros(4, _CLASSES, dtype=dtype)
+    logits[0, 1], logits[2, -1] = math.nan, math.inf
+    arguments = (logits, torch.zeros(4, 1, dtype=torch.int64), torch.float32, 0.1, True)
+    gradient = (loss.over_class_pairs(*arguments, alpha) if alpha else loss.over_classes(*arguments))[-1]
+    return gradient is not None and not gradient[::2].isfinite().any()

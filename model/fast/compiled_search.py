@@ -14,14 +14,18 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from model.decoding import BeamArguments, BeamResult, GreedyResult, check_search
+from model.decoding import BeamArguments, BeamResult, BeamSearch, GreedyResult, check_search
 from model.layers import DecoderLayer, EncoderLayer
+from model.settings import NetworkSettings
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("search.cpp", "vectors.h"))
 """The program and its header."""
 MAX_TOKENS = 1024
 """Source tokens that a thread decodes at the same time; with more, less stays in its cache."""
+BEAM_SIZE, LENGTH_PENALTY, EXTRA_TOKENS = 3, 0.6, 6
+"""What `agrees` searches with."""
+_PAD, _BOS, _EOS, _VOCABULARY = 0, 2, 3, 600
 _INVALID, _NO_MEMORY = -1, -2
 _MAGIC = b"SEARCH01"
 _ACTIVATIONS: dict[type[nn.Module], int] = {nn.ReLU: 1, nn.SiLU: 2}
@@ -312,3 +316,37 @@ def _parameters(network: Transformer) -> Iterator[Tensor]:
                 yield from (part.weight, part.bias)
         if isinstance(norm, nn.LayerNorm):
             yield from (norm.weight, norm.bias)
+
+
+def agrees(library: ctypes.CDLL) -> bool:
+    """Return whether both find the same translations with two small random networks."""
+    return all(_agrees_on(library, *case) for case in agreement_cases())
+
+
+@torch.no_grad()
+def agreement_cases() -> list[tuple[Transformer, Tensor, list[int]]]:
+    """Return networks, sources [B, S] and their lengths for which rounding cannot change any choice of the search."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(9)  # the other seeds up to 20 have choices between hypotheses that are nearly equal
+        return [
+            (_network(pre_norm), torch.randint(4, _VOCABULARY, (7, 9)), [9, 3, 7, 1, 5, 8, 2])
+            for pre_norm in (False, True)
+        ]
+
+
+def _network(pre_norm: bool) -> Transformer:
+    # Sizes that are no multiples of a vector, and a vocabulary of more than one chunk.
+    settings = NetworkSettings(num_layers=2, d_model=36, d_ff=52, num_heads=3, d_k=10, d_v=14, pre_norm=pre_norm)
+    network = Transformer(_VOCABULARY, settings).eval()
+    network.embedding.weight.mul_(3)  # distributions that are far from uniform
+    return network
+
+
+def _agrees_on(library: ctypes.CDLL, network: Transformer, source: Tensor, lengths: list[int]) -> bool:
+    mask = torch.arange(source.size(1)) < torch.tensor(lengths).unsqueeze(1)
+    arguments = (source, mask, BEAM_SIZE, LENGTH_PENALTY, EXTRA_TOKENS, BEAM_SIZE)
+    compiled = CompiledSearch(library, network, _BOS, _EOS, _PAD)
+    compiled.max_tokens = 20  # so that sentences wait
+    found = compiled.beam(*arguments)
+    expected = BeamSearch(network, _BOS, _EOS, _PAD).eval().beam(*arguments)
+    return torch.equal(found.tokens, expected.tokens) and torch.allclose(found.scores, expected.scores, atol=1e-3)

@@ -94,7 +94,7 @@ inline Exponentials scan(Row<Logit>& row) {
 }
 
 struct Results {
-    float *largest, *target_logit, *most_probable;  // one for each row
+    float *largest, *target_logit, *max_probability;  // one for each row
     float* divergence;                              // one for each pair
 };
 
@@ -126,7 +126,7 @@ void compute_row(const Request& request, int64_t index, float* exponentials) {
     const float scale = 1.0f / sums.total;
     request.results.largest[index] = sums.largest;
     request.results.target_logit[index] = read_one(logits + target);
-    request.results.most_probable[index] = scale;
+    request.results.max_probability[index] = scale;
     if (!request.with_gradient) return;
     exponentials[target] -= (1.0f - request.epsilon) * sums.total;
     for (int64_t i = 0; i <= row.whole; i += LANES) write(row.at(i), load(exponentials + i) * scale);
@@ -159,7 +159,7 @@ void compute_pair(const Request& request, int64_t index, float* exponentials) {
     results.largest[index] = of_p.largest, results.largest[index + 1] = of_q.largest;
     results.target_logit[index] = read_one(logits + target);
     results.target_logit[index + 1] = read_one(logits + request.num_classes + target);
-    results.most_probable[index] = scale_p, results.most_probable[index + 1] = scale_q;
+    results.max_probability[index] = scale_p, results.max_probability[index + 1] = scale_q;
     results.divergence[index / 2] = (mean_p - mean_q) / 2;
     if (!request.with_gradient) return;
     // d KL(P || Q) is P * (log(P / Q) - KL) by P's logits, and Q - P by Q's.

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from model.packed_attention import Attention, Segments
+
 LARGEST_HEAD = 128
 """Heads with a larger d_k or d_v do not fit into registers."""
 _LN_2 = tl.constexpr(math.log(2.0))
@@ -242,7 +244,7 @@ def segment_attention(
     query, key_value = inputs[0], inputs[-1]
     result = query.new_empty(query.size(0), _width_of_values(inputs, num_heads, d_k))
     log_sums = query.new_empty(num_heads, query.size(0), dtype=torch.float32)
-    tensors = (query, key_value, result, log_sums, segments[0], segments[3], _or_any(dropout, log_sums))
+    tensors = (query, key_value, result, log_sums, segments[0], segments[3], _or_placeholder(dropout, log_sums))
     _launch(_forward, tensors, inputs, segments, dropout, num_heads, d_k, is_causal)
     return result, log_sums
 
@@ -266,7 +268,7 @@ def segment_attention_backward(
     products = torch.empty_like(log_sums)
     gradient = gradient.contiguous()
     ids, key_ids, offsets, key_offsets = segments
-    unread = _or_any(dropout, log_sums)
+    unread = _or_placeholder(dropout, log_sums)
     options = (inputs, segments, dropout, num_heads, d_k, is_causal)
     by_query = (gradient, query, key_value, result, log_sums, products, gradients[0], ids, key_offsets, unread)
     _launch(_backward_queries, by_query, *options)
@@ -292,12 +294,23 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 segment_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
+def attention(inputs: list[Tensor], segments: Segments, dropout: Tensor | None, num_heads: int, d_k: int) -> Tensor:
+    """Do what `model.packed_attention.flash_attention` does, for all types, with dropout, and heads up to 128 wide."""
+    assert segments.query_ids is not None
+    assert segments.key_ids is not None
+    sides = [segments.query_ids, segments.key_ids, segments.query_offsets, segments.key_offsets]
+    return segment_attention(inputs, sides, dropout, num_heads, d_k, segments.is_causal)[0]
+
+
+TRITON_ATTENTION = Attention("Triton", attention, reads_ids=True)
+
+
 def _width_of_values(inputs: list[Tensor], num_heads: int, d_k: int) -> int:
     keys = (2 if len(inputs) == 1 else 1) * num_heads * d_k
     return inputs[-1].size(1) - keys
 
 
-def _or_any(tensor: Tensor | None, other: Tensor) -> Tensor:
+def _or_placeholder(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Return a tensor for an argument that a kernel does not read if `tensor` is None."""
     return other if tensor is None else tensor
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.loss import LossFunctions
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK = 8192
 """Logits of a row that a program processes at a time."""
@@ -16,7 +18,7 @@ _BLOCK = 8192
 
 @triton.jit
 def _row(
-    logits, targets, largest_logits, target_logits, most_probable,
+    logits, targets, largest_logits, target_logits, max_probability,
     vocabulary_size, epsilon,
     HAS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +38,7 @@ def _row(
         largest = new_largest
     tl.store(largest_logits + row, largest)
     tl.store(target_logits + row, target_logit)
-    tl.store(most_probable + row, 1.0 / total)
+    tl.store(max_probability + row, 1.0 / total)
     if HAS_GRADIENT:
         for first in range(0, vocabulary_size, BLOCK):
             mask = first + columns < vocabulary_size
@@ -48,7 +50,7 @@ def _row(
 
 @triton.jit
 def _row_pair(
-    logits, targets, largest_logits, target_logits, most_probable, divergences,
+    logits, targets, largest_logits, target_logits, max_probability, divergences,
     vocabulary_size, epsilon, alpha,
     HAS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -90,8 +92,8 @@ def _row_pair(
     tl.store(largest_logits + second_row, largest_y)
     tl.store(target_logits + first_row, target_x)
     tl.store(target_logits + second_row, target_y)
-    tl.store(most_probable + first_row, 1.0 / total_x)
-    tl.store(most_probable + second_row, 1.0 / total_y)
+    tl.store(max_probability + first_row, 1.0 / total_x)
+    tl.store(max_probability + second_row, 1.0 / total_y)
     tl.store(divergences + row, 0.5 * (mean_x - mean_y))
     if HAS_GRADIENT:
         for first in range(0, vocabulary_size, BLOCK):
@@ -110,38 +112,41 @@ def _row_pair(
 def over_classes(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Do what `model.loss._over_classes` does; `logits`, which must be contiguous, are overwritten by their gradient.
+    """Do what `model.loss.over_classes` does; `logits`, which must be contiguous, are overwritten by their gradient.
 
     `sum_dtype` must be float32, and so are the first three results.
     """
     rows, vocabulary_size = logits.shape
-    largest, target_logits, most_probable = logits.new_empty(3, rows, 1, dtype=sum_dtype)
+    largest, target_logits, max_probability = logits.new_empty(3, rows, 1, dtype=sum_dtype)
     block = min(_BLOCK, triton.next_power_of_2(vocabulary_size))
     _row[(rows,)](
-        *(logits, target, largest, target_logits, most_probable, vocabulary_size, epsilon),
+        *(logits, target, largest, target_logits, max_probability, vocabulary_size, epsilon),
         HAS_GRADIENT=with_gradient,
         BLOCK=block,
         num_warps=8,
     )
-    return largest, target_logits, most_probable, logits if with_gradient else None
+    return largest, target_logits, max_probability, logits if with_gradient else None
 
 
 def over_class_pairs(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool, alpha: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Do what `model.loss._over_class_pairs` does; `logits`, which must be contiguous, are overwritten.
+    """Do what `model.loss.over_class_pairs` does; `logits`, which must be contiguous, are overwritten.
 
     `sum_dtype` must be float32, and so are the first four results.
     """
     rows, vocabulary_size = logits.shape
-    largest, target_logits, most_probable = logits.new_empty(3, rows, 1, dtype=sum_dtype)
+    largest, target_logits, max_probability = logits.new_empty(3, rows, 1, dtype=sum_dtype)
     divergences = logits.new_empty(rows // 2, 1, dtype=sum_dtype)
     # A program holds parts of two rows at a time.
     block = min(_BLOCK // 2, triton.next_power_of_2(vocabulary_size))
     _row_pair[(rows // 2,)](
-        *(logits, target, largest, target_logits, most_probable, divergences, vocabulary_size, epsilon, alpha),
+        *(logits, target, largest, target_logits, max_probability, divergences, vocabulary_size, epsilon, alpha),
         HAS_GRADIENT=with_gradient,
         BLOCK=block,
         num_warps=8,
     )
-    return largest, target_logits, most_probable, divergences, logits if with_gradient else None
+    return largest, target_logits, max_probability, divergences, logits if with_gradient else None
+
+
+TRITON_LOSS = LossFunctions("Triton", over_classes, over_class_pairs, in_place=True)

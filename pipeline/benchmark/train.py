@@ -124,8 +124,9 @@ def recipe_comparison(
     from data_module.errors import InputError
     from pipeline.benchmark.baselines import ENDLESS, Baseline
     from pipeline.benchmark.side_by_side import SideBySide
+    from pipeline.runtime.backend import choose_backend
+    from pipeline.runtime.console import say
     from pipeline.training.build import build_data, build_module
-    from pipeline.training.kernels import choose_kernels, choose_loss
     from pipeline.training.trainer import make_trainer
 
     if recipe.training.r_drop_alpha:
@@ -133,10 +134,11 @@ def recipe_comparison(
             f"training.r_drop_alpha {recipe.training.r_drop_alpha}: the benchmark has steps of one pass; give "
             "--training.r_drop_alpha 0; with R-Drop a step takes about twice as long"
         )
-    kernels = choose_kernels(recipe.run.kernels, options, recipe.network)
-    compiled_loss = choose_loss(recipe.run.kernels, options)
-    module = build_module(recipe, tokenizer, kernels=kernels, compiled_loss=compiled_loss)
-    data = build_data(recipe, tokenizer, options, kernels)
+    backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
+    for line in (*backend.notes, backend.line()):
+        say(line)
+    module = build_module(recipe, tokenizer, backend)
+    data = build_data(recipe, tokenizer, backend.in_blocks)
     lengths = lengths_with_eos(data.train_corpus.source), lengths_with_eos(data.train_corpus.target)
     others = {name: Baseline(name, recipe, tokenizer.vocabulary_size, data, precision) for name in baselines}
     # On a GPU, a round ends by waiting for the device; longer rounds make that negligible.

@@ -13,14 +13,12 @@ from torch import Tensor
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
-from model.fast.compiled_search import CompiledSearch, unsupported
-from model.packing import can_pack, pack_linears
+from model.fast.compiled_search import CompiledSearch
 from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
-from pipeline.inference.compiled_search import load_compiled_search
 from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.text_io import progress_bar, show_token_rate
-from pipeline.runtime.memory import limit_onednn_cache
+from pipeline.runtime.backend import choose_search
 
 
 def length_batches(
@@ -322,28 +320,13 @@ def load_on_device(path: Path, device: str, options: SearchOptions) -> Translato
     from pipeline.checkpointing.checkpoint import load_model
 
     model = load_model(path)
-    settings = options.in_place_of(model.decoding)
+    settings, tokenizer = options.in_place_of(model.decoding), model.tokenizer
     return Translator(
-        _search_on(device, model.network, model.tokenizer),
-        model.tokenizer,
+        choose_search(device, model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id),
+        tokenizer,
         settings,
         max_source_tokens=LONGEST,
         device=device,
         name=str(path),
         recipe=model.recipe,
     )
-
-
-def _search_on(device: str, network: Transformer, tokenizer: Tokenizer) -> Transformer | CompiledSearch:
-    """Return what searches fastest on a device. On a CPU, the network can do nothing else afterwards."""
-    if device != "cpu":
-        return network
-    lacking = unsupported(network)
-    if lacking is not None:
-        print(f"translating without the compiled search, which is slower: it lacks {lacking}", file=sys.stderr)
-    elif (library := load_compiled_search()) is not None:
-        return CompiledSearch(library, network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-    limit_onednn_cache()
-    if can_pack(network):
-        pack_linears(network)
-    return network

@@ -1,4 +1,4 @@
-"""Compiles the project's C++ programs for this processor, once, and keeps them in the user's own cache.
+"""Compiles the project's C++ programs for this processor, once, and keeps all compiled code in the user's own cache.
 
 A program is code that runs with the user's rights. It is made from the source that comes with the project, it is
 loaded from the user's private folder only, and only if it is the program that was put there.
@@ -11,12 +11,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+from data_module.errors import InputError
 from data_module.files import FileLock, atomic_file
+from data_module.worker_processes import signals_blocked
 from pipeline.runtime.console import say
 
 Loaded = TypeVar("Loaded")
@@ -203,3 +206,46 @@ def _private(path: Path) -> Path:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+def missing_compiler(on_gpu: bool) -> str | None:
+    """Return what compilation needs and does not find, as a predicate: "needs ..."; None if nothing is missing."""
+    # On a GPU the compiler is needed for the code that launches kernels.
+    variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Where Triton looks for it, too.
+    if not os.environ.get(variable) and not any(map(shutil.which, names)):
+        return f"needs one of {', '.join(names)}, or {variable} set to a compiler"
+    if not header.exists():
+        return f"needs Python's C headers, python3-dev or python3-devel, and {header} is missing"
+    return None
+
+
+def keep_compiled_code() -> None:
+    """Set the folder of the compilers' caches to one that outlives the job, unless the user has set it.
+
+    See `compiled_code_folder`. Has to be called before anything is compiled.
+
+    Raises InputError if there is no safe folder.
+    """
+    from pipeline.compat.pytorch import default_compiler_cache
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", "") not in ("", default_compiler_cache()):
+        return
+    try:
+        folder = compiled_code_folder()
+    except OSError as error:
+        raise InputError(f"{error}; set TORCHINDUCTOR_CACHE_DIR to a folder that only you can write to") from None
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+
+
+def start_compiler() -> None:
+    """Start the processes that compile GPU kernels, with stop signals blocked in them.
+
+    A process killed by a signal would never return its kernel, and a run that has to save and stop would wait for it.
+    """
+    from pipeline.compat.pytorch import start_compile_workers
+
+    keep_compiled_code()
+    with signals_blocked():
+        start_compile_workers()

@@ -1,8 +1,9 @@
-"""Accelerator and numeric precision: what the hardware supports, and how float16 and TF32 are set up."""
+"""Devices and numeric precision: what the hardware supports, and how float16 and TF32 are set up."""
 
 import os
 from typing import Any
 
+from data_module.errors import InputError
 from pipeline.runtime.console import say
 from pipeline.runtime.launch import JobStep
 
@@ -85,3 +86,28 @@ def best_precision(accelerator: Any) -> Any:
         return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
     has_products = torch.cpu.get_capabilities().get("avx512_bf16", False)
     return "bf16-mixed" if accelerator in ("auto", "cpu") and has_products else "32-true"
+
+
+def device_indices(options: dict[str, Any]) -> list[int]:
+    """Return the devices of this node that `devices` names; they may be more than the node has.
+
+    Raises InputError for what names none. On a CPU, devices are processes, which have a number only.
+    """
+    import torch
+
+    devices = given = options.get("devices", "auto")
+    on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    if devices == "auto" or (devices in (-1, "-1") and on_gpu):
+        devices = torch.cuda.device_count() if on_gpu else 1
+    try:
+        if isinstance(devices, str):
+            devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
+        indices = devices if isinstance(devices, list) else list(range(devices))
+    except ValueError:
+        indices = []
+    if not indices or min(indices) < 0 or (isinstance(devices, list) and not on_gpu):
+        problem = "is no choice of GPUs; give their number, -1 for all of them, a list of their indices, or auto"
+        if not on_gpu:
+            problem = "cannot be used on a CPU; give a number of processes, or auto"
+        raise InputError(f"trainer.devices {given}: {problem}")
+    return indices

@@ -15,9 +15,8 @@ from data_module.errors import InputError
 from data_module.files import atomic_file
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
-from model.fast.compiled_loss import CompiledLoss
-from model.packed_attention import needs_blocks
-from model.training_module import StepOptions, TranslationModule
+from model.backend import Backend
+from model.training_module import TranslationModule
 from pipeline.checkpointing.callback import EMA, CheckpointCallback
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.checkpointing.run_folder import STOPPED_EARLY
@@ -33,10 +32,10 @@ from pipeline.monitoring.starts import first_submission, record_start
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.runtime import signals
+from pipeline.runtime.backend import choose_backend
+from pipeline.runtime.compiled_code import start_compiler
 from pipeline.runtime.console import say
-from pipeline.training.compilation import should_compile, start_compiler
 from pipeline.training.graceful_stop import GracefulStop
-from pipeline.training.kernels import choose_kernels, choose_loss
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.start import Start, choose_bleu_tokenizer
 from pipeline.training.trainer import make_trainer, trainer_options
@@ -45,8 +44,8 @@ from pipeline.training.trainer import make_trainer, trainer_options
 class RunFolderSetup(Callback):
     """On rank 0, remove what a new start replaces, then write the recipe and the record of this start."""
 
-    def __init__(self, start: Start) -> None:
-        self._start = start
+    def __init__(self, start: Start, backend: Backend) -> None:
+        self._start, self._backend = start, backend
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write before the first step."""
@@ -57,7 +56,7 @@ class RunFolderSetup(Callback):
             start.folder.remove_run(start.job)
         start.folder.write_config(start.recipe, start.tokenizer.model)
         log.truncate_after()
-        starts = record_start(log, start.job)
+        starts = record_start(log, start.job, self._backend.summary())
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RunMetadata):
                 callback.starts = starts
@@ -78,24 +77,15 @@ def special_ids(tokenizer: Tokenizer) -> SpecialIds:
     return SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
 
 
-def build_module(
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    scale_loss: bool = False,
-    kernels: str = "pytorch",
-    compiled_loss: CompiledLoss | None = None,
-) -> TranslationModule:
+def build_module(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> TranslationModule:
     """Return the LightningModule, its weights initialized by `run.seed`.
 
     Args:
         recipe: the recipe.
         tokenizer: the corpus's; it determines the vocabulary size and the special ids.
-        scale_loss: scale the loss dynamically, for float16.
-        kernels: what `choose_kernels` returned.
-        compiled_loss: what `choose_loss` returned.
+        backend: what `choose_backend` returned.
     """
     torch.manual_seed(recipe.run.seed)
-    compiled = should_compile(recipe.run.compile, recipe.trainer.get("accelerator", "auto"))
     return TranslationModule(
         tokenizer.vocabulary_size,
         special_ids(tokenizer),
@@ -103,28 +93,24 @@ def build_module(
         recipe.training,
         recipe.decoding,
         recipe.run.seed,
-        StepOptions(compiled, scale_loss, kernels, compiled_loss),
+        backend,
     )
 
 
-def build_data(
-    recipe: Recipe, tokenizer: Tokenizer, options: dict[str, Any], kernels: str = "pytorch"
-) -> TranslationDataModule:
+def build_data(recipe: Recipe, tokenizer: Tokenizer, in_blocks: bool) -> TranslationDataModule:
     """Return the LightningDataModule over the prepared corpus.
 
     Args:
         recipe: the recipe.
         tokenizer: the corpus's.
-        options: what `trainer_options` returned.
-        kernels: what `choose_kernels` returned.
+        in_blocks: the backend's layout of rows.
     """
-    in_blocks = needs_blocks(str(options["accelerator"]), str(options["precision"]), recipe.network, kernels)
     return TranslationDataModule(
         recipe.corpus_folder(), recipe.batches, special_ids(tokenizer), recipe.run.seed, in_blocks, recipe.corpus
     )
 
 
-def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]:
+def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend) -> list[Callback]:
     """Return all callbacks in the order in which Lightning calls them.
 
     This is the only place that decides the order:
@@ -155,7 +141,7 @@ def build_callbacks(start: Start, data: TranslationDataModule) -> list[Callback]
     monitor = TrainingMonitor(recipe.run.log_every_steps, flops)
     callbacks: list[Callback] = [
         MemoryProbe(data),
-        RunFolderSetup(start),
+        RunFolderSetup(start, backend),
         samples,
         AttentionPlots(recipe.monitoring, samples, sources, tokenizer, data.train_corpus, recipe.network),
         monitor,
@@ -187,18 +173,19 @@ def train(start: Start) -> None:
     """
     recipe = start.recipe
     options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
-    kernels = choose_kernels(recipe.run.kernels, options, recipe.network)
-    compiled_loss = choose_loss(recipe.run.kernels, options)
-    module = build_module(recipe, start.tokenizer, options["precision"] == "16-mixed", kernels, compiled_loss)
-    if module.compiled_forward is not None and torch.cuda.is_available():
+    backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
+    for line in (*backend.notes, backend.line()):
+        say(line)
+    module = build_module(recipe, start.tokenizer, backend)
+    if backend.compiled and torch.cuda.is_available():
         start_compiler()
     if start.initial is not None:
         module.network.load_state_dict(start.initial.weights)
-    data = build_data(recipe, start.tokenizer, options, kernels)
+    data = build_data(recipe, start.tokenizer, backend.in_blocks)
     _check_positions(recipe, data)
     if text_sources := data.validation_sources():
         module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
-    callbacks = build_callbacks(start, data)
+    callbacks = build_callbacks(start, data, backend)
     log = RunLog(
         recipe.run_folder(),
         start.resume.step if start.resume else 0,

@@ -233,11 +233,11 @@ def check_text(
 
 
 def check_trainer(context: CheckContext) -> Iterable[CheckResult]:
-    """Check that the machine can train as the recipe asks for: what Lightning and torch.compile refuse."""
+    """Check that the machine can train as the recipe asks for: what Lightning and the choice of a backend refuse."""
     import torch
 
+    from pipeline.runtime.backend import choose_backend
     from pipeline.runtime.devices import gpus_mistake
-    from pipeline.training.compilation import should_compile
     from pipeline.training.trainer import complete_options, make_trainer
 
     recipe, job = context.recipe, context.job
@@ -250,21 +250,16 @@ def check_trainer(context: CheckContext) -> Iterable[CheckResult]:
             raise InputError(mistake)
     with warnings.catch_warnings(action="ignore"):  # They are shown when training starts.
         make_trainer(options, job, logger=False)
-    if recipe.run.compile:
-        should_compile(recipe.run.compile, options["accelerator"])
-    return ()
-
-
-def check_kernels(context: CheckContext) -> Iterable[CheckResult]:
-    """Check that the machine can run the kernels that the recipe asks for."""
-    from pipeline.training.kernels import choose_kernels
-    from pipeline.training.trainer import complete_options
-
-    recipe = context.recipe
-    if recipe.run.kernels is not None:  # Otherwise nothing can be wrong; the choice is said when training starts.
-        options = complete_options(recipe.trainer, context.job, recipe.run.timeout_seconds)
-        choose_kernels(recipe.run.kernels, options, recipe.network)
-    return ()
+    run, is_alone = recipe.run, job is None or job.num_tasks == 1
+    if run.kernels is None and not run.compile and not (context.for_doctor and is_alone):
+        return ()  # Nothing can be wrong; the choice, which takes time, is made and said when training starts.
+    backend = choose_backend(run.kernels, run.compile, options, recipe.network)
+    if not context.for_doctor:
+        return ()
+    return [
+        CheckResult(True, backend.line()),
+        *(CheckResult(True, note, is_warning=True) for note in backend.notes),
+    ]
 
 
 def check_bleu_tokenizer(context: CheckContext) -> Iterable[CheckResult]:
@@ -312,7 +307,6 @@ CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
     check_initial_state,
     check_corpus,
     check_trainer,
-    check_kernels,
     check_bleu_tokenizer,
     check_shared_cpu,
 )

@@ -4,7 +4,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pipeline.runtime.devices import allow_tf32, best_precision, missing_gpu, precision_plugin
+from pipeline.runtime.devices import allow_tf32, best_precision, device_indices, missing_gpu, precision_plugin
 from pipeline.runtime.launch import JobStep
 
 if TYPE_CHECKING:
@@ -144,30 +144,3 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
             )
         return ConnectedDDP(timeout_seconds)
     return "auto"
-
-
-def device_indices(options: dict[str, Any]) -> list[int]:
-    """Return the devices of this node that `devices` names; they may be more than the node has.
-
-    Raises InputError for what names none. On a CPU, devices are processes, which have a number only.
-    """
-    import torch
-
-    from data_module.errors import InputError
-
-    devices = given = options.get("devices", "auto")
-    on_gpu = options.get("accelerator", "auto") in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    if devices == "auto" or (devices in (-1, "-1") and on_gpu):
-        devices = torch.cuda.device_count() if on_gpu else 1
-    try:
-        if isinstance(devices, str):
-            devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
-        indices = devices if isinstance(devices, list) else list(range(devices))
-    except ValueError:
-        indices = []
-    if not indices or min(indices) < 0 or (isinstance(devices, list) and not on_gpu):
-        problem = "is no choice of GPUs; give their number, -1 for all of them, a list of their indices, or auto"
-        if not on_gpu:
-            problem = "cannot be used on a CPU; give a number of processes, or auto"
-        raise InputError(f"trainer.devices {given}: {problem}")
-    return indices

@@ -95,11 +95,11 @@ def test_more_logits_than_32_bits_count() -> None:
     last = torch.randn(vocabulary_size, device="cuda").bfloat16()
     logits[-1] = last
     targets = torch.full((rows, 1), 5, device="cuda")
-    largest, target, most_probable, gradient = over_classes(logits, targets, torch.float32, 0.1, True)
+    largest, target, max_probability, gradient = over_classes(logits, targets, torch.float32, 0.1, True)
     probabilities = last.double().softmax(0)
     assert float(largest[-1]) == float(last.max())
     assert float(target[-1]) == float(last[5])
-    assert float(most_probable[-1]) == pytest.approx(float(probabilities.max()), rel=1e-4)
+    assert float(max_probability[-1]) == pytest.approx(float(probabilities.max()), rel=1e-4)
     assert gradient is not None
     probabilities[5] -= 0.9
     assert (gradient[-1] - probabilities).norm() < 0.01 * probabilities.norm()

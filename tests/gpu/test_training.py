@@ -21,18 +21,19 @@ from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWrite
 from data_module.errors import InputError
 from data_module.settings import BatchSettings
 from data_module.translation_data_module import TranslationDataModule
+from model.backend import Backend
 from model.loss import label_smoothed_loss
-from model.packed_attention import needs_blocks
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.training_module import StepOptions, TranslationModule
+from model.training_module import TranslationModule
 from pipeline.checkpointing.callback import EMA
 from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.stopwatch import PeakMemory
+from pipeline.runtime.backend import choose_backend
 from pipeline.runtime.devices import precision_plugin
-from pipeline.training.kernels import choose_kernels
 from pipeline.training.memory_probe import MemoryProbe
+from tests.gpu.backends import make_backend
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, packed, padded
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -74,12 +75,12 @@ def corpus_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def module(device: str, kernels: str = "pytorch", **options: bool) -> Any:
+def module(device: str, kernels: str = "pytorch", backend: Backend | None = None, **options: Any) -> Any:
     """Return a module as `fit` prepares it."""
     torch.manual_seed(3)
     training = TrainingSettings(gradient_clip_norm=1.0)
     settings = NETWORK, training, DecodingSettings()
-    made = TranslationModule(VOCABULARY, SPECIAL, *settings, 1, StepOptions(kernels=kernels, **options))
+    made = TranslationModule(VOCABULARY, SPECIAL, *settings, 1, backend or make_backend(device, kernels, **options))
     made.on_fit_start()
     return made.to(device).train()
 
@@ -122,9 +123,10 @@ def test_no_step_waits_for_the_device(
 ) -> None:
     """Covers loader, copy, micro-batches in blocks and end to end, loss, clipping, Adam, EMA, Lightning and monitor."""
     batches = BatchSettings(batch_tokens=400, max_tokens_per_device=160)
-    in_blocks = needs_blocks(device, precision, NETWORK, kernels)
-    assert in_blocks == (device == "cpu" or (precision == "32-true" and kernels == "pytorch"))
-    data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1, in_blocks=in_blocks)
+    options = {"accelerator": "cpu" if device == "cpu" else "gpu", "precision": precision}
+    backend = choose_backend(kernels, compiled, options, NETWORK)
+    assert backend.in_blocks == (device == "cpu" or (precision == "32-true" and kernels == "pytorch"))
+    data = TranslationDataModule(corpus_folder, batches, SPECIAL, seed=1, in_blocks=backend.in_blocks)
     watch = _NoWaiting()
     float16 = precision_plugin({"precision": precision, "accelerator": device})
     trainer = Trainer(
@@ -143,7 +145,7 @@ def test_no_step_waits_for_the_device(
         callbacks=[TrainingMonitor(every_steps=100), EMA(decay=0.9), watch],
     )
     try:
-        made = module("cpu", kernels, compiled=compiled, scale_loss=float16 is not None)
+        made = module("cpu", backend=backend)
         trainer.fit(made, datamodule=data)
     finally:
         if device == "cuda":
@@ -155,18 +157,18 @@ def test_no_step_waits_for_the_device(
 
 
 @pytest.mark.gpu
-def test_tritons_kernels_are_chosen_where_they_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tritons_kernels_are_chosen_where_they_can_run() -> None:
     """The kernels are run and compared; heads that are too large, and a missing compiler, are found before that."""
     options = {"accelerator": "gpu", "precision": "bf16-mixed"}
-    assert choose_kernels("pytorch", options, NETWORK) == "pytorch"
+    assert choose_backend("pytorch", None, options, NETWORK).attention.name == "PyTorch"
     large = NetworkSettings(num_layers=1, d_model=512, num_heads=2)
-    assert choose_kernels(None, options, large) == "pytorch"
-    assert capsys.readouterr().err.endswith("they do not take heads with d_k 256 and d_v 256\n")
+    [note] = choose_backend(None, None, options, large).notes
+    assert note.endswith("they do not take heads with d_k 256 and d_v 256")
     with pytest.raises(InputError, match="do not take heads"):
-        choose_kernels("triton", options, large)
+        choose_backend("triton", None, options, large)
     for precision in ("bf16-mixed", "16-mixed", "32-true"):
-        assert choose_kernels(None, {**options, "precision": precision}, NETWORK) == "triton"
-    assert capsys.readouterr().err == ""
+        backend = choose_backend(None, None, {**options, "precision": precision}, NETWORK)
+        assert (backend.attention.name, backend.loss.name, backend.notes) == ("Triton", "Triton", ())
 
 
 class _CountCompilations(Callback):
@@ -350,7 +352,7 @@ def test_16_bits_stay_near_float32(device: str, layout: str, dtype: torch.dtype)
 @pytest.mark.parametrize(("device", "layout"), LAYOUTS)
 def test_float32_is_the_cpus(device: str, layout: str) -> None:
     exact, exact_gradient = loss_and_gradient(module("cpu").double(), "cpu", "padded")
-    made = module(device, "triton" if layout == "triton" else "pytorch")
+    made = module(device, "triton" if layout == "triton" else "pytorch", precision="32-true")
     found, gradient = loss_and_gradient(made, device, layout)
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=0, check_dtype=False)
     assert (gradient - exact_gradient).norm() < 1e-4 * exact_gradient.norm()
@@ -365,7 +367,9 @@ def test_the_loss_takes_a_small_share_of_memory(device: str, kernels: str) -> No
     states = torch.randn(tokens, d_model, device=device, requires_grad=True)
     memory = PeakMemory(torch.device(device))
     with torch.autocast(device, torch.bfloat16):
-        smoothed = label_smoothed_loss(states, weight, targets, 0.1, PAD, kernels=kernels).smoothed
+        smoothed = label_smoothed_loss(
+            states, weight, targets, 0.1, PAD, functions=make_backend(device, kernels).loss
+        ).smoothed
     smoothed.backward()
     peak = memory.read()
     # On a GPU a chunk has 1/64 of its memory; states, weight and their gradients are some 400 MB. Half of all logits

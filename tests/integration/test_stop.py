@@ -122,7 +122,7 @@ def test_signals_do_not_end_compiler_processes(tmp_path: Path) -> None:
 import os, signal
 from pathlib import Path
 from pipeline.runtime.signals import install
-from pipeline.training.build import start_compiler
+from pipeline.runtime.compiled_code import start_compiler
 import torch._inductor.config
 from torch._inductor.async_compile import AsyncCompile
 

@@ -14,9 +14,10 @@ from triton.runtime.jit import JITFunction
 
 from data_module.batching.batch import PackedBatch, PaddedBatch
 from model.fast import triton_attention
-from model.fast.triton_attention import segment_attention, segment_attention_backward
+from model.fast.triton_attention import TRITON_ATTENTION, segment_attention, segment_attention_backward
 from model.fast.triton_check import failure
 from model.loss import label_smoothed_loss
+from model.packed_attention import PYTORCH_ATTENTION, Attention
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from tests.model.kernel_cases import (
@@ -123,22 +124,22 @@ def test_the_network_is_that_of_blocks_and_of_padded_batches() -> None:
     torch.manual_seed(3)
     network = Transformer(VOCABULARY, settings)
 
-    def loss_and_gradient(batch: PackedBatch | PaddedBatch, kernels: str) -> torch.Tensor:
+    def loss_and_gradient(batch: PackedBatch | PaddedBatch, attention: Attention) -> torch.Tensor:
         if isinstance(batch, PackedBatch):
-            states = network.packed(*arguments(batch, torch.float32, kernels))
+            states = network.packed(*arguments(batch, torch.float32, attention))
         else:
             states = network(batch.source, batch.target_input, batch.source_mask)
         loss = label_smoothed_loss(states, network.embedding.weight, batch.target_output, 0.1, PAD).smoothed
         return torch.cat([loss[None], parameters_to_vector(torch.autograd.grad(loss, list(network.parameters())))])
 
     lengths = [(7, 9), (1, 3), (20, 34), (33, 30), (3, 1), (1, 1), (9, 9)]
-    expected = loss_and_gradient(padded(lengths), "pytorch")
+    expected = loss_and_gradient(padded(lengths), PYTORCH_ATTENTION)
     [batch, empty] = packed([lengths, []], in_blocks=False).micro_batches
     [in_blocks] = packed([lengths]).micro_batches
-    for one, kernels in ((in_blocks, "pytorch"), (batch, "triton")):
-        found = loss_and_gradient(one, kernels)
+    for one, attention in ((in_blocks, PYTORCH_ATTENTION), (batch, TRITON_ATTENTION)):
+        found = loss_and_gradient(one, attention)
         assert (found - expected).norm() < 1e-5 * expected.norm()
-    assert not loss_and_gradient(empty, "triton").any()
+    assert not loss_and_gradient(empty, TRITON_ATTENTION).any()
 
 
 @pytest.mark.parametrize(

@@ -237,8 +237,8 @@ def check_logits_that_are_not_finite(device: str) -> None:
             logits[1, column] = value
             targets = torch.tensor([[3], [5]], device=device)
             expected = logits.cpu().softmax(1)
-            largest, _, most_probable, gradient = over_classes(logits, targets, torch.float32, 0.1, True)
-            loss = largest - most_probable.log()
+            largest, _, max_probability, gradient = over_classes(logits, targets, torch.float32, 0.1, True)
+            loss = largest - max_probability.log()
             assert loss[0].isfinite()
             assert not loss[1].isfinite()
             assert gradient is not None

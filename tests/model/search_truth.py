@@ -21,7 +21,7 @@ from model.decoding import BeamResult, BeamSearch
 from model.fast.compiled_search import CompiledSearch
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.inference.compiled_search import load_compiled_search
+from pipeline.runtime.backend import load_compiled_search
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 VOCABULARY_SIZE = 24

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds, collate
 from data_module.batching.rank_rows import RowShape
-from model.packed_attention import Segments, packed_segments
+from model.packed_attention import PYTORCH_ATTENTION, Attention, Segments, packed_segments
 from model.transformer import Transformer
 
 PAD, BOS, EOS, VOCABULARY = 0, 1, 2, 50
@@ -85,12 +85,14 @@ def packed(
     return collate(corpus, rows, SPECIAL, shape, **{"num_target_tokens": num_tokens, **options})
 
 
-def arguments(batch: PackedBatch, dtype: torch.dtype = torch.float32, kernels: str = "pytorch") -> tuple[Any, ...]:
+def arguments(
+    batch: PackedBatch, dtype: torch.dtype = torch.float32, attention: Attention = PYTORCH_ATTENTION
+) -> tuple[Any, ...]:
     """Return the arguments of `Transformer.packed`."""
     return (
         (batch.source, batch.source_positions),
         (batch.target_input, batch.target_positions),
-        packed_segments(batch, dtype, kernels),
+        packed_segments(batch, dtype, attention),
     )
 
 

@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import model.packed_attention
 from data_module.batching.batch import PackedBatch
+from model.backend import Backend
 from model.fast.cast_weights import CastWeights
 from model.fast.compilation import CompiledForward
 from model.fast.dropout import Dropout
 from model.loss import label_smoothed_loss
 from model.packed_attention import Segments
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.training_module import StepOptions, TranslationModule
+from model.training_module import TranslationModule
 from model.transformer import Transformer
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, arguments, packed, padded, row_shape
 
@@ -157,9 +158,8 @@ def test_any_widths_compile_and_the_number_of_graphs_stays_bounded() -> None:
 def module(compiled: bool, dropout: float = 0.0) -> TranslationModule:
     torch.manual_seed(3)
     settings = replace(SETTINGS, dropout=dropout)
-    return TranslationModule(
-        VOCABULARY, SPECIAL, settings, TrainingSettings(), DecodingSettings(), 1, StepOptions(compiled)
-    )
+    backend = Backend(compiled=CompiledForward if compiled else None)
+    return TranslationModule(VOCABULARY, SPECIAL, settings, TrainingSettings(), DecodingSettings(), 1, backend)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 
 from model.fast.compiled_loss import CompiledLoss
 from model.loss import LossSums, label_smoothed_loss
-from pipeline.training.compiled_loss import load_compiled_loss
+from pipeline.runtime.backend import load_compiled_loss
 from tests.model.loss_truth import PAD, plain_r_drop, two_passes
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.02}
@@ -19,9 +19,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.02}
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledLoss:
-    loss = load_compiled_loss()
-    assert loss is not None
-    return loss
+    return load_compiled_loss()
 
 
 def loss_and_gradients(
@@ -51,7 +49,7 @@ def test_equals_pytorch_in_float64(
         exact = label_smoothed_loss(exact_inputs[0], exact_inputs[1], targets, epsilon, PAD).smoothed
     expected = torch.autograd.grad(exact, exact_inputs)
     options: dict[str, Any] = {"label_smoothing": epsilon, "r_drop_alpha": alpha}
-    sums, gradients = loss_and_gradients(states, weight, targets, dtype, kernels=compiled, **options)
+    sums, gradients = loss_and_gradients(states, weight, targets, dtype, functions=compiled.functions(), **options)
     assert sums.smoothed.item() == pytest.approx(exact.item(), rel=TOLERANCE[dtype], abs=1e-5)
     for found, own in zip(gradients, expected, strict=True):
         assert (found - own).norm() <= TOLERANCE[dtype] * own.norm() + 1e-5
@@ -62,7 +60,8 @@ def test_equals_pytorch_in_float64(
     assert sums.negative_log_likelihood.item() == pytest.approx(likelihood, rel=1e-5, abs=1e-5)
     with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         inputs = [one.detach().to(torch.float32) for one in (states, weight)]
-        without = label_smoothed_loss(inputs[0], inputs[1], targets, ignored_id=PAD, kernels=compiled, **options)
+        options["functions"] = compiled.functions()
+        without = label_smoothed_loss(inputs[0], inputs[1], targets, ignored_id=PAD, **options)
     assert without.smoothed.item() == sums.smoothed.item()
 
 
@@ -129,22 +128,11 @@ def test_extreme_logits_stay_finite(alpha: float, compiled: CompiledLoss) -> Non
     weight = torch.tensor([[1.0], [-1.0], [0.5]])
     states = states if alpha else states[:, 0]
     targets = torch.tensor([1] if alpha else [1, 1])
-    options: dict[str, Any] = {"label_smoothing": 0.1, "r_drop_alpha": alpha, "kernels": compiled}
+    options: dict[str, Any] = {"label_smoothing": 0.1, "r_drop_alpha": alpha, "functions": compiled.functions()}
     sums, gradients = loss_and_gradients(states, weight, targets, torch.float32, **options)
     assert all(one.isfinite().all() for one in (*sums, *gradients))
     if not alpha:
         assert sums.negative_log_likelihood.item() == pytest.approx(2e4, rel=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_types_are_left_to_pytorch(dtype: torch.dtype, compiled: CompiledLoss) -> None:
-    states, weight, targets = two_passes(torch.float64 if dtype == torch.float64 else torch.float32)
-    with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=dtype == torch.float16):
-        found, expected = (
-            label_smoothed_loss(states[0], weight, targets, 0.1, PAD, kernels=kernels)
-            for kernels in (compiled, "pytorch")
-        )
-    assert found == expected
 
 
 def test_copies_and_pickles(compiled: CompiledLoss) -> None:

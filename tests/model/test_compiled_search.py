@@ -11,9 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from model.decoding import BeamArguments
-from model.fast.compiled_search import SOURCES, CompiledSearch, load_library, unsupported
+from model.fast.compiled_search import (
+    BEAM_SIZE,
+    EXTRA_TOKENS,
+    LENGTH_PENALTY,
+    SOURCES,
+    CompiledSearch,
+    agreement_cases,
+    load_library,
+    unsupported,
+)
 from model.layers import ACTIVATIONS, NORMS
-from pipeline.inference.compiled_search import BEAM_SIZE, EXTRA_TOKENS, LENGTH_PENALTY, agreement_cases
 from pipeline.runtime.compiled_code import find_compiler
 from tests.model.search_truth import (
     BOS,

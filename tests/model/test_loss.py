@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import model.loss
-from model.fast.compiled_loss import CompiledLoss
 from model.loss import label_smoothed_loss
 from tests.model.loss_truth import PAD, plain_r_drop, problem, two_passes
 
@@ -175,7 +174,7 @@ def test_sums_over_bfloat16_states_are_float32(monkeypatch: pytest.MonkeyPatch) 
 
 def test_probabilities_of_bfloat16_logits_are_float32() -> None:
     logits, target = torch.zeros(2, 50, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
-    assert model.loss._over_classes(logits, target, torch.float32, 0.1, False)[2].dtype == torch.float32
+    assert model.loss.over_classes(logits, target, torch.float32, 0.1, False)[2].dtype == torch.float32
 
 
 def test_extreme_logits_stay_finite() -> None:
@@ -209,70 +208,49 @@ def test_the_gradient_of_one_input_alone() -> None:
     assert torch.equal(torch.autograd.grad(of_weight, weight)[0], both[1])
 
 
-@pytest.mark.parametrize("alpha", [0.0, 2.0])
-@pytest.mark.parametrize(("dtype", "is_called"), [(torch.float32, True), (torch.float64, False)])
-def test_compiled_kernels_serve_the_types_that_they_have(alpha: float, dtype: torch.dtype, is_called: bool) -> None:
-    class Recorded(CompiledLoss):
-        def __init__(self) -> None:
-            self.calls: list[str] = []
-
-        def over_classes(self, *arguments: Any) -> Any:
-            self.calls.append("rows")
-            return model.loss._over_classes(*arguments)
-
-        def over_class_pairs(self, *arguments: Any) -> Any:
-            self.calls.append("pairs")
-            return model.loss._over_class_pairs(*arguments)
-
-    compiled = Recorded()
-    states, weight, targets = two_passes(dtype) if alpha else problem(dtype)
-    label_smoothed_loss(states, weight, targets, 0.1, PAD, kernels=compiled, r_drop_alpha=alpha)
-    assert compiled.calls == ["pairs" if alpha else "rows"] * is_called
-
-
 GIGABYTE = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("rows", "memory", "dtype", "kernels", "expected"),
+    ("rows", "memory", "dtype", "in_place", "expected"),
     [
         # 1/64 is 1,342,177,280 bytes. A row of 37,000 logits has 74,000 bytes: 18,137 rows fit, so two chunks.
-        (25_000, 80 * GIGABYTE, torch.bfloat16, "triton", 12_544),
+        (25_000, 80 * GIGABYTE, torch.bfloat16, True, 12_544),
         # With 8 bytes a logit 4,534 rows fit: six chunks of 4,167 rows, and the next multiple of 128.
-        (25_000, 80 * GIGABYTE, torch.bfloat16, "pytorch", 4_224),
+        (25_000, 80 * GIGABYTE, torch.bfloat16, False, 4_224),
         # 148,000 bytes a row: 9,068 rows fit, so three chunks of 8,334.
-        (25_000, 80 * GIGABYTE, torch.float32, "triton", 8_448),
+        (25_000, 80 * GIGABYTE, torch.float32, True, 8_448),
         # 12 bytes a logit: 3,022 rows fit, so nine chunks of 2,778.
-        (25_000, 80 * GIGABYTE, torch.float32, "pytorch", 2_816),
-        (18_137, 80 * GIGABYTE, torch.bfloat16, "triton", 18_176),
-        (18_138, 80 * GIGABYTE, torch.bfloat16, "triton", 9_088),
+        (25_000, 80 * GIGABYTE, torch.float32, False, 2_816),
+        (18_137, 80 * GIGABYTE, torch.bfloat16, True, 18_176),
+        (18_138, 80 * GIGABYTE, torch.bfloat16, True, 9_088),
         # 141 GiB hold more than a step.
-        (25_000, 141 * GIGABYTE, torch.bfloat16, "triton", 25_088),
-        (100, 80 * GIGABYTE, torch.bfloat16, "triton", 128),
+        (25_000, 141 * GIGABYTE, torch.bfloat16, True, 25_088),
+        (100, 80 * GIGABYTE, torch.bfloat16, True, 128),
         # 56 rows fit, which is less than the smallest chunk.
-        (25_000, GIGABYTE // 4, torch.bfloat16, "triton", 128),
+        (25_000, GIGABYTE // 4, torch.bfloat16, True, 128),
     ],
 )
 def test_rows_of_a_chunk_on_a_gpu_by_hand(
-    rows: int, memory: int, dtype: torch.dtype, kernels: str, expected: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, memory: int, dtype: torch.dtype, in_place: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For 37,000 pieces, on GPUs of several sizes."""
     properties = SimpleNamespace(total_memory=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert model.loss._chunk_rows(rows, 37_000, torch.device("cuda"), dtype, kernels) == expected
+    assert model.loss._chunk_rows(rows, 37_000, torch.device("cuda"), dtype, in_place) == expected
 
 
 def test_rows_of_a_chunk_of_two_passes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """50,000 rows: 18,137 fit with Triton's kernel. With 16 bytes a logit without it 2,267 fit, so 23 chunks."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIGABYTE))
-    for kernels, expected in (("triton", 16_768), ("pytorch", 2_176)):
-        found = model.loss._chunk_rows(50_000, 37_000, torch.device("cuda"), torch.bfloat16, kernels, passes=2)
+    for in_place, expected in ((True, 16_768), (False, 2_176)):
+        found = model.loss._chunk_rows(50_000, 37_000, torch.device("cuda"), torch.bfloat16, in_place, passes=2)
         assert found == expected
     for pieces, expected in ((37_000, 452), (1 << 24, 2)):
-        assert model.loss._chunk_rows(50_000, pieces, torch.device("cpu"), torch.bfloat16, "pytorch", 2) == expected
+        assert model.loss._chunk_rows(50_000, pieces, torch.device("cpu"), torch.bfloat16, False, 2) == expected
 
 
 def test_rows_of_a_chunk_on_a_cpu_by_hand() -> None:
     """16,777,216 logits."""
     for pieces, expected in ((37_000, 453), (1 << 24, 1), (1 << 25, 1)):
-        assert model.loss._chunk_rows(25_000, pieces, torch.device("cpu"), torch.bfloat16, "pytorch") == expected
+        assert model.loss._chunk_rows(25_000, pieces, torch.device("cpu"), torch.bfloat16, False) == expected

@@ -11,7 +11,7 @@ from model.attention import CrossAttention, SelfAttention, attention, attention_
 from model.attention_maps import attention_maps
 from model.fast.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
-from model.packed_attention import Segments, block_bias
+from model.packed_attention import BLOCK_ATTENTION, Segments, block_bias
 from model.settings import NetworkSettings
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 
@@ -330,7 +330,10 @@ def test_dropout_inside_sub_layers(name: str, is_packed: bool) -> None:
             elif is_packed:
                 sentences = torch.zeros(1, 40, dtype=torch.int32)
                 bias_of_blocks = [block_bias(sentences, sentences, False, torch.float64)]
-                found = module.packed(rows, Segments(sentences, sentences, 40, False, [], bias_of_blocks))
+                found = module.packed(
+                    rows,
+                    Segments(sentences, sentences, 40, False, None, None, BLOCK_ATTENTION.function, bias_of_blocks),
+                )
             else:
                 found = module(x, None, False)[0]
             results[share, mode] = found.detach()

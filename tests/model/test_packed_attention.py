@@ -1,7 +1,7 @@
 """Attention in blocks against the attention of one sentence at a time, in float64, in uninitialized memory."""
 
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,14 +13,15 @@ import model.packed_attention
 from data_module.batching.batch import NO_SENTENCE
 from model.packed_attention import (
     KEPT_WIDTH,
+    PYTORCH_ATTENTION,
+    Attention,
     block_attention,
     block_attention_backward,
     block_bias,
     dropout_state,
-    needs_blocks,
+    flash_attention,
     packed_segments,
 )
-from model.settings import NetworkSettings
 from tests.model.sentence_batches import attention_of_parts, packed, row_shape
 
 pytestmark = pytest.mark.usefixtures("uninitialized_memory_is_nan")
@@ -267,45 +268,13 @@ def test_segments_for_the_kernels_by_hand() -> None:
     [batch] = packed([[(3, 4), (5, 2)]], in_blocks=False, shape=shape).micro_batches
     source = [0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [0, 3, 8, 11, 11, 11]
     target = [0, 0, 0, 0, 1, 1, 2, 2, 2], [0, 4, 6, 9, 9, 9]
-    for one, query, key in zip(
-        packed_segments(batch, torch.float32, "triton"), (source, target, target), (source, target, source), strict=True
-    ):
-        assert [list(map(int, each)) for each in one.triton] == [query[0], key[0], query[1], key[1]]
-        assert {each.dtype for each in one.triton} == {torch.int32}
+    own = Attention("own", flash_attention, reads_ids=True)
+    kinds = packed_segments(batch, torch.float32, own)
+    for one, query, key in zip(kinds, (source, target, target), (source, target, source), strict=True):
+        given = one.query_ids, one.key_ids, one.query_offsets, one.key_offsets
+        assert [list(map(int, each)) for each in given] == [query[0], key[0], query[1], key[1]]
+        assert {each.dtype for each in given} == {torch.int32}
         assert not one.biases
-    for kernels, layout in (("pytorch", {"in_blocks": False}), ("triton", {})):
+    for attention, layout in ((PYTORCH_ATTENTION, {"in_blocks": False}), (own, {})):
         [batch] = packed([[(3, 4)]], **layout).micro_batches
-        assert not any(one.triton for one in packed_segments(batch, torch.float32, kernels))
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "precision", "settings", "capability", "expected"),
-    [
-        ("cpu", "bf16-mixed", {}, (8, 0), True),
-        ("gpu", "bf16-mixed", {}, (8, 0), False),
-        ("cuda", "bf16-true", {}, (9, 0), False),
-        ("auto", "16-mixed", {}, (12, 0), False),
-        ("gpu", "16-true", {}, (7, 5), True),
-        ("gpu", "32-true", {}, (8, 0), True),
-        ("gpu", "64-true", {}, (8, 0), True),
-        ("gpu", "bf16-mixed", {"d_k": 32}, (8, 0), True),
-        ("gpu", "bf16-mixed", {"d_k": 32, "d_v": 32}, (8, 0), False),
-        ("gpu", "bf16-mixed", {"d_k": 20, "d_v": 20}, (8, 0), True),
-        ("gpu", "bf16-mixed", {"d_k": 256, "d_v": 256}, (8, 0), False),
-        ("gpu", "bf16-mixed", {"attention_dropout": 0.1}, (8, 0), True),
-        ("gpu", "bf16-mixed", {"d_k": 264, "d_v": 264}, (8, 0), True),
-    ],
-)
-def test_what_flash_attention_cannot_take_is_in_blocks(
-    accelerator: str,
-    precision: str,
-    settings: dict[str, Any],
-    capability: tuple[int, int],
-    expected: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The paper's heads, d_k = d_v = 64, unless settings change them, on GPUs of several generations."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert needs_blocks(accelerator, precision, NetworkSettings(**settings)) is expected
-    # Kernels that are chosen can run, so nothing else is asked.
-    assert not needs_blocks(accelerator, precision, NetworkSettings(**settings), "triton")
+        assert all(one.query_ids is None for one in packed_segments(batch, torch.float32, attention))

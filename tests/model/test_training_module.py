@@ -19,11 +19,12 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.utils.data import DataLoader
 
 from data_module.batching.batch import PaddedBatch, RankBatch, SpecialIds
+from model.backend import Backend
 from model.decoding import BeamSearch
 from model.loss import label_smoothed_loss
 from model.optimization import OPTIMIZERS, SCHEDULES
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.training_module import StepOptions, TranslationModule
+from model.training_module import TranslationModule
 from model.transformer import Transformer
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, packed, padded
 
@@ -76,7 +77,7 @@ def make_module(
         training,
         DecodingSettings(max_extra_tokens=3),
         seed,
-        StepOptions(scale_loss=scale_loss),
+        Backend(precision="16-mixed" if scale_loss else "32-true"),
     )
 
 

@@ -86,7 +86,7 @@ def test_settings_and_kinds_of_paths(trained_run: Path, model: pipeline.Model) -
 @pytest.fixture
 def operators(trained_run: Path, monkeypatch: pytest.MonkeyPatch) -> pipeline.Model:
     """The model without the compiled search."""
-    monkeypatch.setattr("pipeline.inference.translator.load_compiled_search", lambda: None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
     return pipeline.load(trained_run)
 
 

@@ -10,10 +10,10 @@ import torch
 from data_module.corpus.manifest import read_manifest
 from data_module.corpus.preparation import prepare
 from data_module.tokenization.tokenizer import Tokenizer
+from model.backend import Backend
 from pipeline.config.recipe import load_recipe
 from pipeline.training.build import build_callbacks, build_data, build_module
 from pipeline.training.start import ResumePoint, Start
-from pipeline.training.trainer import trainer_options
 from tests.conftest import sentences
 
 ORDER = [
@@ -40,8 +40,8 @@ def make_start(recipe_file: Path, *overrides: object, resume: ResumePoint | None
 
 def callbacks(start: Start) -> dict[str, Any]:
     """Return the callbacks by the names of their classes."""
-    data = build_data(start.recipe, start.tokenizer, trainer_options(start.recipe.trainer))
-    return {type(callback).__name__: callback for callback in build_callbacks(start, data)}
+    data = build_data(start.recipe, start.tokenizer, in_blocks=True)
+    return {type(callback).__name__: callback for callback in build_callbacks(start, data, Backend())}
 
 
 def test_the_order_of_callbacks(recipe_file: Path) -> None:
@@ -54,10 +54,10 @@ def test_the_seed_is_that_of_initial_weights_dropout_and_the_order_of_pairs(reci
     plans, weights = [], []
     for seed in (3, 4, 4):
         start = make_start(recipe_file, "--run.seed", seed)
-        module = build_module(start.recipe, start.tokenizer)
+        module = build_module(start.recipe, start.tokenizer, Backend())
         assert module.seed == seed  # of dropout
         weights.append(torch.cat([weight.flatten() for weight in module.parameters()]))
-        data = build_data(start.recipe, start.tokenizer, trainer_options(start.recipe.trainer))
+        data = build_data(start.recipe, start.tokenizer, in_blocks=True)
         plans.append(data.epochs().compute(0).numbers.tolist())
     for one, other, again in (plans, [weight.tolist() for weight in weights]):
         assert one != other

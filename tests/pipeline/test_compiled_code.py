@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_module.errors import InputError
-from pipeline.training.compilation import keep_compiled_code
+from pipeline.runtime.compiled_code import keep_compiled_code
 from tests.conftest import ROOT
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
@@ -112,7 +112,7 @@ def test_another_start_finds_what_was_compiled(folders: tuple[Path, Path]) -> No
     code = """
 import torch
 from torch._dynamo.utils import counters
-from pipeline.training.compilation import keep_compiled_code
+from pipeline.runtime.compiled_code import keep_compiled_code
 keep_compiled_code()
 x = torch.ones(300, requires_grad=True)
 torch.compile(lambda x: (x * 2 + 1).sigmoid().sum())(x).backward()

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from model.fast import compiled_loss, compiled_search
-from pipeline.inference.compiled_search import load_compiled_search
+from model.loss import PYTORCH_LOSS
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+from pipeline.runtime.backend import choose_backend, choose_search, load_compiled_loss, load_compiled_search
 from pipeline.runtime.compiled_code import Program, build, find_compiler, load_program
-from pipeline.training.compiled_loss import load_compiled_loss
 from tests.conftest import pipeline
 
 
@@ -25,11 +27,10 @@ class Real(NamedTuple):
 
     load: Callable[[], Any]
     name: str
-    without: str
 
 
-SEARCH = Real(load_compiled_search, "search", "translating without the compiled search, which is slower: ")
-LOSS = Real(load_compiled_loss, "loss", "training without the compiled loss, which is slower: ")
+SEARCH, LOSS = Real(load_compiled_search, "search"), Real(load_compiled_loss, "loss")
+WITHOUT_SEARCH = "translating without the compiled search, which is slower: "
 COMPILING = "compiling the square for this processor, once\n"
 
 
@@ -135,13 +136,25 @@ def test_a_compiler_that_is_missing_or_fails(
 ) -> None:
     is_script = command.startswith(("exit", "echo"))
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", command) if is_script else command)
-    assert program.load() is None
-    compiling = f"compiling the {program.name} for this processor, once\n"
-    lines = capsys.readouterr().err.removeprefix(compiling).splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith(program.without)
-    assert message in lines[0]
+    with pytest.raises(OSError, match=re.escape(message)) as refused:
+        program.load()
+    assert len(str(refused.value).splitlines()) == 1
+    assert capsys.readouterr().err in ("", f"compiling the {program.name} for this processor, once\n")
     assert not programs(cache)
+
+
+def test_without_a_program_pytorch_computes_and_one_line_says_so(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    settings = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1)
+    backend = choose_backend(None, None, {"accelerator": "cpu", "precision": "32-true"}, settings)
+    assert backend.loss is PYTORCH_LOSS
+    reason = "CXX names no-such-compiler, which is not installed"
+    assert backend.notes == (f"training without the compiled loss, which is slower: {reason}",)
+    network = Transformer(10, settings)
+    assert choose_search("cpu", network, 1, 2, 0) is network
+    assert capsys.readouterr().err == f"{WITHOUT_SEARCH}{reason}\n"
 
 
 def test_no_compiler(square: Program[ctypes.CDLL], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +180,6 @@ def test_a_program_that_computes_something_else_is_not_kept(
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     [compiler] = find_compiler()
     wrong = script(
@@ -181,9 +193,8 @@ for word; do shift; [ "$word" = "$source" ] && word={tmp_path}/wrong.cpp; set --
 exec {compiler} "$include" "$@" -O0 """,
     )
     monkeypatch.setenv("CXX", wrong)
-    assert program.load() is None
-    message = f"made from {program.name}.cpp computes other results; try another compiler"
-    assert message in capsys.readouterr().err
+    with pytest.raises(OSError, match=f"made from {program.name}.cpp computes other results; try another compiler"):
+        program.load()
     assert not programs(cache)
 
 
@@ -210,5 +221,5 @@ def test_translations_without_a_compiler_are_the_same(trained_run: Path) -> None
     operators = pipeline("translate", trained_run, text=text, environment={"CXX": "no-such-compiler"})
     assert compiled.returncode == operators.returncode == 0
     assert compiled.stdout == operators.stdout
-    assert SEARCH.without in operators.stderr.decode()
-    assert SEARCH.without not in compiled.stderr.decode()
+    assert WITHOUT_SEARCH in operators.stderr.decode()
+    assert WITHOUT_SEARCH not in compiled.stderr.decode()

@@ -214,7 +214,7 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
     "run.bleu_tokenizer": ("char", lambda b: b.callbacks["ValidationSamples"].state_dict()["bleu_tokenizer"]),
     "run.log_every_steps": (4, lambda b: b.callbacks["TrainingMonitor"]._every_steps),
     "run.compile": (True, lambda b: b.module.compiled_forward is not None),
-    "run.kernels": ("pytorch", lambda b: same([b.module.kernels, b.module.loss_kernels])),
+    "run.kernels": ("pytorch", lambda b: same([b.module.backend.attention.name, b.module.backend.loss.name]).lower()),
     "run.timeout_seconds": (
         123,
         lambda b: same(
@@ -311,7 +311,7 @@ def built(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setitem(READERS, "own", OwnReader)
         patch.setitem(OPTIMIZERS, "own", own_optimizer)
         # Nothing is compiled here.
-        patch.setattr("pipeline.training.compilation.missing_compiler", lambda on_gpu: None)
+        patch.setattr("pipeline.runtime.backend.missing_compiler", lambda on_gpu: None)
         # As torchrun starts the first of two nodes.
         for name, number in {
             "WORLD_SIZE": 4,

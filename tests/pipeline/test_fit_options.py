@@ -1,8 +1,7 @@
-"""Options that `fit` chooses: precision, strategy and compilation; and which Trainer keys a recipe may set."""
+"""Options that `fit` chooses: precision and strategy; and which Trainer keys a recipe may set."""
 
 import re
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from pipeline.config.trainer_keys import max_seconds, validate_trainer_keys
 from pipeline.runtime.devices import best_precision, precision_plugin
 from pipeline.runtime.launch import JobStep
 from pipeline.training.checks import check_machine, check_recipe
-from pipeline.training.compilation import should_compile
 from pipeline.training.fit import fit
 from pipeline.training.trainer import strategy, trainer_options
 from tests.conftest import ROOT, pipeline
@@ -58,30 +56,6 @@ def test_help_names_the_page_that_lists_all_settings() -> None:
     said = pipeline("fit", "--help").stdout.decode()
     [page] = re.findall(r"docs/\S+\.md", said)
     assert "\n| `run.keep_last` | integer |" in (ROOT / page).read_text()
-
-
-def test_when_to_compile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not should_compile(None, "auto")
-    assert should_compile(True, "cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert should_compile(None, "auto")
-    assert not should_compile(False, "auto")
-    assert not should_compile(None, "cpu")
-    for variable in ("CC", "CXX"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("PATH", "")
-    assert not should_compile(None, "gpu")
-    assert "gcc" in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"run\.compile: .*g\+\+"):
-        should_compile(True, "cpu")
-    monkeypatch.setenv("CC", "/opt/bin/cc")
-    assert should_compile(None, "gpu")
-    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))  # Python without its headers
-    assert not should_compile(None, "gpu")
-    assert f"python3-dev or python3-devel, and {tmp_path}/Python.h is missing" in capsys.readouterr().err
-    (tmp_path / "Python.h").touch()
-    assert should_compile(None, "gpu")
 
 
 def test_max_time() -> None:

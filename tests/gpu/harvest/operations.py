@@ -20,6 +20,7 @@ from model.packed_attention import cross_attention, packed_segments, self_attent
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.profiling.stopwatch import PeakMemory
+from tests.gpu.backends import make_backend
 from tests.gpu.harvest.job import PIECES, SPECIAL, STEP_TOKENS, Job, pair_lengths, per_second, training_steps
 from tests.model.search_truth import make_sources
 
@@ -94,7 +95,8 @@ def _packed(
     in_blocks, kernels = PACKED[kernel]
     lengths = pair_lengths(tokens, mean_length)
     [batch] = training_steps(lengths, 100, in_blocks=in_blocks)[0].to(job.device).micro_batches
-    segments = packed_segments(batch, torch.bfloat16, kernels)[KINDS.index(kind)]
+    attention_kernel = make_backend(job.device.type, kernels).attention
+    segments = packed_segments(batch, torch.bfloat16, attention_kernel)[KINDS.index(kind)]
     rows = {"source": batch.source.numel(), "target": batch.target_input.numel()}
     width = heads * HEAD_SIZE
     if kind == "cross":
@@ -168,19 +170,20 @@ def run_loss(job: Job) -> None:
 def _loss(
     job: Job, states: Tensor, weight: Tensor, targets: Tensor, memory_share: float, kernels: str
 ) -> dict[str, Any]:
+    functions = make_backend(job.device.type, kernels).loss
     passes = states.dim() - 1
     alpha = 5.0 if passes == 2 else 0.0
 
     def step() -> None:
         with torch.autocast(job.device.type, torch.bfloat16):
-            sums = label_smoothed_loss(states, weight, targets, 0.1, 0, 1 / len(targets), kernels, alpha)
+            sums = label_smoothed_loss(states, weight, targets, 0.1, 0, 1 / len(targets), functions, alpha)
         sums.smoothed.backward()
         states.grad = weight.grad = None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model.loss, "_CHUNK_SHARE", memory_share)
         rows = passes * len(targets)
-        chunk = model.loss._chunk_rows(rows, len(weight), job.device, torch.bfloat16, kernels, passes)
+        chunk = model.loss._chunk_rows(rows, len(weight), job.device, torch.bfloat16, functions.in_place, passes)
         step()  # compiles
         memory = PeakMemory(job.device)
         step()

@@ -14,11 +14,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from model.training_module import StepOptions, TranslationModule
+from model.training_module import TranslationModule
 from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.flops import training_flops
 from pipeline.profiling.stopwatch import Stopwatch
 from pipeline.runtime.console import quiet_lightning
+from tests.gpu.backends import make_backend
 from tests.gpu.harvest.job import PIECES, SPECIAL, STEP_TOKENS, Job, pair_lengths, per_second, training_steps
 
 QUIET_STEPS, TIMED_STEPS, HOST_STEPS, PROFILED_STEPS = 8, 20, 5, 3
@@ -61,8 +62,8 @@ def _run(job: Job, network: NetworkSettings, cases: list[Case]) -> None:
     job.record("network", **asdict(network), pieces=pieces, product_flops_per_second=best)
     for case in cases:
         torch.manual_seed(1)
-        options = StepOptions(compiled=case.compiled, kernels=case.kernels)
-        module = TranslationModule(pieces, SPECIAL, network, TrainingSettings(), DecodingSettings(), 1, options)
+        backend = make_backend(job.device.type, case.kernels, case.compiled)
+        module = TranslationModule(pieces, SPECIAL, network, TrainingSettings(), DecodingSettings(), 1, backend)
         job.attempt("step", lambda m=module, c=case: _train(job, m, c, tokens, best), **case._asdict())
 
 

@@ -1,0 +1,60 @@
+"""How a run computes. `pipeline/runtime/backend.py` chooses it once, from the recipe and the device.
+
+The defaults are plain PyTorch, which runs everywhere and which every fast path of `model/fast/` is tested against.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.loss import PYTORCH_LOSS, LossFunctions
+from model.packed_attention import PYTORCH_ATTENTION, Attention, Segments
+from model.transformer import Transformer
+
+Forward = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Segments, Segments, Segments]], Tensor]
+"""The signature of `Transformer.packed`."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The implementations that a run trains with. Each has the signature of the plain function that it stands for."""
+
+    precision: str = "32-true"
+    """Lightning's name."""
+    in_blocks: bool = True
+    """Whether sentences are placed in blocks; otherwise they lie end to end. See `packed_attention.py`."""
+    attention: Attention = PYTORCH_ATTENTION
+    """For sentences end to end. Blocks have one implementation."""
+    loss: LossFunctions = PYTORCH_LOSS
+    compiled: Callable[[Transformer], Forward] | None = None
+    """Returns a compiled `Transformer.packed`; None to call it as it is. Validation is not compiled."""
+    cast_weights: Callable[[Transformer, torch.dtype], Any] | None = None
+    """Makes 16-bit copies of the weights that `refresh()` brings up to date; None to leave casts to autocast."""
+    search: str = "PyTorch"
+    """What decodes. Validation has PyTorch's search: the compiled one would copy the weights each time."""
+    notes: tuple[str, ...] = ()
+    """Why something slower was chosen than the device could run."""
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, so that small gradients do not underflow."""
+        return self.precision == "16-mixed"
+
+    def summary(self) -> dict[str, str]:
+        """Return what was chosen, by part, for the run folder."""
+        return {
+            "precision": self.precision,
+            "rows": "blocks" if self.in_blocks else "end to end",
+            "attention": self.attention.name,
+            "loss": self.loss.name,
+            "compilation": "Inductor" if self.compiled else "none",
+            "weights": "cast once a step" if self.cast_weights else "as stored",
+            "search": self.search,
+        }
+
+    def line(self) -> str:
+        """Return what was chosen in one line."""
+        return "backend: " + ", ".join(f"{part} {choice}" for part, choice in self.summary().items())

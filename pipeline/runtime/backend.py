@@ -1,0 +1,193 @@
+"""Chooses how a run computes, and how a device searches: the only place that decides which implementation runs.
+
+Beside plain PyTorch there are the fast paths of `model/fast/`. What is compiled on this machine is compared with plain
+PyTorch here, before anything relies on it.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from data_module.errors import InputError
+from model.settings import NetworkSettings
+from pipeline.runtime.compiled_code import Program, load_program, missing_compiler
+from pipeline.runtime.devices import device_indices
+from pipeline.runtime.launch import local_rank
+
+if TYPE_CHECKING:
+    import ctypes
+
+    from model.backend import Backend
+    from model.fast.compiled_loss import CompiledLoss
+    from model.fast.compiled_search import CompiledSearch
+    from model.transformer import Transformer
+
+_COMPILED_LOSS = ("bf16-mixed", "32-true", "32")
+"""Precisions that the compiled loss computes in."""
+
+
+def choose_backend(
+    kernels: str | None, compiles: bool | None, options: dict[str, Any], network: NetworkSettings
+) -> "Backend":
+    """Return how training steps are computed: as the recipe says, or else as this process's device can do it fastest.
+
+    Programs are compiled and compared with PyTorch's operators here, which takes some seconds the first time.
+
+    Args:
+        kernels: `run.kernels`: "triton", "pytorch" (which excludes the compiled loss, too), or None.
+        compiles: `run.compile`.
+        options: accelerator, precision and devices, as `trainer_options` returns them.
+        network: the recipe's `network:`.
+
+    Raises:
+        InputError: the machine cannot run what is requested.
+    """
+    import torch
+
+    from model.backend import Backend
+    from model.fast.cast_weights import CastWeights
+    from model.fast.compilation import CompiledForward
+    from model.loss import PYTORCH_LOSS
+    from model.packed_attention import PYTORCH_ATTENTION
+
+    on_gpu = options["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    precision = str(options["precision"])
+    notes: list[str] = []
+    attention, loss = PYTORCH_ATTENTION, PYTORCH_LOSS
+    if _use_triton(kernels, options, network, on_gpu, notes):
+        from model.fast.triton_attention import TRITON_ATTENTION
+        from model.fast.triton_loss import TRITON_LOSS
+
+        attention, loss = TRITON_ATTENTION, TRITON_LOSS
+    elif not on_gpu and kernels is None and precision in _COMPILED_LOSS:
+        try:
+            loss = load_compiled_loss().functions()
+        except OSError as error:
+            notes.append(f"training without the compiled loss, which is slower: {error}")
+    in_blocks = attention is PYTORCH_ATTENTION and not (on_gpu and _flash_takes(precision, network))
+    return Backend(
+        precision,
+        in_blocks,
+        attention,
+        loss,
+        compiled=CompiledForward if _use_compiler(compiles, on_gpu, notes) else None,
+        cast_weights=CastWeights if on_gpu and precision.endswith("-mixed") else None,
+        notes=tuple(notes),
+    )
+
+
+def _use_triton(
+    requested: str | None, options: dict[str, Any], network: NetworkSettings, on_gpu: bool, notes: list[str]
+) -> bool:
+    if requested == "pytorch" or (requested is None and not on_gpu):
+        return False
+    obstacle = _obstacle_to_triton(options, network) if on_gpu else "they need a GPU"
+    if obstacle is None:
+        return True
+    if requested is not None:
+        raise InputError(f"run.kernels {requested}: {obstacle}; set it to pytorch, or to null")
+    notes.append(f"training with PyTorch's kernels instead of Triton's: {obstacle}")
+    return False
+
+
+def _obstacle_to_triton(options: dict[str, Any], network: NetworkSettings) -> str | None:
+    """Return why Triton's kernels cannot run on this process's GPU; None if they can."""
+    import torch
+
+    device = _own_device(options)
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return (
+            f"they need a GPU of compute capability 8.0, and {torch.cuda.get_device_name(device)} has {major}.{minor}"
+        )
+    if missing := missing_compiler(on_gpu=True):
+        return f"Triton {missing}"
+    try:
+        from model.fast import triton_attention, triton_check
+    except ImportError as error:
+        return f"Triton is not installed or does not work ({error})"
+    d_k, d_v = network.key_size, network.value_size
+    if not triton_attention.can_run(d_k, d_v):
+        return f"they do not take heads with d_k {d_k} and d_v {d_v}"
+    dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    dtype = dtypes.get(str(options["precision"]), torch.float32)
+    with torch.cuda.device(device):  # The processes of a node would otherwise all take memory of its first GPU.
+        return triton_check.failure(dtype, network.num_heads, d_k, d_v)
+
+
+def _own_device(options: dict[str, Any]) -> int:
+    """Return the index of the GPU that Lightning will give to this process."""
+    import torch
+
+    indices, rank = device_indices(options), local_rank()
+    index = indices[rank] if rank < len(indices) else 0
+    return index if index < torch.cuda.device_count() else 0  # Lightning reports the mistake.
+
+
+def _use_compiler(requested: bool | None, on_gpu: bool, notes: list[str]) -> bool:
+    """Return whether to train with torch.compile: by default on a GPU, where it can compile."""
+    if requested is False or (requested is None and not on_gpu):
+        return False
+    missing = missing_compiler(on_gpu)
+    if missing is None:
+        return True
+    if requested:
+        raise InputError(f"run.compile: torch.compile {missing}; install what is missing, or set run.compile to false")
+    notes.append(f"training without torch.compile, which is slower: it {missing}")
+    return False
+
+
+def _flash_takes(precision: str, network: NetworkSettings) -> bool:
+    """Return whether PyTorch's variable-length flash attention can compute the network's attention on a GPU."""
+    import torch
+
+    d_k, d_v = network.key_size, network.value_size
+    takes_heads = d_k == d_v and d_k % 8 == 0 and d_k <= 256 and not network.attention_dropout
+    return precision.startswith(("bf16", "16")) and takes_heads and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def choose_search(
+    device: str, network: "Transformer", bos_id: int, eos_id: int, pad_id: int
+) -> "Transformer | CompiledSearch":
+    """Return what searches fastest on a device. On a CPU, the network can do nothing else afterwards."""
+    if device != "cpu":
+        return network
+    from model.fast.compiled_search import CompiledSearch, unsupported
+    from model.packing import can_pack, pack_linears
+    from pipeline.runtime.memory import limit_onednn_cache
+
+    lacking = unsupported(network)
+    try:
+        if lacking is None:
+            return CompiledSearch(load_compiled_search(), network, bos_id, eos_id, pad_id)
+        reason = f"it lacks {lacking}"
+    except OSError as error:
+        reason = str(error)
+    print(f"translating without the compiled search, which is slower: {reason}", file=sys.stderr)
+    limit_onednn_cache()
+    if can_pack(network):
+        pack_linears(network)
+    return network
+
+
+def load_compiled_loss() -> "CompiledLoss":
+    """Return the compiled loss, and compile it first if that has not been done.
+
+    Raises:
+        OSError: it cannot be compiled here, or computes something else than PyTorch's operators.
+    """
+    from model.fast import compiled_loss
+
+    return load_program(Program("loss", compiled_loss.SOURCES, compiled_loss.CompiledLoss, compiled_loss.agrees))
+
+
+def load_compiled_search() -> "ctypes.CDLL":
+    """Return the compiled search, and compile it first if that has not been done.
+
+    Raises:
+        OSError: it cannot be compiled here, or finds other translations than PyTorch's operators.
+    """
+    from model.fast import compiled_search
+
+    return load_program(
+        Program("search", compiled_search.SOURCES, compiled_search.load_library, compiled_search.agrees)
+    )

@@ -1,0 +1,220 @@
+"""Which backend `fit` chooses, and what it says where the machine cannot run a part of it."""
+
+import json
+import sys
+import sysconfig
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import model.fast
+from data_module.errors import InputError
+from model.backend import Backend
+from model.loss import PYTORCH_LOSS
+from model.packed_attention import PYTORCH_ATTENTION
+from model.settings import NetworkSettings
+from pipeline.runtime.backend import choose_backend
+from tests.conftest import pipeline
+from tests.integration.runs import scalars
+
+ON_GPU = {"accelerator": "gpu", "precision": "bf16-mixed"}
+NETWORK = NetworkSettings()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A GPU as far as PyTorch is asked about it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "This GPU")
+    return monkeypatch
+
+
+def assert_impossible(obstacle: str) -> None:
+    """Null: PyTorch's kernels and one line. Requested: refused."""
+    backend = choose_backend(None, False, ON_GPU, NETWORK)
+    assert (backend.attention, backend.loss) == (PYTORCH_ATTENTION, PYTORCH_LOSS)
+    [line] = backend.notes
+    assert line.startswith("training with PyTorch's kernels instead of Triton's: ")
+    assert obstacle in line
+    with pytest.raises(InputError) as refused:
+        choose_backend("triton", False, ON_GPU, NETWORK)
+    assert obstacle in str(refused.value)
+    assert str(refused.value).endswith("; set it to pytorch, or to null")
+    assert choose_backend("pytorch", False, ON_GPU, NETWORK).notes == ()
+
+
+def test_an_older_gpu(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    assert_impossible("compute capability 8.0, and This GPU has 7.5")
+
+
+def test_each_process_asks_its_own_gpu(gpu: pytest.MonkeyPatch) -> None:
+    """Only the third GPU is an older one."""
+    gpu.setattr(torch.cuda, "device_count", lambda: 4)
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device=0: (7, 5) if device == 2 else (9, 0))
+    gpu.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    gpu.setenv("PATH", "")
+    gpu.delenv("CC", raising=False)
+    for name, rank, devices, is_old in (
+        ("LOCAL_RANK", "2", 4, True),
+        ("LOCAL_RANK", "1", "auto", False),
+        ("SLURM_LOCALID", "2", "auto", True),
+        ("LOCAL_RANK", "1", [0, 2], True),
+        ("LOCAL_RANK", "1", "3,2", True),
+        ("LOCAL_RANK", "2", [2, 0], False),  # a mistake, which Lightning reports
+    ):
+        with gpu.context() as environment:
+            environment.setenv(name, rank)
+            with pytest.raises(InputError) as refused:
+                choose_backend("triton", None, {**ON_GPU, "devices": devices}, NETWORK)
+        assert ("GPU 2 has 7.5" in str(refused.value)) == is_old
+
+
+def test_no_compiler(gpu: pytest.MonkeyPatch) -> None:
+    gpu.delenv("CC", raising=False)
+    gpu.setenv("PATH", "")
+    assert_impossible("Triton needs one of gcc, clang, or CC set to a compiler")
+
+
+def test_no_triton(gpu: pytest.MonkeyPatch) -> None:
+    """Where it is installed, it cannot be imported any more."""
+    gpu.setitem(sys.modules, "triton", None)
+    for name in ("triton_attention", "triton_loss", "triton_check"):
+        gpu.delitem(sys.modules, f"model.fast.{name}", raising=False)
+        gpu.delattr(model.fast, name, raising=False)
+    assert_impossible("Triton is not installed or does not work")
+
+
+def test_a_cpu(recipe_file: Path, tmp_path: Path) -> None:
+    """Has no Triton kernels: `fit` and `doctor` refuse them."""
+    message = "run.kernels triton: they need a GPU; set it to pytorch, or to null"
+    arguments = ["--config", recipe_file, "--run.folder", tmp_path / "run", "--run.kernels"]
+    refused = pipeline("fit", *arguments, "triton")
+    assert refused.returncode == 2
+    assert message in refused.stderr.decode().splitlines()[-1]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    doctor = pipeline("doctor", *arguments, "triton")
+    assert doctor.returncode == 1
+    assert message in doctor.stdout.decode()
+    assert "attention PyTorch, loss PyTorch" in pipeline("doctor", *arguments, "pytorch").stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "precision", "kernels", "expected"),
+    [
+        ("cpu", "bf16-mixed", None, "C++"),
+        ("cpu", "32-true", None, "C++"),
+        ("cpu", "32-true", "pytorch", "PyTorch"),
+        ("cpu", "64-true", None, "PyTorch"),
+        ("cpu", "16-mixed", None, "PyTorch"),
+    ],
+)
+def test_where_the_loss_is_compiled(accelerator: str, precision: str, kernels: str | None, expected: str) -> None:
+    backend = choose_backend(kernels, None, {"accelerator": accelerator, "precision": precision}, NETWORK)
+    assert (backend.loss.name, backend.in_blocks, backend.notes) == (expected, True, ())
+    assert backend.scales_loss == (precision == "16-mixed")
+
+
+def test_training_with_the_compiled_loss_is_training_with_pytorchs(recipe_file: Path, tmp_path: Path) -> None:
+    """To rounding, in training and validation, in which every figure differs in some digit."""
+    losses = {}
+    for name, options in (("compiled", []), ("pytorch", ["--run.kernels", "pytorch"])):
+        run = tmp_path / name
+        options = [
+            *options,
+            "--run.folder",
+            run,
+            "--run.log_every_steps",
+            1,
+            "--training.r_drop_alpha",
+            2,
+            "--network.dropout",
+            0.1,
+        ]
+        done = pipeline("fit", "--config", recipe_file, *options, "--trainer.precision", "32-true")
+        assert done.returncode == 0, done.stderr.decode()
+        losses[name] = [value for tag in ("train/loss", "validation/loss") for _, value in scalars(run, tag)]
+    assert len(losses["compiled"]) > 3
+    assert losses["compiled"] == pytest.approx(losses["pytorch"], rel=1e-4)
+    assert losses["compiled"] != losses["pytorch"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings", "capability", "expected"),
+    [
+        ("bf16-mixed", {}, (8, 0), False),
+        ("16-mixed", {}, (12, 0), False),
+        ("16-mixed", {}, (7, 5), True),
+        ("32-true", {}, (8, 0), True),
+        ("64-true", {}, (8, 0), True),
+        ("bf16-mixed", {"d_k": 32}, (8, 0), True),
+        ("bf16-mixed", {"d_k": 32, "d_v": 32}, (8, 0), False),
+        ("bf16-mixed", {"d_k": 20, "d_v": 20}, (8, 0), True),
+        ("bf16-mixed", {"d_k": 256, "d_v": 256}, (8, 0), False),
+        ("bf16-mixed", {"attention_dropout": 0.1}, (8, 0), True),
+        ("bf16-mixed", {"d_k": 264, "d_v": 264}, (8, 0), True),
+    ],
+)
+def test_what_flash_attention_cannot_take_is_in_blocks(
+    precision: str, settings: dict[str, Any], capability: tuple[int, int], expected: bool, gpu: pytest.MonkeyPatch
+) -> None:
+    """The paper's heads, d_k = d_v = 64, unless settings change them, on GPUs of several generations."""
+    gpu.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    for accelerator in ("gpu", "cuda", "auto"):
+        options = {"accelerator": accelerator, "precision": precision}
+        backend = choose_backend("pytorch", False, options, NetworkSettings(**settings))
+        assert (backend.in_blocks, backend.attention.name, backend.loss.name) == (expected, "PyTorch", "PyTorch")
+        assert (backend.cast_weights is not None) == precision.endswith("mixed")
+
+
+def test_when_to_compile(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def chosen(compiles: bool | None, accelerator: str) -> Backend:
+        return choose_backend("pytorch", compiles, {"accelerator": accelerator, "precision": "32-true"}, NETWORK)
+
+    assert chosen(True, "cpu").compiled
+    assert not chosen(None, "cpu").compiled
+    assert chosen(None, "auto").compiled
+    assert not chosen(False, "auto").compiled
+    for variable in ("CC", "CXX"):
+        gpu.delenv(variable, raising=False)
+    gpu.setenv("PATH", "")
+    [note] = chosen(None, "gpu").notes
+    assert note.startswith("training without torch.compile, which is slower: it needs one of gcc")
+    with pytest.raises(InputError, match=r"run\.compile: .*g\+\+"):
+        chosen(True, "cpu")
+    gpu.setenv("CC", "/opt/bin/cc")
+    assert chosen(None, "gpu").compiled
+    gpu.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))  # Python without its headers
+    backend = chosen(None, "gpu")
+    assert not backend.compiled
+    assert f"python3-dev or python3-devel, and {tmp_path}/Python.h is missing" in backend.notes[0]
+    (tmp_path / "Python.h").touch()
+    assert chosen(None, "gpu").compiled
+
+
+def test_tritons_kernels_run_where_the_check_finds_no_fault(gpu: pytest.MonkeyPatch) -> None:
+    """All types, sentences end to end, with attention dropout."""
+    gpu.setattr("model.fast.triton_check.failure", lambda *_: None)
+    gpu.setattr(torch.cuda, "device", lambda _: nullcontext())
+    for precision in ("32-true", "bf16-mixed"):
+        options = {"accelerator": "gpu", "precision": precision}
+        for kernels in (None, "triton"):
+            backend = choose_backend(kernels, False, options, NetworkSettings(attention_dropout=0.1))
+            assert (backend.in_blocks, backend.attention.name, backend.loss.name) == (False, "Triton", "Triton")
+
+
+def test_fit_and_doctor_say_what_was_chosen(recipe_file: Path, tmp_path: Path) -> None:
+    """And the run folder has it, for each start."""
+    options = ["--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.precision", "32-true"]
+    options += ["--trainer.accelerator", "cpu", "--trainer.max_steps", 1]
+    line = "backend: precision 32-true, rows blocks, attention PyTorch, loss C++, compilation none, "
+    assert f"\nok    {line}" in pipeline("doctor", *options).stdout.decode()
+    done = pipeline("fit", *options)
+    assert [said.startswith(line) for said in done.stderr.decode().splitlines()].count(True) == 1, done.stderr
+    [start] = [json.loads(record) for record in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
+    assert ", ".join(f"{part} {choice}" for part, choice in start["backend"].items()).startswith(line[9:])
