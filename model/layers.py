@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from data_module.registry import Registry
 from model.attention import CrossAttention, SelfAttention
 from model.fast.cast_weights import cast_linear
 from model.fast.dropout import Dropout
 from model.packed_attention import Segments
-from model.registry import Registry
 from model.settings import NetworkSettings
 
 NORMS: Registry[Callable[[int], nn.Module]] = Registry("network.norm", layer_norm=nn.LayerNorm)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from model.registry import Registry
+from data_module.registry import Registry
 from model.settings import TrainingSettings
 from model.torch_private import set_gradient_scaling, skips_non_finite_steps
 

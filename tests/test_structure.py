@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 PACKAGES = {
     "data_module": {"data_module"},
-    "model": {"model", "data_module.batching.batch"},
+    "model": {"model", "data_module.batching.batch", "data_module.registry"},
     "pipeline": {"pipeline", "model", "data_module"},
 }
 """What each package may import of the project."""
@@ -26,6 +26,7 @@ LAYERS = {
         "worker_processes",
         "settings",
         "files",
+        "registry",
         "errors",
     ],
     "model": ["model", "torch_private"],

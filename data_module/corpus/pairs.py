@@ -1,6 +1,5 @@
 """The pairs of a corpus: read from any source as clean sentences, filtered, and every dropped pair accounted for."""
 
-import difflib
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -52,11 +51,7 @@ def open_reader(text: TextSource, settings: CorpusSettings) -> Reader:
     if text.reader is None:
         return next(kind for key, kind in _BUILT_IN.items() if getattr(text, key))(text, languages)
     if text.reader not in READERS:
-        nearest = difflib.get_close_matches(text.reader, READERS, n=1, cutoff=0.5)
-        way_out = f"did you mean {nearest[0]!r}?" if nearest else "register it before the command starts"
-        raise InputError(
-            f"corpus: no reader {text.reader!r} is registered (registered: {', '.join(READERS) or 'none'}); {way_out}"
-        )
+        raise InputError(READERS.unknown(text.reader))
     return READERS[text.reader](text, languages)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_module.errors import InputError
+from data_module.registry import Registry
 from data_module.settings import TextSource
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -101,7 +102,7 @@ class Reader(ABC):
         return {}
 
 
-READERS: dict[str, type[Reader]] = {}
+READERS: Registry[type[Reader]] = Registry("corpus: reader")
 """Registered readers by the name that a recipe gives as `reader`."""
 
 

@@ -13,6 +13,7 @@ import sacrebleu
 from numpy.typing import NDArray
 
 from data_module.errors import InputError, install
+from data_module.registry import Registry
 from pipeline.compat.sacrebleu import chrf_score, chrf_statistics
 from pipeline.inference.bleu_tokenizer import DEFAULT, is_unspaced_or_hangul, language_code
 
@@ -97,7 +98,7 @@ class ChrF:
         return chrf_score(self._chrf, statistics)
 
 
-class MetricRegistry(dict[str, Metric]):
+class MetricRegistry(Registry[Metric]):
     """Metrics by name. To add one from outside: `METRICS["word_error_rate"] = WordErrorRate()`."""
 
     RESERVED = (
@@ -126,7 +127,7 @@ class MetricRegistry(dict[str, Metric]):
         super().__setitem__(name, metric)
 
 
-METRICS = MetricRegistry(bleu=Bleu(), chrf=ChrF())
+METRICS = MetricRegistry("metric", bleu=Bleu(), chrf=ChrF())
 """Metrics that `evaluate` and validation compute.
 
 The name is the key in the JSON of `evaluate`; the TensorBoard tag is `validation/<name>`. Every process that computes

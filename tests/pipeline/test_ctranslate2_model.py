@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from data_module.errors import InputError
+from data_module.registry import Registry
 from data_module.tokenization.tokenizer import Tokenizer
 from model.layers import ACTIVATIONS, NORMS
-from model.registry import Registry
 from pipeline.export.bundle import write_bundle
 from pipeline.export.ctranslate2_model import write_ctranslate2
 from tests.model.search_truth import EOS, VOCABULARY_SIZE, forced_log_probability, tolerance

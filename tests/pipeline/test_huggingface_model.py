@@ -10,10 +10,10 @@ import transformers
 import yaml
 
 from data_module.errors import InputError
+from data_module.registry import Registry
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.layers import ACTIVATIONS, NORMS
-from model.registry import Registry
 from model.settings import DecodingSettings
 from model.transformer import Transformer
 from pipeline.export import formats

@@ -137,6 +137,7 @@ def test_texts_of_other_types(tmp_path: Path) -> None:
     ("section", "key", "name", "way_out"),
     [
         ("network", "norm", "layernorm", "did you mean layer_norm?"),
+        ("network", "norm", "rms", "registered are: layer_norm; register it before the command starts"),
         ("network", "activation", "Relu", "did you mean relu?"),
         ("training", "schedule", "Paper", "did you mean paper?"),
         ("training", "optimizer", "adams", "did you mean adam?"),

@@ -1,4 +1,4 @@
-"""Named implementations of a part of the model, from which a recipe's key chooses one."""
+"""Implementations by name: parts of the network, optimizers, readers of text, metrics."""
 
 import difflib
 from typing import TypeVar
@@ -7,10 +7,10 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, T]):
-    """Implementations by name. To add one from outside: `NORMS["rms_norm"] = nn.RMSNorm`."""
+    """Implementations by name. To add one from outside, before a command starts: `NORMS["rms_norm"] = nn.RMSNorm`."""
 
     def __init__(self, key: str, **entries: T) -> None:
-        """Start with `entries`. `key` is the recipe's key that holds a name, such as "network.norm"."""
+        """Start with `entries`. `key` is what a name is given as, such as the recipe's key "network.norm"."""
         super().__init__(entries)
         self.key = key
 
@@ -21,5 +21,6 @@ class Registry(dict[str, T]):
     def unknown(self, name: str) -> str:
         """Return the message for a name that is not registered."""
         near = difflib.get_close_matches(str(name), self, n=1, cutoff=0.5)
-        way_out = f"did you mean {near[0]}?" if near else f"registered are: {', '.join(self)}"
+        registered = f"registered are: {', '.join(self) or 'none'}; register it before the command starts"
+        way_out = f"did you mean {near[0]}?" if near else registered
         return f"{self.key} {name!r} is not registered; {way_out}"
