@@ -163,15 +163,12 @@ def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, t
     Raises:
         InputError: the recipe's tokenizer is not installed, or `--paper` was not made for the language.
     """
-    from pipeline.inference.bleu_tokenizer import choose_tokenizer, spacing_warning
+    from pipeline.inference.bleu_tokenizer import spacing_warning, tokenizer_of
     from pipeline.inference.metrics import require_moses_language
 
-    language = translator.recipe["corpus"]["target_language"]
     if arguments.paper:
-        require_moses_language(language, text.references)
-    tokenizer, note = choose_tokenizer(translator.recipe["run"]["bleu_tokenizer"], language)
-    if note:
-        print(note, file=sys.stderr)
+        require_moses_language(translator.recipe["corpus"]["target_language"], text.references)
+    tokenizer = tokenizer_of(translator.recipe)
     if warning := spacing_warning(text.references, tokenizer):
         print(f"{text.name}: its lines {warning}", file=sys.stderr)
     return tokenizer

@@ -113,7 +113,7 @@ def parity_text(model: "TrainedModel", source: Path | None, reference: Path | No
         InputError: the text cannot be read, is empty, or is missing.
     """
     from pipeline.export.parity import Text
-    from pipeline.inference.bleu_tokenizer import DEFAULT
+    from pipeline.inference.bleu_tokenizer import DEFAULT, tokenizer_of
     from pipeline.inference.text_io import paired_texts, read_sentences
 
     if source is not None:
@@ -123,7 +123,7 @@ def parity_text(model: "TrainedModel", source: Path | None, reference: Path | No
             sources, references = read_sentences(source), None
         if not any(map(len, model.tokenizer.encode(sources))):  # U+2581 and the like are no pieces
             raise InputError(f"{source}: has no sentences; give a text to compare formats on")
-        return Text(source.name, sources, references, _bleu_tokenizer(model) if references else DEFAULT)
+        return Text(source.name, sources, references, tokenizer_of(model.recipe) if references else DEFAULT)
     folder = Path(model.recipe["corpus"]["folder"])
     source, reference = folder / "validation.source.txt", folder / "validation.target.txt"
     if not (source.is_file() and reference.is_file()):
@@ -134,18 +134,7 @@ def parity_text(model: "TrainedModel", source: Path | None, reference: Path | No
     sources, references = paired_texts(source, reference)
     stride = max(1, len(sources) // PARITY_SENTENCES)
     sources, references = (lines[::stride][:PARITY_SENTENCES] for lines in (sources, references))
-    return Text("validation text", sources, references, _bleu_tokenizer(model))
-
-
-def _bleu_tokenizer(model: "TrainedModel") -> str:
-    """Return the tokenizer of BLEU by the model's recipe, and print what the user should know about it."""
-    from pipeline.inference.bleu_tokenizer import choose_tokenizer
-
-    requested = model.recipe["run"]["bleu_tokenizer"]
-    tokenizer, note = choose_tokenizer(requested, model.recipe["corpus"]["target_language"])
-    if note:
-        print(note, file=sys.stderr)
-    return tokenizer
+    return Text("validation text", sources, references, tokenizer_of(model.recipe))
 
 
 def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "Text", licences: list[str]) -> None:

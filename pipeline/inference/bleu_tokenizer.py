@@ -1,9 +1,10 @@
 """The tokenizer of BLEU: named by the recipe, or chosen by the target language."""
 
 import re
+import sys
 from collections.abc import Iterable
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data_module.errors import InputError, install
 
@@ -58,6 +59,18 @@ def choose_tokenizer(requested: str | None, language: str) -> Choice:
         note = f"corpus.target_language {language}: BLEU counts characters, because {missing}"
         return Choice("char", note)
     return Choice(tokenizer, None)
+
+
+def tokenizer_of(recipe: dict[str, Any]) -> str:
+    """Return BLEU's tokenizer by the recipe of a checkpoint, and print what the user should know about it.
+
+    Raises:
+        InputError: see `choose_tokenizer`.
+    """
+    tokenizer, note = choose_tokenizer(recipe["run"]["bleu_tokenizer"], recipe["corpus"]["target_language"])
+    if note:
+        print(note, file=sys.stderr)
+    return tokenizer
 
 
 def resume_tokenizer(began: str, requested: str | None, language: str) -> Choice:

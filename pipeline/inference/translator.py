@@ -116,8 +116,6 @@ class Translation(NamedTuple):
 
     hypotheses: list[Hypothesis]
     """The n best hypotheses, best first; fewer if the search found fewer."""
-    num_source_tokens: int
-    """Number of pieces of the whole sentence, including the end symbol."""
     truncated: bool
     """Whether the sentence was cut to `Translator.max_source_tokens`."""
 
@@ -224,7 +222,7 @@ class Translator:
                 for index, hypotheses in zip(batch, answers, strict=True):
                     found[index] = hypotheses
         return [
-            Translation(hypotheses, len(source), len(kept) < len(source))
+            Translation(hypotheses, len(kept) < len(source))
             for hypotheses, source, kept in zip(found, sources, cut, strict=True)
         ]
 

@@ -35,7 +35,7 @@ def messages(errors: bytes) -> list[str]:
 
 
 def translated(lines: list[str]) -> list[Translation]:
-    return [Translation([Hypothesis(line, 0.0, 0.0, 1)], 1, False) for line in lines]
+    return [Translation([Hypothesis(line, 0.0, 0.0, 1)], False) for line in lines]
 
 
 class FakeWorker:

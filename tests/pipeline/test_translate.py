@@ -117,7 +117,7 @@ class Echo:
     """A translator that returns its input."""
 
     def translate(self, lines: list[str], n_best: int, finished: Any) -> list[Translation]:
-        return [Translation([Hypothesis(line, 0.0, 0.0, 1)], 1, False) for line in lines]
+        return [Translation([Hypothesis(line, 0.0, 0.0, 1)], False) for line in lines]
 
 
 def test_no_more_than_a_chunk_is_read_ahead() -> None:
