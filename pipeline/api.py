@@ -56,8 +56,8 @@ class _File(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> "_File":
-        found = path.stat()
-        return cls(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+        status = path.stat()
+        return cls(path, (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 def load(
@@ -195,9 +195,11 @@ class Model:
         self._warn_of_prefixes(texts)
         _warn_of_marks(texts)
         with _mistakes_in_one_line():
-            found = self._translator.translate(texts, count, progress=progress)
-        self._warn_of_cut([number for number, one in enumerate(found, 1) if one.truncated])
-        answers: list[Any] = [one.text if n_best is None else one.hypotheses for one in found]
+            translations = self._translator.translate(texts, count, progress=progress)
+        self._warn_of_cut([number for number, translation in enumerate(translations, 1) if translation.truncated])
+        answers: list[Any] = [
+            translation.text if n_best is None else translation.hypotheses for translation in translations
+        ]
         return answers[0] if isinstance(sentences, str) else answers
 
     @overload
@@ -233,14 +235,14 @@ class Model:
 
             totals = score_pairs(network, log_softmax, tokenizer, source_ids, target_ids, device, bar.update)
         penalties = penalty(torch.tensor([len(ids) for ids in target_ids]), translator.settings.length_penalty).tolist()
-        found = [
+        scored = [
             # The search does not run for an empty sentence, whose translation is empty.
             Hypothesis(text, total / divisor, total, len(target)) if max(len(source), len(target)) > 1 else EMPTY
             for text, source, target, total, divisor in zip(
                 wanted, source_ids, target_ids, totals, penalties, strict=True
             )
         ]
-        return found[0] if isinstance(sources, str) else found
+        return scored[0] if isinstance(sources, str) else scored
 
     def attention(self, sentence: str, target: str | None = None) -> Attention:
         """Return the attention weights of a sentence while the model writes a translation.
@@ -272,8 +274,8 @@ class Model:
         arrays = {kind: torch.cat(layers).float().cpu().numpy() for kind, layers in maps.items()}
         pieces = tokenizer.pieces()
         return Attention(
-            source=[pieces[one] for one in source_ids],
-            target=[pieces[one] for one in target_ids],
+            source=[pieces[piece_id] for piece_id in source_ids],
+            target=[pieces[piece_id] for piece_id in target_ids],
             bos=pieces[tokenizer.bos_id],
             **arrays,
         )

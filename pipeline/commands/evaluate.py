@@ -192,7 +192,7 @@ def require_writable(output: Path | None, *inputs: Path | None) -> None:
     Raises:
         InputError: the file cannot be written, or is one of the inputs.
     """
-    if output and any(one and one.is_file() and output.exists() and one.samefile(output) for one in inputs):
+    if output and any(path and path.is_file() and output.exists() and path.samefile(output) for path in inputs):
         raise InputError(f"{output}: is the text to score, and would be overwritten; give another --output")
     if output and not output.parent.is_dir():
         raise InputError(f"{output}: its folder is not there; make it or give another --output")

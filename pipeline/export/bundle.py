@@ -82,7 +82,7 @@ def bundle_files(formats: list[str] | None, quantize: str | None) -> list[str]:
     names = [name for key, name in FILES.items() if key in (formats or FILES.keys() - ON_REQUEST)]
     if quantize and not INT8.keys() & names:
         raise InputError(f"--quantize {quantize}: is for torchscript and ctranslate2; add one of them as --format")
-    return [one for name in names for one in (name, *([INT8[name]] if quantize and name in INT8 else []))]
+    return [file for name in names for file in (name, *([INT8[name]] if quantize and name in INT8 else []))]
 
 
 def obstacles(model: "TrainedModel", names: list[str]) -> dict[str, str]:
@@ -97,13 +97,13 @@ def obstacles(model: "TrainedModel", names: list[str]) -> dict[str, str]:
         "ctranslate2": lambda: require_shape(model.network),
         "huggingface": lambda: require_marian(model.network, model.tokenizer),
     }
-    found = {}
+    reasons = {}
     for name in names:
         try:
             checks.get(name, lambda: None)()
-        except InputError as reason:
-            found[name] = str(reason)
-    return found
+        except InputError as error:
+            reasons[name] = str(error)
+    return reasons
 
 
 def parity_text(model: "TrainedModel", source: Path | None, reference: Path | None) -> "Text":

@@ -167,7 +167,7 @@ def model_card(card: dict[str, Any]) -> str:
         lines = [data]
     else:
         lines = [f"pairs: {data['train_pairs']:,} for training, {data['validation_pairs']:,} for validation"]
-        lines += [f"{one['file']}, SHA-256 {one['sha256']}" for one in data["source_files"]]
+        lines += [f"{file['file']}, SHA-256 {file['sha256']}" for file in data["source_files"]]
         lines += [f"{name}, revision {revision}" for name, revision in data["hub_revisions"].items()]
     values["data"] = "\n".join(f"- {line}" for line in lines)
     if values["prefixes"]:

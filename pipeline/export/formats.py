@@ -112,7 +112,7 @@ class SearchRunner(Runner):
         """Return the greedy answer of each source."""
 
         def search(*batch: Tensor | None) -> tuple[Tensor, ...]:
-            return tuple(one.unsqueeze(1) for one in self.search.greedy(*batch, self.settings.max_extra_tokens))
+            return tuple(result.unsqueeze(1) for result in self.search.greedy(*batch, self.settings.max_extra_tokens))
 
         return [answers[0] for answers in self._search(sources, "greedy", search)]
 
@@ -191,7 +191,7 @@ class CTranslate2Runner(Runner):
         forced = self.translator.score_batch(
             self._pieces(sources), targets, max_batch_size=BATCH_TOKENS, batch_type="tokens", max_input_length=0
         )
-        return [Answer(answer.tokens, sum(one.log_probs)) for answer, one in zip(answers, forced, strict=True)]
+        return [Answer(answer.tokens, sum(scored.log_probs)) for answer, scored in zip(answers, forced, strict=True)]
 
     def _translate(self, sources: list[Ids], **options: Any) -> list[Answer]:
         tokenizer = self.tokenizer
@@ -245,8 +245,8 @@ class HuggingFaceRunner(Runner):
         # Transformers leaves no white space at the end of a text.
         expected = [text.strip() for text in self.tokenizer.decode(answers)]
         return {
-            "tokenizer_sources_different": sum(one != other for one, other in zip(encoded, sources, strict=True)),
-            "tokenizer_answers_different": sum(one != other for one, other in zip(decoded, expected, strict=True)),
+            "tokenizer_sources_different": sum(theirs != ours for theirs, ours in zip(encoded, sources, strict=True)),
+            "tokenizer_answers_different": sum(theirs != ours for theirs, ours in zip(decoded, expected, strict=True)),
         }
 
     def _generate(self, sources: list[Ids], kind: str, **options: Any) -> list[tuple[int, ...]]:

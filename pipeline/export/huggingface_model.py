@@ -44,28 +44,28 @@ def require_transformers() -> Any:
 def require_marian(network: Transformer, tokenizer: Tokenizer) -> None:
     """Raise InputError if Transformers is not installed, or its Marian cannot hold the network or the tokenizer."""
     require_transformers()
-    if found := [*_unsupported_settings(network), *_unsupported_symbols(tokenizer)]:
-        raise InputError(f"Transformers' Marian cannot hold this model: {'; '.join(found)}; export other formats")
+    if obstacles := [*_unsupported_settings(network), *_unsupported_symbols(tokenizer)]:
+        raise InputError(f"Transformers' Marian cannot hold this model: {'; '.join(obstacles)}; export other formats")
 
 
 def _unsupported_settings(trained: Transformer) -> list[str]:
     network: Any = trained  # members of a ModuleList are untyped
-    layer, attention, found = network.encoder[0], network.encoder[0].self_attention, []
+    layer, attention, unsupported = network.encoder[0], network.encoder[0].self_attention, []
     if layer.feed_forward_residual.pre_norm:
-        found.append("network.pre_norm is true")
+        unsupported.append("network.pre_norm is true")
     if isinstance(network.positions, LearnedPositions):
-        found.append("network.learned_positions is true")
+        unsupported.append("network.learned_positions is true")
     norm, activation = layer.feed_forward_residual.norm, layer.feed_forward.activation
     if type(norm) is not nn.LayerNorm:
-        found.append(f"network.norm is {type(norm).__name__}, not LayerNorm")
+        unsupported.append(f"network.norm is {type(norm).__name__}, not LayerNorm")
     if type(activation) not in ACTIVATIONS:
         names = " or ".join(kind.__name__ for kind in ACTIVATIONS)
-        found.append(f"network.activation is {type(activation).__name__}, not {names}")
+        unsupported.append(f"network.activation is {type(activation).__name__}, not {names}")
     size = network.embedding.embedding_dim / attention.num_heads
     for name in ("d_k", "d_v"):
         if getattr(attention, name) != size:
-            found.append(f"network.{name} is {getattr(attention, name)}, not d_model / num_heads, {size:g}")
-    return found
+            unsupported.append(f"network.{name} is {getattr(attention, name)}, not d_model / num_heads, {size:g}")
+    return unsupported
 
 
 def _unsupported_symbols(tokenizer: Tokenizer) -> list[str]:
@@ -235,15 +235,15 @@ def to_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str, 
     """
     embedding = weights["embedding.weight"]
     order = halves(embedding.size(1))
-    found = {SHARED: embedding[:, order]}
+    renamed = {SHARED: embedding[:, order]}
     if "projection.bias" in weights:
-        found[BIAS] = weights["projection.bias"].unsqueeze(0)
+        renamed[BIAS] = weights["projection.bias"].unsqueeze(0)
     for part in parts(*depths):
         for kind in ("weight", "bias"):
             whole = _reordered(weights[f"{part.ours}.{kind}"], order, part.axis)
-            for name, one in zip(part.theirs, whole.chunk(len(part.theirs)), strict=True):
-                found[f"{name}.{kind}"] = one.contiguous()
-    return found
+            for name, tensor in zip(part.theirs, whole.chunk(len(part.theirs)), strict=True):
+                renamed[f"{name}.{kind}"] = tensor.contiguous()
+    return renamed
 
 
 def from_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str, Tensor]:
@@ -256,12 +256,12 @@ def from_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str
     """
     embedding = weights[SHARED]
     order = halves(embedding.size(1)).argsort()
-    found = {"embedding.weight": embedding[:, order], "projection.bias": weights[BIAS].flatten()}
+    renamed = {"embedding.weight": embedding[:, order], "projection.bias": weights[BIAS].flatten()}
     for part in parts(*depths):
         for kind in ("weight", "bias"):
             whole = torch.cat([weights[f"{name}.{kind}"] for name in part.theirs])
-            found[f"{part.ours}.{kind}"] = _reordered(whole, order, part.axis)
-    return found
+            renamed[f"{part.ours}.{kind}"] = _reordered(whole, order, part.axis)
+    return renamed
 
 
 def halves(d_model: int) -> Tensor:
@@ -276,11 +276,11 @@ def _reordered(tensor: Tensor, order: Tensor, axis: int) -> Tensor:
 
 def marian_shapes(depths: tuple[int, int], vocabulary_size: int, d_model: int, d_ff: int) -> dict[str, list[int]]:
     """Return the shape of each weight by its name there, without weights that are computed or tied to another."""
-    found = {SHARED: [vocabulary_size, d_model], BIAS: [1, vocabulary_size]}
+    shapes = {SHARED: [vocabulary_size, d_model], BIAS: [1, vocabulary_size]}
     for part in parts(*depths):
         rows = d_ff if part.ours.endswith(".inner") else d_model
         columns = d_ff if part.ours.endswith(".outer") else d_model
         for name in part.theirs:
-            found[f"{name}.weight"] = [rows] if part.ours.endswith(".norm") else [rows, columns]
-            found[f"{name}.bias"] = [rows]
-    return found
+            shapes[f"{name}.weight"] = [rows] if part.ours.endswith(".norm") else [rows, columns]
+            shapes[f"{name}.bias"] = [rows]
+    return shapes

@@ -95,7 +95,7 @@ class Truth:
             for handle in handles:
                 handle.remove()
         changes = zip(disturbed, true * DISTURBANCES, strict=True)
-        return SAFETY * largest(abs(one - other) + precision * abs(other) for one, other in changes)
+        return SAFETY * largest(abs(noisy - exact) + precision * abs(exact) for noisy, exact in changes)
 
     def _forced(self, pairs: Sequence[Pair], noise: Callable[[Tensor], Tensor] | None = None) -> list[float]:
         def log_softmax(states: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class Parity:
         first, _ = timed(lambda: search(few))
         search(few)
         seconds, answers = timed(lambda: search(self.sources))
-        latencies = [timed(lambda one=one: search([one]))[0] for one in few]  # type: ignore[misc]
+        latencies = [timed(lambda source=source: search([source]))[0] for source in few]  # type: ignore[misc]
         num_tokens = sum(len(best[0].tokens) for best in answers)
         figures = {
             "target_tokens_per_second": round(num_tokens / seconds, 1),
@@ -173,11 +173,11 @@ class Parity:
         }
         return answers, figures
 
-    def _bleu(self, found: list[list[Answer]]) -> Figures:
+    def _bleu(self, answers: list[list[Answer]]) -> Figures:
         if self.references is None:
             return {}
         metric = Bleu(tokenize=self.bleu_tokenizer)
-        texts = self.tokenizer.decode([answers[0].tokens for answers in found])
+        texts = self.tokenizer.decode([best.tokens for best, *_ in answers])
         return {"bleu": round(corpus_score(metric, texts, self.references), 4), "bleu_signature": metric.signature()}
 
     def compare(self, runner: Runner, bounded: bool = True) -> Figures:
@@ -199,13 +199,13 @@ class Parity:
         return {**figures, **measured}
 
     def _reported(self, beam: list[list[Answer]], measured: Figures) -> Figures:
-        equal = [one[0].tokens == other[0].tokens for one, other in zip(self.beam, beam, strict=True)]
+        equal = [ours[0].tokens == theirs[0].tokens for ours, theirs in zip(self.beam, beam, strict=True)]
         figures: Figures = {"share_equal": round(sum(equal) / len(equal), 4)}
         if self.references is not None:
             figures["bleu_difference"] = round(measured["bleu"] - self._bleu(self.beam)["bleu"], 4)
         return figures
 
-    def against(self, found: list[list[Answer]]) -> Figures:
+    def against(self, beams: list[list[Answer]]) -> Figures:
         """Count equal, tied and different best answers; return how far n-best scores are from the truth at most.
 
         Two answers tie if the truth gives them the same score, up to twice the tolerance.
@@ -213,33 +213,35 @@ class Parity:
         counts, differences = {"equal": 0, "tied": 0, "different": 0}, []
         # At once, because together they take less time.
         self.truth.log_probabilities(
-            [(source, one.tokens) for source, beam in zip(self.sources, self.beam, strict=True) for one in beam]
+            [(source, answer.tokens) for source, beam in zip(self.sources, self.beam, strict=True) for answer in beam]
         )
         alpha = self.settings.length_penalty
-        for source, one, other in zip(self.sources, self.beam, found, strict=True):
-            best = one[0].tokens, other[0].tokens
+        for source, ours, theirs in zip(self.sources, self.beam, beams, strict=True):
+            best = ours[0].tokens, theirs[0].tokens
             is_tie = self._is_tie(source, *best, alpha)
             counts["equal" if best[0] == best[1] else "tied" if is_tie else "different"] += 1
             # Sorted, because hypotheses that tie may be in another order.
-            scores = sorted((self._score(source, answer.tokens, alpha) for answer in one), reverse=True)
-            differences += [abs(score - answer.score) for score, answer in zip(scores, other, strict=False)]
-            if len(one) != len(other):
+            scores = sorted((self._score(source, answer.tokens, alpha) for answer in ours), reverse=True)
+            differences += [abs(score - answer.score) for score, answer in zip(scores, theirs, strict=False)]
+            if len(ours) != len(theirs):
                 differences.append(float("inf"))
         return {**counts, "largest_score_difference": largest(differences)}
 
-    def greedy_against(self, found: list[Answer]) -> Figures:
+    def greedy_against(self, answers: list[Answer]) -> Figures:
         """Count equal, tied and different greedy answers; return how far their scores are from the truth at most.
 
         Two answers tie if the truth gives the first tokens that differ the same probability.
         """
         counts, differences = {"equal": 0, "tied": 0, "different": 0}, []
-        scores = self.truth.log_probabilities(list(zip(self.sources, [one.tokens for one in found], strict=True)))
-        for source, one, other, score in zip(self.sources, self.greedy, found, scores, strict=True):
-            pairs = enumerate(zip(one.tokens, other.tokens, strict=False), start=1)
+        scores = self.truth.log_probabilities(
+            list(zip(self.sources, [answer.tokens for answer in answers], strict=True))
+        )
+        for source, ours, theirs, score in zip(self.sources, self.greedy, answers, scores, strict=True):
+            pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=False), start=1)
             end = next((length for length, pair in pairs if pair[0] != pair[1]), None)
-            is_tie = end is not None and self._is_tie(source, one.tokens[:end], other.tokens[:end], 0.0)
-            counts["equal" if one.tokens == other.tokens else "tied" if is_tie else "different"] += 1
-            differences.append(abs(score - other.score))
+            is_tie = end is not None and self._is_tie(source, ours.tokens[:end], theirs.tokens[:end], 0.0)
+            counts["equal" if ours.tokens == theirs.tokens else "tied" if is_tie else "different"] += 1
+            differences.append(abs(score - theirs.score))
         figures = {**counts, "largest_score_difference": largest(differences)}
         return {f"greedy_{name}": figure for name, figure in figures.items()}
 

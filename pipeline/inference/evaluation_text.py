@@ -47,8 +47,8 @@ class EvaluationText(NamedTuple):
 
     def unknown_prefixes(self, prefixes: Prefixes) -> list[str]:
         """Return the prefixes of this text that a model does not know."""
-        found = dict.fromkeys(part.prefix for part in self.parts if part.prefix is not None)
-        return [prefix for prefix in found if prefix not in prefixes.symbols]
+        used = dict.fromkeys(part.prefix for part in self.parts if part.prefix is not None)
+        return [prefix for prefix in used if prefix not in prefixes.symbols]
 
     def by_source(self) -> dict[str, list[int]]:
         """Return the indices of the sentences of each source, by name; empty if there are fewer than two sources."""

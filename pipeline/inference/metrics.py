@@ -248,16 +248,16 @@ def compare(
 
 def reference_warnings(references: list[str]) -> list[str]:
     """Return warnings about references that look tokenized or lower-cased."""
-    found = []
+    messages = []
     punctuated = sum(bool(_PUNCTUATED.search(line)) for line in references)
     tokenized = sum(bool(_TOKENIZED.search(line)) for line in references)
     if 2 * tokenized > punctuated:
-        found.append("look tokenized: scores on them do not compare; give them detokenized")
+        messages.append("look tokenized: scores on them do not compare; give them detokenized")
     cased = sum(line.upper() != line.lower() for line in references)
     upper = sum(line != line.lower() for line in references)
     if cased and upper < 0.02 * cased:
-        found.append("look lower-cased: bleu counts case; give them as they were written, or read bleu_lowercase")
-    return found
+        messages.append("look lower-cased: bleu counts case; give them as they were written, or read bleu_lowercase")
+    return messages
 
 
 def _statistics(metric: Metric, hypotheses: list[str], references: list[str]) -> NDArray[np.int64]:

@@ -75,9 +75,9 @@ class Prefixes:
         Args:
             corpus: the section `corpus` of the recipe in a checkpoint.
         """
-        found = [text["prefix"] for text in corpus["train"]]
-        trained = tuple(dict.fromkeys(prefix for prefix in found if prefix is not None))
-        return cls(trained, tuple(corpus["user_symbols"]), bool(found) and None not in found)
+        used = [text["prefix"] for text in corpus["train"]]
+        trained = tuple(dict.fromkeys(prefix for prefix in used if prefix is not None))
+        return cls(trained, tuple(corpus["user_symbols"]), bool(used) and None not in used)
 
     def check(self, prefix: str | None) -> None:
         """Raise InputError if a prefix is given that the model does not know."""

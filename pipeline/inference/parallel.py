@@ -302,7 +302,7 @@ class ParallelTranslator:
                         end = event
                     elif isinstance(event, _Answer):
                         finished[event.number] = event.translations
-                        num_tokens += sum(one.hypotheses[0].num_tokens for one in event.translations)
+                        num_tokens += sum(translation.hypotheses[0].num_tokens for translation in event.translations)
                         show_token_rate(bar, num_tokens)
                     else:
                         raise event

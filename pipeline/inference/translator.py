@@ -32,7 +32,7 @@ def length_batches(
     most `max_tokens / SHORTEST` sentences. Sentences of one token, the end symbol, are left out.
     """
     batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if lengths[index] <= 1:
             break
         if batch:
@@ -210,7 +210,7 @@ class Translator:
             ValueError: `n_best` or a search setting is out of bounds (see `BeamSearch.beam`).
         """
         sources = [[*ids.tolist(), self.tokenizer.eos_id] for ids in self.tokenizer.encode(sentences)]
-        found: list[list[Hypothesis]] = [[EMPTY] for _ in sources]
+        results: list[list[Hypothesis]] = [[EMPTY] for _ in sources]
         cut = [source[: self.max_source_tokens] for source in sources]
         for source, kept in zip(sources, cut, strict=True):
             if len(kept) < len(source):
@@ -220,10 +220,10 @@ class Translator:
             for batch in length_batches([len(source) for source in cut], *self._batch_limits):
                 answers = self._search([cut[i] for i in batch], n_best, finished or bar.update)
                 for index, hypotheses in zip(batch, answers, strict=True):
-                    found[index] = hypotheses
+                    results[index] = hypotheses
         return [
             Translation(hypotheses, len(kept) < len(source))
-            for hypotheses, source, kept in zip(found, sources, cut, strict=True)
+            for hypotheses, source, kept in zip(results, sources, cut, strict=True)
         ]
 
     def translate_lines(
@@ -269,21 +269,21 @@ class Translator:
             with torch.inference_mode():  # a little faster than torch.no_grad
                 answers = self.search.beam(*arguments)
             finished(len(sources))
-        tokens, lengths, scores, log_probabilities = (one.flatten(0, 1).tolist() for one in answers)
+        tokens, lengths, scores, log_probabilities = (result.flatten(0, 1).tolist() for result in answers)
         texts = self.tokenizer.decode([row[: length - 1] for row, length in zip(tokens, lengths, strict=True)])
         hypotheses = [
             # `splitlines` also knows line breaks other than the line feed.
             Hypothesis(" ".join(text.splitlines()), score, log_probability, length)
             for text, score, log_probability, length in zip(texts, scores, log_probabilities, lengths, strict=True)
         ]
-        found = [
+        results = [
             # A length of 0 marks a hypothesis that does not exist.
-            [one for one in hypotheses[start : start + n_best] if one.num_tokens]
+            [hypothesis for hypothesis in hypotheses[start : start + n_best] if hypothesis.num_tokens]
             for start in range(0, len(hypotheses), n_best)
         ]
-        if not all(found):
+        if not all(results):
             raise InputError(f"{self.name}: its scores are not finite; choose a checkpoint with finite weights")
-        return found
+        return results
 
 
 def load_translator(checkpoint: Path, options: SearchOptions) -> Translator:
