@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import sacrebleu
 import yaml
 
 from tests.conftest import pipeline, tiny_recipe
@@ -119,6 +120,7 @@ def test_validation_and_evaluate_agree_by_source(recipe: Path) -> None:
 
 
 def test_ranks_and_a_resumed_run_have_the_same_scores(recipe: Path, tmp_path: Path) -> None:
+    """Each pair is decoded on one rank only, and the ranks' counts are summed."""
     run = run_of(recipe)
     for ranks in (1, 2):
         process = start(
@@ -130,8 +132,24 @@ def test_ranks_and_a_resumed_run_have_the_same_scores(recipe: Path, tmp_path: Pa
         )
         assert process.wait() == 0
     alone, first, second = (json.loads((tmp_path / name).read_text()) for name in ("1-0", "2-0", "2-1"))
+    texts = [recipe.parent / f"validation-{language}.{language}" for language in LANGUAGES]
+    references = [line for text in texts for line in text.read_text().splitlines()]
+    all_pairs = list(range(len(references)))
+    assert sorted(alone["pairs"]) == sorted(first["pairs"] + second["pairs"]) == all_pairs
+    assert 0.3 * len(all_pairs) < len(first["pairs"]) < 0.7 * len(all_pairs)
+    translations = {**first["translations"], **second["translations"]}
+    assert translations == alone["translations"]
+
+    def bleu(pairs: list[int]) -> float:
+        lines = [translations[str(pair)] for pair in pairs], [[references[pair] for pair in pairs]]
+        return sacrebleu.corpus_bleu(*lines).score
+
+    assert 1 < bleu(all_pairs) < 100
+    assert abs(bleu(first["pairs"]) - bleu(all_pairs)) > 0.1
     assert len(alone["by_source"]) == 6
-    for result in (first, second):
+    for result in (alone, first, second):
+        assert result["bleu"] == pytest.approx(bleu(all_pairs), abs=1e-4)
+        assert result["loss"] == pytest.approx(alone["loss"], rel=1e-5)
         assert result["by_source"] == pytest.approx(alone["by_source"], rel=1e-5)
     shutil.copytree(run, tmp_path / "run")
     checkpoints(tmp_path / "run")[-1].unlink()

@@ -71,4 +71,5 @@ if __name__ == "__main__":
     }
     (results / f"{num_ranks}-{trainer.global_rank}").write_text(json.dumps(result))
     if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # so that all results are there when rank 0 has ended
         torch.distributed.destroy_process_group()
