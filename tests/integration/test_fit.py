@@ -68,12 +68,12 @@ def test_compiled_and_eager_training_agree(recipe_file: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Path, workers: int) -> None:
-    """Bit for bit, with dropout, or with all regularization. Steps after the last checkpoint are repeated."""
+    """Bit for bit, with dropout, or with all regularization and averaged weights. Steps after the last checkpoint are repeated."""
     options = ["--network.dropout", 0.3, "--batches.workers", workers, "--trainer.max_steps", 24]
     options += ["--trainer.val_check_interval", 12]
     if workers:
         options += ["--network.attention_dropout", 0.2, "--network.activation_dropout", 0.1]
-        options += ["--training.r_drop_alpha", 5, "--training.weight_decay", 0.1]
+        options += ["--training.r_drop_alpha", 5, "--training.weight_decay", 0.1, "--training.ema_decay", 0.9]
         options += ["--training.schedule", "cosine", "--training.peak_learning_rate", 0.01]
         options += ["--trainer.precision", "bf16-mixed"]
     whole = fit(recipe_file, tmp_path / "whole", *options)
