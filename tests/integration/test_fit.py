@@ -68,7 +68,7 @@ def test_compiled_and_eager_training_agree(recipe_file: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Path, workers: int) -> None:
-    """Bit for bit, with dropout, or with all regularization and averaged weights. Steps after the last checkpoint are repeated."""
+    """Bit for bit, with dropout, or with all regularization. Steps after the last checkpoint are repeated."""
     options = ["--network.dropout", 0.3, "--batches.workers", workers, "--trainer.max_steps", 24]
     options += ["--trainer.val_check_interval", 12]
     if workers:

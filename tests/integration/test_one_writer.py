@@ -62,18 +62,3 @@ def test_ranks_that_resume_from_different_checkpoints(recipe_file: Path, tmp_pat
     assert ranks.wait(120) == 1
     assert re.search("rank 0 on .* resumed from step 8, rank 1 on .* from 4: another job was still", log.read_text())
     assert [step_of(path) for path in checkpoints(run)] == [4, 8]
-
-
-@pytest.mark.slow
-def test_ranks_on_a_run_folder_in_use_end(recipe_file: Path, tmp_path: Path) -> None:
-    run, log = tmp_path / "run", tmp_path / "stderr"
-    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_steps", 100_000]
-    writer = start(*command)
-    while not checkpoints(run) and writer.poll() is None:
-        time.sleep(0.05)
-    with log.open("w") as stderr:
-        torchrun = ["--standalone", "--nproc-per-node", 2, "-m", "pipeline", *command, "--trainer.devices", 2]
-        ranks = start(*torchrun, module="torch.distributed.run", stderr=stderr)
-    assert ranks.wait(120) != 0
-    assert log.read_text().count(f"error: {run}: another fit is writing to it; ") == 1
-    assert kill(writer)
