@@ -23,7 +23,7 @@ from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.bundle import bundle_of, load_bundle
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.text_io import SPACE_MARK_MESSAGE, progress_bar
-from pipeline.inference.translator import EMPTY, Hypothesis, Translator, load_translator, score_pairs
+from pipeline.inference.translator import EMPTY, Hypothesis, Translator, encode_sources, load_translator, score_pairs
 from pipeline.runtime import signals
 from pipeline.runtime.console import lightning_noise_restored, user_message
 
@@ -284,17 +284,16 @@ class Model:
         """Return ids with the end symbol, cut as in translation, with the same warnings."""
         self._warn_of_prefixes(sentences)
         _warn_of_marks(sentences)
-        eos, longest = self._translator.tokenizer.eos_id, self._translator.max_source_tokens
-        rows = [ids.tolist() for ids in self._translator.tokenizer.encode(sentences)]
-        if longest is not None:
-            self._warn_of_cut([number for number, ids in enumerate(rows, 1) if len(ids) >= longest])
-        return [[*ids[: None if longest is None else longest - 1], eos] for ids in rows]
+        translator = self._translator
+        sources, is_cut = encode_sources(translator.tokenizer, sentences, translator.max_source_tokens)
+        self._warn_of_cut([number for number, cut in enumerate(is_cut, 1) if cut])
+        return sources
 
     def _target_ids(self, sentences: list[str]) -> list[list[int]]:
         """Return ids with the end symbol; raise InputError for a sentence that the network has no positions for."""
         _warn_of_marks(sentences)
-        eos, longest = self._translator.tokenizer.eos_id, self._translator.search.max_positions
-        rows = [[*ids.tolist(), eos] for ids in self._translator.tokenizer.encode(sentences)]
+        longest = self._translator.search.max_positions
+        rows, _ = encode_sources(self._translator.tokenizer, sentences, None)
         for number, ids in enumerate(rows, 1):
             if longest and len(ids) > longest:
                 raise InputError(f"target {number}: has {len(ids)} pieces and the network {longest} positions; cut it")

@@ -26,7 +26,7 @@ from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.formats import FORMATS, Answer, Bundle, Ids, Runner, SearchRunner
 from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.inference.metrics import Bleu, corpus_score
-from pipeline.inference.translator import LONGEST, score_pairs
+from pipeline.inference.translator import LONGEST, encode_sources, score_pairs
 
 BLEU = 0.1
 ENOUGH_SENTENCES = 500
@@ -119,7 +119,7 @@ class Parity:
         self.tokenizer, self.settings = model.tokenizer, model.decoding
         tokenizer = model.tokenizer
         longest = min(LONGEST, model.network.positions.max_positions or LONGEST)
-        encoded = [[*ids.tolist()[: longest - 1], tokenizer.eos_id] for ids in tokenizer.encode(text.sources)]
+        encoded, _ = encode_sources(tokenizer, text.sources, longest)
         kept = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         self.sources = [encoded[index] for index in kept]
         self.texts = [text.sources[index] for index in kept]

@@ -21,6 +21,16 @@ from pipeline.inference.text_io import progress_bar, show_token_rate
 from pipeline.runtime.backend import choose_search
 
 
+def encode_sources(
+    tokenizer: Tokenizer, sentences: list[str], longest: int | None
+) -> tuple[list[list[int]], list[bool]]:
+    """Return each sentence's ids with the end symbol, cut to `longest` tokens, and whether it was cut."""
+    sources = [ids.tolist() for ids in tokenizer.encode(sentences)]
+    kept = None if longest is None else longest - 1
+    is_cut = [kept is not None and len(ids) > kept for ids in sources]
+    return [[*ids[:kept], tokenizer.eos_id] for ids in sources], is_cut
+
+
 def length_batches(
     lengths: Sequence[int], max_tokens: float, max_sentences: int | None = None, *, one_length: bool = False
 ) -> Iterator[list[int]]:
@@ -209,22 +219,15 @@ class Translator:
         Raises:
             ValueError: `n_best` or a search setting is out of bounds (see `BeamSearch.beam`).
         """
-        sources = [[*ids.tolist(), self.tokenizer.eos_id] for ids in self.tokenizer.encode(sentences)]
+        sources, is_cut = encode_sources(self.tokenizer, sentences, self.max_source_tokens)
         results: list[list[Hypothesis]] = [[EMPTY] for _ in sources]
-        cut = [source[: self.max_source_tokens] for source in sources]
-        for source, kept in zip(sources, cut, strict=True):
-            if len(kept) < len(source):
-                kept[-1] = self.tokenizer.eos_id
         label = progress if isinstance(progress, str) else "translating"
         with progress_bar(len(sources), show=bool(progress), description=label) as bar:
-            for batch in length_batches([len(source) for source in cut], *self._batch_limits):
-                answers = self._search([cut[i] for i in batch], n_best, finished or bar.update)
+            for batch in length_batches([len(source) for source in sources], *self._batch_limits):
+                answers = self._search([sources[i] for i in batch], n_best, finished or bar.update)
                 for index, hypotheses in zip(batch, answers, strict=True):
                     results[index] = hypotheses
-        return [
-            Translation(hypotheses, len(kept) < len(source))
-            for hypotheses, source, kept in zip(results, sources, cut, strict=True)
-        ]
+        return [Translation(*result) for result in zip(results, is_cut, strict=True)]
 
     def translate_lines(
         self, lines: Iterable[str], chunk: int, n_best: int = 1, total: int | None = None

@@ -10,7 +10,7 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
-from pipeline.inference.translator import EMPTY, Translator, length_batches
+from pipeline.inference.translator import EMPTY, Translator, encode_sources, length_batches
 from tests.conftest import train_tokenizer
 
 WORDS = ["ein", "hund", "läuft", "über", "die", "straße", "und", "bellt", "laut"]
@@ -85,6 +85,9 @@ def test_a_sentence_longer_than_the_positions_is_cut_and_marked(tokenizer: Token
     longest = " ".join(["hund"] * 30)
     short, cut = translator.translate(["ein", longest])
     assert (short.truncated, cut.truncated) == (False, True)
+    ids, end = tokenizer.encode([longest])[0].tolist(), tokenizer.eos_id
+    assert encode_sources(tokenizer, [longest], len(ids) + 1) == ([[*ids, end]], [False])
+    assert encode_sources(tokenizer, [longest], len(ids)) == ([[*ids[:-1], end]], [True])
     # Eleven pieces and the end symbol.
     source = torch.tensor([[*tokenizer.encode([longest])[0][:11].tolist(), tokenizer.eos_id]])
     answers = translator.search.beam(source, None, 3, 0.6, 4, 1)
