@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 NO_SENTENCE = -1
-"""The segment of dead tokens in blocks."""
+"""The segment of padding in blocks."""
 
 
 @dataclass(frozen=True)
@@ -31,27 +31,27 @@ class SpecialIds:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch of training: a row of source tokens and a row of target tokens, sentences after one another.
+    """One micro-batch of training: a row of source sentences and a row of target sentences.
 
-    Shapes: R is the length of the source row and M that of the target row. Tokens that belong to no sentence are dead:
-    their id and label are the padding symbol, and nothing depends on them.
+    Shapes: R is the length of the source row and M that of the target row. What belongs to no sentence is padding: its
+    id and label are the padding symbol, and nothing depends on it.
 
-    There are two layouts. End to end, the dead tokens follow the sentences, divided into segments that are not longer
-    than the longest sentence; R, M and the number of segments are constant. In blocks, `blocks` says how many blocks
-    of each width the rows consist of (see `data_module.batching.blocks`).
+    There are two layouts. End to end, padding follows the sentences, divided into segments that are not longer than the
+    longest sentence; R, M and the number of segments are constant. In blocks, `blocks` says how many blocks of each
+    width the rows consist of (see `data_module.batching.blocks`).
     """
 
     source: Tensor
-    """int32 [R]: pieces and EOS of each sentence."""
+    """int32 [R]: tokens and EOS of each sentence."""
     source_positions: Tensor
     """int32 [R]: each token's position in its sentence, from 0."""
     source_segments: Tensor
     """int32. End to end, [segments + 1]: segment i has the tokens from entry i to entry i + 1. In blocks, [R]: the
     sentence of each token, or `NO_SENTENCE`."""
     target_input: Tensor
-    """int32 [M]: the decoder's input: BOS and pieces of each sentence."""
+    """int32 [M]: the decoder's input: BOS and tokens of each sentence."""
     target_output: Tensor
-    """int32 [M]: the labels: pieces and EOS of each sentence."""
+    """int32 [M]: the labels: tokens and EOS of each sentence."""
     target_positions: Tensor
     """int32 [M]."""
     target_segments: Tensor
@@ -99,8 +99,8 @@ class RankBatch:
     ids: Tensor
     """int32: the tensors of each micro-batch, one after another."""
     shapes: list[PackedShape]
-    """Sizes of each micro-batch. Never empty: a rank without pairs runs one whose tokens are all dead, so that every
-    rank takes part in the same collectives."""
+    """Sizes of each micro-batch. Never empty: a rank without pairs runs one that is all padding, so that every rank
+    takes part in the same collectives."""
     longest: int
     """Maximum length of a segment."""
     num_target_tokens: int
@@ -113,7 +113,7 @@ class RankBatch:
     pairs: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [pairs]: the indices of this rank's pairs in the corpus; on the CPU."""
     num_tokens: int = 0
-    """Number of source and target tokens in `ids`, without dead ones."""
+    """Number of source and target tokens in `ids`, without padding."""
 
     @property
     def micro_batches(self) -> list[PackedBatch]:
@@ -128,7 +128,7 @@ class RankBatch:
 
     @property
     def num_row_tokens(self) -> int:
-        """Number of source and target tokens in `ids`, including dead ones."""
+        """Number of source and target tokens in `ids`, including padding."""
         return sum(shape.source_tokens + shape.target_tokens for shape in self.shapes)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -185,6 +185,8 @@ def collate(
         segments[:], target_segments[:] = layout.source_segments, layout.target_segments
         _fill(corpus.source, pairs, layout.source_starts, source, special, ids, positions)
         places = _fill(corpus.target, pairs, layout.target_starts, target, special, labels, target_positions)
+        # Each token's input is the label before it. This gives each sentence's first token the EOS of the sentence
+        # before, which BOS replaces.
         inputs[places[1:]] = labels[places[:-1]]
         inputs[layout.target_starts] = special.bos
         parts += arrays
@@ -210,18 +212,23 @@ class _Layout(NamedTuple):
 
 
 def _end_to_end(source: NDArray[np.int64], target: NDArray[np.int64], shape: RowShape) -> _Layout:
-    """Place sentences end to end. Dead tokens are divided evenly, on both sides into as many segments."""
+    """Place sentences end to end. Padding is divided evenly, on both sides into as many segments.
+
+    Segment i of the target attends to segment i of the source, so that both sides need the same number of them.
+    """
     sizes = (shape.source_tokens, shape.target_tokens)
-    dead = [size - int(lengths.sum()) for size, lengths in zip(sizes, (source, target), strict=True)]
-    pieces = ceil(max(dead) / shape.longest)
+    padding = [size - int(lengths.sum()) for size, lengths in zip(sizes, (source, target), strict=True)]
+    num_padding = ceil(max(padding) / shape.longest)
     starts, segments = [], []
-    for size, lengths, rest in zip(sizes, (source, target), dead, strict=True):
+    for size, lengths, rest in zip(sizes, (source, target), padding, strict=True):
         ends = np.cumsum(lengths)
         starts.append(ends - lengths)
+        # Segments that are not needed begin and end at the row's end: they are empty.
         offsets = np.full(shape.segments + 1, size, np.int64)
         offsets[0] = 0
         offsets[1 : len(ends) + 1] = ends
-        offsets[len(ends) : len(ends) + pieces + 1] = size - rest + np.arange(pieces + 1) * rest // pieces
+        divided = size - rest + np.arange(num_padding + 1) * rest // num_padding
+        offsets[len(ends) : len(ends) + num_padding + 1] = divided
         segments.append(offsets)
     entries = shape.segments + 1
     packed = PackedShape(shape.source_tokens, shape.target_tokens, entries, entries, [])
@@ -242,6 +249,7 @@ def _in_blocks(source: NDArray[np.int64], target: NDArray[np.int64]) -> _Layout:
 
 def _places(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the places of all tokens of sentences that begin at `starts`, sentence by sentence."""
+    # `arange` counts through all sentences; less the tokens before each sentence, it counts within the sentence.
     return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
 
 
@@ -254,14 +262,14 @@ def _fill(
     ids: NDArray[np.int32],
     positions: NDArray[np.int32],
 ) -> NDArray[np.int64]:
-    """Write pieces and EOS of sentences to `ids`, and their positions; return the places of their tokens."""
+    """Write tokens and EOS of sentences to `ids`, and their positions; return the places of both."""
     places = _places(starts, lengths)
     within = _places(np.zeros_like(lengths), lengths)
     positions[places] = within
-    pieces = within < np.repeat(lengths - 1, lengths)
-    tokens = np.repeat(store.offsets[pairs].astype(np.int64), lengths) + within
-    ids[places[pieces]] = store.tokens[tokens[pieces]]
-    ids[places[~pieces]] = special.eos
+    is_eos = within == np.repeat(lengths - 1, lengths)
+    in_store = np.repeat(store.offsets[pairs].astype(np.int64), lengths) + within
+    ids[places[~is_eos]] = store.tokens[in_store[~is_eos]]
+    ids[places[is_eos]] = special.eos
     return places
 
 
@@ -313,13 +321,13 @@ class PaddedBatch:
     """
 
     source: Tensor
-    """int32 [B, S]: pieces, EOS, padding."""
+    """int32 [B, S]: tokens, EOS, padding."""
     source_mask: Tensor | None
     """bool [B, S], True at tokens and False at padding; None if all sources have S tokens."""
     target_input: Tensor
-    """int32 [B, T]: the decoder's input: BOS, pieces. Positions after a row's last piece hold arbitrary ids."""
+    """int32 [B, T]: the decoder's input: BOS, tokens. Positions after a sentence's last token hold arbitrary ids."""
     target_output: Tensor
-    """int32 [B, T]: the labels: pieces, EOS, padding."""
+    """int32 [B, T]: the labels: tokens, EOS, padding."""
     pairs: Tensor
     """int32 [B]: indices into the corpus."""
     is_filler: bool = False

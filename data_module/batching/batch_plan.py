@@ -90,6 +90,8 @@ def plan_epoch(
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     order = np.arange(len(source_lengths), dtype=np.uint32) if pairs is None else pairs.astype(np.uint32)
     random.shuffle(order)
+    # Where batches end follows from running sums of lengths in this order, taken of one window at a time. A batch that
+    # the window cuts off is planned again at the beginning of the next window.
     mean = max(1.0, float(max(source_lengths.mean(), target_lengths.mean())))
     window = int(_WINDOW_BATCHES * batch_tokens / mean) + 1
     starts, target_tokens = [0], []
@@ -99,6 +101,7 @@ def plan_epoch(
         source, target = (np.cumsum(side[ahead], dtype=np.int64) for side in (source_lengths, target_lengths))
         begin = source_before = target_before = 0
         while begin < len(ahead):
+            # Sums grow, so that a binary search finds the first pair that is too much on either side.
             end = int(
                 min(
                     np.searchsorted(source, source_before + batch_tokens, side="right"),
@@ -106,7 +109,7 @@ def plan_epoch(
                 )
             )
             if end == len(ahead) and first + end < len(order):
-                break  # The batch goes on beyond the window.
+                break  # More pairs may fit; they are beyond the window.
             starts.append(first + end)
             target_tokens.append(int(target[end - 1]) - target_before)
             begin, source_before, target_before = end, int(source[end - 1]), int(target[end - 1])

@@ -45,10 +45,13 @@ def place_in_blocks(source_lengths: NDArray[np.integer], target_lengths: NDArray
     longest = np.maximum(source_lengths, target_lengths).astype(np.int64)
     widths = NARROWEST << np.ceil(np.log2(np.maximum(longest / NARROWEST, 1.0))).astype(np.int64)
     source, target = source_lengths.tolist(), target_lengths.tolist()
-    by_room: list[list[int]] = [[] for _ in range(int(widths.max()) + 1)]  # blocks by their free target tokens
+    # Blocks by their free target tokens: the fullest block with room is found without looking at all blocks, because
+    # there are at most as many lists as the widest block has tokens.
+    by_room: list[list[int]] = [[] for _ in range(int(widths.max()) + 1)]
     source_room: list[int] = []
     block_widths: list[int] = []
     block_of, source_place, target_place = (np.empty(len(source), np.int64) for _ in range(3))
+    # Longest first, as in best-fit decreasing: short pairs fill what long ones leave.
     for pair in np.argsort(-longest, kind="stable").tolist():
         source_length, target_length = source[pair], target[pair]
         block, room = _fullest(by_room, source_room, source_length, target_length)
@@ -62,7 +65,8 @@ def place_in_blocks(source_lengths: NDArray[np.integer], target_lengths: NDArray
         source_place[pair], target_place[pair] = block_widths[block] - source_room[block], block_widths[block] - room
         source_room[block] -= source_length
         by_room[room - target_length].append(block)
-    # The narrowest blocks come first.
+    # The narrowest blocks come first, so that all of one width are one rectangle of the row: attention is a single
+    # product for each width.
     order = np.argsort(block_widths, kind="stable")
     sorted_widths = np.asarray(block_widths)[order]
     starts = np.empty(len(order), np.int64)

@@ -1,7 +1,7 @@
 """Divide a global batch into rows of constant length, for each rank.
 
-A *row* holds the source or target tokens of one micro-batch, sentences end to end. All micro-batches have rows of the
-same two lengths, so that a GPU always runs the same shapes. Lengths include EOS.
+A *row* holds the source or the target sentences of one micro-batch, one after another, and padding after the last one.
+All micro-batches have rows of the same two lengths, so that a GPU always runs the same shapes. Lengths include EOS.
 """
 
 from heapq import heappop, heappush
@@ -19,10 +19,10 @@ MIN_PADDING_TOKENS = 16
 """At least this many tokens at the end of a row are padding."""
 _EVEN_COST_LENGTH = 1024
 """The sentence length at which attention, which grows with its square, costs about as much as everything else."""
-_CHOICE = 4
-"""Among how many parts a pair's is chosen."""
+_CANDIDATES = 4
+"""A pair may go to any of this many cheapest parts."""
 _TOLERANCE = 0.5
-"""These parts may cost this many times the pair's cost more than the cheapest one."""
+"""A candidate may cost more than the cheapest part by this fraction of the pair's cost."""
 
 
 class RowShape(NamedTuple):
@@ -31,7 +31,7 @@ class RowShape(NamedTuple):
     source_tokens: int
     target_tokens: int
     segments: int
-    """Maximum number of sentences, and of the pieces that the dead tokens are divided into."""
+    """Maximum number of sentences together with the segments that padding is divided into."""
     longest: int
     """Length of the longest sentence of the corpus."""
     per_rank: int
@@ -42,10 +42,12 @@ class RowShape(NamedTuple):
     @property
     def max_sentences(self) -> int:
         """Maximum number of sentences of a micro-batch."""
-        return self.segments - _dead_pieces(self.source_tokens, self.target_tokens, self.longest)
+        return self.segments - _padding_segments(self.source_tokens, self.target_tokens, self.longest)
 
 
-def _dead_pieces(source_tokens: int, target_tokens: int, longest: int) -> int:
+def _padding_segments(source_tokens: int, target_tokens: int, longest: int) -> int:
+    # A row without sentences is padding only. No segment may be longer than the longest sentence, because kernels of
+    # attention are launched for that length.
     return ceil(max(source_tokens, target_tokens) / longest)
 
 
@@ -77,6 +79,7 @@ def row_shape(
             f"batches.max_tokens_per_device {limit} is less than the longest sentence, {longest} tokens; raise it, or "
             "lower corpus.max_tokens"
         )
+    # A batch that is full on the side with more tokens has this many tokens on each side, on average.
     shares = [batch_tokens * mean / max(mean_lengths) for mean in mean_lengths]
     per_rank = 1
     while True:
@@ -84,8 +87,10 @@ def row_shape(
         if max(lengths) <= _rounded(limit):
             break
         per_rank += 1
+    # The number of sentences varies from row to row: a quarter and 16 more than the mean are hardly ever exceeded, and
+    # where they are, `rank_rows` makes another micro-batch.
     expected = max(lengths) / max(mean_lengths)
-    segments = ceil(1.25 * expected) + 16 + _dead_pieces(lengths[0], lengths[1], longest)
+    segments = ceil(1.25 * expected) + 16 + _padding_segments(lengths[0], lengths[1], longest)
     return RowShape(lengths[0], lengths[1], segments, longest, per_rank, in_blocks)
 
 
@@ -120,6 +125,7 @@ def rank_rows(
         pairs has one empty micro-batch.
     """
     source, target = source_lengths.astype(np.int64), target_lengths.astype(np.int64)
+    # Every rank computes the parts of all ranks from the same numbers, so that no rank has to ask another one.
     parts = _deal(source, target, world_size * shape.per_rank)
     ranks = []
     for rank in range(world_size):
@@ -129,6 +135,8 @@ def rank_rows(
             fitting = _fitting(part, source, target, shape)
             rows.append(part[:fitting])
             left = np.concatenate([left, part[fitting:]])
+        # Parts differ by about a sentence, and `ROW_SLACK` is for that. What does not fit nevertheless goes to one more
+        # micro-batch: gradients are sums over tokens, so that the number of micro-batches does not change them.
         while len(left):
             fitting = _fitting(left, source, target, shape)
             rows.append(left[:fitting])
@@ -153,25 +161,28 @@ def cost(source_lengths: NDArray[np.int64], target_lengths: NDArray[np.int64]) -
 def _deal(source: NDArray[np.int64], target: NDArray[np.int64], num_parts: int) -> list[NDArray[np.intp]]:
     """Divide pairs into parts of equal cost and of equal numbers of tokens on each side.
 
-    The most expensive remaining pair goes to one of the `_CHOICE` parts of the lowest cost: to the one whose target
-    tokens it brings nearest to their share.
+    The most expensive remaining pair goes to one of the `_CANDIDATES` cheapest parts: to the one whose ratio of source
+    and target tokens it brings nearest to the batch's.
     """
     costs = cost(source, target)
     order = np.argsort(-costs, kind="stable")
     if num_parts == 1:
         return [order]
-    # Of each pair, the target tokens beyond those that a pair with so many tokens has on average.
+    # Parts of equal cost may still differ in how many of their tokens are target tokens, and would not fit in rows of
+    # constant length. `excess` is a pair's number of target tokens less that of an average pair with so many tokens:
+    # where it adds up to 0 in a part, the part has the batch's ratio of source and target tokens.
     excess = target - (source + target) * (target.sum() / (source.sum() + target.sum()))
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     part_excess = [0.0] * num_parts
+    # The cheapest part is on top. The most expensive pairs go first, because cheap ones even out what they leave.
     heap = [(0.0, part) for part in range(num_parts)]
     for pair, pair_cost, pair_excess in zip(order.tolist(), costs[order].tolist(), excess[order].tolist(), strict=True):
         candidates = [heappop(heap)]
         most = candidates[0][0] + _TOLERANCE * pair_cost
-        while heap and len(candidates) < _CHOICE and heap[0][0] <= most:
+        while heap and len(candidates) < _CANDIDATES and heap[0][0] <= most:
             candidates.append(heappop(heap))
-        offsets = [abs(part_excess[part] + pair_excess) - abs(part_excess[part]) for _, part in candidates]
-        total, part = candidates.pop(offsets.index(min(offsets)))
+        changes = [abs(part_excess[part] + pair_excess) - abs(part_excess[part]) for _, part in candidates]
+        total, part = candidates.pop(changes.index(min(changes)))
         for other in candidates:
             heappush(heap, other)
         heappush(heap, (total + pair_cost, part))

@@ -44,7 +44,7 @@ class RankBatchDataset(Dataset["RankBatch | InputError"]):
         world_size: int,
         shape: RowShape,
     ) -> None:
-        """Prepare; nothing is read before the first item.
+        """Store the arguments. Nothing is read before the first item, which is the first batch until `seek`.
 
         Args:
             epochs: the epochs of the training corpus.
@@ -75,6 +75,7 @@ class RankBatchDataset(Dataset["RankBatch | InputError"]):
     def _batch(self, item: int) -> RankBatch:
         if self._current is None:
             self._current = self._epochs.get(self._epoch)
+        # `_first_item` is the item that is the epoch's first batch. Workers take items in turn: one may skip an epoch.
         while item - self._first_item >= len(self._current.plan):
             self._first_item += len(self._current.plan)
             self._epoch += 1

@@ -39,7 +39,7 @@ def test_sentences_end_to_end(corpus: ParallelCorpus) -> None:
     assert first.target_input.tolist() == [2, 25, 26, 2, 21, 0, 0, 0, 0, 0, 0, 0]
     assert first.target_output.tolist() == [25, 26, 3, 21, 3, 0, 0, 0, 0, 0, 0, 0]
     assert first.target_positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 0, 0, 0, 0, 0]
-    # Seven dead tokens on both sides make two segments of at most four.
+    # Seven tokens of padding on both sides make two segments of at most four.
     assert first.source_segments.tolist() == [0, 4, 7, 10, 14, 14]
     assert first.target_segments.tolist() == [0, 3, 5, 8, 12, 12]
     assert second.source.tolist() == [11, 3, *[0] * 12]
@@ -69,7 +69,7 @@ def test_sentences_in_blocks(corpus: ParallelCorpus) -> None:
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])
-def test_a_rank_without_pairs_has_dead_tokens_only(corpus: ParallelCorpus, in_blocks: bool) -> None:
+def test_a_rank_without_pairs_has_padding_only(corpus: ParallelCorpus, in_blocks: bool) -> None:
     batch = collate(corpus, [np.array([], np.int64)], SPECIAL, SHAPE._replace(in_blocks=in_blocks), num_target_tokens=9)
     [one] = batch.micro_batches
     assert one.target_output.unique().tolist() == [0]

@@ -89,6 +89,13 @@ def test_resumes_at_the_exact_batch(tiny_corpus: Path, workers: int) -> None:
     assert resumed == whole[: len(resumed)]
 
 
+def test_without_a_position_a_dataset_begins_at_the_first_batch(tiny_corpus: Path) -> None:
+    plans = Epochs([open_corpus(tiny_corpus, "train")], batch_tokens=400, seed=1)
+    first = dataset(tiny_corpus, plans)[0]
+    assert isinstance(first, RankBatch)
+    assert (first.epoch, first.index) == (0, 0)
+
+
 def test_epochs_differ_and_contain_every_pair(tiny_corpus: Path) -> None:
     rank_batches = list(islice(loader(tiny_corpus), 40))
     epochs = [[p for s in rank_batches if s.epoch == epoch for p in pairs(s)] for epoch in (0, 1)]
@@ -116,7 +123,7 @@ def test_ranks_divide_each_step_and_have_the_same_position(tiny_corpus: Path) ->
         assert sorted(whole) == sorted(p for part in parts for p in pairs(part))
 
 
-def test_a_rank_without_pairs_gets_dead_tokens(tiny_corpus: Path) -> None:
+def test_a_rank_without_pairs_gets_padding(tiny_corpus: Path) -> None:
     idle = next(iter(loader(tiny_corpus, rank=199, world_size=200)))
     assert [batch.target_output.unique().tolist() for batch in idle.micro_batches] == [[SPECIAL.pad]]
     assert pairs(idle) == []
