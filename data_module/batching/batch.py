@@ -174,7 +174,7 @@ def collate(
     """
     parts, shapes, num_tokens = [], [], 0
     for pairs in rows:
-        source, target = (store.lengths[pairs].astype(np.int64) + 1 for store in (corpus.source, corpus.target))
+        source, target = corpus.lengths(pairs)
         num_tokens += int(source.sum() + target.sum())
         layout = _in_blocks(source, target) if shape.in_blocks else _end_to_end(source, target, shape)
         shapes.append(layout.shape)
@@ -348,13 +348,12 @@ def pad_batch(
     corpus: "ParallelCorpus", bucket: LengthBucket, special: SpecialIds, is_filler: bool = False
 ) -> PaddedBatch:
     """Return the pairs of a length bucket as a `PaddedBatch`. The labels of a filler are all padding."""
-    sides, lengths = [], []
-    for store, longest in ((corpus.source, bucket.source_length), (corpus.target, bucket.target_length)):
-        own = store.lengths[bucket.pairs].astype(np.int64) + 1
-        ids = np.full(len(own) * longest, special.pad, np.int32)
-        _fill(store, bucket.pairs, np.arange(len(own)) * longest, own, special, ids, np.zeros_like(ids))
-        sides.append(torch.from_numpy(ids.reshape(len(own), longest)))
-        lengths.append(own)
+    stores, widths = (corpus.source, corpus.target), (bucket.source_length, bucket.target_length)
+    lengths, sides = corpus.lengths(bucket.pairs), []
+    for store, own, width in zip(stores, lengths, widths, strict=True):
+        ids = np.full(len(own) * width, special.pad, np.int32)
+        _fill(store, bucket.pairs, np.arange(len(own)) * width, own, special, ids, np.zeros_like(ids))
+        sides.append(torch.from_numpy(ids.reshape(len(own), width)))
     source, labels = sides
     begin = torch.full((len(bucket.pairs), 1), special.bos, dtype=torch.int32)
     return PaddedBatch(

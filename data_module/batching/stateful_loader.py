@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -83,8 +82,7 @@ class RankBatchDataset(Dataset["RankBatch | InputError"]):
         corpus, plan = self._current
         index = item - self._first_item
         pairs = plan[index]
-        source, target = (store.lengths[pairs].astype(np.int64) + 1 for store in (corpus.source, corpus.target))
-        rows = rank_rows(source, target, self._shape, self._world_size)[self.rank]
+        rows = rank_rows(*corpus.lengths(pairs), self._shape, self._world_size)[self.rank]
         return collate(
             corpus,
             [pairs[row] for row in rows],

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_module.corpus.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
 from data_module.errors import PROGRAM, InputError
@@ -197,6 +198,10 @@ class ParallelCorpus:
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def lengths(self, pairs: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source and target lengths of some pairs, including EOS."""
+        return self.source.lengths[pairs].astype(np.int64) + 1, self.target.lengths[pairs].astype(np.int64) + 1
 
 
 def store_prefix(folder: Path, split: str, side: str, variant: int = 0) -> Path:

@@ -15,6 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from data_module.batching.batch import RankBatch
+from data_module.batching.batch_plan import Epochs
 from pipeline.benchmark.baselines import Baseline, Precision
 from pipeline.profiling.compilations import Compilations
 from pipeline.profiling.machine import MatrixProduct
@@ -59,7 +60,7 @@ class SideBySide(Callback):
         steps: int,
         round_steps: int,
         precision: Precision,
-        lengths: tuple[NDArray[np.integer], NDArray[np.integer]],
+        epochs: Epochs,
     ) -> None:
         """Measure at least `steps` steps of each network, in rounds of `round_steps`.
 
@@ -68,13 +69,13 @@ class SideBySide(Callback):
             steps: number of timed steps, rounded up to whole rounds.
             round_steps: number of steps of a round.
             precision: what the networks train on.
-            lengths: source and target lengths [pairs] of the corpus, including EOS.
+            epochs: what the batches are of; each epoch may have other lengths.
         """
         self.baselines = baselines
         self.rounds: list[Round] = []
         self.peak_memory: dict[str, int] = {}
         """Bytes, by network."""
-        self._lengths = lengths
+        self._epochs = epochs
         self._device, self._product = precision[0], MatrixProduct(*precision)
         self._steps_of_rounds = [WARM_UP_STEPS, MEMORY_STEPS, *[round_steps] * -(-steps // round_steps)]
         self._round = 0
@@ -153,8 +154,8 @@ class SideBySide(Callback):
         return time.perf_counter()
 
     def _measured(self, seconds: dict[str, float], tokens: dict[str, float]) -> Round:
-        pairs = torch.cat([batch.pairs for batch in self._batches]).numpy()
-        source, target = (side[pairs].astype(np.int64) for side in self._lengths)
+        lengths = [self._epochs.corpus(batch.epoch).lengths(batch.pairs.numpy()) for batch in self._batches]
+        source, target = map(np.concatenate, zip(*lengths, strict=True))
         return Round(
             seconds=seconds,
             tokens=tokens,

@@ -120,7 +120,6 @@ def recipe_comparison(
     precision: "Precision",
 ) -> "SideBySide":
     """Train the recipe's network and, in turns with it, the baselines."""
-    from data_module.corpus.store import lengths_with_eos
     from data_module.errors import InputError
     from pipeline.benchmark.baselines import ENDLESS, Baseline
     from pipeline.benchmark.side_by_side import SideBySide
@@ -139,11 +138,10 @@ def recipe_comparison(
         say(line)
     module = build_module(recipe, tokenizer, backend)
     data = build_data(recipe, tokenizer, backend.in_blocks)
-    lengths = lengths_with_eos(data.train_corpus.source), lengths_with_eos(data.train_corpus.target)
     others = {name: Baseline(name, recipe, tokenizer.vocabulary_size, data, precision) for name in baselines}
     # On a GPU, a round ends by waiting for the device; longer rounds make that negligible.
     round_steps = 1 if precision[0].type == "cpu" else 10
-    comparison = SideBySide(others, steps, round_steps, precision, lengths)
+    comparison = SideBySide(others, steps, round_steps, precision, data.epochs())
     trainer = make_trainer(options, None, logger=False, callbacks=[comparison], max_steps=ENDLESS, limit_val_batches=0)
     trainer.fit(module, datamodule=data)
     return comparison

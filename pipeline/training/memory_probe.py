@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from data_module.batching.batch import RankBatch, collate
 from data_module.batching.blocks import NARROWEST
 from data_module.batching.rank_rows import MIN_PADDING_TOKENS, RowShape
+from data_module.corpus.store import ParallelCorpus
 from data_module.errors import InputError
 from data_module.translation_data_module import TranslationDataModule
 from model.packed_attention import KEPT_WIDTH
@@ -179,8 +180,8 @@ def _same_sentences(data: TranslationDataModule, shape: RowShape, length: int, d
     )
     shape = shape._replace(source_tokens=source_tokens, target_tokens=target_tokens)
     count = min((min(source_tokens, target_tokens) - MIN_PADDING_TOKENS) // length, shape.max_sentences)
-    sentence = SimpleNamespace(
+    sentence: Any = SimpleNamespace(
         lengths=np.full(count, length - 1), offsets=np.zeros(count), tokens=np.full(length, data.special.eos)
     )
-    corpus: Any = SimpleNamespace(source=sentence, target=sentence)
+    corpus = ParallelCorpus(sentence, sentence, identity="", longest=length - 1)
     return collate(corpus, [np.arange(count)], data.special, shape, num_target_tokens=count * length)

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from data_module.batching.batch import RankBatch, SpecialIds
+from data_module.batching.batch_plan import Epochs
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.attention import CrossAttention, SelfAttention
@@ -23,9 +24,10 @@ from model.settings import NetworkSettings
 from model.training_module import TranslationModule
 from model.transformer import Transformer
 from pipeline.__main__ import main
+from pipeline.benchmark import side_by_side
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
 from pipeline.benchmark.report import figures_of
-from pipeline.benchmark.side_by_side import Round
+from pipeline.benchmark.side_by_side import Round, SideBySide
 from pipeline.benchmark.train import benchmark_device, recipe_comparison
 from pipeline.config.recipe import load_recipe
 from pipeline.config.trainer_keys import trainer_signature
@@ -82,6 +84,18 @@ def test_figures_by_hand() -> None:
     torch_figures = figures["baselines"]["torch"]
     assert (torch_figures["target_tokens_per_second"], torch_figures["step_seconds"]) == (5.0, 2.0)
     assert (figures["peak_memory_bytes"], torch_figures["peak_memory_bytes"]) == (70, 90)
+
+
+def test_a_round_has_the_lengths_of_the_variants_that_its_epochs_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "MatrixProduct", lambda *_: SimpleNamespace(rate=lambda: 1.0))
+    variants: list[Any] = [SimpleNamespace(lengths=lambda pairs, add=add: (pairs + add, pairs)) for add in (10, 20)]
+    comparison = SideBySide({}, 1, 1, (torch.device("cpu"), torch.float32), Epochs(variants, batch_tokens=1, seed=1))
+    batches: list[Any] = [
+        SimpleNamespace(epoch=epoch, pairs=torch.tensor([epoch, 5]), num_row_tokens=8) for epoch in (1, 2)
+    ]
+    comparison._batches = batches
+    measured = comparison._measured({}, {})
+    assert (measured.source.tolist(), measured.target.tolist()) == ([21, 25, 12, 15], [1, 5, 2, 5])
 
 
 @pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from data_module.batching.batch import RankBatch, SpecialIds, collate
 from data_module.batching.rank_rows import rank_rows, row_shape
+from data_module.corpus.store import ParallelCorpus
 from pipeline.profiling.stopwatch import Stopwatch
 
 CYCLES_PER_MILLISECOND = 2_000_000
@@ -111,7 +112,8 @@ def training_steps(
     for draws in map(np.random.default_rng, range(NUM_STEPS)):
         order = draws.permutation(len(lengths[0]))
         source, target = (side[order] for side in lengths)
-        corpus: Any = SimpleNamespace(source=_store(source, pieces, draws), target=_store(target, pieces, draws))
+        stores: list[Any] = [_store(side, pieces, draws) for side in (source, target)]
+        corpus = ParallelCorpus(*stores, identity="", longest=0)
         [rows] = rank_rows(source, target, shape, 1)
         step = collate(corpus, rows, SPECIAL, shape, num_target_tokens=int(target.sum()))
         steps.append(step.pin_memory() if torch.cuda.is_available() else step)
