@@ -356,7 +356,7 @@ def train(recipe: Mapping[str, Any]) -> Path:
         KeyboardInterrupt: after the checkpoint is saved.
     """
     from pipeline.config.recipe import recipe_from_dict
-    from pipeline.config.trainer_keys import trainer_signature
+    from pipeline.config.settings import trainer_signature
     from pipeline.training.fit import fit_recipe
 
     with _mistakes_in_one_line(), _state_restored():

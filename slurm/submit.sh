@@ -16,7 +16,7 @@ read -r -a all <<<"${JOB_OPTIONS:-}"
 read -r -a more <<<"${TRAIN_OPTIONS:-}"
 
 # Run folder, source and reference, one per line.
-paths=$("${python[@]}" -m pipeline.config.paths --config "$@") || exit 2
+paths=$("${python[@]}" -m pipeline recipe paths --config "$@") || exit 2
 { read -r run; read -r source; read -r reference; } <<<"$paths"
 
 submit() {

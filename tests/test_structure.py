@@ -40,7 +40,6 @@ LAYERS = {
         "monitoring",
         "inference",
         "checkpointing",
-        "profiling",
         "config",
         "runtime",
         "compat",

@@ -5,7 +5,6 @@ Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first.
 """
 
 import argparse
-import json
 import resource
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.config.arguments import add_recipe_arguments
+from pipeline.config.recipe import add_recipe_arguments
 
 if TYPE_CHECKING:
     from data_module.settings import CorpusSettings
@@ -35,10 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure preparation, loading and planning, and print the JSON."""
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure preparation, loading and planning, and return the figures."""
     from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.benchmark.report import rounded
     from pipeline.config.recipe import load_recipe
     from pipeline.training.fit import ensure_corpus
 
@@ -59,8 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     figures |= _loading(data)
     figures |= _plan(data)
     figures["peak_memory_bytes"] = _peak_memory()
-    print(json.dumps(rounded(figures)))
-    return 0
+    return figures
 
 
 def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:

@@ -7,22 +7,21 @@ over sentences. OMP_NUM_THREADS sets the number of threads.
 """
 
 import argparse
-import json
 import resource
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from data_module.errors import InputError
 from data_module.files import user_path
+from model.settings import DecodingSettings
 from pipeline.inference.options import SearchOptions, add_search_arguments
-
-if TYPE_CHECKING:
-    from pipeline.benchmark.engines import EngineOutput, EngineSettings, Translate
 
 BASELINES = ("ctranslate2", "huggingface")
 ROUNDS = 3
@@ -34,12 +33,42 @@ RATIOS = {
     "latency_ratio": "latency_median_seconds",
 }
 """Figures in which engines are compared, by the name of the ratio: theirs divided by ours."""
+BATCH_TOKENS = 4096
+"""Upper bound on the padded source tokens of a batch, for every engine."""
+
+
+class EngineSettings(NamedTuple):
+    """Settings that all engines share."""
+
+    checkpoint: Path
+    folder: Path
+    """Folder to which `prepare` wrote the tokenizer and the network in the baselines' formats."""
+    bundle: Path | None
+    """Exported bundle of the checkpoint."""
+    decoding: DecodingSettings
+    threads: int
+    device: str
+    """cuda if there is a GPU."""
+
+
+class EngineOutput(NamedTuple):
+    """An engine's translations of some sentences."""
+
+    texts: list[str]
+    num_tokens: int
+    """Number of pieces of the best translations, including their end symbols."""
+    sentence_steps: int
+    """Sum over sentences of the decoder steps in which the sentence took part; 0 if they are not counted."""
+
+
+Translate = Callable[[list[str]], EngineOutput]
+"""Translates sentences, including encoding and decoding of text."""
 
 
 class Round(NamedTuple):
     """Measurements of one engine in one round."""
 
-    output: "EngineOutput"
+    output: EngineOutput
     seconds: float
     """Time of the whole text."""
     latencies: list[float]
@@ -58,11 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure in alternating rounds; print a table and the JSON."""
-    from data_module.errors import InputError
-    from pipeline.benchmark.engines import prepare
-    from pipeline.benchmark.report import rounded
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure in alternating rounds; print a table and return the figures."""
     from pipeline.inference.text_io import read_sentences
 
     sentences = [sentence for sentence in read_sentences(arguments.source) if sentence.strip()]
@@ -93,8 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         pairs = zip(rounds["pipeline"][0].output.texts, rounds[name][0].output.texts, strict=True)
         result[f"same_as_{name}"] = sum(ours == theirs for ours, theirs in pairs) / len(sentences)
     _print_table(figures)
-    print(json.dumps(rounded(result)))
-    return 0
+    return result
 
 
 def _process() -> ProcessPoolExecutor:
@@ -102,7 +127,7 @@ def _process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
-def _take_turns(names: list[str], settings: "EngineSettings", sentences: list[str]) -> dict[str, list[Round]]:
+def _take_turns(names: list[str], settings: EngineSettings, sentences: list[str]) -> dict[str, list[Round]]:
     """Run all engines in each round, one after another."""
     processes = {name: _process() for name in names}
     rounds: dict[str, list[Round]] = {name: [] for name in names}
@@ -120,15 +145,14 @@ def _take_turns(names: list[str], settings: "EngineSettings", sentences: list[st
     return rounds
 
 
-_translate: "Translate"
+_translate: Translate
 """This process's engine."""
 _device: str
 """Its device."""
 
 
-def _start(name: str, settings: "EngineSettings", sentences: list[str]) -> None:
+def _start(name: str, settings: EngineSettings, sentences: list[str]) -> None:
     """Create this process's engine and warm it up."""
-    from pipeline.benchmark.engines import ENGINES
 
     global _translate, _device
     _translate, _device = ENGINES[name](settings), settings.device
@@ -141,7 +165,7 @@ def _measure(sentences: list[str], single: list[str]) -> Round:
     return Round(output, seconds, latencies, _peak_memory())
 
 
-def _timed(sentences: list[str]) -> "tuple[float, EngineOutput]":
+def _timed(sentences: list[str]) -> tuple[float, EngineOutput]:
     started = time.perf_counter()
     output = _translate(sentences)
     return time.perf_counter() - started, output
@@ -181,3 +205,192 @@ def _print_table(figures: dict[str, dict[str, float]]) -> None:
             f"{one['peak_memory_bytes'] / 1e6:9,.0f}",
             file=sys.stderr,
         )
+
+
+def prepare(
+    checkpoint: Path,
+    folder: Path,
+    bundle: Path | None,
+    baselines: list[str],
+    options: SearchOptions,
+) -> EngineSettings:
+    """Write the tokenizer and the baselines' files to a folder.
+
+    Raises:
+        InputError: the checkpoint cannot be read, a setting is out of bounds, a baseline is not installed or does not
+            support the network, or the bundle has no model.ts or belongs to another checkpoint.
+    """
+    import torch
+
+    from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
+    from pipeline.export.ctranslate2_model import write_ctranslate2
+    from pipeline.export.huggingface_model import write_huggingface
+
+    path = resolve_checkpoint(checkpoint)
+    model = load_model(path)
+    network, tokenizer, corpus = model.network, model.tokenizer, model.recipe["corpus"]
+    if baselines and tokenizer.pair:
+        raise InputError(
+            f"{path}: has two tokenizers with one vocabulary, which no baseline reads; leave out --baseline"
+        )
+    decoding = options.in_place_of(model.decoding)
+    if bundle is not None:
+        _require_bundle(bundle, model)
+    (folder / "tokenizer.model").write_bytes(tokenizer.model)
+    if "ctranslate2" in baselines:
+        write_ctranslate2(network, tokenizer, folder / "ctranslate2")
+    if "huggingface" in baselines:
+        languages = corpus["source_language"], corpus["target_language"]
+        write_huggingface(network, tokenizer, decoding, decoding.length_penalty, languages, folder / "huggingface")
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # as `load_translator` chooses
+    return EngineSettings(path, folder, bundle, decoding, torch.get_num_threads(), device)
+
+
+def _require_bundle(bundle: Path, model: Any) -> None:
+    """Raise InputError if a bundle has no model.ts or was made from another checkpoint than `model`."""
+    from pipeline.export.card import read_card
+
+    if not (bundle / "model.ts").is_file():
+        raise InputError(f"{bundle}: holds no model.ts; give a folder that export has made")
+    card = read_card(bundle / "card.json")
+    if (card["tokenizer_sha256"], card["step"]) != (model.tokenizer.sha256, model.step):
+        raise InputError(
+            f"{bundle}: was made from {card['checkpoint']}, another checkpoint than {model.path}; give that checkpoint "
+            "or export this one"
+        )
+
+
+def pipeline_engine(settings: EngineSettings) -> Translate:
+    """Return this project's engine, as `translate` runs it."""
+    from model.fast.compiled_search import CompiledSearch
+    from pipeline.inference.translator import load_translator
+
+    decoding = settings.decoding
+    options = SearchOptions(decoding.beam_size, decoding.length_penalty, decoding.stop_rule)
+    translator = load_translator(settings.checkpoint, options)
+    search: Any = translator.search
+    steps: list[int] = []
+    if isinstance(search, CompiledSearch):
+        _observe(search, "search", lambda arguments, result: steps.append(int(result[1].sum())))
+    else:
+        _observe(search.network, "decode_step", lambda arguments, result: steps.append(len(arguments[0])))
+
+    def translate(sentences: list[str]) -> EngineOutput:
+        steps.clear()
+        translations = translator.translate(sentences)
+        return _output(translations, sum(steps))
+
+    return translate
+
+
+def _observe(program: Any, method: str, observer: Callable[[Any, Any], None]) -> None:
+    """Call `observer` with arguments and result of every call of a method."""
+    original = getattr(program, method)
+
+    def observed(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        observer(arguments, result)
+        return result
+
+    setattr(program, method, observed)
+
+
+def bundle_engine(settings: EngineSettings) -> Translate:
+    """Return the engine of an exported model.ts, with this project's tokenization and batches; it counts no steps."""
+    from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.export.torchscript import load_torchscript
+    from pipeline.inference.translator import LONGEST, Translator
+
+    assert settings.bundle is not None
+    search = load_torchscript(settings.bundle / "model.ts", settings.device)
+    tokenizer = Tokenizer((settings.folder / "tokenizer.model").read_bytes())
+    translator = Translator(search, tokenizer, settings.decoding, max_source_tokens=LONGEST)
+    return lambda sentences: _output(translator.translate(sentences), 0)
+
+
+def _output(translations: list[Any], sentence_steps: int) -> EngineOutput:
+    num_tokens = sum(translation.hypotheses[0].num_tokens for translation in translations)
+    return EngineOutput([translation.text for translation in translations], num_tokens, sentence_steps)
+
+
+def ctranslate2_engine(settings: EngineSettings) -> Translate:
+    """Return the engine of CTranslate2 in float32. It makes its own batches of `BATCH_TOKENS`."""
+    from ctranslate2 import Translator
+
+    decoding, tokenizer = settings.decoding, _load_tokenizer(settings)
+    end = tokenizer.id_to_piece(tokenizer.eos_id())
+    folder = str(settings.folder / "ctranslate2")
+    translator = Translator(folder, settings.device, compute_type="float32", intra_threads=settings.threads)
+
+    def translate(sentences: list[str]) -> EngineOutput:
+        sources = tokenizer.encode([normalize_white_space(sentence) for sentence in sentences], out_type=str)
+        longest = max(map(len, sources), default=0) + 1
+        results = translator.translate_batch(
+            [[*source, end] for source in sources],
+            beam_size=decoding.beam_size,
+            num_hypotheses=decoding.beam_size,
+            length_penalty=decoding.length_penalty,
+            max_decoding_length=longest + decoding.max_extra_tokens,
+            max_batch_size=BATCH_TOKENS,
+            batch_type="tokens",
+        )
+        # The search of a sentence takes as many steps as its longest hypothesis has tokens.
+        steps = sum(max(map(len, result.hypotheses)) + 1 for result in results)
+        best = [result.hypotheses[0] for result in results]
+        return EngineOutput(tokenizer.decode(best), sum(len(pieces) + 1 for pieces in best), steps)
+
+    return translate
+
+
+def huggingface_engine(settings: EngineSettings) -> Translate:
+    """Return the engine of Transformers' `generate` in float32, with this project's batches."""
+    from pipeline.export.huggingface_model import require_transformers
+    from pipeline.inference.translator import length_batches, padded
+
+    decoding, tokenizer = settings.decoding, _load_tokenizer(settings)
+    model = require_transformers().MarianMTModel.from_pretrained(settings.folder / "huggingface")
+    model.eval().to(settings.device)
+    rows: list[int] = []
+    # Each hypothesis of a sentence is a row of the batch.
+    _observe(model.model.decoder, "forward", lambda arguments, result: rows.append(len(result[0])))
+    special = {tokenizer.pad_id(), tokenizer.bos_id(), tokenizer.eos_id()}
+    # Plain search, without the restrictions that `export` saves with the model, which cost time in each step.
+    options: dict[str, Any] = {"do_sample": False, "suppress_tokens": None, "forced_eos_token_id": None}
+    if decoding.beam_size > 1:
+        options |= {"length_penalty": decoding.length_penalty, "early_stopping": True}
+
+    def translate(sentences: list[str]) -> EngineOutput:
+        encoded = tokenizer.encode([normalize_white_space(sentence) for sentence in sentences])
+        sources = [[*ids, tokenizer.eos_id()] for ids in encoded]
+        answers: list[list[int]] = [[] for _ in sources]
+        rows.clear()
+        for batch in length_batches([len(source) for source in sources], BATCH_TOKENS):
+            ids, is_token = padded([sources[index] for index in batch], tokenizer.pad_id())
+            output = model.generate(
+                ids.to(settings.device),
+                attention_mask=is_token.long().to(settings.device),
+                num_beams=decoding.beam_size,
+                max_new_tokens=ids.size(1) + decoding.max_extra_tokens,
+                **options,
+            )
+            for index, row in zip(batch, output.tolist(), strict=True):
+                answers[index] = [piece for piece in row if piece not in special]
+        num_tokens = sum(len(ids) + 1 for ids in answers)
+        return EngineOutput(tokenizer.decode(answers), num_tokens, sum(rows) // decoding.beam_size)
+
+    return translate
+
+
+def _load_tokenizer(settings: EngineSettings) -> Any:
+    """Return the tokenizer that `prepare` wrote, as a SentencePieceProcessor."""
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=str(settings.folder / "tokenizer.model"))
+
+
+ENGINES: dict[str, Callable[[EngineSettings], Translate]] = {
+    "pipeline": pipeline_engine,
+    "bundle": bundle_engine,
+    "ctranslate2": ctranslate2_engine,
+    "huggingface": huggingface_engine,
+}

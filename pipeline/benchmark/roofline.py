@@ -10,21 +10,17 @@ Triton's kernels and sentences end to end in a row without padding.
 """
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data_module.errors import InputError
 from model.settings import NetworkSettings
-from pipeline.benchmark.report import rounded
-from pipeline.config.arguments import add_recipe_arguments
-from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.profiling.flops import training_flops
+from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
 
 
 @dataclass(frozen=True)
@@ -269,6 +265,8 @@ def predict(batch: Batch, gpu: Gpu, gpus: int, is_shared: bool) -> Prediction:
 
     GPUs that share it have whole micro-batches while there are enough of them.
     """
+    from pipeline.monitoring.performance import training_flops
+
     parts, batches = (gpus, 1) if is_shared else (1, gpus)
     tokens, number = (math.ceil(total / parts) for total in (batch.tokens, batch.micro_batches))
     *device, launches = terms(batch._replace(tokens=tokens, micro_batches=number), gpu).values()
@@ -298,9 +296,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Predict steps and print them."""
-    from pipeline.config.trainer_keys import trainer_signature
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Predict steps, print a table and return the figures."""
+    from pipeline.config.settings import trainer_signature
 
     gpu, network, per_node = GPUS[arguments.gpu], arguments.network_gb_s, arguments.gpus_per_node
     if per_node < 1:
@@ -316,8 +314,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(_table(batch, gpu, *scalings), file=sys.stderr)
     strong, weak = ([prediction._asdict() for prediction in scaling] for scaling in scalings)
     figures = {"recipe": recipe.name, "gpu": gpu.name, "term_seconds": terms(batch, gpu)}
-    print(json.dumps(rounded({**figures, "strong": strong, "weak": weak})))
-    return 0
+    return {**figures, "strong": strong, "weak": weak}
 
 
 def batch_of(recipe: Recipe) -> Batch:

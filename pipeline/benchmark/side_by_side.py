@@ -5,6 +5,7 @@ Taking turns exposes all networks to the same changes in the machine's speed.
 
 import time
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from numpy.typing import NDArray
 from torch import nn
+from torch.autograd.profiler import profile
 from tqdm import tqdm
 
 from data_module.batching.batch import RankBatch
 from data_module.batching.batch_plan import Epochs
+from model.settings import NetworkSettings
 from pipeline.benchmark.baselines import Baseline, Precision
-from pipeline.profiling.compilations import Compilations
-from pipeline.profiling.machine import MatrixProduct
-from pipeline.profiling.stopwatch import PeakMemory, kept_bytes
+from pipeline.compat.pytorch import add_compile_callback, num_compiled_graphs, remove_compile_callback
+from pipeline.monitoring.performance import MatrixProduct, training_flops
 
 WARM_UP_STEPS = 5
 MEMORY_STEPS = 2
@@ -45,6 +47,78 @@ class Round:
     """Our tokens of both sides, padding included."""
     product_rate: float
     """FLOP/s of a large matrix product, measured right after the round."""
+
+
+class PeakMemory:
+    """Peak of the memory that tensors hold, relative to the time of construction.
+
+    The size of the process is no measure: several networks share it, and its allocator keeps freed memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._profile = None if device.type == "cuda" else profile(profile_memory=True)
+        if self._profile is None:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        else:
+            self._profile.__enter__()
+
+    def read(self) -> int:
+        """Stop measuring and return the peak in bytes."""
+        if self._profile is None:
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - self._before
+        self._profile.__exit__(None, None, None)
+        results = self._profile.kineto_results
+        assert results is not None
+        allocations, events = [], list(results.experimental_event_tree())
+        while events:
+            event = events.pop()
+            if hasattr(event.extra_fields, "alloc_size"):
+                allocations.append((event.start_time_ns, event.extra_fields.alloc_size))
+            events += event.children
+        held = peak = 0
+        for _, size in sorted(allocations):
+            held += size
+            peak = max(peak, held)
+        return peak
+
+
+def kept_bytes(network: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes that are kept between steps: weights, buffers and the optimizer's moments."""
+    tensors = [*network.parameters(), *network.buffers()]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class Compilations:
+    """Context manager that counts compilations: of new graphs, and of backward passes that are compiled later."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Number of compilations so far."""
+        self._graphs_before = 0
+        self._graphs_after: int | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of new graphs so far."""
+        graphs = num_compiled_graphs() if self._graphs_after is None else self._graphs_after
+        return graphs - self._graphs_before
+
+    def __enter__(self) -> "Compilations":
+        self._graphs_before, self._graphs_after = num_compiled_graphs(), None
+        add_compile_callback(self._count_one)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._graphs_after = num_compiled_graphs()
+        remove_compile_callback(self._count_one)
+
+    def _count_one(self, _: Any) -> None:
+        self.count += 1
 
 
 class SideBySide(Callback):
@@ -164,3 +238,58 @@ class SideBySide(Callback):
             row_tokens=sum(batch.num_row_tokens for batch in self._batches),
             product_rate=self._product.rate(),
         )
+
+
+def figures_of(comparison: SideBySide, network: NetworkSettings, vocabulary_size: int) -> dict[str, Any]:
+    """Return our figures, the ratios and, under `baselines`, each baseline's figures.
+
+    `train` documents the figures. Units are seconds, bytes and FLOP/s.
+    """
+    rounds = comparison.rounds
+    source, target = (np.concatenate([vars(one)[side] for one in rounds]) for side in ("source", "target"))
+    flops = training_flops(network, vocabulary_size, source, target) / float(target.sum())
+    product_rate = float(np.median([one.product_rate for one in rounds]))
+
+    def of_network(name: str) -> dict[str, Any]:
+        rates = [one.tokens[name] / one.seconds[name] for one in rounds]
+        return {
+            **_spread("target_tokens_per_second", rates),
+            **_spread("step_seconds", [one.seconds[name] for one in rounds]),
+            "peak_memory_bytes": comparison.peak_memory[name],
+            "mfu": float(np.median(rates)) * flops / product_rate,
+        }
+
+    figures = {
+        **of_network("ours"),
+        "padding_share": 1.0 - float(source.sum() + target.sum()) / sum(one.row_tokens for one in rounds),
+        "flops_per_target_token": flops,
+        "ceiling_flops_per_second": product_rate,
+        "baselines": {name: of_network(name) for name in comparison.baselines},
+    }
+    for name in comparison.baselines:
+        ratios = [one.tokens["ours"] / one.seconds["ours"] * one.seconds[name] / one.tokens[name] for one in rounds]
+        figures |= _spread(f"ratio_to_{name}", ratios)
+    return figures
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return a table with a line for each network, and a line about ours."""
+    lines = [f"{'':8}{'tokens/s':>10}{'ms/step':>10}{'MB':>8}{'ratio':>7}"]
+    for name, one in {"ours": figures, **figures["baselines"]}.items():
+        ratio = f"{figures[f'ratio_to_{name}']:7.2f}" if name != "ours" else ""
+        lines.append(
+            f"{name:8}{one['target_tokens_per_second']:10,.0f}{1000 * one['step_seconds']:10.1f}"
+            f"{one['peak_memory_bytes'] / 1e6:8,.0f}{ratio}"
+        )
+    lines.append(
+        f"MFU {figures['mfu']:.1%} of {figures['ceiling_flops_per_second'] / 1e9:,.0f} GFLOP/s "
+        f"({figures['precision']}, {figures['threads']} threads), {figures['padding_share']:.1%} padding, "
+        f"{figures['flops_per_target_token'] / 1e6:.1f} MFLOP a target token"
+    )
+    return "\n".join(lines)
+
+
+def _spread(name: str, values: list[float]) -> dict[str, Any]:
+    """Return median and quartiles."""
+    low, middle, high = (float(q) for q in np.percentile(values, (25, 50, 75)))
+    return {name: middle, f"{name}_quartiles": [low, high]}

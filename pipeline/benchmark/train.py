@@ -18,13 +18,12 @@ without padding. No step is timed in which something is compiled. Figures:
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.arguments import add_recipe_arguments
+from pipeline.config.recipe import add_recipe_arguments
 
 if TYPE_CHECKING:
     from data_module.tokenization.tokenizer import Tokenizer
@@ -46,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure and print."""
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure, print a table and return the figures."""
     from pipeline.runtime.console import quiet_lightning
     from pipeline.training.fit import ensure_corpus
 
@@ -59,9 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from data_module.errors import InputError
     from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.benchmark.report import figures_of, rounded, table
+    from pipeline.benchmark.side_by_side import figures_of, table
     from pipeline.config.recipe import load_recipe
-    from pipeline.config.trainer_keys import trainer_signature
+    from pipeline.config.settings import trainer_signature
 
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if arguments.steps < 1:
@@ -80,8 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         "torch_version": torch.__version__,
     }
     print(table(figures), file=sys.stderr)
-    print(json.dumps(rounded(figures)))
-    return 0
+    return figures
 
 
 def benchmark_device(trainer: dict[str, Any]) -> "tuple[dict[str, Any], Precision]":

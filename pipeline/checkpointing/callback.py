@@ -28,8 +28,8 @@ from pipeline.checkpointing.run_folder import (
 from pipeline.compat.lightning import WeightAveragingBase
 from pipeline.compat.pytorch import lerp_all
 from pipeline.config.recipe import Recipe
-from pipeline.profiling.step_clock import StepClock
 from pipeline.runtime.console import say
+from pipeline.runtime.step_clock import StepClock
 
 _COPY_SLACK = 1 << 20
 """Bytes of a checkpoint beside weights, moments and tokenizer: steps of the optimizer, and alignment."""

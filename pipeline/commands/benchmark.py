@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import json
+from typing import Any
 
 from data_module.errors import InputError
 
@@ -35,7 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the chosen kind of benchmark."""
+    """Run the chosen kind of benchmark and print its figures."""
     if arguments.kind in REMOVED_KINDS:
         raise InputError(f"there is no 'benchmark {arguments.kind}': {REMOVED_KINDS[arguments.kind]}")
-    return int(importlib.import_module(f"pipeline.benchmark.{arguments.kind}").run(arguments))
+    figures = importlib.import_module(f"pipeline.benchmark.{arguments.kind}").run(arguments)
+    print(json.dumps(_rounded(figures)))
+    return 0
+
+
+def _rounded(value: Any) -> Any:
+    """Round to five significant digits, more than the clock's precision."""
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value

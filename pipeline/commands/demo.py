@@ -17,7 +17,7 @@ from typing import Any
 
 from data_module.errors import SCRIPTS
 from data_module.files import user_path
-from pipeline.config.shipped import shipped_recipes
+from pipeline.config.recipe_files import shipped_recipes
 from pipeline.runtime.signals import INTERRUPTED
 
 CONFIG = Path("configs/demo.yaml")

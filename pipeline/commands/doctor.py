@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from data_module.errors import InputError
 from data_module.files import user_path
-from pipeline.config.arguments import add_recipe_arguments
+from pipeline.config.recipe import add_recipe_arguments
 from pipeline.training.checks import CheckContext, CheckResult, check_machine, check_recipe
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def load_context(
         The context for `check_recipe`, None without a valid recipe, and the result of loading it.
     """
     from pipeline.config.recipe import load_recipe
-    from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
+    from pipeline.config.settings import trainer_signature, validate_trainer_keys
 
     if not configs:
         if overrides:

@@ -7,7 +7,7 @@ all settings with type, default and meaning, and has a table of sizes, memory an
 import argparse
 
 from data_module.files import user_path
-from pipeline.config.arguments import add_recipe_arguments
+from pipeline.config.recipe import add_recipe_arguments
 from pipeline.runtime import signals
 from pipeline.runtime.launch import process_rank, reports_exit_code
 from pipeline.runtime.signals import Stopped

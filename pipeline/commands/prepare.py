@@ -10,7 +10,7 @@ import json
 import sys
 
 from data_module.files import user_path
-from pipeline.config.arguments import add_recipe_arguments
+from pipeline.config.recipe import add_recipe_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,33 +1,50 @@
-"""List the recipes that come with the program, or copy one to change it.
+"""List the recipes that come with the program, copy one to change it, or print a recipe's paths.
 
 `recipe list` prints a name and a description a line. `recipe copy NAME` writes the recipe, those that it extends and
-the schema for editors, and prints the files that it wrote. It does not overwrite a recipe.
+the schema for editors, and prints the files that it wrote. It does not overwrite a recipe. `recipe paths CONFIG` prints
+for scripts, a line each, the run folder, and source and reference of the first test text that is two files, else of the
+validation text.
 """
 
 import argparse
+from pathlib import Path
 
 from data_module.files import user_path
+from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `list` and `copy`."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list|copy")
+    """Add the actions."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|copy|paths")
     actions.add_parser("list", help="print names and descriptions", allow_abbrev=False)
     copy = actions.add_parser("copy", help="copy a recipe", allow_abbrev=False)
     copy.add_argument("name", help="a name of `recipe list`")
     copy.add_argument("to", type=user_path, nargs="?", help="a file or a folder (default: NAME.yaml in this folder)")
+    add_recipe_arguments(actions.add_parser("paths", help="print a recipe's paths", allow_abbrev=False))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the recipes or the files written."""
-    from pipeline.config.shipped import copy_recipe, description, shipped_recipes
+    """Print the recipes, the files written, or the paths."""
+    from pipeline.config.recipe_files import copy_recipe, description, shipped_recipes
 
     if arguments.action == "copy":
         for path in copy_recipe(arguments.name, arguments.to):
             print(path)
+        return 0
+    if arguments.action == "paths":
+        print(*recipe_paths(load_recipe(arguments.config, arguments.overrides)), sep="\n")
         return 0
     recipes = shipped_recipes()
     width = max(map(len, recipes))
     for name, path in recipes.items():
         print(f"{name:{width}}  {description(path)}")
     return 0
+
+
+def recipe_paths(recipe: Recipe) -> tuple[Path, Path, Path]:
+    """Return run folder, source and reference."""
+    for text in recipe.corpus.test:
+        if text.source and text.target:
+            return recipe.run_folder(), Path(text.source), Path(text.target)
+    folder = Path(recipe.corpus.folder)
+    return recipe.run_folder(), folder / "validation.source.txt", folder / "validation.target.txt"

@@ -1,5 +1,6 @@
 """Recipes: YAML files and command-line overrides, checked against typed settings."""
 
+import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,13 +10,13 @@ from typing import Any, ClassVar
 
 import yaml
 
-from data_module.errors import PROGRAM, InputError
+from data_module.errors import InputError
 from data_module.files import user_path
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from pipeline.config.recipe_files import RecipeLoader, extended, merge, read_extended
 from pipeline.config.schema import Checker, Signature, annotation, place_of, takes_text
-from pipeline.config.settings import MonitoringSettings, RunSettings
-from pipeline.config.trainer_keys import RESERVED_KEYS
+from pipeline.config.settings import RESERVED_KEYS, MonitoringSettings, RunSettings
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,19 @@ class Recipe:
         return asdict(self)
 
 
+def add_recipe_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add `--config`, a list of recipe files; without `required`, the list may be empty."""
+    parser.add_argument(
+        "--config",
+        type=user_path,
+        action="append",
+        metavar="FILE",
+        required=required,
+        default=None if required else [],
+        help="recipe file; repeat the option for overlays, the last one wins; `--config` itself may be left out",
+    )
+
+
 def load_recipe(
     paths: Iterable[Path], overrides: Iterable[str] = (), trainer_signature: Signature | None = None
 ) -> Recipe:
@@ -94,10 +108,10 @@ def load_recipe(
     places: dict[str, str] = {}
     names = [path.stem for path in paths]
     for path in paths:
-        contents = _read_extended(path, places)
+        contents = read_extended(path, places)
         if "corpus" not in contents and len(names) > 1:
             names.remove(path.stem)  # An overlay, which may come before the recipe.
-        _merge(values, contents)
+        merge(values, contents)
     mistakes = _override(values, places, list(overrides), trainer_signature or {})
     values.setdefault("name", names[0])
     places[""] = str(paths[0])
@@ -125,7 +139,7 @@ def recipe_from_dict(recipe: Mapping[str, Any], trainer_signature: Signature | N
     except RecursionError:
         raise InputError("the recipe: values are nested too deeply, or one contains itself; write them out") from None
     # Named as a file of the current folder would be.
-    values = _extended(values, {}, Path("the recipe"), places, ())
+    values = extended(values, {}, Path("the recipe"), places, ())
     return _checked(values, places, trainer_signature, [])
 
 
@@ -193,126 +207,6 @@ def _unregistered_names(values: dict[str, Any], places: dict[str, str]) -> list[
     return mistakes
 
 
-def _read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return a file's values, merged into those of the file that it extends."""
-    own_places: dict[str, str] = {}
-    own = _read(path, own_places)
-    return _extended(own, own_places, path, places, seen)
-
-
-def _extended(
-    own: dict[str, Any], own_places: dict[str, str], path: Path, places: dict[str, str], seen: tuple[Path, ...]
-) -> dict[str, Any]:
-    """Return the values `own` of the file `path`, merged into those of the file that it extends."""
-    base = own.pop("extends", None)
-    if base is None:
-        places |= own_places
-        return own
-    place = own_places.pop("extends", str(path))
-    if not isinstance(base, str):
-        raise InputError(f"{place}: extends must name one recipe, relative to this one's folder")
-    extended = path.parent / user_path(base)
-    try:
-        is_there = extended.is_file()
-    except OSError:  # such as a name that is too long
-        is_there = False
-    if not is_there:
-        raise InputError(f"{place}: extends {base}, which does not exist; name a recipe relative to {path.parent}")
-    if path.resolve() in seen:
-        raise InputError(f"{place}: extends {base}, which extends this one; remove one of the two")
-    values = _read_extended(extended, places, (*seen, path.resolve()))
-    places |= own_places
-    _merge(values, own)
-    return values
-
-
-def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
-    """Return a YAML mapping; `places` receives file and line of each dotted key."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such recipe; `{PROGRAM} recipe list` lists the shipped ones") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as a recipe ({error}); give a YAML file") from None
-    try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        values = yaml.load(text, _Loader)
-        if values is None:
-            return {}
-        if not isinstance(values, dict):
-            raise InputError(
-                f"{path}:1: a recipe must be a mapping of sections; `{PROGRAM} recipe list` lists examples"
-            )
-        _note_places(node, path, "", places)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise InputError(f"{path}:{line}: not valid YAML: {error.problem}; correct that line") from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise InputError(f"{path}:{line}: not valid YAML: character {error.character:#x}; remove it") from None
-    except RecursionError:
-        raise InputError(f"{path}: values are nested too deeply, or one contains itself; write them out") from None
-    return values
-
-
-class _Loader(yaml.SafeLoader):
-    """Keeps as text what YAML would change: dates, and numbers such as 010, 1.50, 0x1F, 12:30 and 2024_01_15.
-
-    A key that takes text then gets what was written, and a key that takes a number converts the text. The line of a
-    scalar that is invalid, such as `!!int many`, is reported.
-    """
-
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":value"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError) as error:
-            kind = node.tag.rpartition(":")[2]
-            raise yaml.constructor.ConstructorError(
-                problem=f"'{node.value}' is not a valid {kind}", problem_mark=node.start_mark
-            ) from error
-
-
-def _number_or_text(loader: _Loader, node: Any) -> Any:
-    value = yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
-    return value if str(value) == node.value else node.value
-
-
-def _text(loader: _Loader, node: Any) -> Any:
-    return node.value
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _number_or_text)
-_Loader.add_constructor("tag:yaml.org,2002:float", _number_or_text)
-_Loader.add_constructor("tag:yaml.org,2002:merge", _text)  # `<<` that is not a key
-
-
-def _note_places(node: Any, path: Path, prefix: str, places: dict[str, str]) -> None:
-    if isinstance(node, yaml.MappingNode):
-        names = [key.value for key, _ in node.value]
-        for key, value in node.value:
-            dotted = f"{prefix}{key.value}"
-            if names.count(key.value) > 1:
-                raise InputError(f"{path}:{key.start_mark.line + 1}: {dotted} is given twice; remove one of them")
-            places[dotted] = f"{path}:{key.start_mark.line + 1}"
-            _note_places(value, path, dotted + ".", places)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:  # List items share one place: their keys have no number.
-            _note_places(item, path, prefix, places)
-
-
-def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value
-
-
 def _override(
     values: dict[str, Any], places: dict[str, str], arguments: list[str], trainer_signature: Signature
 ) -> list[str]:
@@ -356,7 +250,7 @@ def _parse(text: str, kind: Any) -> Any:
     if takes_text(kind):
         return None if text in ("", "null") else text
     try:
-        value = yaml.load(text, _Loader)
+        value = yaml.load(text, RecipeLoader)
     except (yaml.YAMLError, RecursionError):
         return text
     return text if kind == list[str] and not isinstance(value, list) else value

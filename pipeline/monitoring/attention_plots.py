@@ -18,8 +18,7 @@ from model.settings import NetworkSettings
 from model.training_module import TranslationModule
 from pipeline.checkpointing.run_folder import EVENTS
 from pipeline.config.settings import MonitoringSettings
-from pipeline.monitoring.run_log import RunLog
-from pipeline.monitoring.tables import table
+from pipeline.monitoring.run_log import RunLog, table
 from pipeline.monitoring.validation_samples import ValidationSamples
 
 _MAX_PIECES = 40

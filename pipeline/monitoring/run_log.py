@@ -6,8 +6,9 @@ soon as it can.
 
 import json
 import math
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,20 @@ from torch import Tensor
 
 from data_module.files import atomic_file
 from pipeline.checkpointing.run_folder import EVENTS, METRICS, SUMMARY
-from pipeline.monitoring.log_files import AppendedFile, EventFile, truncate_after
-from pipeline.monitoring.tensorboard_events import (
+from pipeline.monitoring.log_files import (
+    AppendedFile,
+    EventFile,
     hparams_summaries,
     image_summary,
     layout_summary,
     scalar_summary,
     text_summary,
+    truncate_after,
 )
 from pipeline.runtime.console import say
+
+MAX_CELL_CHARACTERS = 600
+_MARKUP = re.compile(r"[|*_`\[\]\\~#!{}()<>&\n\r]")
 
 
 class RunLog(Logger):
@@ -134,3 +140,26 @@ class RunLog(Logger):
             if not self._warned:
                 say(f"warning: {path}: {error.strerror}; training continues without this log until it can be written")
             self._warned = True
+
+
+def table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Return a Markdown table."""
+    lines = [" | ".join(header), " | ".join("---" for _ in header)]
+    lines += [" | ".join(escape_cell(str(value)) for value in row) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def escape_cell(text: str) -> str:
+    """Escape a cell's text, and shorten it to `MAX_CELL_CHARACTERS`."""
+    shortened = text if len(text) <= MAX_CELL_CHARACTERS else text[:MAX_CELL_CHARACTERS] + " …"
+    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", shortened)
+
+
+def key_value_table(values: Mapping[str, Any]) -> str:
+    """Return a table with a row per key."""
+    return table(["name", "value"], values.items())
+
+
+def code_block(text: str) -> str:
+    """Return preformatted text."""
+    return "\n".join(f"    {line}" for line in text.splitlines())

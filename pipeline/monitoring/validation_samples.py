@@ -11,8 +11,7 @@ from data_module.corpus.manifest import SplitSources
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.inference.bleu_tokenizer import DEFAULT
-from pipeline.monitoring.run_log import RunLog
-from pipeline.monitoring.tables import table
+from pipeline.monitoring.run_log import RunLog, table
 from pipeline.monitoring.validation_metrics import ValidationMetrics
 
 NUM_SAMPLES, NUM_WORST, NUM_LONGEST = 12, 6, 4

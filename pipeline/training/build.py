@@ -22,13 +22,12 @@ from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.checkpointing.run_folder import STOPPED_EARLY
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import Recipe
-from pipeline.config.trainer_keys import max_seconds
+from pipeline.config.settings import max_seconds
 from pipeline.inference.bleu_tokenizer import spacing_warning
 from pipeline.monitoring.attention_plots import AttentionPlots
-from pipeline.monitoring.mfu import flops_per_target_token
+from pipeline.monitoring.performance import flops_per_target_token
 from pipeline.monitoring.run_log import RunLog
-from pipeline.monitoring.run_metadata import RunMetadata
-from pipeline.monitoring.starts import first_submission, record_start
+from pipeline.monitoring.run_metadata import RunMetadata, first_submission, record_start
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.monitoring.validation_samples import ValidationSamples
 from pipeline.runtime import signals

@@ -29,7 +29,7 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
     from pipeline.config.recipe import load_recipe
-    from pipeline.config.trainer_keys import trainer_signature
+    from pipeline.config.settings import trainer_signature
 
     return fit_recipe(load_recipe(configs, overrides, trainer_signature()), reset, init_from)
 
@@ -43,7 +43,7 @@ def fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
 def _fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
     from data_module.corpus.manifest import is_corpus
     from pipeline.checkpointing.run_folder import inherit_network, latest_valid
-    from pipeline.config.trainer_keys import validate_trainer_keys
+    from pipeline.config.settings import validate_trainer_keys
     from pipeline.training.checks import CheckContext, refuse_mistakes
     from pipeline.training.start import load_initial_weights
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from data_module.errors import InputError
 from pipeline.__main__ import parse
 from pipeline.config.recipe import load_recipe
-from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
+from pipeline.config.settings import trainer_signature, validate_trainer_keys
 from tests.conftest import ROOT
 
 STANDS_FOR = {f"configs/{name}.yaml": "configs/your_text.yaml" for name in ("mine", "a", "b", "c")}

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from data_module.settings import BpeDropout, NoiseSettings, TextSource
 from pipeline.config.recipe import Recipe
-from pipeline.config.shipped import description, first_sentence, leading_comment
-from pipeline.config.trainer_keys import RESERVED_KEYS, trainer_signature
+from pipeline.config.recipe_files import description, first_sentence, leading_comment
+from pipeline.config.settings import RESERVED_KEYS, trainer_signature
 from tests.conftest import ROOT
 from tests.docs import recipe_schema, roofline
 from tests.docs.recipe_schema import meanings

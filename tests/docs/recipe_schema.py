@@ -20,8 +20,8 @@ from model.layers import ACTIVATIONS, NORMS
 from model.optimization import OPTIMIZERS, SCHEDULES
 from model.settings import NetworkSettings, TrainingSettings
 from pipeline.config.recipe import Recipe
-from pipeline.config.shipped import SCHEMA
-from pipeline.config.trainer_keys import CHOICES, trainer_signature, validate_trainer_keys
+from pipeline.config.recipe_files import SCHEMA
+from pipeline.config.settings import CHOICES, trainer_signature, validate_trainer_keys
 from tests.conftest import ROOT
 
 FILE = ROOT / "configs" / SCHEMA

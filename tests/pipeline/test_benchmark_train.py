@@ -26,13 +26,11 @@ from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.benchmark import side_by_side
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
-from pipeline.benchmark.report import figures_of
-from pipeline.benchmark.side_by_side import Round, SideBySide
+from pipeline.benchmark.side_by_side import PeakMemory, Round, SideBySide, figures_of
 from pipeline.benchmark.train import benchmark_device, recipe_comparison
 from pipeline.config.recipe import load_recipe
-from pipeline.config.trainer_keys import trainer_signature
-from pipeline.profiling.flops import training_flops
-from pipeline.profiling.stopwatch import PeakMemory
+from pipeline.config.settings import trainer_signature
+from pipeline.monitoring.performance import training_flops
 
 SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 DEEP = replace(SETTINGS, num_encoder_layers=3, num_decoder_layers=1)

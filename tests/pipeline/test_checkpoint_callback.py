@@ -20,9 +20,9 @@ from pipeline.checkpointing.checkpoint import read_checkpoint, write_atomic
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_io
 from pipeline.checkpointing.run_folder import around_best_checkpoints, step_checkpoints, step_of, step_path
 from pipeline.config.recipe import load_recipe
-from pipeline.profiling.step_clock import StepClock
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.signals import Stopped
+from pipeline.runtime.step_clock import StepClock
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*", "ignore:.*sync_dist=True.*")

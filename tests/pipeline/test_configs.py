@@ -13,7 +13,7 @@ from model.optimization import build_schedule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.config.trainer_keys import trainer_signature
+from pipeline.config.settings import trainer_signature
 from tests.conftest import ROOT
 
 CONFIGS = ROOT / "configs"

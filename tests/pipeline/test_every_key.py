@@ -24,7 +24,7 @@ from model.optimization import OPTIMIZERS, adam
 from model.transformer import LearnedPositions, Transformer
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.config.recipe import Recipe, recipe_from_dict
-from pipeline.config.trainer_keys import trainer_signature
+from pipeline.config.settings import trainer_signature
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.translator import load_translator
 from pipeline.runtime.devices import best_precision

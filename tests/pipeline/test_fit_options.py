@@ -12,7 +12,7 @@ import yaml
 from data_module.errors import InputError
 from pipeline.commands.doctor import load_context
 from pipeline.compat.lightning import SingleStreamDDP
-from pipeline.config.trainer_keys import max_seconds, validate_trainer_keys
+from pipeline.config.settings import max_seconds, validate_trainer_keys
 from pipeline.runtime.devices import best_precision, precision_plugin
 from pipeline.runtime.launch import JobStep
 from pipeline.training.checks import check_machine, check_recipe

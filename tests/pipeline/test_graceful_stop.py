@@ -27,10 +27,10 @@ from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.checkpointing.run_folder import step_checkpoints, step_of
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import load_recipe
-from pipeline.profiling.step_clock import StepClock
 from pipeline.runtime import signals
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.signals import Stopped
+from pipeline.runtime.step_clock import StepClock
 from pipeline.training import graceful_stop
 from pipeline.training.graceful_stop import (
     FailureReport,

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from lightning.pytorch import Trainer
 
-from pipeline.config.trainer_keys import RESERVED_KEYS, trainer_signature
+from pipeline.config.settings import RESERVED_KEYS, trainer_signature
 from tests.conftest import ROOT, tiny_recipe
 
 SLOW = ("torch", "torch._dynamo", "lightning", "sympy", "triton", "sacrebleu", "tensorboard", "sentencepiece")

@@ -13,8 +13,7 @@ from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.recipe import REMOVED_KEYS, Recipe, load_recipe, recipe_from_dict
-from pipeline.config.settings import RunSettings
-from pipeline.config.trainer_keys import trainer_signature
+from pipeline.config.settings import RunSettings, trainer_signature
 
 MINIMAL = """\
 corpus:

@@ -15,8 +15,8 @@ import yaml
 
 from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
-from pipeline.config.shipped import MODELINE
-from pipeline.config.trainer_keys import trainer_signature, validate_trainer_keys
+from pipeline.config.recipe_files import MODELINE
+from pipeline.config.settings import trainer_signature, validate_trainer_keys
 from tests.docs import recipe_schema
 from tests.pipeline.test_configs import CONFIGS, OVERLAYS, RECIPES
 

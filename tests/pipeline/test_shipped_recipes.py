@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.__main__ import main
 from pipeline.config.recipe import load_recipe
-from pipeline.config.shipped import MODELINE, SCHEMA, first_sentence, shipped_recipes
+from pipeline.config.recipe_files import MODELINE, SCHEMA, first_sentence, shipped_recipes
 from tests.pipeline.test_configs import CONFIGS, RECIPES, name_of
 
 

@@ -33,7 +33,7 @@ def test_output_and_file_names_are_utf8(environment: dict[str, str], tmp_path: P
         f"corpus: {{folder: {NAME}, train: {{tsv: a}}, validation: {{tsv: a}}}}\nrun: {{folder: {NAME}}}\n",
         encoding="utf-8",
     )
-    code, output, _ = run(["-m", "pipeline.config.paths", "--config", "r.yaml"], tmp_path, environment)
+    code, output, _ = run(["-m", "pipeline", "recipe", "paths", "--config", "r.yaml"], tmp_path, environment)
     assert (code, output.splitlines()[0].decode()) == (0, NAME)
     code, output, errors = run(["-m", "pipeline", "recipe", "copy", "your_text", f"{NAME}.yaml"], tmp_path, environment)
     assert (code, output.splitlines()[0].decode(), errors) == (0, f"{NAME}.yaml", b"")

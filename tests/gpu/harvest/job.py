@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from data_module.batching.batch import RankBatch, SpecialIds, collate
 from data_module.batching.rank_rows import rank_rows, row_shape
 from data_module.corpus.store import ParallelCorpus
-from pipeline.profiling.stopwatch import Stopwatch
+from pipeline.runtime.step_clock import Stopwatch
 
 CYCLES_PER_MILLISECOND = 2_000_000
 """Approximate clock rate of a GPU."""

@@ -9,8 +9,7 @@ from PIL import Image
 
 from pipeline.checkpointing.run_folder import METRICS
 from pipeline.monitoring.log_files import read_metrics
-from pipeline.monitoring.run_log import RunLog
-from pipeline.monitoring.tables import table
+from pipeline.monitoring.run_log import RunLog, table
 from tests.integration.runs import accumulator, scalars
 
 

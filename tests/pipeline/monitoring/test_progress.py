@@ -8,11 +8,11 @@ import termios
 
 import pytest
 
-from pipeline.monitoring.progress import Progress
+from pipeline.monitoring.training_monitor import Progress
 from tests.conftest import ROOT
 
 SCRIPT = """
-from pipeline.monitoring.progress import Progress
+from pipeline.monitoring.training_monitor import Progress
 progress = Progress(4, 8, 2)
 for step in range(5, 9):
     progress.advance()

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from pipeline.profiling.step_clock import StepClock
+from pipeline.runtime.step_clock import StepClock
 
 
 def test_phases_add_up_and_others_do_not_count() -> None:

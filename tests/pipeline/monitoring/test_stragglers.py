@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.monitoring.stragglers import Stragglers, slowest_rank
+from pipeline.monitoring.performance import Stragglers, slowest_rank
 
 NODES = ["alpha", "beta", "gamma", "delta"]
 

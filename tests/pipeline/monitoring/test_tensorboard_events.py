@@ -5,7 +5,7 @@ from pathlib import Path
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.monitoring import tensorboard_events as events
+from pipeline.monitoring import log_files as events
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:

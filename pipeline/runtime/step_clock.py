@@ -1,11 +1,12 @@
 """Division of a run's time into training steps and other phases."""
 
 import statistics
+import time
 from collections import deque
+from itertools import pairwise
+from typing import Any
 
 import torch
-
-from pipeline.profiling.stopwatch import Stopwatch
 
 OWN = ("data_wait", "compute", "between")
 """Phases of a rank's own part of a step: waiting for the loader, the step itself, and the loop around them."""
@@ -18,6 +19,39 @@ RECENT_STEPS = 1000
 """At most this many steps."""
 ENOUGH_STEPS = 3
 """With fewer steps there is no median: the first one after a start takes longer than those that follow."""
+
+
+class Stopwatch:
+    """Measures the time of named phases, each of which lasts until the next one begins.
+
+    On a GPU, phases are delimited by events on the GPU's own timeline, and the host does not wait for them before
+    `read`. A phase in which the GPU waits for data or for the host includes that wait. Time by which the host runs
+    ahead of the GPU does not count.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []  # Any: a time or an event
+
+    def begin(self, phase: str) -> None:
+        """End the current phase and begin the next one."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((phase, event))
+        else:
+            self._marks.append((phase, time.perf_counter()))
+
+    def read(self) -> list[tuple[str, float]]:
+        """Return name and seconds of all phases in order, and reset the stopwatch."""
+        self.begin("")
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        marks, self._marks = self._marks, []
+        return [
+            (name, start.elapsed_time(end) / 1000.0 if self._on_gpu else end - start)
+            for (name, start), (_, end) in pairwise(marks)
+        ]
 
 
 class StepClock:

@@ -1,0 +1,225 @@
+"""Recipe files: reading them, with file and line of each key, and those that come with the program.
+
+The latter are in `configs/` of a clone, and in `pipeline/recipes/` where a wheel is installed.
+"""
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from data_module.paths import user_path
+
+from data_module.errors import PROGRAM, InputError
+
+SCHEMA = "recipe.schema.json"
+MODELINE = "# yaml-language-server: $schema="
+"""What a recipe's first line begins with; the path of the schema, relative to the recipe, follows."""
+
+
+def read_extended(path: Path, places: dict[str, str], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return a file's values, merged into those of the file that it extends."""
+    own_places: dict[str, str] = {}
+    own = _read(path, own_places)
+    return extended(own, own_places, path, places, seen)
+
+
+def extended(
+    own: dict[str, Any], own_places: dict[str, str], path: Path, places: dict[str, str], seen: tuple[Path, ...]
+) -> dict[str, Any]:
+    """Return the values `own` of the file `path`, merged into those of the file that it extends."""
+    base = own.pop("extends", None)
+    if base is None:
+        places |= own_places
+        return own
+    place = own_places.pop("extends", str(path))
+    if not isinstance(base, str):
+        raise InputError(f"{place}: extends must name one recipe, relative to this one's folder")
+    extended = path.parent / user_path(base)
+    try:
+        is_there = extended.is_file()
+    except OSError:  # such as a name that is too long
+        is_there = False
+    if not is_there:
+        raise InputError(f"{place}: extends {base}, which does not exist; name a recipe relative to {path.parent}")
+    if path.resolve() in seen:
+        raise InputError(f"{place}: extends {base}, which extends this one; remove one of the two")
+    values = read_extended(extended, places, (*seen, path.resolve()))
+    places |= own_places
+    merge(values, own)
+    return values
+
+
+def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
+    """Return a YAML mapping; `places` receives file and line of each dotted key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such recipe; `{PROGRAM} recipe list` lists the shipped ones") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as a recipe ({error}); give a YAML file") from None
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        values = yaml.load(text, RecipeLoader)
+        if values is None:
+            return {}
+        if not isinstance(values, dict):
+            raise InputError(
+                f"{path}:1: a recipe must be a mapping of sections; `{PROGRAM} recipe list` lists examples"
+            )
+        _note_places(node, path, "", places)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise InputError(f"{path}:{line}: not valid YAML: {error.problem}; correct that line") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise InputError(f"{path}:{line}: not valid YAML: character {error.character:#x}; remove it") from None
+    except RecursionError:
+        raise InputError(f"{path}: values are nested too deeply, or one contains itself; write them out") from None
+    return values
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """Keeps as text what YAML would change: dates, and numbers such as 010, 1.50, 0x1F, 12:30 and 2024_01_15.
+
+    A key that takes text then gets what was written, and a key that takes a number converts the text.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":value"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Return the value of a node; report the line of a scalar that is invalid."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError) as error:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                problem=f"'{node.value}' is not a valid {kind}", problem_mark=node.start_mark
+            ) from error
+
+
+def _number_or_text(loader: RecipeLoader, node: Any) -> Any:
+    value = yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+    return value if str(value) == node.value else node.value
+
+
+def _text(loader: RecipeLoader, node: Any) -> Any:
+    return node.value
+
+
+RecipeLoader.add_constructor("tag:yaml.org,2002:int", _number_or_text)
+RecipeLoader.add_constructor("tag:yaml.org,2002:float", _number_or_text)
+RecipeLoader.add_constructor("tag:yaml.org,2002:merge", _text)  # `<<` that is not a key
+
+
+def _note_places(node: Any, path: Path, prefix: str, places: dict[str, str]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        names = [key.value for key, _ in node.value]
+        for key, value in node.value:
+            dotted = f"{prefix}{key.value}"
+            if names.count(key.value) > 1:
+                raise InputError(f"{path}:{key.start_mark.line + 1}: {dotted} is given twice; remove one of them")
+            places[dotted] = f"{path}:{key.start_mark.line + 1}"
+            _note_places(value, path, dotted + ".", places)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:  # List items share one place: their keys have no number.
+            _note_places(item, path, prefix, places)
+
+
+def merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    """Put `values` in place of those of `into`; mappings are merged."""
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def shipped_folder() -> Path:
+    """Return the folder of the recipes and their schema."""
+    package = Path(__file__).resolve().parent.parent
+    packaged = package / "recipes"
+    return packaged if packaged.is_dir() else package.parent / "configs"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return recipes and overlays by name, such as `demo` and `hardware/one_gpu`; those of subfolders come last."""
+    folder = shipped_folder()
+    paths = sorted(folder.rglob("*.yaml"), key=lambda path: (len(path.parts), str(path)))
+    return {str(path.relative_to(folder).with_suffix("")): path for path in paths}
+
+
+def description(path: Path) -> str:
+    """Return the first sentence of a recipe's comment."""
+    return re.sub(r":? fit --config.*", "", first_sentence(leading_comment(path)))
+
+
+def leading_comment(path: Path) -> str:
+    """Return the comment at the top of a recipe or script, up to the first command line in it."""
+    lines: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#") or line.startswith("#   "):
+            break
+        if not line.startswith(("#!", MODELINE)):
+            lines.append(line.removeprefix("#").strip())
+    return "\n".join(lines)
+
+
+def first_sentence(text: str) -> str:
+    """Return a text up to the first full stop that ends a sentence, or the first blank line."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<!et al)(?<!\.\.)\.(?= |$)", paragraph)[0].removesuffix(":")
+
+
+def copy_recipe(name: str, to: Path | None) -> list[Path]:
+    """Copy a shipped recipe, with the recipes that it extends and the schema beside it.
+
+    Args:
+        name: one of `shipped_recipes`.
+        to: the file to write, or a folder; None for a file of the recipe's name in the working folder.
+
+    Returns:
+        The files written, the recipe first. A recipe that it extends is left out if it is there already.
+
+    Raises:
+        InputError: there is no such recipe, or a file would be overwritten.
+    """
+    recipes = shipped_recipes()
+    if name not in recipes:
+        near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.5)
+        way_out = f"did you mean {near[0]}?" if near else f"`{PROGRAM} recipe list` lists them"
+        raise InputError(f"'{name}' is not a shipped recipe; {way_out}")
+    path = recipes[name]
+    target = Path(path.name) if to is None else to / path.name if to.is_dir() else to
+    if target.exists():
+        raise InputError(f"{target}: exists already; give another file, as in: {PROGRAM} recipe copy {name} FILE")
+    texts = _with_bases(path, target)
+    for copy, text in texts.items():
+        if copy.exists() and copy.read_text(encoding="utf-8") != text:
+            raise InputError(f"{copy}: {name} extends it, and it is not the shipped one; copy to another folder")
+    written = [copy for copy in texts if not copy.exists()]
+    for copy in written:
+        copy.write_text(texts[copy], encoding="utf-8")
+    # It is generated, and the newest version suits all recipes.
+    (target.parent / SCHEMA).write_bytes((shipped_folder() / SCHEMA).read_bytes())
+    return [*written, target.parent / SCHEMA]
+
+
+def _with_bases(path: Path, target: Path) -> dict[Path, str]:
+    """Return the texts of copies of a recipe and of those that it extends, which stand beside it."""
+    texts: dict[Path, str] = {}
+    while True:
+        if target in texts:
+            raise InputError(f"{target}: the recipe extends one of that name; give another file")
+        text = re.sub(rf"^{re.escape(MODELINE)}.*", f"{MODELINE}{SCHEMA}", path.read_text(encoding="utf-8"))
+        base = re.search(r"^extends: (\S+)", text, re.MULTILINE)
+        if base is None:
+            texts[target] = text
+            return texts
+        path = path.parent / base[1]
+        texts[target] = text[: base.start(1)] + path.name + text[base.end(1) :]
+        target = target.parent / path.name
