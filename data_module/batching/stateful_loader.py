@@ -124,7 +124,7 @@ class StatefulLoader(DataLoader["RankBatch | InputError"]):
         self._rank_batches = dataset
         self._position = (0, 0)
         self.on_wait: Callable[[str], None] | None = None
-        """Called with "data_wait" before waiting for a batch, and with "between" after."""
+        """Called with "data_wait" before waiting for a batch, and with "loop_overhead" after."""
 
     def check_worker_number_rationality(self) -> None:
         """Accept any number of workers.
@@ -143,7 +143,7 @@ class StatefulLoader(DataLoader["RankBatch | InputError"]):
             batch = next(batches)
             if isinstance(batch, InputError):
                 raise batch
-            self._notify("between")
+            self._notify("loop_overhead")
             # The position advances when a batch is returned, not when a worker fetches it in advance.
             self._position = (batch.epoch, batch.index + 1)
             yield batch

@@ -102,7 +102,7 @@ class CheckpointCallback(Callback):
         self._clock.begin("checkpoint")
         checkpoint_io(trainer).wait()
         trainer.strategy.barrier("CheckpointCallback.wait")
-        self._clock.begin("between")
+        self._clock.begin("loop_overhead")
 
     def save(self, trainer: Trainer, stopping: bool = False, best: bool = False) -> None:
         """Save this step's checkpoint and remove those that are neither among the newest nor around the best.
@@ -164,7 +164,7 @@ class CheckpointCallback(Callback):
     def _write(self, trainer: Trainer, path: Path, options: WriteOptions) -> None:
         self._clock.begin("checkpoint")
         trainer.save_checkpoint(path, weights_only=False, storage_options=options)
-        self._clock.begin("between")
+        self._clock.begin("loop_overhead")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add what makes the checkpoint usable without the run folder."""

@@ -181,7 +181,7 @@ class TrainingMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RankBatch, batch_idx: int
     ) -> None:
         """Add the step to the sums, and log them every `every_steps` steps."""
-        self.clock.begin("between")
+        self.clock.begin("loop_overhead")
         sums = torch.stack([outputs[name] for name in ("smoothed", "likelihood", "correct", "tokens")])
         self._sums = sums if self._sums is None else self._sums + sums
         self._steps += 1
@@ -212,7 +212,7 @@ class TrainingMonitor(Callback):
         counts = torch.tensor([self._padded_tokens, self._tokens, *own], device=self._sums.device)
         self.clock.begin("communication_wait")
         total = trainer.strategy.reduce(torch.cat((self._sums, counts)), reduce_op="sum")
-        self.clock.begin("between")
+        self.clock.begin("loop_overhead")
         # One transfer for all values: each one waits for the device.
         values = torch.stack([outputs["gradient_norm"], outputs["skipped"], outputs["skipped_in_a_row"], *total])
         norm, skipped, in_a_row, smoothed, likelihood, correct, loss_tokens, padded, tokens, *own = values.tolist()
@@ -284,7 +284,7 @@ class TrainingMonitor(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the scores, and count time as training again."""
-        self.clock.begin("between")
+        self.clock.begin("loop_overhead")
         self._validation_seconds = time.monotonic() - self._validation_started
         if self._progress is not None:
             self._progress.validation_seconds = self._validation_seconds

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-OWN = ("data_wait", "compute", "between")
+OWN = ("data_wait", "compute", "loop_overhead")
 """Phases of a rank's own part of a step: waiting for the loader, the step itself, and the loop around them."""
 STEP = (*OWN, "communication_wait")
 """Phases of a step: a rank's own part, and waiting for the other ranks and for the network."""
@@ -74,7 +74,7 @@ class StepClock:
     def start(self, device: torch.device) -> None:
         """Begin to measure."""
         self._watch = Stopwatch(device)
-        self.begin("between")
+        self.begin("loop_overhead")
 
     def begin(self, phase: str) -> None:
         """End the current phase and begin the next one."""
@@ -95,7 +95,7 @@ class StepClock:
 
     def _count_step(self, phase: str, seconds: float) -> None:
         """Add a phase to the unfinished step. A step ends where its computation does; a reading may cut that in two."""
-        if phase == "between" and self._last_phase == "compute":
+        if phase == "loop_overhead" and self._last_phase == "compute":
             self._recent.append(self._unfinished)
             self._unfinished = 0.0
             while sum(self._recent) > RECENT_SECONDS and len(self._recent) > ENOUGH_STEPS:

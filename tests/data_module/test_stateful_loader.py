@@ -156,7 +156,7 @@ def test_on_wait_is_called_before_and_after_waiting(tiny_corpus: Path) -> None:
     recording = StatefulLoader(Recording(), workers=0, pin_memory=False)
     recording.on_wait = events.append
     list(islice(recording, 2))
-    assert events == ["data_wait", "made", "between"] * 2
+    assert events == ["data_wait", "made", "loop_overhead"] * 2
 
 
 def test_a_worker_ignores_signals_except_from_the_training_process(tiny_corpus: Path) -> None:

@@ -223,7 +223,7 @@ def test_writing_checkpoints_is_timed_separately(train: Train) -> None:
 
     clock = RecordingClock()
     train(2, clock=clock)
-    assert clock.begun == ["checkpoint", "between"] * 3  # two are saved, and the end waits for the second
+    assert clock.begun == ["checkpoint", "loop_overhead"] * 3  # two are saved, and the end waits for the second
 
 
 def test_the_checkpoint_of_a_validated_step_is_saved_after_the_validation(train: Train, tmp_path: Path) -> None:

@@ -21,18 +21,18 @@ def test_phases_add_up_and_others_do_not_count() -> None:
             ("compute", 0.02),
             ("communication_wait", 0.01),
             ("checkpoint", 0.03),
-            ("between", 0.005),
+            ("loop_overhead", 0.005),
         ):
             clock.begin(phase)
             time.sleep(seconds)
     clock.counted_seconds += 100.0  # of earlier processes
     lap = clock.lap()
     whole = time.perf_counter() - began
-    assert set(lap) == {"data_wait", "compute", "communication_wait", "between"}
+    assert set(lap) == {"data_wait", "compute", "communication_wait", "loop_overhead"}
     assert lap["data_wait"] >= 0.02
     assert lap["compute"] >= 0.04
     assert lap["communication_wait"] >= 0.02
-    assert lap["between"] >= 0.01
+    assert lap["loop_overhead"] >= 0.01
     assert sum(lap.values()) <= whole - 0.06
     assert clock.counted_seconds == 100.0 + sum(lap.values())
     # A reading in the middle of a phase loses nothing of it.
@@ -58,7 +58,7 @@ def test_the_median_step_is_that_of_the_last_steps(monkeypatch: pytest.MonkeyPat
             if read == phase:
                 clock.read()
             now += seconds * part / 2
-        clock.begin("between")
+        clock.begin("loop_overhead")
 
     take(500.0)
     take(2.0)
@@ -67,7 +67,7 @@ def test_the_median_step_is_that_of_the_last_steps(monkeypatch: pytest.MonkeyPat
     take(4.0, read="data_wait")
     clock.begin("validation")
     now += 1000.0
-    clock.begin("between")
+    clock.begin("loop_overhead")
     take(6.0, read="compute")
     clock.read()
     assert clock.median_step_seconds() == pytest.approx(4.0)  # of 2, 4 and 6; the first one is long ago
