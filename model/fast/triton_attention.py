@@ -21,14 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from model.packed_attention import Attention, Segments
 
-LARGEST_HEAD = 128
-"""Heads with a larger d_k or d_v do not fit into registers."""
 _LN_2 = tl.constexpr(math.log(2.0))
-
-
-def can_run(d_k: int, d_v: int) -> bool:
-    """Return whether the kernels can compute heads of these sizes."""
-    return max(d_k, d_v) <= LARGEST_HEAD
 
 
 @triton.jit

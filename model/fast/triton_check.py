@@ -1,14 +1,24 @@
-"""Runs the Triton kernels on this GPU and compares them with plain PyTorch, before training relies on them."""
+"""What the Triton kernels can compute, and a comparison with plain PyTorch on this GPU before training relies on them.
+
+Triton itself is imported only by what runs a kernel.
+"""
 
 import math
 
 import torch
 from torch import Tensor
 
+LARGEST_HEAD = 128
+"""Heads with a larger d_k or d_v do not fit into registers."""
 _LENGTHS = [(1, 3), (27, 30), (100, 64), (5, 90)]
 """Tokens of query and key segments."""
 _TOLERANCE = {torch.float32: 0.01, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Difference that is accepted, as a share of the largest value. TF32 products round to ten bits."""
+
+
+def can_run(d_k: int, d_v: int) -> bool:
+    """Return whether the kernels can compute heads of these sizes."""
+    return max(d_k, d_v) <= LARGEST_HEAD
 
 
 def failure(dtype: torch.dtype, num_heads: int, d_k: int, d_v: int, device: str = "cuda") -> str | None:

@@ -319,11 +319,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def batch_of(recipe: Recipe) -> Batch:
     """Return the recipe's batch; raise InputError if its steps are not those that are predicted."""
+    from model.fast.triton_check import LARGEST_HEAD, can_run
+
     precision = str(recipe.trainer.get("precision", "bf16-mixed"))
     if not precision.startswith(("bf16", "16")):
         raise InputError(f"trainer.precision {precision}: only 16-bit precision is predicted; set it to bf16-mixed")
     if recipe.run.kernels == "pytorch":
         raise InputError("run.kernels pytorch: only Triton's kernels are predicted; set it to null")
+    d_k, d_v = recipe.network.key_size, recipe.network.value_size
+    if not can_run(d_k, d_v):
+        raise InputError(
+            f"network.num_heads {recipe.network.num_heads}: heads have d_k {d_k} and d_v {d_v}, and the kernels that "
+            f"are predicted take up to {LARGEST_HEAD}; give more heads"
+        )
     tokens, limit = recipe.batches.batch_tokens, recipe.batches.max_tokens_per_device
     return Batch(recipe.network, recipe.corpus.vocabulary_size, tokens, math.ceil(tokens / (limit or tokens)))
 

@@ -189,10 +189,11 @@ def _local_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
-def record_start(log: RunLog, job: JobStep | None) -> list[dict[str, Any]]:
+def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> list[dict[str, Any]]:
     """Append the record of this start, and return all records of the run, the oldest first.
 
     `submitted` and `began` are seconds since the epoch; `submitted` is when the job was put into the queue.
+    `backend` is how it computes, by part.
     """
     now = time.time()
     start = {
@@ -202,6 +203,7 @@ def record_start(log: RunLog, job: JobStep | None) -> list[dict[str, Any]]:
         "host": node_name(),
         "job": job.job if job else None,
         "restarts": job.restarts if job else 0,
+        "backend": backend,
     }
     earlier = _read(log.run / STARTS)
     log.append(STARTS, start)

@@ -102,11 +102,13 @@ def _obstacle_to_triton(options: dict[str, Any], network: NetworkSettings) -> st
     if missing := missing_compiler(on_gpu=True):
         return f"Triton {missing}"
     try:
-        from model.fast import triton_attention, triton_check
+        import triton  # noqa: F401
+
+        from model.fast import triton_check
     except ImportError as error:
         return f"Triton is not installed or does not work ({error})"
     d_k, d_v = network.key_size, network.value_size
-    if not triton_attention.can_run(d_k, d_v):
+    if not triton_check.can_run(d_k, d_v):
         return f"they do not take heads with d_k {d_k} and d_v {d_v}"
     dtypes = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
     dtype = dtypes.get(str(options["precision"]), torch.float32)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.fast.triton_attention import LARGEST_HEAD, can_run
-from model.fast.triton_check import failure
+from model.fast.triton_check import LARGEST_HEAD, can_run, failure
 from tests.conftest import ROOT
 from tests.model.kernel_builds import KERNELS, Options, attention_usage, loss_usage
 
