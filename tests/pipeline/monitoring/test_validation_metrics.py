@@ -77,10 +77,12 @@ def test_each_text_source_has_its_scores() -> None:
     assert not apart
 
 
-def test_empty_translations_count_in_their_bucket() -> None:
-    metric = ValidationMetrics()
-    metric.update([""], ["yes"], [[]], [25])
-    assert metric.compute()["validation_bleu_by_length/21-30_pieces"] == 0.0
+def test_empty_translations_count_in_their_bucket_and_source() -> None:
+    metric = ValidationMetrics(sources=["de", "fr"])
+    metric.update([""], ["yes"], [[]], [25], 1)
+    scores = metric.compute()
+    assert scores["validation_bleu_by_length/21-30_pieces"] == scores["validation/bleu/fr"] == 0.0
+    assert "validation/bleu/de" not in scores
 
 
 def test_each_length_has_its_bucket() -> None:
