@@ -219,13 +219,13 @@ def _padded_steps(data: TranslationDataModule, device: torch.device) -> Iterator
     while True:
         buckets = length_buckets(source, target, max(limit // 8, data.longest), random)
         taken: list[LengthBucket] = []
-        room = np.array([limit, limit])
+        tokens_left = np.array([limit, limit])
         for index in random.permutation(len(buckets)):
             bucket = buckets[index]
             size = len(bucket.pairs) * np.array([bucket.source_length, bucket.target_length])
-            if taken and (size > room).any():
+            if taken and (size > tokens_left).any():
                 yield step(taken)
-                taken, room = [], np.array([limit, limit])
+                taken, tokens_left = [], np.array([limit, limit])
             taken.append(bucket)
-            room -= size
+            tokens_left -= size
         yield step(taken)

@@ -181,15 +181,15 @@ def _peak_memory() -> int:
 
 def _figures(rounds: list[Round]) -> dict[str, float]:
     """Return an engine's figures: the median round and the latencies of all rounds."""
-    seconds, output = statistics.median(one.seconds for one in rounds), rounds[0].output
-    latencies = sorted(latency for one in rounds for latency in one.latencies)
+    seconds, output = statistics.median(measured.seconds for measured in rounds), rounds[0].output
+    latencies = sorted(latency for measured in rounds for latency in measured.latencies)
     figures = {
         "seconds": seconds,
         "target_tokens_per_second": output.num_tokens / seconds,
         "sentences_per_second": len(output.texts) / seconds,
         "latency_median_seconds": statistics.median(latencies),
         "latency_p95_seconds": latencies[int(0.95 * (len(latencies) - 1))],
-        "peak_memory_bytes": max(one.peak_memory_bytes for one in rounds),
+        "peak_memory_bytes": max(measured.peak_memory_bytes for measured in rounds),
     }
     if steps := output.sentence_steps:
         figures |= {"sentence_steps": steps, "seconds_per_sentence_step": seconds / steps}
@@ -198,11 +198,11 @@ def _figures(rounds: list[Round]) -> dict[str, float]:
 
 def _print_table(figures: dict[str, dict[str, float]]) -> None:
     print(f"{'':12} tokens/s  sentences/s  latency ms (p95)  memory MB", file=sys.stderr)
-    for name, one in figures.items():
+    for name, of_engine in figures.items():
         print(
-            f"{name:12} {one['target_tokens_per_second']:8,.0f}  {one['sentences_per_second']:11,.1f}  "
-            f"{1e3 * one['latency_median_seconds']:7.1f} ({1e3 * one['latency_p95_seconds']:6.1f})  "
-            f"{one['peak_memory_bytes'] / 1e6:9,.0f}",
+            f"{name:12} {of_engine['target_tokens_per_second']:8,.0f}  {of_engine['sentences_per_second']:11,.1f}  "
+            f"{1e3 * of_engine['latency_median_seconds']:7.1f} ({1e3 * of_engine['latency_p95_seconds']:6.1f})  "
+            f"{of_engine['peak_memory_bytes'] / 1e6:9,.0f}",
             file=sys.stderr,
         )
 

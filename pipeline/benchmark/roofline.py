@@ -349,9 +349,9 @@ def _table(batch: Batch, gpu: Gpu, strong: list[Prediction], weak: list[Predicti
     ]
     for both in zip(strong, weak, strict=True):
         cells = (
-            f"{1000 * one.step_seconds:10.1f}{1000 * one.exposed_seconds:9.1f}"
-            f"{one.target_tokens_per_second:13,.0f}{one.mfu:6.0%}{one.mfu / strong[0].mfu:12.1%}"
-            for one in both
+            f"{1000 * step.step_seconds:10.1f}{1000 * step.exposed_seconds:9.1f}"
+            f"{step.target_tokens_per_second:13,.0f}{step.mfu:6.0%}{step.mfu / strong[0].mfu:12.1%}"
+            for step in both
         )
         lines.append(f"{both[0].gpus:<4}{''.join(cells)}")
     return "\n".join(lines)

@@ -246,28 +246,31 @@ def figures_of(comparison: SideBySide, network: NetworkSettings, vocabulary_size
     `train` documents the figures. Units are seconds, bytes and FLOP/s.
     """
     rounds = comparison.rounds
-    source, target = (np.concatenate([vars(one)[side] for one in rounds]) for side in ("source", "target"))
+    source, target = (np.concatenate([vars(measured)[side] for measured in rounds]) for side in ("source", "target"))
     flops = training_flops(network, vocabulary_size, source, target) / float(target.sum())
-    product_rate = float(np.median([one.product_rate for one in rounds]))
+    product_rate = float(np.median([measured.product_rate for measured in rounds]))
 
     def of_network(name: str) -> dict[str, Any]:
-        rates = [one.tokens[name] / one.seconds[name] for one in rounds]
+        rates = [measured.tokens[name] / measured.seconds[name] for measured in rounds]
         return {
             **_spread("target_tokens_per_second", rates),
-            **_spread("step_seconds", [one.seconds[name] for one in rounds]),
+            **_spread("step_seconds", [measured.seconds[name] for measured in rounds]),
             "peak_memory_bytes": comparison.peak_memory[name],
             "mfu": float(np.median(rates)) * flops / product_rate,
         }
 
     figures = {
-        **of_network("ours"),
-        "padding_share": 1.0 - float(source.sum() + target.sum()) / sum(one.row_tokens for one in rounds),
+        **of_network(OURS),
+        "padding_share": 1.0 - float(source.sum() + target.sum()) / sum(measured.row_tokens for measured in rounds),
         "flops_per_target_token": flops,
         "ceiling_flops_per_second": product_rate,
         "baselines": {name: of_network(name) for name in comparison.baselines},
     }
     for name in comparison.baselines:
-        ratios = [one.tokens["ours"] / one.seconds["ours"] * one.seconds[name] / one.tokens[name] for one in rounds]
+        ratios = [
+            measured.tokens[OURS] / measured.seconds[OURS] * measured.seconds[name] / measured.tokens[name]
+            for measured in rounds
+        ]
         figures |= _spread(f"ratio_to_{name}", ratios)
     return figures
 
@@ -275,11 +278,11 @@ def figures_of(comparison: SideBySide, network: NetworkSettings, vocabulary_size
 def table(figures: dict[str, Any]) -> str:
     """Return a table with a line for each network, and a line about ours."""
     lines = [f"{'':8}{'tokens/s':>10}{'ms/step':>10}{'MB':>8}{'ratio':>7}"]
-    for name, one in {"ours": figures, **figures["baselines"]}.items():
-        ratio = f"{figures[f'ratio_to_{name}']:7.2f}" if name != "ours" else ""
+    for name, of_network in {OURS: figures, **figures["baselines"]}.items():
+        ratio = f"{figures[f'ratio_to_{name}']:7.2f}" if name != OURS else ""
         lines.append(
-            f"{name:8}{one['target_tokens_per_second']:10,.0f}{1000 * one['step_seconds']:10.1f}"
-            f"{one['peak_memory_bytes'] / 1e6:8,.0f}{ratio}"
+            f"{name:8}{of_network['target_tokens_per_second']:10,.0f}{1000 * of_network['step_seconds']:10.1f}"
+            f"{of_network['peak_memory_bytes'] / 1e6:8,.0f}{ratio}"
         )
     lines.append(
         f"MFU {figures['mfu']:.1%} of {figures['ceiling_flops_per_second'] / 1e9:,.0f} GFLOP/s "

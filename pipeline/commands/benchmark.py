@@ -23,14 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind, purpose in KINDS.items():
         module = importlib.import_module(f"pipeline.benchmark.{kind}")
         description = module.__doc__
-        one = kinds.add_parser(
+        kind_parser = kinds.add_parser(
             kind,
             help=purpose,
             description=description,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(one)
+        module.add_arguments(kind_parser)
     for kind in REMOVED_KINDS:
         # With a recipe, whatever follows is parsed, so that `run` can refuse the kind.
         kinds.add_parser(kind).set_defaults(config=[])

@@ -259,6 +259,6 @@ def _parse(text: str, kind: Any) -> Any:
 def _settings_named(key: str, trainer_signature: Signature) -> list[str]:
     """Return the settings with this name in any section, as `section.key`."""
     sections = {section.name: section.type for section in fields(Recipe)}
-    named = {name: {one.name for one in fields(kind)} for name, kind in sections.items() if is_dataclass(kind)}
+    named = {name: {setting.name for setting in fields(kind)} for name, kind in sections.items() if is_dataclass(kind)}
     named["trainer"] = set(trainer_signature)
     return [f"{section}.{key}" for section, keys in named.items() if key in keys]

@@ -27,12 +27,12 @@ def annotation(key: str, kind: type, sections: Mapping[str, Signature]) -> Any:
     section, _, rest = key.partition(".")
     if section in sections:
         return sections[section].get(rest, Any)
-    found: Any = kind
+    reached: Any = kind
     for name in key.split("."):
-        if typing.get_origin(found) is list:
-            found = typing.get_args(found)[0]
-        found = typing.get_type_hints(found).get(name, Any) if is_dataclass(found) else Any
-    return found
+        if typing.get_origin(reached) is list:
+            reached = typing.get_args(reached)[0]
+        reached = typing.get_type_hints(reached).get(name, Any) if is_dataclass(reached) else Any
+    return reached
 
 
 def takes_text(kind: Any) -> bool:
@@ -70,10 +70,10 @@ class Checker:
         known = {f.name: f for f in fields(kind)}
         self._unknown(values, known, prefix)
         arguments = {}
-        for name, one in known.items():
+        for name, setting in known.items():
             if name in values:
                 arguments[name] = self.value(values[name], hints[name], prefix + name)
-            elif one.default is MISSING and one.default_factory is MISSING:
+            elif setting.default is MISSING and setting.default_factory is MISSING:
                 self._wrong(prefix.rstrip("."), f"{prefix}{name} is missing; add it")
         if len(self.mistakes) > before:
             return None

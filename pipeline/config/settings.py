@@ -170,8 +170,8 @@ def max_seconds(max_time: Any) -> float | None:
     Raises InputError for a value that is not a duration.
     """
     try:
-        if isinstance(max_time, str) and (found := re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", max_time.strip())):
-            max_time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, found.groups()), strict=True))
+        if isinstance(max_time, str) and (match := re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", max_time.strip())):
+            max_time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, match.groups()), strict=True))
         if isinstance(max_time, dict):
             max_time = timedelta(**max_time)
     except (TypeError, OverflowError):

@@ -155,13 +155,13 @@ def _families(characters: set[str]) -> dict[str, str | None]:
         with suppress(OSError, RuntimeError):  # a font that is gone or damaged
             glyphs = FT2Font(font.fname, face_index=font.index)
             # Other fonts have signs of their own in place of control characters and for private use.
-            found = {one for one in missing if one.isprintable() or font.name == _FONT}
-            found = {one for one in found if glyphs.get_char_index(ord(one))}
+            drawn = {character for character in missing if character.isprintable() or font.name == _FONT}
+            drawn = {character for character in drawn if glyphs.get_char_index(ord(character))}
             # The bold or narrow fonts of a family may have more glyphs than the one that is drawn with.
-            drawn_with = fontManager.findfont(FontProperties(family=[font.name])) if found else ""
-            if found and Path(drawn_with) == Path(font.fname).resolve():
-                _family_of.update(dict.fromkeys(found, font.name))
-                missing -= found
+            drawn_with = fontManager.findfont(FontProperties(family=[font.name])) if drawn else ""
+            if drawn and Path(drawn_with) == Path(font.fname).resolve():
+                _family_of.update(dict.fromkeys(drawn, font.name))
+                missing -= drawn
     _family_of.update(dict.fromkeys(missing))
     return {character: _family_of[character] for character in characters}
 

@@ -148,19 +148,19 @@ class Stragglers:
             steps: number of steps of the interval.
         """
         self._steps += steps
-        self._seconds = [total + steps * one for total, one in zip(self._seconds, step_seconds, strict=True)]
+        self._seconds = [total + steps * own for total, own in zip(self._seconds, step_seconds, strict=True)]
         if self._steps < WINDOW_STEPS:
             return []
         median = statistics.median_low(self._seconds)
         slow = {rank for rank, seconds in enumerate(self._seconds) if seconds >= SLOW * median}
-        found = sorted((slow & self._slow_before) - self._reported)
-        self._reported.update(found)
+        to_report = sorted((slow & self._slow_before) - self._reported)
+        self._reported.update(to_report)
         steps = self._steps_before + self._steps
         lines = [
             f"rank {rank} on {self._nodes[rank]} has been slow for {steps} steps, and the others wait for it: its own "
             f"part of a step takes {self._seconds[rank] / self._steps:.3g} s, "
             f"{100 * (self._seconds[rank] / median - 1):.0f} % more than the median rank's"
-            for rank in found
+            for rank in to_report
         ]
         self._slow_before, self._steps_before = slow, self._steps
         self._start_window()

@@ -152,7 +152,7 @@ def table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
 def escape_cell(text: str) -> str:
     """Escape a cell's text, and shorten it to `MAX_CELL_CHARACTERS`."""
     shortened = text if len(text) <= MAX_CELL_CHARACTERS else text[:MAX_CELL_CHARACTERS] + " …"
-    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", shortened)
+    return _MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", shortened)
 
 
 def key_value_table(values: Mapping[str, Any]) -> str:

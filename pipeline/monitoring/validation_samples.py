@@ -81,8 +81,8 @@ class ValidationSamples(Callback):
         names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, self._bleu_tokenizer)
         if len(set(names)) > 1:  # All ranks raise, so that all end in the same way.
-            found = ", ".join(f"{name} on rank {names.index(name)}" for name in sorted(set(names), key=names.index))
-            raise InputError(f"BLEU's tokenizers differ: {found}; install the same packages on all nodes")
+            counted = ", ".join(f"{name} on rank {names.index(name)}" for name in sorted(set(names), key=names.index))
+            raise InputError(f"BLEU's tokenizers differ: {counted}; install the same packages on all nodes")
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the metrics and forget the translations of the last validation."""
@@ -113,7 +113,7 @@ class ValidationSamples(Callback):
         self._metrics.update(texts, references, ids, source_lengths, source)
         rows = zip(self._metrics.sentence_scores, pairs, texts, ids, strict=True)
         translations = [Translation(*row) for row in rows]
-        self._kept.update((one.pair, one) for one in translations if one.pair in self._shown)
+        self._kept.update((made.pair, made) for made in translations if made.pair in self._shown)
         self._worst = heapq.nsmallest(NUM_WORST, [*self._worst, *translations])
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
