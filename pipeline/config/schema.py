@@ -173,10 +173,6 @@ def _parse_float(value: Any) -> float:
     return float(_NOT_FINITE.get(value, value))
 
 
-def _parse_bool(value: Any) -> bool:
-    raise TypeError
-
-
 def _parse_str(value: Any, errors: str = "strict") -> str:
     if not isinstance(value, (str, int, float)) or isinstance(value, bool):
         raise TypeError
@@ -193,7 +189,6 @@ def _parse_path(value: Any) -> str:
 _SCALARS: dict[Any, Callable[[Any], Any]] = {
     int: _parse_int,
     float: _parse_float,
-    bool: _parse_bool,
     str: _parse_str,
     PathText: _parse_path,
 }

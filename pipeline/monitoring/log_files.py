@@ -32,10 +32,14 @@ _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 
 
 class AppendedFile:
-    """A file to append to. It is opened at the first write; data that does not fit whole is not written."""
+    """A file to append to. It is opened at the first write; data that does not fit whole is not written.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Data is on disk when `append` returns, also if the process is killed later.
+    """
+
+    def __init__(self, path: Path, header: bytes = b"") -> None:
+        """`header` is written before the first data."""
+        self._path, self._header = path, header
         self._file: int | None = None
         self._size = 0
 
@@ -45,12 +49,14 @@ class AppendedFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             self._size = os.fstat(self._file).st_size
+        data = self._header + data
         try:
             if os.write(self._file, data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             os.ftruncate(self._file, self._size)
             raise
+        self._header = b""
         self._size += len(data)
 
     def close(self) -> None:
@@ -60,28 +66,13 @@ class AppendedFile:
             self._file = None
 
 
-class EventFile:
-    """A TensorBoard event file.
-
-    It is written by the calling thread: TensorBoard's own writer uses a thread that ends at the first write error. Each
-    record is on disk when `add` returns, also if the process is killed later.
-    """
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """Create the file at the first `add`. Readers discard the steps from `first_step` on of earlier files."""
-        # TensorBoard reads the files of a folder in the order of their names.
-        name = f"{FILE_PREFIX}{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendedFile(folder / name)
-        self._header = file_header(first_step)
-
-    def add(self, summaries: list[Any], step: int) -> None:
-        """Append Summary messages of a step; raises OSError as `AppendedFile.append` does."""
-        self._file.append(b"".join([*self._header, *(summary_record(summary, step) for summary in summaries)]))
-        self._header = []
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+def event_file(folder: Path, first_step: int) -> AppendedFile:
+    """Return a new TensorBoard event file; readers discard the steps from `first_step` on of earlier files."""
+    # TensorBoard reads the files of a folder in the order of their names.
+    name = f"{FILE_PREFIX}{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+    begin = Event(session_log=SessionLog(status=SessionLog.START), step=first_step, wall_time=time.time())
+    header = _record(Event(file_version="brain.Event:2", wall_time=time.time())) + _record(begin)
+    return AppendedFile(folder / name, header)
 
 
 def truncate_after(run: Path, step: int, validation_too: bool) -> None:
@@ -164,28 +155,21 @@ def image_summary(tag: str, image: Image) -> Any:
     return Summary(value=[Summary.Value(tag=tag, image=encoded)])
 
 
-def text_summary(tag: str, markdown: str) -> Any:
-    """Return a page of the Text tab."""
-    return text(tag, markdown)
-
-
 def hparams_summaries(values: dict[str, int | float | str], metrics: list[str]) -> list[Any]:
     """Return a row of the HParams tab, whose metrics are the last values of these curves."""
     return list(hparams(values, dict.fromkeys(metrics, 0.0)))
 
 
-def layout_summary(layout: dict[str, dict[str, list[Any]]]) -> Any:
-    """Return the layout of the Custom Scalars tab: category -> chart -> ["Multiline", patterns of tags]."""
-    return custom_scalars(layout)
+def text_summary(tag: str, markdown: str) -> Any:
+    """Return a page of the Text tab."""
+    return text(tag, markdown)
 
 
-def file_header(first_step: int) -> list[bytes]:
-    """Return the records that begin a file; readers discard the steps from `first_step` on of earlier files."""
-    start = SessionLog(status=SessionLog.START)
-    return [
-        _record(Event(file_version="brain.Event:2", wall_time=time.time())),
-        _record(Event(session_log=start, step=first_step, wall_time=time.time())),
-    ]
+def layout_summary(layout: dict[str, dict[str, list[str]]]) -> Any:
+    """Return the layout of the Custom Scalars tab: category -> chart -> patterns of tags."""
+    return custom_scalars(
+        {name: {chart: ["Multiline", tags] for chart, tags in charts.items()} for name, charts in layout.items()}
+    )
 
 
 def summary_record(summary: Any, step: int) -> bytes:

@@ -21,11 +21,12 @@ from data_module.files import atomic_file
 from pipeline.checkpointing.run_folder import EVENTS, METRICS, SUMMARY
 from pipeline.monitoring.log_files import (
     AppendedFile,
-    EventFile,
+    event_file,
     hparams_summaries,
     image_summary,
     layout_summary,
     scalar_summary,
+    summary_record,
     text_summary,
     truncate_after,
 )
@@ -52,7 +53,7 @@ class RunLog(Logger):
         self.writes = writes
         self._validation_pending = validation_pending
         self._warned = False
-        self._events = EventFile(run / EVENTS, step + 1)
+        self._events = event_file(run / EVENTS, step + 1)
         self._lines = AppendedFile(run / METRICS)
 
     def truncate_after(self) -> None:
@@ -87,7 +88,7 @@ class RunLog(Logger):
         plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in values.items()}
         self._add(hparams_summaries(plain, metrics), step)
 
-    def add_layout(self, layout: dict[str, dict[str, list[Any]]], step: int) -> None:
+    def add_layout(self, layout: dict[str, dict[str, list[str]]], step: int) -> None:
         """Write the layout of the Custom Scalars tab."""
         self._add([layout_summary(layout)], step)
 
@@ -129,7 +130,7 @@ class RunLog(Logger):
         if not self.writes:
             return
         with self._warn_on_os_error(self.run / EVENTS):
-            self._events.add(summaries, step)
+            self._events.append(b"".join(summary_record(summary, step) for summary in summaries))
 
     @contextmanager
     def _warn_on_os_error(self, path: Path) -> Iterator[None]:

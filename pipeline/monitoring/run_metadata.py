@@ -34,31 +34,25 @@ _HYPERPARAMETER_SECTIONS = {"network": (), "training": (), "batches": ("workers"
 """Section of a recipe -> its settings that are no hyperparameters, because they do not change the result."""
 LAYOUT = {
     "Learning": {
-        "loss": ["Multiline", ["^train/loss$", "^validation/loss$"]],
-        "negative log-likelihood": [
-            "Multiline",
-            ["^train/negative_log_likelihood$", "^validation/negative_log_likelihood$"],
-        ],
-        "accuracy": ["Multiline", ["^train/accuracy$", "^validation/accuracy$"]],
-        "BLEU and chrF": ["Multiline", ["^validation/bleu$", "^validation/chrf$"]],
-        "BLEU by source length": ["Multiline", ["^validation_bleu_by_length/"]],
-        "length ratio and repetition": ["Multiline", ["^validation/length_ratio$", "^validation/repetition$"]],
+        "loss": ["^train/loss$", "^validation/loss$"],
+        "negative log-likelihood": ["^train/negative_log_likelihood$", "^validation/negative_log_likelihood$"],
+        "accuracy": ["^train/accuracy$", "^validation/accuracy$"],
+        "BLEU and chrF": ["^validation/bleu$", "^validation/chrf$"],
+        "BLEU by source length": ["^validation_bleu_by_length/"],
+        "length ratio and repetition": ["^validation/length_ratio$", "^validation/repetition$"],
     },
     "Performance": {
-        "target tokens per second": ["Multiline", ["^train_perf/target_tokens_per_second$"]],
-        "seconds per step": ["Multiline", ["^train_perf/step_seconds"]],
-        "goodput, MFU and padding": [
-            "Multiline",
-            ["^train_perf/goodput$", "^train_perf/mfu$", "^train_perf/padding_share$"],
-        ],
-        "slowest rank over the median rank": ["Multiline", ["^train_perf/slowest_rank_over_median$"]],
+        "target tokens per second": ["^train_perf/target_tokens_per_second$"],
+        "seconds per step": ["^train_perf/step_seconds"],
+        "goodput, MFU and padding": ["^train_perf/goodput$", "^train_perf/mfu$", "^train_perf/padding_share$"],
+        "slowest rank over the median rank": ["^train_perf/slowest_rank_over_median$"],
     },
 }
-"""Category -> chart -> curves of the Custom Scalars tab."""
+"""Category -> chart -> patterns of the curves of the Custom Scalars tab."""
 _BY_SOURCE = {
-    "loss by source": ["Multiline", ["^validation/loss/"]],
-    "BLEU by source": ["Multiline", ["^validation/bleu/"]],
-    "chrF by source": ["Multiline", ["^validation/chrf/"]],
+    "loss by source": ["^validation/loss/"],
+    "BLEU by source": ["^validation/bleu/"],
+    "chrF by source": ["^validation/chrf/"],
 }
 
 
@@ -163,7 +157,7 @@ def count_parameters(network: nn.Module) -> dict[str, int]:
     }
 
 
-def _layout(manifest: dict[str, Any]) -> dict[str, dict[str, list[Any]]]:
+def _layout(manifest: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
     """Return the layout of the Custom Scalars tab, with charts by source if the validation text has several."""
     by_source = _BY_SOURCE if split_sources(manifest["validation"]) else {}
     return {**LAYOUT, "Learning": {**LAYOUT["Learning"], **by_source}}

@@ -1,4 +1,7 @@
-"""Log files as TensorBoard's reader and a JSON parser see them: after a resume, torn, and on a full disk."""
+"""Log files as TensorBoard's reader and a JSON parser see them: after a resume, torn, and on a full disk.
+
+Fails if one of TensorBoard's undocumented modules moves or changes.
+"""
 
 import os
 import resource
@@ -17,6 +20,7 @@ def log_steps(run: Path, after: int, last: int, value: float) -> None:
     log = RunLog(run, after, writes=True)
     log.truncate_after()
     log.add_hyperparameters({"network.d_model": 8, "free": True}, ["loss"], 0)
+    log.add_layout({"group": {"chart": ["^train/"]}}, 0)
     log.add_text("run/recipe", f"from step {after}", after + 1)
     for step in range(after + 1, last + 1):
         log.log_metrics({"loss": value + step, "endless": float("inf")}, step)
@@ -42,7 +46,11 @@ def test_one_run_one_curve(tmp_path: Path) -> None:
     }
     assert texts["said"] == [(step, f"at {step}".encode()) for step in (2, 4, 6, 8)]
     assert texts["run/recipe"] == [(1, b"from step 0"), (5, b"from step 4"), (6, b"from step 5")]
-    assert [event.step for event in events.Images("seen")] == [2, 4, 6, 8]
+    assert [(event.step, event.width, event.height) for event in events.Images("seen")] == [
+        (step, 3, 2) for step in (2, 4, 6, 8)
+    ]
+    assert "custom_scalars__config__" in events.Tags()["tensors"]
+    assert events.SummaryMetadata("_hparams_/experiment").plugin_data.plugin_name == "hparams"
 
 
 def log_with_validation(run: Path, after: int, last: int, validation_pending: bool) -> None:
