@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,16 +140,6 @@ def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=r"\.venv/bin/pip install -c constraints\.txt -e '\.\[huggingface\]'"):
         baseline_network("marian", PIECES, SETTINGS, SPECIAL, longest=20)
-
-
-def test_a_setting_that_no_baseline_supports_is_refused() -> None:
-    @dataclass(frozen=True)
-    class Changed(NetworkSettings):
-        other_attention: bool = False
-
-    baseline_network("torch", PIECES, Changed(d_model=16, num_heads=4), SPECIAL, longest=20)
-    with pytest.raises(InputError, match=r"network\.other_attention"):
-        baseline_network("torch", PIECES, Changed(d_model=16, other_attention=True), SPECIAL, longest=20)
 
 
 def batch(padded: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
