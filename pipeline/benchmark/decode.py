@@ -98,10 +98,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     names = ["pipeline", *(["bundle"] if arguments.bundle else []), *baselines]
     options = SearchOptions.given(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        with _process() as process:
-            settings = process.submit(
-                prepare, arguments.checkpoint, Path(folder), arguments.bundle, baselines, options
-            ).result()
+        settings = prepare(arguments.checkpoint, Path(folder), arguments.bundle, baselines, options)
         rounds = _take_turns(names, settings, sentences)
     figures = {name: _figures(rounds[name]) for name in names}
     result: dict[str, Any] = {
@@ -122,14 +119,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _process() -> ProcessPoolExecutor:
-    """Return an executor with one new process, whose memory holds only what it imports itself."""
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-
-
 def _take_turns(names: list[str], settings: EngineSettings, sentences: list[str]) -> dict[str, list[Round]]:
-    """Run all engines in each round, one after another."""
-    processes = {name: _process() for name in names}
+    """Run all engines in each round, one after another, each in a process that holds only what it imports itself."""
+    processes = {name: ProcessPoolExecutor(1, mp_context=get_context("spawn")) for name in names}
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     try:
         for name, process in processes.items():
