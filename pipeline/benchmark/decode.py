@@ -309,6 +309,8 @@ def ctranslate2_engine(settings: EngineSettings) -> Translate:
     """Return the engine of CTranslate2 in float32. It makes its own batches of `BATCH_TOKENS`."""
     from ctranslate2 import Translator
 
+    from data_module.tokenization.tokenizer import normalize_white_space
+
     decoding, tokenizer = settings.decoding, _load_tokenizer(settings)
     end = tokenizer.id_to_piece(tokenizer.eos_id())
     folder = str(settings.folder / "ctranslate2")
@@ -336,6 +338,7 @@ def ctranslate2_engine(settings: EngineSettings) -> Translate:
 
 def huggingface_engine(settings: EngineSettings) -> Translate:
     """Return the engine of Transformers' `generate` in float32, with this project's batches."""
+    from data_module.tokenization.tokenizer import normalize_white_space
     from pipeline.export.huggingface_model import require_transformers
     from pipeline.inference.translator import length_batches, padded
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from data_module.paths import user_path
 
 from data_module.errors import PROGRAM, InputError
+from data_module.files import user_path
 
 SCHEMA = "recipe.schema.json"
 MODELINE = "# yaml-language-server: $schema="
