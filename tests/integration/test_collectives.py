@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.integration.count_collectives import FIRST_STEP, NUM_STEPS
+from tests.integration.changed_program import COUNTED_FROM, NUM_COUNTED
 from tests.integration.runs import start
 
 
@@ -11,12 +11,14 @@ def test_a_step_reduces_its_gradients_once(recipe_file: Path, tmp_path: Path) ->
     # Several micro-batches per rank and step; all parameters fit into one bucket.
     options = ["--batches.max_tokens_per_device", 100, "--trainer.devices", 2]
     options += ["--run.log_every_steps", 100, "--run.checkpoint_every_steps", 100, "--trainer.val_check_interval", 100]
-    options += ["--trainer.max_steps", FIRST_STEP + NUM_STEPS + 1]
+    options += ["--trainer.max_steps", COUNTED_FROM + NUM_COUNTED + 1]
     command = ["fit", "--config", recipe_file, "--run.folder", tmp_path / "run", *options]
-    process = start(*command, module="tests.integration.count_collectives", COUNTS=str(tmp_path))
+    process = start(
+        *command, module="tests.integration.changed_program", CHANGE="count_collectives", COUNTS=str(tmp_path)
+    )
     assert process.wait() == 0
     for rank in (0, 1):
         counts = json.loads((tmp_path / f"{rank}.json").read_text())
         # The stop flag is one byte, reduced asynchronously in a process group of its own.
-        assert counts["called"] == {"torch.uint8": NUM_STEPS}
-        assert counts["ran"] == {"gloo:all_reduce": 2 * NUM_STEPS}
+        assert counts["called"] == {"torch.uint8": NUM_COUNTED}
+        assert counts["ran"] == {"gloo:all_reduce": 2 * NUM_COUNTED}

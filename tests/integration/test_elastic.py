@@ -21,7 +21,8 @@ class Stage:
         records.mkdir()
         node = records.with_name(f"{records.name}-node")  # has no plan of an epoch from another start
         node.mkdir()
-        process = start(*command, module="tests.integration.record_batches", RECORDS=str(records), TMPDIR=str(node))
+        places = {"RECORDS": str(records), "TMPDIR": str(node)}
+        process = start(*command, module="tests.integration.changed_program", CHANGE="record_batches", **places)
         while kill_after is not None and not kill_after.exists() and process.poll() is None:
             time.sleep(0.01)
         assert kill(process) if kill_after is not None else process.wait() == 0

@@ -58,7 +58,7 @@ def test_ranks_that_resume_from_different_checkpoints(recipe_file: Path, tmp_pat
     command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.devices", 2]
     assert start(*command, "--trainer.max_steps", 8).wait(120) == 0
     with log.open("w") as stderr:
-        ranks = start(*command, module="tests.integration.stale_checkpoint", stderr=stderr)
+        ranks = start(*command, module="tests.integration.changed_program", CHANGE="stale_checkpoint", stderr=stderr)
     assert ranks.wait(120) == 1
     assert re.search("rank 0 on .* resumed from step 8, rank 1 on .* from 4: another job was still", log.read_text())
     assert [step_of(path) for path in checkpoints(run)] == [4, 8]

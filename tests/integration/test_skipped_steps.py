@@ -13,7 +13,8 @@ def fit_with_nan_loss(recipe: Path, run: Path, first: int, last: int, *arguments
     """Train with a NaN loss on the last rank from step `first` to step `last`; return the exit code and stderr."""
     process = start(
         *("fit", "--config", recipe, "--run.folder", run, *arguments),
-        module="tests.integration.nan_loss",
+        module="tests.integration.changed_program",
+        CHANGE="nan_loss",
         stderr=subprocess.PIPE,
         FIRST_STEP=str(first),
         LAST_STEP=str(last),

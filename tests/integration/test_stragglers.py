@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime.launch import node_name
+from tests.integration.changed_program import ALL_SECONDS, SLOW_SECONDS
 from tests.integration.runs import scalars, start
-from tests.integration.slow_rank import ALL_SECONDS, SLOW_SECONDS
 
 pytestmark = pytest.mark.slow
 STEPS, EVERY = 130, 10
@@ -20,7 +20,8 @@ def fit(recipe: Path, run: Path, ranks: int, slow_rank: int, *arguments: object)
     options += ["--run.log_every_steps", EVERY, "--run.checkpoint_every_steps", STEPS]
     process = start(
         *("fit", "--config", recipe, "--run.folder", run, *options, *arguments),
-        module="tests.integration.slow_rank",
+        module="tests.integration.changed_program",
+        CHANGE="slow_rank",
         stderr=subprocess.PIPE,
         SLOW_RANK=str(slow_rank),
     )

@@ -1,0 +1,133 @@
+"""Run `python -m pipeline` with a change, which the environment variable CHANGE names.
+
+`start(..., module="tests.integration.changed_program", CHANGE="nan_loss")`. Other variables of the environment say
+more about a change; they are named where they are read.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import profile
+
+from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch
+from model.loss import LossSums
+from model.training_module import TranslationModule
+from pipeline.__main__ import main
+from pipeline.checkpointing import run_folder
+from pipeline.runtime.launch import process_rank
+
+training_step = TranslationModule.training_step
+losses = TranslationModule.losses
+cast_weights = TranslationModule.cast_weights
+all_reduce = dist.all_reduce
+
+
+def nan_loss() -> None:
+    """The last rank has a NaN loss from step FIRST_STEP to step LAST_STEP."""
+    first, last = int(os.environ["FIRST_STEP"]), int(os.environ["LAST_STEP"])
+
+    def changed(
+        module: TranslationModule, batch: PackedBatch | PaddedBatch, scale: Tensor | float | None = None
+    ) -> LossSums:
+        is_last = module.global_rank == module.trainer.world_size - 1
+        if module.training and is_last and first <= module.global_step + 1 <= last:
+            scale = float("nan")
+        return losses(module, batch, scale)
+
+    TranslationModule.losses = changed  # type: ignore[method-assign]
+
+
+def record_batches() -> None:
+    """Each process writes a line of JSON per step, which has its pairs, to a file of its own in the folder RECORDS."""
+
+    def recorded(module: TranslationModule, batch: RankBatch, batch_idx: int) -> dict[str, Any]:
+        record = {"step": module.global_step + 1, "ranks": module.trainer.world_size, "rank": module.global_rank}
+        record |= {"epoch": batch.epoch, "index": batch.index, "pairs": batch.pairs.tolist()}
+        with (Path(os.environ["RECORDS"]) / f"{os.getpid()}").open("a") as file:
+            print(json.dumps(record), file=file)
+        return training_step(module, batch, batch_idx)
+
+    TranslationModule.training_step = recorded  # type: ignore[method-assign]
+
+
+ALL_SECONDS, SLOW_SECONDS = 0.05, 0.05
+
+
+def slow_rank() -> None:
+    """Every rank sleeps in each step, as if it computed.
+
+    SLOW_RANK also sleeps before its forward pass, and again in the loop after the step: before and after it
+    communicates with the other ranks.
+    """
+
+    def seconds(module: TranslationModule) -> float:
+        return SLOW_SECONDS * (module.global_rank == int(os.environ["SLOW_RANK"]))
+
+    def sleep_first(module: TranslationModule) -> None:
+        time.sleep(ALL_SECONDS + seconds(module))
+        cast_weights(module)
+
+    def sleep_last(module: TranslationModule, *_: Any) -> None:
+        time.sleep(seconds(module))
+
+    TranslationModule.cast_weights = sleep_first  # type: ignore[method-assign]
+    TranslationModule.on_train_batch_end = sleep_last  # type: ignore[method-assign]
+
+
+def stale_checkpoint() -> None:
+    """Rank 1 finds the oldest checkpoint instead of the newest.
+
+    This happens when another job writes a checkpoint while rank 0 waits for that job to end.
+    """
+    if process_rank() == 1:
+        run_folder.latest_valid = lambda run: (run_folder.step_checkpoints(run)[0], [])
+
+
+COUNTED_FROM, NUM_COUNTED = 3, 6
+"""DDP has built its final buckets by the first of these steps; none of them is logged."""
+
+
+def count_collectives() -> None:
+    """Each rank writes RANK.json to the folder COUNTS: the collectives that ran during NUM_COUNTED steps, by name.
+
+    And the all-reduces called from Python, by data type. DDP reduces gradients without calling Python.
+    """
+    profiler = profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    called: Counter[str] = Counter()
+    pending: list[dist.Work] = []
+
+    def count_and_train(module: TranslationModule, batch: RankBatch, batch_idx: int) -> dict[str, Any]:
+        if module.global_step in (COUNTED_FROM, COUNTED_FROM + NUM_COUNTED):
+            pending[-1].wait()  # nothing else waits for it, and it is counted when it ends
+        if module.global_step == COUNTED_FROM:
+            profiler.start()
+            called.clear()
+        if module.global_step == COUNTED_FROM + NUM_COUNTED:
+            profiler.stop()
+            ran = Counter(event.name for event in profiler.events() if event.name.startswith(("gloo:", "nccl:")))
+            counts = {"ran": ran, "called": called}
+            (Path(os.environ["COUNTS"]) / f"{module.global_rank}.json").write_text(json.dumps(counts))
+        return training_step(module, batch, batch_idx)
+
+    def count_and_reduce(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        called[str(tensor.dtype)] += 1
+        work = all_reduce(tensor, *arguments, **options)
+        if work is not None:
+            pending.append(work)
+        return work
+
+    TranslationModule.training_step = count_and_train  # type: ignore[method-assign]
+    dist.all_reduce = count_and_reduce
+
+
+if __name__ == "__main__":
+    globals()[os.environ["CHANGE"]]()
+    sys.exit(main())
