@@ -1,4 +1,4 @@
-"""The optimizer and its learning-rate schedule (section 5.3), each by the name that the recipe's `training:` gives.
+"""The optimizer and its learning-rate schedule (section 5.3), by the names in the recipe's `training:`; loss scaling.
 
 The schedule "paper" and the optimizer "adam" are those of section 5.3. The other schedules rise linearly from 0 to
 `training.peak_learning_rate` within `training.warmup_steps`, and then decay.
@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
@@ -15,6 +16,8 @@ from data_module.registry import Registry
 from model.settings import TrainingSettings
 from model.torch_private import set_gradient_scaling, skips_non_finite_steps
 
+_INITIAL_FACTOR = 2.0**16
+_GROWTH_INTERVAL = 2000
 Schedule = Callable[[int], float]
 """Maps the number of the step that is about to be taken, from 1, to its learning rate."""
 
@@ -162,3 +165,31 @@ def prepare_step(optimizer: Optimizer, skip: Tensor, scale: Tensor | None) -> No
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.div_(scale)
+
+
+class LossScaler:
+    """A factor on the loss that is halved after a non-finite gradient and doubled after 2,000 finite ones.
+
+    The rule is that of `torch.amp.GradScaler`. Unlike GradScaler, this class never synchronizes the host with a GPU,
+    and it leaves the gradients scaled: the optimizer divides by the factor, after clipping.
+    """
+
+    def __init__(self) -> None:
+        self.factor = torch.tensor(_INITIAL_FACTOR)
+        self._finite = torch.zeros(())
+        """Number of steps since the factor changed."""
+
+    def update(self, skipped: Tensor) -> None:
+        """Update the factor after a step; `skipped` is 1 if its gradient was not finite, else 0."""
+        finite = (self._finite + 1.0) * (1.0 - skipped)
+        grows = (finite >= _GROWTH_INTERVAL).float()
+        self.factor = self.factor * (1.0 - 0.5 * skipped) * (1.0 + grows)
+        self._finite = finite * (1.0 - grows)
+
+    def state(self) -> list[float]:
+        """Return the state as plain values, for a checkpoint."""
+        return [self.factor.item(), self._finite.item()]
+
+    def load_state(self, state: list[float]) -> None:
+        """Restore what `state` returned."""
+        self.factor, self._finite = torch.tensor(state)

@@ -18,8 +18,7 @@ from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, Spec
 from model.backend import Backend
 from model.decoding import BeamSearch
 from model.loss import LossSums, label_smoothed_loss
-from model.loss_scaler import LossScaler
-from model.optimization import build_optimizer, build_schedule, prepare_step
+from model.optimization import LossScaler, build_optimizer, build_schedule, prepare_step
 from model.packed_attention import packed_segments
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.torch_private import default_generator, total_norm

@@ -150,7 +150,7 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     Raises:
         InputError: a format's translations differ from the checkpoint's.
     """
-    from model.packing import can_pack
+    from model.fast.packed_linear import can_pack
     from pipeline.export.card import example_sentence, make_card, readme
     from pipeline.export.ctranslate2_model import NUM_POSITIONS
     from pipeline.export.formats import FORMATS, Bundle

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data_module.errors import InputError
 from model.fast.compiled_search import CompiledSearch
-from model.packing import can_pack
+from model.fast.packed_linear import can_pack
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import cpp_program, exported_program, onnx_model, torchscript
 from pipeline.export.card import model_card

@@ -1,6 +1,6 @@
 """`model.ts`: network, greedy and beam search, tokenizer and card in one TorchScript file.
 
-It contains `packed.ts`, the same search without weights, for CPUs: see `model/packing.py`.
+It contains `packed.ts`, the same search without weights, for CPUs: see `model/fast/packed_linear.py`.
 """
 
 import io
@@ -15,7 +15,7 @@ from torch import nn
 from data_module.files import atomic_file, check_format
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
-from model.packing import can_pack, strip_weights
+from model.fast.packed_linear import can_pack, strip_weights
 from model.transformer import Transformer
 from pipeline.export.card import START_OVER
 

@@ -154,7 +154,7 @@ def choose_search(
     if device != "cpu":
         return network
     from model.fast.compiled_search import CompiledSearch, unsupported
-    from model.packing import can_pack, pack_linears
+    from model.fast.packed_linear import can_pack, pack_linears
     from pipeline.runtime.memory import limit_onednn_cache
 
     lacking = unsupported(network)

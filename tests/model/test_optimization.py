@@ -1,10 +1,12 @@
-"""The schedules against values computed by hand."""
+"""The schedules against values computed by hand, and the loss scaler against PyTorch's."""
 
 import math
+import random
 
 import pytest
+import torch
 
-from model.optimization import build_schedule
+from model.optimization import LossScaler, build_schedule
 from model.settings import TrainingSettings
 
 
@@ -83,3 +85,19 @@ def test_steps_count_from_one(step: int, schedule: str) -> None:
         rate(step, schedule=schedule, **peak)
     with pytest.raises(ValueError, match="1 or more"):
         TrainingSettings(warmup_steps=step)
+
+
+def test_the_factor_on_the_loss_is_that_of_the_frameworks_scaler() -> None:
+    """5,000 steps: some are skipped at random, then enough finite ones follow for the factor to grow."""
+    chance = random.Random(3)
+    skipped = [float(chance.random() < 0.01) for _ in range(500)] + [0.0] * 4500
+    ours, tracker = LossScaler(), torch.zeros((), dtype=torch.int32)
+    theirs = torch.tensor(2.0**16)
+    for skip in skipped:
+        ours.update(torch.tensor(skip))
+        torch._amp_update_scale_(theirs, tracker, torch.tensor(skip), 2.0, 0.5, 2000)
+        assert ours.state() == [theirs.item(), float(tracker)]
+    assert ours.state()[0] != 2.0**16
+    again = LossScaler()
+    again.load_state(ours.state())
+    assert again.state() == ours.state()

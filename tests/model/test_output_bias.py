@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from model.decoding import BeamSearch
+from model.fast.packed_linear import pack_linears, strip_weights
 from model.loss import label_smoothed_loss
-from model.packing import pack_linears, strip_weights
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 

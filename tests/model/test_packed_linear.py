@@ -9,8 +9,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.decoding import BeamSearch
-from model.fast.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
-from model.packing import can_pack, pack_linears
+from model.fast.packed_linear import (
+    LazyPackedLinear,
+    LazyPackedProjection,
+    PackedLinear,
+    PackedProjection,
+    can_pack,
+    pack_linears,
+)
 from tests.model.search_truth import (
     BOS,
     EOS,

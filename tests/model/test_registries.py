@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from data_module.registry import Registry
 from model.decoding import BeamSearch
+from model.fast.packed_linear import can_pack, pack_linears
 from model.layers import ACTIVATIONS, NORMS
 from model.optimization import OPTIMIZERS, SCHEDULES, build_optimizer
-from model.packing import can_pack, pack_linears
 from model.settings import NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from tests.model.search_truth import BOS, EOS, LENGTHS, PAD, make_sources
