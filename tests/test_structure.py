@@ -130,6 +130,17 @@ def test_only_the_lightning_module_knows_lightning() -> None:
             assert not any(within(name, "lightning") for name in imported(path)), path
 
 
+def test_only_the_backend_and_what_decodes_name_a_fast_path() -> None:
+    """Others get it as a function. The network has two, which call the plain function where they do not apply."""
+    may_name = ("model.fast", "pipeline.runtime.backend", "pipeline.inference", "pipeline.export", "pipeline.benchmark")
+    in_network = {"model.fast.dropout", "model.fast.cast_weights"}
+    for path in FILES:
+        module = module_name(path)
+        named = {name for name in imported(path) if within(name, "model.fast")}
+        allowed = named if any(within(module, place) for place in may_name) else in_network
+        assert named <= (allowed if module.startswith(("model.", "pipeline.")) else set()), f"{module} imports {named}"
+
+
 def test_no_circles() -> None:
     edges = {module: {name for name in imported(path) if name in MODULES} for module, path in MODULES.items()}
     assert not circle(edges)

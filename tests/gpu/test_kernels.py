@@ -1,10 +1,14 @@
 """The Triton kernels on a GPU, with the comparisons that `tests/model/interpreted_kernels.py` makes on the CPU."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from model.fast.triton_check import failure
 from model.fast.triton_loss import over_classes
+from tests.model.fast_paths import cases
 from tests.model.kernel_cases import (
     CROSS,
     EDGES,
@@ -16,8 +20,6 @@ from tests.model.kernel_cases import (
     check_attention,
     check_dropout,
     check_logits_that_are_not_finite,
-    check_loss,
-    check_loss_of_pairs,
     inputs,
     run,
 )
@@ -38,20 +40,10 @@ def test_lengths_beside_the_sizes_of_tiles(kind: str) -> None:
     check_attention(PAPER, EDGES, kind, torch.bfloat16, "cuda")
 
 
-@pytest.mark.parametrize(
-    ("heads", "kind", "dtype"),
-    [
-        (Heads(3, 5, 7), "causal", torch.float32),
-        (Heads(2, 128, 128), "self", torch.bfloat16),
-        *[
-            pytest.param(heads, kind, dtype, marks=pytest.mark.slow)
-            for heads in (Heads(2, 24, 40), Heads(16, 32, 32), Heads(1, 128, 64), Heads(3, 7, 5))
-            for kind in KINDS
-            for dtype in DTYPES
-        ],
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [Heads(2, 24, 40), Heads(16, 32, 32), Heads(1, 128, 64), Heads(3, 7, 5)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_of_other_heads(heads: Heads, kind: str, dtype: torch.dtype) -> None:
     check_attention(heads, CROSS if kind == "cross" else RAGGED, kind, dtype, "cuda")
 
@@ -77,11 +69,9 @@ def test_two_runs_have_the_same_bits() -> None:
         assert results[0][0][:-UNUSED].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary_size", [2, 9000, 37_000])
-def test_the_loss_kernel(vocabulary_size: int, dtype: torch.dtype) -> None:
-    check_loss(500, vocabulary_size, dtype, "cuda")
-    check_loss_of_pairs(500, vocabulary_size, dtype, "cuda")
+@pytest.mark.parametrize(("check", "case"), cases("triton", "cuda or cpu"))
+def test_equals_the_plain_function(check: Callable[..., None], case: tuple[Any, ...]) -> None:
+    check("cuda", *case)
 
 
 def test_logits_that_are_not_finite() -> None:

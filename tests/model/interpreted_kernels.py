@@ -3,6 +3,7 @@
 TRITON_INTERPRET=1 must be set before Triton is imported, and holds for the whole process.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,18 +21,16 @@ from model.loss import label_smoothed_loss
 from model.packed_attention import PYTORCH_ATTENTION, Attention
 from model.settings import NetworkSettings
 from model.transformer import Transformer
+from tests.model.fast_paths import cases
 from tests.model.kernel_cases import (
     CROSS,
     EDGES,
     KINDS,
-    RAGGED,
     Heads,
     Sentences,
     check_attention,
     check_dropout,
     check_logits_that_are_not_finite,
-    check_loss,
-    check_loss_of_pairs,
     dropout_state,
     inputs,
     run,
@@ -50,19 +49,9 @@ def test_kernels_are_interpreted() -> None:
     assert not isinstance(triton_attention._forward, JITFunction)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("heads", "dtype"),
-    [
-        (Heads(2, 24, 40), torch.float32),
-        (Heads(2, 5, 7), torch.float32),
-        (Heads(2, 64, 64), torch.float16),
-        (Heads(1, 128, 128), torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_equals_attention_of_one_sentence_at_a_time(heads: Heads, dtype: torch.dtype, kind: str) -> None:
-    check_attention(heads, CROSS if kind == "cross" else RAGGED, kind, dtype, "cpu")
+@pytest.mark.parametrize(("check", "case"), cases("triton"))
+def test_equals_the_plain_function(check: Callable[..., None], case: tuple[Any, ...]) -> None:
+    check("cpu", *case)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,22 +129,6 @@ def test_the_network_is_that_of_blocks_and_of_padded_batches() -> None:
         found = loss_and_gradient(one, attention)
         assert (found - expected).norm() < 1e-5 * expected.norm()
     assert not loss_and_gradient(empty, TRITON_ATTENTION).any()
-
-
-@pytest.mark.parametrize(
-    ("vocabulary_size", "dtype"),
-    [
-        (2, torch.float32),
-        (20, torch.float16),
-        (8192, torch.bfloat16),
-        (9000, torch.float32),
-        (9000, torch.bfloat16),
-        (20_000, torch.float16),
-    ],
-)
-def test_the_loss_kernel(vocabulary_size: int, dtype: torch.dtype) -> None:
-    check_loss(6, vocabulary_size, dtype, "cpu")
-    check_loss_of_pairs(5, vocabulary_size, dtype, "cpu")
 
 
 def test_logits_that_are_not_finite() -> None:

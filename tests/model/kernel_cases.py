@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.fast.triton_attention import segment_attention
-from model.fast.triton_loss import over_class_pairs, over_classes
+from model.fast.triton_loss import over_classes
 from tests.model.sentence_batches import attention_of_parts
 
 UNUSED = 5
@@ -170,63 +169,6 @@ def _factors(plain: Tensor, dropped: Tensor, heads: Heads, sentences: Sentences,
     for own, other in each(sentences, kind):
         factors[:, own, other] = ratios[own, :, : other.stop - other.start].transpose(0, 1)
     return factors
-
-
-def check_loss(rows: int, vocabulary_size: int, dtype: torch.dtype, device: str) -> None:
-    """Compare all results of the loss kernel, with and without a gradient."""
-    torch.manual_seed(rows)
-    epsilon = 0.1
-    logits = torch.randn(rows, vocabulary_size).mul(3).to(device, dtype)
-    targets = torch.randint(0, vocabulary_size, (rows, 1)).to(device)
-    logits[0, targets[0]] = 20  # a target that is the most probable class
-    logits[1] = torch.arange(vocabulary_size) % 7 * 1000.0  # logits that would overflow without their maximum
-    if rows > 2:
-        targets[1], targets[2] = 0, vocabulary_size - 1
-    exact = logits.cpu().double()
-    probabilities = exact.softmax(1)
-    gradient = probabilities - (1 - epsilon) * F.one_hot(targets.cpu()[:, 0], vocabulary_size)
-    expected = exact.amax(1, True), exact.gather(1, targets.cpu()), probabilities.amax(1, True), gradient
-    for with_gradient in (False, True):
-        given = logits.clone()
-        found = over_classes(given, targets, torch.float32, epsilon, with_gradient)
-        for one, wanted in zip(found[:3], expected, strict=False):
-            assert one.dtype == torch.float32
-            torch.testing.assert_close(one.cpu().double(), wanted, rtol=1e-5, atol=0)
-        assert found[3] is None or found[3].dtype == dtype
-        last = found[3] if with_gradient else given
-        assert last is not None
-        assert_near(last, gradient if with_gradient else exact, TOLERANCES[dtype] if with_gradient else 0.0)
-
-
-def check_loss_of_pairs(rows: int, vocabulary_size: int, dtype: torch.dtype, device: str) -> None:
-    """Compare all results of R-Drop's kernel with autograd's in float64, with and without a gradient."""
-    torch.manual_seed(rows)
-    epsilon, alpha = 0.1, 3.0
-    logits = torch.randn(2 * rows, vocabulary_size).mul(3).to(device, dtype)
-    logits[4] = logits[5]  # a divergence of 0
-    targets = torch.randint(0, vocabulary_size, (rows,))
-    targets[0], targets[1] = 0, vocabulary_size - 1
-    targets = targets.repeat_interleave(2).unsqueeze(1)
-    logits[0, 0], logits[1, 0] = 20, -20  # passes that contradict each other
-    exact = logits.cpu().double().requires_grad_()
-    p, q = (torch.distributions.Categorical(logits=exact[first::2]) for first in (0, 1))
-    divergence = (torch.distributions.kl_divergence(p, q) + torch.distributions.kl_divergence(q, p))[:, None] / 2
-    hard = F.cross_entropy(exact, targets[:, 0], reduction="sum")
-    # Without the smoothing term's gradient, which `model.loss` adds: with targets of 1 - epsilon in sum.
-    soft = (exact.logsumexp(1) * epsilon).sum()
-    [gradient] = torch.autograd.grad((1 - epsilon) * hard + soft + alpha * divergence.sum(), exact)
-    expected = exact.amax(1, True), exact.gather(1, targets), exact.softmax(1).amax(1, True), divergence
-    for with_gradient in (False, True):
-        given = logits.clone()
-        *found, last = over_class_pairs(given, targets.to(device), torch.float32, epsilon, with_gradient, alpha)
-        for one, wanted in zip(found, expected, strict=True):
-            assert one is not None
-            assert one.dtype == torch.float32
-            torch.testing.assert_close(one.cpu().double(), wanted.detach(), rtol=1e-5, atol=1e-5)
-        assert (last is None) == (not with_gradient)
-        # The ratio of probabilities is a difference of logits, whose rounding it multiplies.
-        wanted, tolerance = (gradient, 4 * TOLERANCES[dtype]) if with_gradient else (exact, 0.0)
-        assert_near(given, wanted, tolerance)
 
 
 def check_logits_that_are_not_finite(device: str) -> None:

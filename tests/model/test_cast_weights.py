@@ -46,7 +46,7 @@ def test_results_are_autocasts_and_gradients_are_float32(dtype: torch.dtype, inp
     assert result.dtype == dtype
     assert torch.equal(result, expected)
     assert [one.dtype for one in found] == [input_dtype, torch.float32, torch.float32]
-    # Of the same rounded operands, in float64.
+    # Of the same rounded operands, in float64; closer than autocast's, which rounds them.
     low_x, low_weight = x.detach().to(dtype).double(), module.weight.detach().to(dtype).double()
     exact = upstream.double() @ low_weight, upstream.double().t() @ low_x, upstream.double().sum(0)
     for one, other, truth in zip(found, wanted, exact, strict=True):

@@ -1,0 +1,244 @@
+"""The table of fast paths: each is compared with the plain function that it stands for.
+
+The comparison is of results and, where training uses the path, of gradients. The truth is the plain function in float64
+on the same rounded inputs. `test_fast_paths.py` runs the rows of a CPU, `interpreted_kernels.py` those of Triton in its
+interpreter, and `tests/gpu/test_kernels.py` those of a GPU. A new fast path is a row here.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.decoding import BeamSearch
+from model.fast import compiled_search
+from model.fast.cast_weights import CastWeights, cast_linear
+from model.fast.compilation import CompiledForward
+from model.fast.compiled_search import CompiledSearch
+from model.fast.dropout import Dropout
+from model.fast.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
+from model.loss import LossFunctions, over_class_pairs, over_classes
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+from pipeline.runtime.backend import load_compiled_loss, load_compiled_search
+from tests.model.sentence_batches import VOCABULARY, arguments, packed
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Difference that is allowed, as a share of the largest value."""
+
+
+class FastPath(NamedTuple):
+    """A row of the table."""
+
+    check: Callable[..., None]
+    """Compares; takes a device, then a case."""
+    cases: list[tuple[Any, ...]]
+    needs: str = "cpu"
+    """"cpu", "triton" or "cuda or cpu"."""
+
+
+def compare(
+    plain: Callable[..., Any],
+    fast: Callable[..., Any],
+    inputs: list[Tensor],
+    dtype: torch.dtype,
+    device: str = "cpu",
+    differentiated: int = 0,
+) -> None:
+    """Compare results, and gradients of the first of them by the first inputs; inputs that are numbers are rounded."""
+    given = [x.to(device, dtype) if x.is_floating_point() else x.to(device) for x in inputs]
+    exact = [x.cpu().double() if x.is_floating_point() else x.cpu() for x in given]
+    found, wanted = [], []
+    for function, tensors, results in ((fast, given, found), (plain, exact, wanted)):
+        leaves = [x.requires_grad_() for x in tensors[:differentiated]]
+        result = function(*tensors)
+        results += [one for one in (result if isinstance(result, tuple) else (result,)) if one is not None]
+        if leaves:
+            results += torch.autograd.grad(results[0], leaves, _upstream(results[0]))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        largest = float(other.detach().abs().max()) if other.numel() else 0.0
+        difference = (one.detach().cpu().double() - other.detach()).abs().max() if other.numel() else 0.0
+        assert difference <= TOLERANCES[dtype] * largest, f"{difference} of {largest}"
+
+
+def _upstream(result: Tensor) -> Tensor:
+    return torch.sin(torch.arange(result.numel(), dtype=torch.float64)).view(result.shape).to(result)
+
+
+def check_loss(device: str, functions: Callable[[], LossFunctions], dtype: torch.dtype, num_classes: int) -> None:
+    """One pass and two, with and without a gradient: `model.loss.over_classes` and `over_class_pairs`."""
+    generator = torch.Generator().manual_seed(num_classes)
+    logits = 3 * torch.randn(10, num_classes, generator=generator)
+    targets = torch.randint(num_classes, (5,), generator=generator)
+    targets[0], targets[1] = 0, num_classes - 1
+    logits[0, 0], logits[1, 0] = 20, -20  # passes that contradict each other
+    logits[4] = logits[5]  # a divergence of 0
+    logits[6] = torch.arange(num_classes) % 7 * 1000.0  # would overflow without the largest
+    logits[7] = logits[6] + 1
+    inputs = [logits, targets.repeat_interleave(2).unsqueeze(1)]
+    for plain, alpha in ((over_classes, ()), (over_class_pairs, (3.0,))):
+        for with_gradient in (False, True):
+            fast = partial(_call, getattr(functions(), plain.__name__), torch.float32, with_gradient, *alpha)
+            compare(partial(_call, plain, torch.float64, with_gradient, *alpha), fast, inputs, dtype, device)
+
+
+def _call(function: Any, sum_dtype: torch.dtype, with_gradient: bool, *rest: Any) -> Any:
+    """Call an implementation of `over_classes` or `over_class_pairs`; the last two arguments are the tensors."""
+    *alpha, logits, targets = rest
+    return function(logits.clone(), targets, sum_dtype, 0.1, with_gradient, *alpha)
+
+
+def check_attention(device: str, heads: tuple[int, int, int], dtype: torch.dtype, kind: str) -> None:
+    """`model.packed_attention.flash_attention`, which needs a GPU: by the formula, one sentence at a time."""
+    from tests.model import kernel_cases
+
+    sentences = kernel_cases.CROSS if kind == "cross" else kernel_cases.RAGGED
+    kernel_cases.check_attention(kernel_cases.Heads(*heads), sentences, kind, dtype, device)
+
+
+def check_linear(device: str, make: Callable[[nn.Linear], Callable[[Tensor], Tensor]], rows: int, width: int) -> None:
+    """`nn.Linear`, without gradients."""
+    torch.manual_seed(1)
+    linear, x = nn.Linear(width, 512), torch.randn(rows, 1, width)
+    with torch.no_grad():
+        fast = make(linear)
+        for _ in range(2):  # the first call may pack the weight
+            compare(copy.deepcopy(linear).double(), fast, [x], torch.float32, device)
+
+
+def check_cast_linear(device: str, dtype: torch.dtype) -> None:
+    """`nn.Linear` of inputs, weight and bias that are 16-bit numbers, with gradients of all three."""
+
+    def fast(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        linear = nn.Linear(24, 32, device=device)
+        linear.weight.data, linear.bias.data = weight.detach().float(), bias.detach().float()
+        CastWeights(nn.Sequential(linear), dtype).refresh()
+        del linear.weight, linear.bias
+        linear.weight, linear.bias = weight, bias
+        return cast_linear(linear, x)
+
+    torch.manual_seed(1)
+    compare(F.linear, fast, [torch.randn(40, 24), torch.randn(32, 24), torch.randn(32)], dtype, device, 3)
+
+
+def check_dropout(device: str, dtype: torch.dtype) -> None:
+    """`F.dropout` with the elements that the same seed drops from ones."""
+
+    def drop(x: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return Dropout(0.25).train()(x)
+
+    compare(lambda x: x * (drop(torch.ones_like(x)) != 0) / 0.75, drop, [torch.randn(30, 7)], dtype, device, 1)
+
+
+def check_compiled_forward(device: str, in_blocks: bool) -> None:
+    """`Transformer.packed`, with gradients of all weights."""
+    settings = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0)
+    torch.manual_seed(3)
+    network = Transformer(VOCABULARY, settings)
+    weights = [weight.detach().clone() for weight in network.parameters()]
+    [batch] = packed([[(7, 9), (20, 34), (1, 1)]], in_blocks=in_blocks).to(device).micro_batches
+
+    def states(forward: Callable[[Transformer], Callable[..., Tensor]]) -> Callable[..., Tensor]:
+        def compute(*values: Tensor) -> Tensor:
+            copied = Transformer(VOCABULARY, settings).to(values[0])
+            for parameter, value in zip(copied.parameters(), values, strict=True):
+                parameter.data = value.detach()
+            result = forward(copied)(*arguments(batch, values[0].dtype))
+            gradients = torch.autograd.grad(result, list(copied.parameters()), _upstream(result))
+            return result, *gradients
+
+        return compute
+
+    torch.compiler.reset()
+    compare(
+        states(lambda one: one.packed), states(lambda one: CompiledForward(one, "aot_eager")), weights, torch.float32
+    )
+    torch.compiler.reset()
+
+
+def check_search(device: str, case: int) -> None:
+    """`BeamSearch.beam`, for networks and sources whose best answers do not depend on rounding."""
+    network, source, lengths = compiled_search.agreement_cases()[case]
+    mask = torch.arange(source.size(1)) < torch.tensor(lengths).unsqueeze(1)
+    options = source, mask, compiled_search.BEAM_SIZE, compiled_search.LENGTH_PENALTY, compiled_search.EXTRA_TOKENS, 2
+    found = CompiledSearch(load_compiled_search(), network, 2, 3, 0).beam(*options)
+    with torch.no_grad():
+        wanted = BeamSearch(network.double(), 2, 3, 0).eval().beam(*options)
+    assert torch.equal(found.tokens, wanted.tokens)
+    torch.testing.assert_close(found.scores.double(), wanted.scores.double(), rtol=1e-5, atol=1e-5)
+
+
+def _compiled_loss() -> LossFunctions:
+    return load_compiled_loss().functions()
+
+
+def _triton_loss() -> LossFunctions:
+    from model.fast.triton_loss import TRITON_LOSS
+
+    return TRITON_LOSS
+
+
+def _projection(kind: Callable[..., nn.Module]) -> Callable[[nn.Linear], Callable[[Tensor], Tensor]]:
+    return lambda linear: lambda x: kind(linear)(x, linear.weight.detach())
+
+
+CPU_DTYPES, GPU_DTYPES = [torch.float32, torch.bfloat16], [torch.float32, torch.float16, torch.bfloat16]
+FAST_PATHS = {
+    "loss in C++": FastPath(
+        check_loss, [(_compiled_loss, dtype, count) for dtype in CPU_DTYPES for count in (2, 3, 16, 33, 50, 3000)]
+    ),
+    "loss in Triton": FastPath(
+        check_loss, [(_triton_loss, dtype, count) for dtype in GPU_DTYPES for count in (2, 20, 8192, 20_000)], "triton"
+    ),
+    "attention in Triton": FastPath(
+        check_attention,
+        [
+            (heads, dtype, kind)
+            for kind in ("self", "causal", "cross")
+            for heads, dtype in (
+                ((2, 24, 40), torch.float32),
+                ((2, 5, 7), torch.float32),
+                ((2, 64, 64), torch.float16),
+                ((1, 128, 128), torch.bfloat16),
+            )
+        ],
+        "triton",
+    ),
+    "linear layers with packed weights": FastPath(
+        check_linear,
+        [
+            (make, rows, 1000)
+            for rows in (1, 64)
+            for make in (
+                lambda linear: PackedLinear(linear.weight, linear.bias),
+                lambda linear: LazyPackedLinear(linear.weight, linear.bias),
+                _projection(lambda linear: PackedProjection(linear.weight, linear.bias)),
+                _projection(lambda linear: LazyPackedProjection(linear.bias)),
+            )
+        ],
+    ),
+    "linear layers with 16-bit weights": FastPath(
+        check_cast_linear, [(torch.bfloat16,), (torch.float16,)], "cuda or cpu"
+    ),
+    "dropout": FastPath(check_dropout, [(dtype,) for dtype in GPU_DTYPES]),
+    "compiled forward pass": FastPath(check_compiled_forward, [(True,)]),
+    "search in C++": FastPath(check_search, [(0,), (1,)]),
+}
+"""The fast paths of `model/fast/`."""
+
+
+def cases(*needs: str) -> list[Any]:
+    """Return the rows' cases as parameters `check` and `case` of a test."""
+    return [
+        pytest.param(path.check, case, id=f"{name} {number}")
+        for name, path in FAST_PATHS.items()
+        if path.needs in needs
+        for number, case in enumerate(path.cases)
+    ]
