@@ -207,10 +207,9 @@ def _over_chunks(
     Returns:
         The results of `over_classes` or `over_class_pairs` for all tokens, without the last.
     """
-    in_pairs, on_cpu = bool(options.alpha), states.device.type == "cpu"
-    functions = options.functions
+    in_pairs, functions = bool(options.alpha), options.functions
     compute: Callable[..., Any] = functions.over_class_pairs if in_pairs else functions.over_classes
-    if functions is PYTORCH_LOSS and on_cpu:
+    if functions is PYTORCH_LOSS and states.device.type == "cpu":
         compute = partial(_in_cache, compute)
     alpha = (options.alpha,) if in_pairs else ()
     in_place, passes = functions.in_place, 2 if in_pairs else 1
