@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -200,32 +200,23 @@ def _write_validation(
     progress: bool,
 ) -> dict[str, Any]:
     """Write the validation stores and text files, and add the pairs to `validation_pairs`."""
-    pair_filter = PairFilter(settings)
-    unknown, pairs = 0, []
     with ExitStack() as stack:
-        writers = _writers(stack, folder, "validation", encoders[0].dtype)
-        source_text, target_text = (
+        split = stack.enter_context(_Split("validation", settings, encoders, PairFilter(settings), folder))
+        texts = [
             stack.enter_context((folder / f"validation.{side}.txt").open("w", encoding="utf-8", newline="\n"))
             for side in ("source", "target")
-        )
+        ]
         bar = stack.enter_context(_bar("encoding validation", None, progress))
         for text in settings.validation:
-            start = len(writers[0])
-            lines: list[tuple[str, str]] = []
-            for encoded in _encoded(settings, encoders, pair_filter, text):
-                unknown += _append(writers, encoded)
-                validation_pairs.update(encoded.text)
-                lines += encoded.text
+            pairs: list[tuple[str, str]] = []
+            for encoded in split.add(text):
+                pairs += encoded.text
                 bar.update(encoded.num_pairs_read)
-            pairs.append(len(lines))
-            for writer in writers:
-                writer.repeat_from(start, text.repeat - 1)
-            for _ in range(text.repeat):
-                source_text.writelines(f"{source}\n" for source, _ in lines)
-                target_text.writelines(f"{target}\n" for _, target in lines)
-    account = _account(pair_filter, writers, "validation", _sources(settings.validation, pairs))
-    _warn_if_unknown(unknown, writers, "validation")
-    if too_long := pair_filter.account.dropped[Reason.TOO_LONG]:
+            validation_pairs.update(pairs)
+            for file, lines in zip(texts, zip(*pairs, strict=True), strict=False):
+                file.writelines(f"{line}\n" for line in lines * text.repeat)
+    account = split.account(settings.validation)
+    if too_long := split.pair_filter.account.dropped[Reason.TOO_LONG]:
         log.warning(
             "%d validation pairs are longer than corpus.max_tokens (%d) and were dropped: BLEU excludes them",
             too_long,
@@ -245,73 +236,107 @@ def _write_train(
 ) -> dict[str, Any]:
     """Write the training stores, plainly encoded, and add the text of the pairs to `variant_text`."""
     pair_filter = PairFilter(settings, held_out)
-    unknown, pairs = 0, []
-    with ExitStack() as stack:
-        writers = _writers(stack, folder, "train", encoders[0].dtype)
-        bar = stack.enter_context(_bar("encoding", sum(num_pairs), progress))
+    with (
+        _Split("train", settings, encoders, pair_filter, folder) as split,
+        _bar("encoding", sum(num_pairs), progress) as bar,
+    ):
         for text in settings.train:
-            start = len(writers[0])
-            for encoded in _encoded(settings, encoders, pair_filter, text):
-                unknown += _append(writers, encoded)
+            for encoded in split.add(text):
                 if variant_text is not None:
                     variant_text.append(encoded.text)
                 bar.update(encoded.num_pairs_read)
-            pairs.append(len(writers[0]) - start)
-            for writer in writers:
-                writer.repeat_from(start, text.repeat - 1)
             if variant_text is not None:
                 variant_text.end_source(text.repeat)
-    account = pair_filter.account
-    for split, count in (("validation", account.also_in_validation), ("test", account.also_in_test)):
+    also_in = {"validation": pair_filter.account.also_in_validation, "test": pair_filter.account.also_in_test}
+    for held_out_split, count in also_in.items():
         if count:
             log.warning(
                 "%d training pairs also occur in the %s text%s",
                 count,
-                split,
+                held_out_split,
                 " and were dropped" if settings.drop_overlap else "; corpus.drop_overlap: true drops them",
             )
-    # Repetitions count in the number of pieces but not in `unknown`, which underestimates the fraction at worst.
-    _warn_if_unknown(unknown, writers, "training")
-    found = _account(pair_filter, writers, "train", _sources(settings.train, pairs))
-    return found | {"variants": [token_counts(*writers)]}
+    return split.account(settings.train) | {"variants": [token_counts(*split.writers)]}
 
 
-def _sources(texts: list[TextSource], pairs: list[int]) -> list[dict[str, Any]]:
-    """Return the manifest's record of a split's sources, in the order of their pairs in the stores.
-
-    A source's `pairs` kept pairs follow one another, and are there `repeat` times.
-    """
-    return [
-        {"name": name, "pairs": count, "repeat": text.repeat}
-        for name, count, text in zip(source_names(texts), pairs, texts, strict=True)
-    ]
-
-
-@dataclass(frozen=True)
-class _EncodedChunk:
-    """The kept pairs of a chunk: as text, and for each side the bytes of their ids and the lengths in ids."""
-
+class _EncodedChunk(NamedTuple):
     num_pairs_read: int
     text: list[tuple[str, str]]
-    ids: tuple[list[bytes], list[bytes]]
-    lengths: tuple[np.ndarray, np.ndarray]
+    """The pairs that were kept."""
 
 
-def _encoded(
-    settings: CorpusSettings, encoders: tuple[WordEncoder, WordEncoder], pair_filter: PairFilter, text: TextSource
-) -> Iterator[_EncodedChunk]:
-    """Read a source once, and yield its chunks cleaned and encoded."""
-    for chunk in read_pairs(text, settings):
-        source_ids, source_lengths = _encode(encoders[0], chunk.source, settings)
-        target_ids, target_lengths = _encode(encoders[1], chunk.target, settings)
-        kept = pair_filter.keep(chunk, source_lengths, target_lengths, text.repeat)
-        indices = kept.tolist()
-        yield _EncodedChunk(
-            num_pairs_read=len(chunk.source),
-            text=[(chunk.source[i], chunk.target[i]) for i in indices],
-            ids=([source_ids[i] for i in indices], [target_ids[i] for i in indices]),
-            lengths=(source_lengths[kept], target_lengths[kept]),
-        )
+class _Split:
+    """Writes the two stores of a split, source by source. It is a context manager that completes the stores."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: CorpusSettings,
+        encoders: tuple[WordEncoder, WordEncoder],
+        pair_filter: PairFilter,
+        folder: Path,
+    ) -> None:
+        self.pair_filter = pair_filter
+        self.writers = [
+            TokenStoreWriter(store_prefix(folder, name, side), encoders[0].dtype) for side in ("source", "target")
+        ]
+        self._name, self._settings, self._encoders = name, settings, encoders
+        self._num_pairs: list[int] = []
+        self._unknown = 0
+
+    def add(self, text: TextSource) -> Iterator[_EncodedChunk]:
+        """Read a source once and write its pairs, as often as it is repeated; yield its chunks, cleaned and encoded."""
+        start = len(self.writers[0])
+        for chunk in read_pairs(text, self._settings):
+            sides = chunk.source, chunk.target
+            encoded = [_encode(*side, self._settings) for side in zip(self._encoders, sides, strict=True)]
+            kept = self.pair_filter.keep(chunk, encoded[0][1], encoded[1][1], text.repeat)
+            indices = kept.tolist()
+            for writer, (ids, lengths) in zip(self.writers, encoded, strict=True):
+                flat = np.frombuffer(b"".join([ids[i] for i in indices]), dtype=writer.dtype)
+                self._unknown += int(np.count_nonzero(flat == UNK_ID))
+                writer.append_flat(flat, lengths[kept])
+            yield _EncodedChunk(len(chunk.source), [(chunk.source[i], chunk.target[i]) for i in indices])
+        self._num_pairs.append(len(self.writers[0]) - start)
+        for writer in self.writers:
+            writer.repeat_from(start, text.repeat - 1)
+
+    def account(self, texts: list[TextSource]) -> dict[str, Any]:
+        """Return what the manifest says of the split, which has the pairs of `texts`, and warn of unknown text.
+
+        The record of sources is in the order of their pairs in the stores. A source's `pairs` kept pairs follow one
+        another, and are there `repeat` times.
+
+        Raises:
+            InputError: no pair is left.
+        """
+        account = self.pair_filter.account
+        if not account.kept:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in account.dropped.items() if n)
+            raise InputError(
+                f"corpus.{self._name}: no pair is left ({reasons}); correct the text or relax the settings"
+            )
+        # Repetitions count in the number of pieces but not in `_unknown`, which underestimates the fraction at worst.
+        fraction = self._unknown / max(1, sum(writer.num_tokens for writer in self.writers))
+        if fraction > _MAX_UNKNOWN:
+            log.warning(
+                "%.0f %% of the %s text's pieces are unknown to the tokenizer, which was trained on other text;"
+                " compare the texts, or start without --init-from",
+                100 * fraction,
+                "training" if self._name == "train" else self._name,
+            )
+        sources = [
+            {"name": name, "pairs": count, "repeat": text.repeat}
+            for name, count, text in zip(source_names(texts), self._num_pairs, texts, strict=True)
+        ]
+        return account.as_dict() | {"sources": sources} | token_counts(*self.writers)
+
+    def __enter__(self) -> "_Split":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self.writers:
+            writer.close()
 
 
 def _encode(encoder: WordEncoder, sentences: list[str], settings: CorpusSettings) -> tuple[list[bytes], np.ndarray]:
@@ -324,43 +349,6 @@ def _encode(encoder: WordEncoder, sentences: list[str], settings: CorpusSettings
     ids, lengths = encoder.encode(sentences)
     lengths[too_long] = max_tokens + 1
     return ids, lengths
-
-
-def _writers(stack: ExitStack, folder: Path, split: str, dtype: np.dtype) -> list[TokenStoreWriter]:
-    return [
-        stack.enter_context(TokenStoreWriter(store_prefix(folder, split, side), dtype)) for side in ("source", "target")
-    ]
-
-
-def _append(writers: list[TokenStoreWriter], encoded: _EncodedChunk) -> int:
-    """Append the pairs and return the number of unknown pieces."""
-    unknown = 0
-    for writer, ids, lengths in zip(writers, encoded.ids, encoded.lengths, strict=True):
-        flat = np.frombuffer(b"".join(ids), dtype=writer.dtype)
-        unknown += int(np.count_nonzero(flat == UNK_ID))
-        writer.append_flat(flat, lengths)
-    return unknown
-
-
-def _warn_if_unknown(unknown: int, writers: list[TokenStoreWriter], split: str) -> None:
-    fraction = unknown / max(1, sum(writer.num_tokens for writer in writers))
-    if fraction > _MAX_UNKNOWN:
-        log.warning(
-            "%.0f %% of the %s text's pieces are unknown to the tokenizer, which was trained on other text;"
-            " compare the texts, or start without --init-from",
-            100 * fraction,
-            split,
-        )
-
-
-def _account(
-    pair_filter: PairFilter, writers: list[TokenStoreWriter], split: str, sources: list[dict[str, Any]]
-) -> dict[str, Any]:
-    account = pair_filter.account.as_dict()
-    if not pair_filter.account.kept:
-        reasons = ", ".join(f"{reason}: {n}" for reason, n in pair_filter.account.dropped.items() if n)
-        raise InputError(f"corpus.{split}: no pair is left ({reasons}); correct the text or relax the settings")
-    return account | {"sources": sources} | token_counts(*writers)
 
 
 class _StageBar(tqdm):

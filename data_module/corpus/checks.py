@@ -43,20 +43,6 @@ _READ_AS_SPACE = {
 
 
 @dataclass
-class LineCount:
-    """How many lines of a file have something."""
-
-    lines: int = 0
-    first: int = 0
-    """The first of them."""
-
-    def add(self, numbers: list[int]) -> None:
-        """Add the numbers of lines."""
-        self.first = self.first or numbers[0]
-        self.lines += len(numbers)
-
-
-@dataclass
 class SymbolCount:
     """How often a user symbol occurs in a text source."""
 
@@ -202,7 +188,9 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
     """
     reader = open_reader(text, settings)
     found = SourceCheck(", ".join(dict.fromkeys(reader.names)), reader.count_pairs(), 0, ("", ""), [])
-    spaced = [{character: LineCount() for character in _READ_AS_SPACE} for _ in reader.names]
+    # Of each side's lines with each of these characters: the number of lines, and the first one.
+    counts: list[Counter[bytes]] = [Counter() for _ in reader.names]
+    firsts: list[dict[bytes, int]] = [{} for _ in reader.names]
     first_line = 1
     for sides in reader.chunks():
         samples = []
@@ -217,21 +205,22 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
                     " already; remove `prefix` from the source, or choose another symbol"
                 )
             samples.append(b"".join(lines[:_SAMPLE_LINES]).decode(errors="replace"))
-            for character, count in spaced[side].items():
+            for character in _READ_AS_SPACE:
                 if character in data:
-                    count.add([first_line + i for i, line in enumerate(lines) if character in line])
+                    numbers = [first_line + i for i, line in enumerate(lines) if character in line]
+                    counts[side][character] += len(numbers)
+                    firsts[side].setdefault(character, numbers[0])
             if not settings.drop_invalid_utf8 and (line := _undecodable(data)) is not None:
                 raise invalid_utf8(name, first_line + line)
         if first_line == 1:
             found.samples = (samples[0], samples[1])
         first_line += len(sides[0])
-    for name, counts in zip(reader.names, spaced, strict=True):
-        for character, count in counts.items():
-            if count.lines:
-                what, way_out = _READ_AS_SPACE[character]
+    for name, count, first in zip(reader.names, counts, firsts, strict=True):
+        for character, (what, way_out) in _READ_AS_SPACE.items():
+            if character in first:
                 found.warnings.append(
-                    f"{name}: {what} {count.lines:,} of {found.num_pairs:,} lines, line {count.first} first; it is"
-                    f" read as a space: {way_out}"
+                    f"{name}: {what} {count[character]:,} of {found.num_pairs:,} lines, line {first[character]} first;"
+                    f" it is read as a space: {way_out}"
                 )
     return found
 

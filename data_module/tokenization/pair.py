@@ -28,11 +28,11 @@ def join_models(source: bytes, target: bytes, pieces: Sequence[str]) -> bytes:
     Raises:
         InputError: a model is no sentencepiece model.
     """
-    read, proto = _proto_class().FromString, _proto_class()()
+    proto = proto_of(b"")
     types = proto.SentencePiece
     kinds = dict(enumerate([types.CONTROL, types.UNKNOWN, types.CONTROL, types.CONTROL]))
     try:
-        proto.trainer_spec.model_type = read(source).trainer_spec.model_type
+        proto.trainer_spec.model_type = proto_of(source).trainer_spec.model_type
     except Exception:  # protobuf's
         raise InputError("source.spm: is no sentencepiece model") from None
     for number, piece in enumerate(pieces):
@@ -52,7 +52,7 @@ def split_models(model: bytes) -> tuple[bytes, bytes] | None:
     # Only few models have them, and reading a large one takes a second.
     if _tag(SOURCE_FIELD) not in model:
         return None
-    fields = {one.field_number: one.data for one in UnknownFieldSet(_proto_class().FromString(model))}
+    fields = {one.field_number: one.data for one in UnknownFieldSet(proto_of(model))}
     found = fields.get(SOURCE_FIELD), fields.get(TARGET_FIELD)
     return None if found[0] is None or found[1] is None else (bytes(found[0]), bytes(found[1]))
 
@@ -115,10 +115,11 @@ def _split_code(line: str) -> tuple[str, str]:
     return ("", line) if end < 0 else (line[: end + 2], line[end + 2 :])
 
 
-def _proto_class() -> Any:
+def proto_of(model: bytes) -> Any:
+    """Return a model as a protocol buffer of sentencepiece."""
     from sentencepiece import sentencepiece_model_pb2
 
-    return sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]
+    return sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
 
 
 def _tag(number: int) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from data_module.errors import InputError
-from data_module.tokenization.pair import PairEncoder, is_code, split_models
+from data_module.tokenization.pair import PairEncoder, is_code, proto_of, split_models
 
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 NUM_SPECIAL_IDS = 4
@@ -181,9 +181,7 @@ class Tokenizer:
 
     def proto(self) -> Any:
         """Return the model as a protocol buffer of sentencepiece."""
-        from sentencepiece import sentencepiece_model_pb2
-
-        return sentencepiece_model_pb2.ModelProto.FromString(self.model)  # type: ignore[attr-defined]
+        return proto_of(self.model)
 
     def pieces(self) -> list[str]:
         """Return the vocabulary in the order of the ids. U+2581 in a piece represents a space."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from data_module.errors import InputError
+from data_module.tokenization.pair import proto_of
 from data_module.tokenization.tokenizer import (
     BOS_ID,
     EOS_ID,
@@ -232,9 +233,7 @@ def lowercase_rules() -> dict[str, str]:
 
 def _without_rule_path(model: bytes) -> bytes:
     """Remove the name of the temporary file, which differs every time, from the model."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+    proto = proto_of(model)
     proto.normalizer_spec.ClearField("normalization_rule_tsv")
     return proto.SerializeToString(deterministic=True)
 
@@ -245,7 +244,6 @@ def standalone_model(tokenizer: Tokenizer) -> bytes:
     It encodes every text as `Tokenizer.encode` does, but for NUL, which sentencepiece has no rule for.
     """
     import sentencepiece
-    from sentencepiece import sentencepiece_model_pb2
 
     rules = lowercase_rules() if tokenizer.lowercase else {}
     rules |= {character: " " for character in SPACE_LIKE + "\n" if character != "\0"}
@@ -261,8 +259,7 @@ def standalone_model(tokenizer: Tokenizer) -> bytes:
             minloglevel=2,
             **options,
         )
-    read = sentencepiece_model_pb2.ModelProto.FromString  # type: ignore[attr-defined]
-    proto = read(tokenizer.model)
-    compiled = read(rules_only.getvalue()).normalizer_spec
+    proto = tokenizer.proto()
+    compiled = proto_of(rules_only.getvalue()).normalizer_spec
     proto.normalizer_spec.precompiled_charsmap = compiled.precompiled_charsmap
     return proto.SerializeToString(deterministic=True)
