@@ -25,7 +25,6 @@ from data_module.corpus.store import (
 )
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings
-from data_module.worker_processes import identity
 
 
 class TranslationDataModule(LightningDataModule):
@@ -141,7 +140,6 @@ class TranslationDataModule(LightningDataModule):
         return DataLoader(
             _BucketDataset(corpus, buckets, self.special, rank, world_size),
             batch_size=None,
-            collate_fn=identity,
             generator=torch.Generator().manual_seed(0),
         )
 

@@ -18,7 +18,7 @@ from data_module.batching.batch import RankBatch, SpecialIds, collate
 from data_module.batching.batch_plan import Epoch, Epochs
 from data_module.batching.rank_rows import RowShape, rank_rows
 from data_module.errors import InputError
-from data_module.worker_processes import identity, ignore_signals, signals_blocked
+from data_module.worker_processes import ignore_signals, signals_blocked
 
 NEVER_ENDS = 1 << 40
 """The length of an endless loader. With a length, Lightning does not fetch batches in advance."""
@@ -114,7 +114,6 @@ class StatefulLoader(DataLoader["RankBatch | InputError"]):
             sampler=_EndlessSampler(),
             batch_size=None,
             num_workers=workers,
-            collate_fn=identity,
             pin_memory=pin_memory,
             worker_init_fn=ignore_signals,
             prefetch_factor=4 if workers else None,

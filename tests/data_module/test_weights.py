@@ -9,25 +9,14 @@ import numpy as np
 import pytest
 
 from data_module.batching.batch_plan import Epoch, epoch_pairs, fewest_pairs
-from data_module.corpus.preparation import prepare
 from data_module.errors import InputError
-from data_module.settings import BpeDropout, CorpusSettings, TextSource
-from tests.data_module.test_preparation import pairs_of_text, write_pairs
-from tests.data_module.test_variants import decoded, module, text
+from data_module.settings import CorpusSettings, TextSource
+from tests.data_module.test_variants import decoded, module, text, varied_corpus
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> CorpusSettings:
-    """Settings of a corpus of 300 and, three times each, 100 pairs in two variants, which is prepared."""
-    folder = tmp_path_factory.mktemp("text")
-    train = [write_pairs(folder, "one", pairs_of_text(300, 1)), write_pairs(folder, "two", pairs_of_text(100, 2))]
-    train[1] = replace(train[1], repeat=3)
-    validation = write_pairs(folder, "validation", pairs_of_text(20, 3))
-    made = CorpusSettings(
-        str(folder / "corpus"), train, [validation], vocabulary_size=60, variants=2, bpe_dropout=BpeDropout(0.3, 0.3)
-    )
-    prepare(made, progress=False)
-    return made
+    return varied_corpus(tmp_path_factory.mktemp("text"), 2)
 
 
 def weighted(settings: CorpusSettings, first: float, second: float) -> CorpusSettings:
