@@ -1,5 +1,7 @@
 """The pages are true: commands parse, links lead somewhere, Python runs, generated parts are up to date."""
 
+import contextlib
+import io
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +14,11 @@ from tests.docs import command_lines, generate, pages
 
 PAGES = dict(zip(pages.NAMES, map(pages.read, pages.PAGES), strict=True))
 README_LINES = 160
-PYTHON_PAGES = [name for name, text in PAGES.items() if "```python" in text and name != "docs/extending.md"]
+PYTHON_PAGES = [
+    name
+    for name, text in PAGES.items()
+    if "```python" in text and name not in ("docs/extending.md", "docs/one_step.md")
+]
 
 
 def unparsed(text: str) -> list[str]:
@@ -103,6 +109,22 @@ def test_python_runs(name: str, trained_run: Path, tmp_path: Path, monkeypatch: 
         assert done.returncode == 0, done.stderr.decode()
     program = "\n".join(block.text for block in pages.blocks(PAGES[name]) if block.language == "python")
     exec(compile(program, name, "exec"), {"__name__": "page"})
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:You have overridden `transfer_batch_to_device`")
+def test_one_step_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of docs/one_step.md are one program, and after each stands what it prints."""
+    monkeypatch.chdir(tmp_path)
+    code, shown = (
+        [block.text for block in pages.blocks(PAGES["docs/one_step.md"]) if block.language == language]
+        for language in ("python", "text")
+    )
+    names: dict[str, object] = {"__name__": "page"}
+    for program, output in zip(code, shown, strict=True):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(program, "docs/one_step.md", "exec"), names)
+        assert printed.getvalue() == output
 
 
 @pytest.mark.parametrize("name", [name for name, text in PAGES.items() if "<!-- generated: " in text])
