@@ -1,12 +1,12 @@
 """Multi-head attention (section 3.2).
 
-Shapes: B batch, T queries, S keys, D d_model, H heads, K d_k, V d_v.
-A mask is True where attention is allowed and broadcasts to [B, H, T, S].
-Unlike the paper's formulas, the projections have biases, as in torch.nn.MultiheadAttention.
+Shapes: B sentences, T queries, S keys, D d_model, H heads, K d_k, V d_v; R source and M target tokens in packed rows.
+A bias is added to the scores: 0 where attention is allowed, -inf elsewhere. It broadcasts to [B, H, T, S]; None allows
+all. Unlike the paper's formulas, the projections have biases, as in torch.nn.MultiheadAttention.
 
-Training packs sentences into rows without padding (`packed`, see `packed_attention.py`); decoding and validation use
-padded batches. Attention weights are no result: `weights` recomputes them for inspection from the same inputs (see
-`attention_maps.py`).
+Each attention is written for two layouts. `rows` is for training: sentences are packed into rows, see
+`packed_attention.py`. The other methods are for padded batches: validation, decoding and all exports use them, see
+`padded_transformer.py`. All of these go through `attend`.
 """
 
 import math
@@ -20,62 +20,24 @@ from model.packed_attention import Segments, cross_attention, self_attention
 from model.settings import NetworkSettings
 
 
-def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Compute softmax(Q K^T / sqrt(d_k)), which is equation 1 without V.
-
-    Args:
-        query: [B, H, T, K].
-        key: [B, H, S, K].
-        mask: True where attention is allowed, or None.
-        is_causal: query t attends to keys 0 to t only.
-
-    Returns:
-        [B, H, T, S]. Rows sum to one.
-    """
-    scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
-    if is_causal:
-        causal = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
-        scores = scores.masked_fill(~causal, float("-inf"))
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1)
-
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, dropout: float = 0.0
-) -> Tensor:
-    """Compute softmax(Q K^T / sqrt(d_k)) V (equation 1) by PyTorch's fused kernel.
+def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float = 0.0) -> Tensor:
+    """Compute softmax(Q K^T / sqrt(d_k) + bias) V (equation 1).
 
     Args:
         query: [B, H, T, K].
         key: [B, H, S, K].
         value: [B, H, S, V].
-        mask: True where attention is allowed, or None. Must be None if `is_causal`.
-        is_causal: query t attends to keys 0 to t only.
+        bias: in the query's dtype, or None.
         dropout: probability of dropping a weight.
 
     Returns:
         [B, H, T, V].
     """
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal)
-
-
-def attention_step(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute attention for the few queries of a decoding step, without gradients.
-
-    For more than 8 sentences on a CPU, plain products are faster than the fused kernel, by a factor of two for one
-    query (torch 2.13).
-
-    Args:
-        query: [B, H, N, K].
-        key: [B, H, S, K].
-        value: [B, H, S, V].
-        bias: added to the scores, 0 where attention is allowed and -inf elsewhere, in the query's dtype; or None.
-
-    Returns:
-        [B, H, N, V].
-    """
-    if query.device.type != "cpu" or query.size(0) <= 8:
+    # For more than 8 sentences of at most 32 queries on a CPU, plain products are faster than the fused kernel, by a
+    # factor of two for one query (torch 2.13). An exported program is for all sizes, so it cannot choose by them.
+    if torch.compiler.is_compiling() or query.device.type != "cpu" or dropout > 0.0:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
+    if query.size(0) <= 8 or query.size(2) > 32:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     scores = (query * (1.0 / math.sqrt(query.size(-1)))) @ key.transpose(-2, -1)
     if bias is not None:
@@ -83,52 +45,53 @@ def attention_step(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
     return scores.softmax(-1) @ value
 
 
-def grow_cache(
-    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], paths: Tensor, used_slots: int, num_new: int
-) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], Tensor]:
-    """Copy the slots that are on a path to a larger cache.
-
-    Args:
-        cache: for each decoder layer, keys and values of self-attention and of cross-attention.
-        paths: bool [B, N, used_slots + num_new], True at the slots that each hypothesis attends to. The last
-            `num_new` are not written yet.
-        used_slots: number of slots in use.
-        num_new: number of slots that the next step writes.
-
-    Returns:
-        The larger cache and the paths through it.
-    """
-    needed = paths[:, :, :used_slots].any(1)
-    num_needed = int(needed.sum(1).max())
-    # Sentences that need fewer slots also keep some that are on no path.
-    places = needed.byte().topk(num_needed).indices.unsqueeze(1)
-    sentences = torch.arange(paths.size(0), device=paths.device)[:, None, None]
-    heads = torch.arange(cache[0][0].size(1), device=paths.device)[:, None]
-    batch_size, num_slots = paths.size(0), num_needed + max(8 * num_new, num_needed)
-    larger: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    for keys, values, memory_keys, memory_values in cache:
-        new_keys = keys.new_empty([batch_size, keys.size(1), num_slots, keys.size(3)])
-        new_values = values.new_empty([batch_size, values.size(1), num_slots, values.size(3)])
-        for old, new in ((keys, new_keys), (values, new_values)):
-            new[:, :, :num_needed] = old[sentences, heads, places]
-        larger.append((new_keys, new_values, memory_keys, memory_values))
-    kept = paths.gather(2, places.expand(-1, paths.size(1), -1))
-    return larger, torch.cat([kept, paths[:, :, used_slots:]], 2)
-
-
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """Return a view of shape [B, H, T, K] of x [B, T, H * K]."""
     return x.view(x.size(0), x.size(1), num_heads, x.size(2) // num_heads).transpose(1, 2)
 
 
-class SelfAttention(nn.Module):
-    """Self-attention. One matrix product computes queries, keys and values."""
+def join_heads(heads: Tensor) -> Tensor:
+    """Return [B, T, H * V] of heads [B, H, T, V]."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def append(cache: Tensor, new: Tensor, start: int) -> Tensor:
+    """Write keys or values to a cache, in place if it has room.
+
+    Args:
+        cache: [B, H, slots, K]. The first `start` slots are in use.
+        new: [B, H, N, K], for the next N slots.
+        start: number of slots in use. If these are all, the result is a new tensor: a cache without free slots makes
+            a decoding step a pure function, as torch.export demands it and as a gradient needs it.
+
+    Returns:
+        The slots in use [B, H, start + N, K].
+    """
+    if start == cache.size(2):
+        return torch.cat([cache, new], 2)
+    cache.narrow(2, start, new.size(2)).copy_(new)
+    return cache.narrow(2, 0, start + new.size(2))
+
+
+class Attention(nn.Module):
+    """What self-attention and cross-attention share."""
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
-        d_model, num_heads, d_k, d_v = settings.d_model, settings.num_heads, settings.key_size, settings.value_size
-        self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
+        self.num_heads, self.d_k, self.d_v = settings.num_heads, settings.key_size, settings.value_size
         self.dropout = settings.attention_dropout
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute `attention` with the recipe's dropout. Pictures of attention call it with other values."""
+        return attention(query, key, value, bias, self.dropout if self.training else 0.0)
+
+
+class SelfAttention(Attention):
+    """Self-attention. One matrix product computes queries, keys and values."""
+
+    def __init__(self, settings: NetworkSettings) -> None:
+        super().__init__(settings)
+        d_model, num_heads, d_k, d_v = settings.d_model, self.num_heads, self.d_k, self.d_v
         self.query_key_value = nn.Linear(d_model, num_heads * (2 * d_k + d_v))
         self.output = nn.Linear(num_heads * d_v, d_model)
         # Initialize each projection by itself. Xavier's bound for the fused matrix would be smaller.
@@ -145,55 +108,45 @@ class SelfAttention(nn.Module):
         heads = self.num_heads
         return split_heads(query, heads), split_heads(key, heads), split_heads(value, heads)
 
-    def forward(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Map [B, T, D] to [B, T, D]. `mask` must be None if `is_causal`."""
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Map a padded batch [B, T, D] to [B, T, D], in the encoder; bias is [B, 1, 1, T]."""
         query, key, value = self.project(x)
-        heads = attention(query, key, value, mask, is_causal, self.dropout if self.training else 0.0)
-        return self.output(heads.transpose(1, 2).flatten(2))
+        return self.output(join_heads(self.attend(query, key, value, bias)))
 
-    @torch.jit.unused
-    def packed(self, x: Tensor, segments: Segments) -> Tensor:
-        """Map rows [R, D] of a packed micro-batch to [R, D]."""
+    def step(
+        self, x: Tensor, keys: Tensor, values: Tensor, start: int, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Process N tokens per sentence in the decoder: those of N hypotheses, or N positions of one target.
+
+        Args:
+            x: [B, N, D].
+            keys: the cache [B, H, slots, K]; see `append`.
+            values: the cache [B, H, slots, V].
+            start: number of slots in use.
+            bias: [B, 1, N, start + N], 0 at the slots on the path of each token, its own included. They are in the
+                order of their positions, one for each, so that the number of slots on the path up to a slot is that
+                slot's position plus one. None if all slots are on all paths.
+
+        Returns:
+            [B, N, D], and the keys and values in use [B, H, start + N, K or V].
+        """
+        query, key, value = self.project(x)
+        keys, values = append(keys, key, start), append(values, value, start)
+        return self.output(join_heads(self.attend(query, keys, values, bias))), keys, values
+
+    def rows(self, x: Tensor, segments: Segments) -> Tensor:
+        """Map the tokens x [R, D] of packed rows to [R, D]."""
         projected = cast_linear(self.query_key_value, x)
         dropout = self.dropout if self.training else 0.0
         return cast_linear(self.output, self_attention(projected, segments, self.num_heads, self.d_k, dropout))
 
-    def step(self, x: Tensor, keys: Tensor, values: Tensor, start: int, bias: Tensor | None) -> Tensor:
-        """Process the next position of N hypotheses per sentence.
 
-        Args:
-            x: [B, N, D].
-            keys: the cache [B, H, slots, K]. Slots start to start + N - 1 are written in place.
-            values: the cache [B, H, slots, V], written in the same way.
-            start: number of slots in use.
-            bias: [B, 1, N, start + N], 0 at the slots on each hypothesis's path and -inf elsewhere; or None.
-
-        Returns:
-            [B, N, D].
-        """
-        query, key, value = self.project(x)
-        num_hypotheses = x.size(1)
-        keys.narrow(2, start, num_hypotheses).copy_(key)
-        values.narrow(2, start, num_hypotheses).copy_(value)
-        end = start + num_hypotheses
-        heads = attention_step(query, keys.narrow(2, 0, end), values.narrow(2, 0, end), bias)
-        return self.output(heads.transpose(1, 2).flatten(2))
-
-    @torch.jit.unused
-    def weights(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Return the attention weights [B, H, T, T] of `forward` for the same inputs."""
-        query, key, _ = self.project(x)
-        return attention_weights(query, key, mask, is_causal)
-
-
-class CrossAttention(nn.Module):
+class CrossAttention(Attention):
     """Attention of the decoder over the encoder's output."""
 
     def __init__(self, settings: NetworkSettings) -> None:
-        super().__init__()
-        d_model, num_heads, d_k, d_v = settings.d_model, settings.num_heads, settings.key_size, settings.value_size
-        self.num_heads, self.d_k, self.d_v = num_heads, d_k, d_v
-        self.dropout = settings.attention_dropout
+        super().__init__(settings)
+        d_model, num_heads, d_k, d_v = settings.d_model, self.num_heads, self.d_k, self.d_v
         self.query = nn.Linear(d_model, num_heads * d_k)
         self.key_value = nn.Linear(d_model, num_heads * (d_k + d_v))
         self.output = nn.Linear(num_heads * d_v, d_model)
@@ -205,36 +158,17 @@ class CrossAttention(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Project memory [B, S, D] to keys [B, H, S, K] and values [B, H, S, V]. Decoding does so once per sentence."""
+        """Project memory [B, S, D] to keys [B, H, S, K] and values [B, H, S, V], once per sentence."""
         key, value = self.key_value(memory).split([self.num_heads * self.d_k, self.num_heads * self.d_v], -1)
         return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
 
-    def attend(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Map x [B, T, D] to [B, T, D] by attention over the given keys and values."""
-        query = split_heads(self.query(x), self.num_heads)
-        heads = attention(query, keys, values, mask, False, self.dropout if self.training else 0.0)
-        return self.output(heads.transpose(1, 2).flatten(2))
-
     def step(self, x: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-        """Map [B, N, D] to [B, N, D] for N hypotheses per sentence in a decoding step; bias is [B, 1, 1, S]."""
+        """Map N tokens per sentence [B, N, D] to [B, N, D]; bias is [B, 1, 1, S]."""
         query = split_heads(self.query(x), self.num_heads)
-        heads = attention_step(query, keys, values, bias)
-        return self.output(heads.transpose(1, 2).flatten(2))
+        return self.output(join_heads(self.attend(query, keys, values, bias)))
 
-    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
-        """Map x [B, T, D] to [B, T, D] by attention over memory [B, S, D]."""
-        keys, values = self.keys_values(memory)
-        return self.attend(x, keys, values, mask)
-
-    @torch.jit.unused
-    def packed(self, x: Tensor, memory: Tensor, segments: Segments) -> Tensor:
-        """Map rows x [M, D] of a packed micro-batch to [M, D] by attention over the rows of memory [R, D]."""
+    def rows(self, x: Tensor, memory: Tensor, segments: Segments) -> Tensor:
+        """Map the target tokens x [M, D] of packed rows to [M, D] by attention over the memory [R, D]."""
         query, key_value = cast_linear(self.query, x), cast_linear(self.key_value, memory)
         dropout = self.dropout if self.training else 0.0
         return cast_linear(self.output, cross_attention(query, key_value, segments, self.num_heads, self.d_k, dropout))
-
-    @torch.jit.unused
-    def weights(self, x: Tensor, memory: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the attention weights [B, H, T, S] of `forward` for the same inputs."""
-        query = split_heads(self.query(x), self.num_heads)
-        return attention_weights(query, self.keys_values(memory)[0], mask, False)

@@ -15,7 +15,7 @@ from model.packed_attention import PYTORCH_ATTENTION, Attention, Segments
 from model.transformer import Transformer
 
 Forward = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Segments, Segments, Segments]], Tensor]
-"""The signature of `Transformer.packed`."""
+"""The signature of `Transformer.rows`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Backend:
     """For sentences end to end. Blocks have one implementation."""
     loss: LossFunctions = PYTORCH_LOSS
     compiled: Callable[[Transformer], Forward] | None = None
-    """Returns a compiled `Transformer.packed`; None to call it as it is. Validation is not compiled."""
+    """Returns a compiled `Transformer.rows`; None to call it as it is. Validation is not compiled."""
     cast_weights: Callable[[Transformer, torch.dtype], Any] | None = None
     """Makes 16-bit copies of the weights that `refresh()` brings up to date; None to leave casts to autocast."""
     search: str = "PyTorch"

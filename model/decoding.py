@@ -1,13 +1,14 @@
 """Greedy and beam search (section 6.1) over token ids.
 
-An answer is a sequence of pieces followed by the end symbol. Its length, its limit and its log-probability include
+An answer is a sequence of tokens followed by the end symbol. Its length, its limit and its log-probability include
 the end symbol. A hypothesis that reaches its limit is continued with the end symbol only, at the probability that the
 network assigns, so every score equals what teacher forcing computes for the answer. The begin and padding symbols are
 never chosen. Their probability is not redistributed.
 
 The key-value cache is a lattice. Each hypothesis of each step writes its keys and values to a slot once and attends to
-the slots on its own path. Selecting hypotheses rewrites the paths and leaves the cache in place. When the cache is
-full, the slots that are still on a path are copied to a larger one.
+the slots on its own path. Selecting hypotheses rewrites the paths, which are masks of a few bytes, and leaves the cache
+in place: reordering it would copy all keys and values of all layers in every step. When the cache is full, the slots
+that are still on a path are copied to a larger one.
 
 Shapes: B sentences, S source length, N hypotheses per sentence, M answers per sentence, L answer length,
 V vocabulary.
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.attention import grow_cache
+from model.padded_transformer import Cache, PaddedTransformer
 from model.transformer import Transformer
 
 
@@ -26,7 +27,7 @@ class GreedyResult(NamedTuple):
     """Result of `BeamSearch.greedy`."""
 
     tokens: Tensor
-    """int64 [B, L]. Each row ends with the end symbol, then padding."""
+    """int64 [B, L]. Each answer ends with the end symbol, then padding."""
     lengths: Tensor
     """int64 [B], including the end symbol."""
     log_probabilities: Tensor
@@ -41,7 +42,7 @@ class BeamResult(NamedTuple):
     """
 
     tokens: Tensor
-    """int64 [B, M, L]. Each row ends with the end symbol, then padding."""
+    """int64 [B, M, L]. Each answer ends with the end symbol, then padding."""
     lengths: Tensor
     """int64 [B, M], including the end symbol."""
     scores: Tensor
@@ -79,7 +80,7 @@ class _Text(NamedTuple):
     limits: Tensor
     """int64 [T], maximum length of an answer."""
     offsets: Tensor
-    """int64 [T], the row of `history` that holds the sentence's position 0."""
+    """int64 [T], the index into `history` of the sentence's position 0."""
     history: Tensor
     """int64 [sum of limits, N]: for each sentence, position and hypothesis, the hypothesis that it continues and the
     token that it adds, as parent * V + token."""
@@ -88,10 +89,8 @@ class _Text(NamedTuple):
 class _Batch(NamedTuple):
     """The sentences that are being decoded. Finished sentences leave."""
 
-    rows: Tensor
+    sentences: Tensor
     """int64 [B], the sentences' indices in the text."""
-    positions: Tensor
-    """int64 [B], position of the next token."""
     limits: Tensor
     """int64 [B], maximum length of an answer."""
     limit_penalties: Tensor
@@ -159,7 +158,7 @@ class BeamSearch(nn.Module):
             ValueError: the three ids are not distinct, or one is outside the vocabulary.
         """
         super().__init__()
-        self.network = network
+        self.network = PaddedTransformer(network)
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         self.vocabulary_size = network.vocabulary_size
         if len({bos_id, eos_id, pad_id}) != 3 or not all(
@@ -201,8 +200,8 @@ class BeamSearch(nn.Module):
           probable become answers. CTranslate2, fairseq and Hugging Face's `early_stopping=True` do the same.
 
         Args:
-            source: int64 ids [B, S]. Each row ends with the end symbol, then padding.
-            source_mask: bool [B, S], True at tokens. Pass None if no row is padded, which is faster.
+            source: int64 ids [B, S]. Each sentence ends with the end symbol, then padding.
+            source_mask: bool [B, S], True at tokens. Pass None if no sentence is padded, which is faster.
             beam_size: number of open hypotheses, 1 or more.
             length_penalty: alpha, 0 or more.
             max_extra_tokens: maximum number of tokens that an answer has in addition to the number of its source's
@@ -237,34 +236,39 @@ class BeamSearch(nn.Module):
     ) -> None:
         """Decode until no sentence is open. Writes `text.history` and `results` in place."""
         beam_size, device = options.beam_size, source.device
-        # Each check synchronizes the host with a GPU.
+        # Each check makes the host wait for a GPU. There, sentences take part in some steps after they have finished.
         steps_between_checks = 1 if device.type == "cpu" else 8
         own_slots = torch.eye(beam_size, dtype=torch.bool, device=device)
         batch, cache = self._begin(text, source, source_mask, options)
         answers = _no_answers(source.size(0), options.n_best, device)
-        num_left, num_steps, steps_to_limit = source.size(0), 0, int(batch.limits.min())
+        num_left, position, shortest_limit = source.size(0), 0, int(batch.limits.min())
         while num_left > 0:
             if batch.paths.size(2) > cache[0][0].size(2):
                 cache, batch = _grow(cache, batch)
-            must_end = batch.positions + 1 >= batch.limits if steps_to_limit <= 1 else None
-            values, parents, last = self._step(batch, cache, must_end, beam_size)
-            answers, totals, parents, last = self._select(answers, values, parents, last, batch.positions, options)
-            places = text.offsets[batch.rows] + batch.positions
+            # A finished sentence that still takes part writes to its last place, again and again.
+            positions = (batch.limits - 1).clamp(max=position)
+            must_end = positions + 1 >= batch.limits if position + 1 >= shortest_limit else None
+            values, parents, last = self._step(batch, position, cache, must_end, beam_size)
+            answers, totals, parents, last = self._select(answers, values, parents, last, positions, options)
+            places = text.offsets[batch.sentences] + positions
             text.history[:, : totals.size(1)].index_copy_(0, places, parents * self.vocabulary_size + last)
             batch = _advance(batch, totals, parents, last, own_slots)
-            num_steps, steps_to_limit = num_steps + 1, steps_to_limit - 1
-            if num_steps % steps_between_checks != 0:
+            position += 1
+            if position % steps_between_checks != 0:
                 continue
             is_open = batch.totals[:, 0] > float("-inf")
             if options.stops_at_first:
                 is_open &= answers.counts < beam_size
             else:
+                # Log-probabilities only decrease, and no future answer is longer than the limit. For alpha >= 0 the
+                # best open total over the limit's penalty is therefore a bound that no future score exceeds. Where it
+                # only equals the last answer's score, nothing better can come.
                 is_open &= answers.scores[:, -1] < batch.totals[:, 0] / batch.limit_penalties
             open_places = is_open.nonzero().squeeze(1)
             num_left = open_places.size(0)
-            if num_left == batch.rows.size(0):
+            if num_left == batch.sentences.size(0):
                 continue
-            _store(results, batch.rows, answers)
+            _store(results, batch.sentences, answers)
             if num_left == 0:
                 continue
             # Move the last open sentences to the places of finished ones.
@@ -276,19 +280,18 @@ class BeamSearch(nn.Module):
 
     def _begin(
         self, text: _Text, source: Tensor, source_mask: Tensor | None, options: BeamArguments
-    ) -> tuple[_Batch, list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
+    ) -> tuple[_Batch, Cache]:
         """Encode the sentences; each has one open hypothesis without tokens. Returns the batch and its cache."""
         num_slots = min(int(text.limits.max()), 8) * options.beam_size
         cache = self.network.init_cache(self.network.encode(source, source_mask), num_slots)
-        rows = torch.arange(source.size(0), device=source.device)
+        count, device = source.size(0), source.device
         batch = _Batch(
-            rows,
-            torch.zeros_like(rows),
+            torch.arange(count, device=device),
             text.limits,
             penalty(text.limits, options.length_penalty),
-            torch.zeros([rows.size(0), 1], device=rows.device),
-            torch.full([rows.size(0), 1], self.bos_id, device=rows.device),
-            torch.ones([rows.size(0), 1, 1], dtype=torch.bool, device=rows.device),
+            torch.zeros([count, 1], device=device),
+            torch.full([count, 1], self.bos_id, device=device),
+            torch.ones([count, 1, 1], dtype=torch.bool, device=device),
             source_mask,
         )
         return batch, cache
@@ -296,7 +299,8 @@ class BeamSearch(nn.Module):
     def _step(
         self,
         batch: _Batch,
-        cache: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+        position: int,
+        cache: Cache,
         must_end: Tensor | None,
         beam_size: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -304,6 +308,7 @@ class BeamSearch(nn.Module):
 
         Args:
             batch: the sentences.
+            position: position of the tokens that the step reads.
             cache: their cache, with room for this step's slots, which are written in place.
             must_end: bool [B], True for sentences whose hypotheses have reached their limit. None if there are none.
             beam_size: number of open hypotheses. N is smaller in the first steps.
@@ -316,7 +321,9 @@ class BeamSearch(nn.Module):
         start = batch.paths.size(2) - batch.last.size(1)
         # The path of a beam's only hypothesis has all slots.
         path_mask = batch.paths if beam_size > 1 else None
-        states = self.network.decode_step(batch.last, batch.positions, start, cache, batch.source_mask, path_mask)
+        if self.max_positions > 0:
+            position = min(position, self.max_positions - 1)  # only finished sentences would go further
+        states = self.network.step(batch.last, position, start, cache, batch.source_mask, path_mask)[0]
         steps = self.network.logits(states).float().log_softmax(-1)
         steps[:, :, self.pad_id] = float("-inf")
         steps[:, :, self.bos_id] = float("-inf")
@@ -397,11 +404,11 @@ def _no_answers(batch_size: int, n_best: int, device: torch.device) -> _Answers:
     return _Answers(scores, scores.clone(), ends, ends.new_zeros([batch_size]))
 
 
-def _store(results: _Answers, rows: Tensor, answers: _Answers) -> None:
-    """Write the answers of a batch to their rows of the results, in place."""
-    results.scores.index_copy_(0, rows, answers.scores)
-    results.log_probabilities.index_copy_(0, rows, answers.log_probabilities)
-    results.ends.index_copy_(0, rows, answers.ends)
+def _store(results: _Answers, sentences: Tensor, answers: _Answers) -> None:
+    """Write the answers of a batch's sentences to the results, in place."""
+    results.scores.index_copy_(0, sentences, answers.scores)
+    results.log_probabilities.index_copy_(0, sentences, answers.log_probabilities)
+    results.ends.index_copy_(0, sentences, answers.ends)
 
 
 def _advance(batch: _Batch, totals: Tensor, parents: Tensor, last: Tensor, own_slots: Tensor) -> _Batch:
@@ -409,17 +416,14 @@ def _advance(batch: _Batch, totals: Tensor, parents: Tensor, last: Tensor, own_s
     num_open = parents.size(1)
     paths = batch.paths.gather(1, parents.unsqueeze(2).expand(-1, -1, batch.paths.size(2)))
     paths = torch.cat([paths, own_slots[:num_open, :num_open].expand(paths.size(0), -1, -1)], 2)
-    # On a GPU a sentence takes part in some steps after it has finished.
-    positions = torch.minimum(batch.positions + 1, batch.limits - 1)
-    return _Batch(batch.rows, positions, batch.limits, batch.limit_penalties, totals, last, paths, batch.source_mask)
+    return _Batch(batch.sentences, batch.limits, batch.limit_penalties, totals, last, paths, batch.source_mask)
 
 
 def _reordered(batch: _Batch, order: Tensor) -> _Batch:
     # TorchScript narrows the type of variables only.
     source_mask = batch.source_mask
     return _Batch(
-        batch.rows[order],
-        batch.positions[order],
+        batch.sentences[order],
         batch.limits[order],
         batch.limit_penalties[order],
         batch.totals[order],
@@ -433,9 +437,7 @@ def _reordered_answers(answers: _Answers, order: Tensor) -> _Answers:
     return _Answers(answers.scores[order], answers.log_probabilities[order], answers.ends[order], answers.counts[order])
 
 
-def _move_sentences(
-    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], used_slots: int, gaps: Tensor, movers: Tensor, num_left: int
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _move_sentences(cache: Cache, used_slots: int, gaps: Tensor, movers: Tensor, num_left: int) -> Cache:
     """Copy the cache entries of sentences `movers` to the places `gaps`, and keep the first `num_left` sentences."""
     for keys, values, memory_keys, memory_values in cache:
         for entries in (keys[:, :, :used_slots], values[:, :, :used_slots], memory_keys, memory_values):
@@ -443,15 +445,29 @@ def _move_sentences(
     return [(k[:num_left], v[:num_left], ck[:num_left], cv[:num_left]) for k, v, ck, cv in cache]
 
 
-def _grow(
-    cache: list[tuple[Tensor, Tensor, Tensor, Tensor]], batch: _Batch
-) -> tuple[list[tuple[Tensor, Tensor, Tensor, Tensor]], _Batch]:
-    """Return a larger cache, and the batch with its paths through that cache."""
-    num_open = batch.totals.size(1)
-    cache, paths = grow_cache(cache, batch.paths, batch.paths.size(2) - num_open, num_open)
+def _grow(cache: Cache, batch: _Batch) -> tuple[Cache, _Batch]:
+    """Copy the slots that are on a path to a larger cache; return it, and the batch with its paths through it."""
+    num_new = batch.totals.size(1)
+    used_slots = batch.paths.size(2) - num_new
+    needed = batch.paths[:, :, :used_slots].any(1)
+    num_needed = int(needed.sum(1).max())
+    # Sentences that need fewer slots also keep some that are on no path. Sorted, since the slots of a path have to stay
+    # in the order of their positions.
+    places = needed.byte().topk(num_needed).indices.sort().values.unsqueeze(1)
+    sentences = torch.arange(batch.paths.size(0), device=places.device)[:, None, None]
+    heads = torch.arange(cache[0][0].size(1), device=places.device)[:, None]
+    num_slots = num_needed + max(8 * num_new, num_needed)
+    larger: Cache = []
+    for keys, values, source_keys, source_values in cache:
+        new_keys = keys.new_empty([keys.size(0), keys.size(1), num_slots, keys.size(3)])
+        new_values = values.new_empty([values.size(0), values.size(1), num_slots, values.size(3)])
+        for old, new in ((keys, new_keys), (values, new_values)):
+            new[:, :, :num_needed] = old[sentences, heads, places]
+        larger.append((new_keys, new_values, source_keys, source_values))
+    kept = batch.paths.gather(2, places.expand(-1, batch.paths.size(1), -1))
+    paths = torch.cat([kept, batch.paths[:, :, used_slots:]], 2)
     batch = _Batch(
-        batch.rows,
-        batch.positions,
+        batch.sentences,
         batch.limits,
         batch.limit_penalties,
         batch.totals,
@@ -459,4 +475,4 @@ def _grow(
         paths,
         batch.source_mask,
     )
-    return cache, batch
+    return larger, batch

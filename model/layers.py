@@ -2,11 +2,13 @@
 
 The paper's layers are post-norm: Norm(x + Dropout(Sublayer(x))). With `network.pre_norm` they are
 x + Dropout(Sublayer(Norm(x))).
+
+Each layer is written for packed rows, by `rows`, and for padded batches: by `forward` of an encoder layer and by `step`
+of a decoder layer. Shapes are those of `attention.py`.
 """
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from data_module.registry import Registry
@@ -20,6 +22,10 @@ NORMS: Registry[Callable[[int], nn.Module]] = Registry("network.norm", layer_nor
 """Functions that take d_model and return a module [..., D] -> [..., D], by the name that `network.norm` holds."""
 ACTIVATIONS: Registry[Callable[[], nn.Module]] = Registry("network.activation", relu=nn.ReLU, swish=nn.SiLU)
 """Functions that return a module [..., D] -> [..., D], by the name that `network.activation` holds."""
+SELF_ATTENTIONS: Registry[Callable[[NetworkSettings], SelfAttention]] = Registry(
+    "network.self_attention", dot_product=SelfAttention
+)
+"""Subclasses of `SelfAttention`, by the name that `network.self_attention` holds."""
 
 
 class FeedForward(nn.Module):
@@ -39,16 +45,15 @@ class FeedForward(nn.Module):
         """Map [..., D] to [..., D]."""
         return self.outer(self.dropout(self.activation(self.inner(x))))
 
-    @torch.jit.unused
-    def packed(self, x: Tensor) -> Tensor:
-        """Map rows [R, D] of a packed micro-batch to [R, D]."""
+    def rows(self, x: Tensor) -> Tensor:
+        """Map the tokens x [R, D] of packed rows to [R, D]."""
         return cast_linear(self.outer, self.dropout(self.activation(cast_linear(self.inner, x))))
 
 
 class Residual(nn.Module):
     """The residual connection around a sub-layer: dropout, addition and normalization.
 
-    A layer computes `residual(x, sublayer(residual.before(x)))`.
+    A layer computes `residual(x, sublayer(residual.sublayer_input(x)))`.
     """
 
     def __init__(self, settings: NetworkSettings) -> None:
@@ -57,7 +62,7 @@ class Residual(nn.Module):
         self.dropout = Dropout(settings.dropout)
         self.pre_norm = settings.pre_norm
 
-    def before(self, x: Tensor) -> Tensor:
+    def sublayer_input(self, x: Tensor) -> Tensor:
         """Return the input of the sub-layer."""
         return self._normalized(x) if self.pre_norm else x
 
@@ -76,25 +81,24 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(settings)
+        self.self_attention = SELF_ATTENTIONS[settings.self_attention](settings)
         self.feed_forward = FeedForward(settings)
         self.self_attention_residual = Residual(settings)
         self.feed_forward_residual = Residual(settings)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Map [B, S, D] to [B, S, D]. `mask` is [B, 1, 1, S], or None if no row is padded."""
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Map a padded batch [B, S, D] to [B, S, D]. `bias` [B, 1, 1, S] is -inf at padding; None if there is none."""
         residual = self.self_attention_residual
-        x = residual(x, self.self_attention(residual.before(x), mask, False))
+        x = residual(x, self.self_attention(residual.sublayer_input(x), bias))
         residual = self.feed_forward_residual
-        return residual(x, self.feed_forward(residual.before(x)))
+        return residual(x, self.feed_forward(residual.sublayer_input(x)))
 
-    @torch.jit.unused
-    def packed(self, x: Tensor, segments: Segments) -> Tensor:
-        """Map rows [R, D] of a packed micro-batch to [R, D]."""
+    def rows(self, x: Tensor, segments: Segments) -> Tensor:
+        """Map the tokens x [R, D] of packed rows to [R, D]."""
         residual = self.self_attention_residual
-        x = residual(x, self.self_attention.packed(residual.before(x), segments))
+        x = residual(x, self.self_attention.rows(residual.sublayer_input(x), segments))
         residual = self.feed_forward_residual
-        return residual(x, self.feed_forward.packed(residual.before(x)))
+        return residual(x, self.feed_forward.rows(residual.sublayer_input(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -102,52 +106,48 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, settings: NetworkSettings) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(settings)
+        self.self_attention = SELF_ATTENTIONS[settings.self_attention](settings)
         self.cross_attention = CrossAttention(settings)
         self.feed_forward = FeedForward(settings)
         self.self_attention_residual = Residual(settings)
         self.cross_attention_residual = Residual(settings)
         self.feed_forward_residual = Residual(settings)
 
-    def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None) -> Tensor:
-        """Map x [B, T, D] to [B, T, D] with memory [B, S, D].
-
-        Padding on the right of the target needs no mask, since causal attention hides it.
-        """
-        residual = self.self_attention_residual
-        x = residual(x, self.self_attention(residual.before(x), None, True))
-        residual = self.cross_attention_residual
-        x = residual(x, self.cross_attention(residual.before(x), memory, memory_mask))
-        residual = self.feed_forward_residual
-        return residual(x, self.feed_forward(residual.before(x)))
-
-    @torch.jit.unused
-    def packed(self, x: Tensor, memory: Tensor, own: Segments, cross: Segments) -> Tensor:
-        """Map rows x [M, D] of a packed micro-batch to [M, D], with memory [R, D]."""
-        residual = self.self_attention_residual
-        x = residual(x, self.self_attention.packed(residual.before(x), own))
-        residual = self.cross_attention_residual
-        x = residual(x, self.cross_attention.packed(residual.before(x), memory, cross))
-        residual = self.feed_forward_residual
-        return residual(x, self.feed_forward.packed(residual.before(x)))
-
     def step(
         self,
         x: Tensor,
         start: int,
         cache: tuple[Tensor, Tensor, Tensor, Tensor],
-        memory_bias: Tensor | None,
+        source_bias: Tensor | None,
         path_bias: Tensor | None,
-    ) -> Tensor:
-        """Map [B, N, D] to [B, N, D] for the next position of N hypotheses per sentence.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Process N tokens per sentence, [B, N, D]: those of N hypotheses, or N positions of one target.
 
-        `start` and `cache` are those of `Transformer.decode_step`, the latter of this layer. The biases are added to
-        attention scores, 0 where attention is allowed and -inf elsewhere: `memory_bias` [B, 1, 1, S], `path_bias`
-        [B, 1, N, start + N]; None where all of it is allowed.
+        Args:
+            x: [B, N, D].
+            start: number of cache slots in use.
+            cache: this layer's part of what `PaddedTransformer.init_cache` returns.
+            source_bias: [B, 1, 1, S], -inf at the source's padding; None if there is none.
+            path_bias: [B, 1, N, start + N], see `SelfAttention.step`.
+
+        Returns:
+            [B, N, D], and self-attention's keys and values in use [B, H, start + N, K or V].
         """
         residual = self.self_attention_residual
-        x = residual(x, self.self_attention.step(residual.before(x), cache[0], cache[1], start, path_bias))
+        attended, keys, values = self.self_attention.step(
+            residual.sublayer_input(x), cache[0], cache[1], start, path_bias
+        )
+        x = residual(x, attended)
         residual = self.cross_attention_residual
-        x = residual(x, self.cross_attention.step(residual.before(x), cache[2], cache[3], memory_bias))
+        x = residual(x, self.cross_attention.step(residual.sublayer_input(x), cache[2], cache[3], source_bias))
         residual = self.feed_forward_residual
-        return residual(x, self.feed_forward(residual.before(x)))
+        return residual(x, self.feed_forward(residual.sublayer_input(x))), keys, values
+
+    def rows(self, x: Tensor, memory: Tensor, own: Segments, cross: Segments) -> Tensor:
+        """Map the target tokens x [M, D] of packed rows to [M, D], with the memory [R, D] of the source tokens."""
+        residual = self.self_attention_residual
+        x = residual(x, self.self_attention.rows(residual.sublayer_input(x), own))
+        residual = self.cross_attention_residual
+        x = residual(x, self.cross_attention.rows(residual.sublayer_input(x), memory, cross))
+        residual = self.feed_forward_residual
+        return residual(x, self.feed_forward.rows(residual.sublayer_input(x)))

@@ -51,8 +51,10 @@ class NetworkSettings:
     """`layer_norm`, or a name registered in `model.layers.NORMS`."""
     activation: str = "relu"
     """Of the feed-forward networks: `relu`, `swish`, or a name registered in `model.layers.ACTIVATIONS`."""
+    self_attention: str = "dot_product"
+    """`dot_product` (section 3.2.1), or a name registered in `model.layers.SELF_ATTENTIONS`."""
     output_bias: bool = False
-    """Add a bias to the logits. The paper has none. `--init-from` of a Marian model sets it and `activation`."""
+    """Add a bias to the logits. The paper has none."""
 
     @property
     def encoder_layers(self) -> int:

@@ -20,6 +20,7 @@ from model.decoding import BeamSearch
 from model.loss import LossSums, label_smoothed_loss
 from model.optimization import LossScaler, build_optimizer, build_schedule, prepare_step
 from model.packed_attention import packed_segments
+from model.padded_transformer import PaddedTransformer
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
 from model.torch_private import default_generator, total_norm
 from model.transformer import Transformer
@@ -82,11 +83,11 @@ class TranslationModule(LightningModule):
     def states(self, batch: PackedBatch | PaddedBatch) -> Tensor:
         """Return the decoder's states: [M, D] of a packed batch, [B, T, D] of a padded one."""
         if isinstance(batch, PaddedBatch):
-            return self.network(batch.source, batch.target_input, batch.source_mask)
+            return PaddedTransformer(self.network)(batch.source, batch.target_input, batch.source_mask)
         device = self.network.embedding.weight.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else self.network.embedding.weight.dtype
-        return (self.compiled_forward or self.network.packed)(
+        return (self.compiled_forward or self.network.rows)(
             (batch.source, batch.source_positions),
             (batch.target_input, batch.target_positions),
             packed_segments(batch, dtype, self.backend.attention),
@@ -100,7 +101,7 @@ class TranslationModule(LightningModule):
         alpha = self.training_settings.r_drop_alpha if self.training else 0.0
         states = torch.stack([self.states(batch), self.states(batch)]) if alpha else self.states(batch)
         return label_smoothed_loss(
-            *self.network.as_product(states),
+            *self.network.projection_operands(states),
             batch.target_output,
             self.training_settings.label_smoothing,
             self.special.pad,

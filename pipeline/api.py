@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from data_module.errors import InputError
 from data_module.files import user_path
 from data_module.tokenization.tokenizer import SPACE_MARK
-from model.attention_maps import attention_maps
 from model.decoding import penalty
-from model.transformer import Transformer
+from model.padded_transformer import PaddedTransformer, attention_maps
 from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.bundle import bundle_of, load_bundle
 from pipeline.inference.options import SearchOptions
@@ -151,7 +150,7 @@ class Model:
 
     @cached_property
     def _network(self) -> Any:
-        """The network as a module, in evaluation mode, on the search's device."""
+        """The network for padded batches, in evaluation mode, on the search's device."""
         search = self._translator.search
         if hasattr(search, "network"):
             return search.network
@@ -159,7 +158,7 @@ class Model:
         assert self._checkpoint is not None
         if _File.of(self._checkpoint.path) != self._checkpoint:
             raise InputError(f"{self._checkpoint.path}: has changed since it was loaded; load it again")
-        return load_model(self._checkpoint.path).network.to(self._translator.device)
+        return PaddedTransformer(load_model(self._checkpoint.path).network.to(self._translator.device))
 
     @overload
     def translate(self, sentences: str, *, progress: bool = True) -> str: ...
@@ -257,7 +256,7 @@ class Model:
         translator = self._translator
         with _mistakes_in_one_line():
             network = self._network
-        if not isinstance(network, Transformer):
+        if not isinstance(network, PaddedTransformer):
             raise InputError(f"{translator.name}: a bundle has no attention weights; load the checkpoint")
         if not isinstance(sentence, str):
             raise InputError(f"attention is that of one sentence; give text, not {sentence!r}")
@@ -267,7 +266,7 @@ class Model:
         [target_ids] = self._target_ids(_texts(target, "target"))
         tokenizer, device = translator.tokenizer, translator.device
         maps = attention_maps(
-            network,
+            network.network,
             torch.tensor([source_ids], device=device),
             torch.tensor([[tokenizer.bos_id, *target_ids[:-1]]], device=device),
         )

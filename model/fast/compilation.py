@@ -16,7 +16,7 @@ _MAX_GRAPHS = 64
 
 
 class CompiledForward:
-    """Compiled `network.packed`.
+    """Compiled `network.rows`.
 
     This is not a module, so the network keeps its parameter names and can be scripted. The network's forward hooks
     are not called.
@@ -26,7 +26,7 @@ class CompiledForward:
         """Prepare compilation, which happens in the first calls and takes about a minute with Inductor."""
         allow_graphs(_MAX_GRAPHS)
         self._network = network
-        self._compiled = torch.compile(network.packed, fullgraph=True, backend=backend)
+        self._compiled = torch.compile(network.rows, fullgraph=True, backend=backend)
 
     def __call__(
         self,
@@ -34,7 +34,7 @@ class CompiledForward:
         target: tuple[Tensor, Tensor],
         segments: tuple[Segments, Segments, Segments],
     ) -> Tensor:
-        """Return decoder states [M, D]; see `Transformer.packed`."""
+        """Return decoder states [M, D]; see `Transformer.rows`."""
         # Raise for positions that are too large here, not inside a graph.
         self._network.positions(0, segments[0].longest)
         # The blocks of all three attentions are the same.

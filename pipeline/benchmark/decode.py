@@ -265,7 +265,7 @@ def pipeline_engine(settings: EngineSettings) -> Translate:
     if isinstance(search, CompiledSearch):
         _observe(search, "search", lambda arguments, result: steps.append(int(result[1].sum())))
     else:
-        _observe(search.network, "decode_step", lambda arguments, result: steps.append(len(arguments[0])))
+        _observe(search.network, "step", lambda arguments, result: steps.append(len(arguments[0])))
 
     def translate(sentences: list[str]) -> EngineOutput:
         steps.clear()

@@ -1,12 +1,12 @@
 """`model.pt2`: encoder and decoding step for torch.export, with dynamic shapes. The caller writes the decoding loop.
 
-A step is a pure function of R rows, each a hypothesis. It takes the rows' keys and values and returns longer ones,
-which the caller may reorder. Shapes: R rows, S source length, P previous tokens, H heads, K d_k, V d_v, N decoder
-layers.
+A step is a pure function of R hypotheses, each with a source of its own. It takes their keys and values and returns
+longer ones, which the caller may reorder.
+
+Shapes: R hypotheses, S source length, P previous tokens, H heads, K d_k, V d_v, N decoder layers.
 """
 
 import io
-import math
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from data_module.files import atomic_file
-from model.attention import attention
-from model.transformer import LearnedPositions, Transformer
+from model.padded_transformer import PaddedTransformer, sharing_copy
+from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 from pipeline.compat.pytorch import load_programs, save_programs
 
 NAME = "model.pt2"
@@ -30,27 +30,16 @@ class Program(NamedTuple):
     """For each input, the names of its dynamic dimensions."""
 
 
-class Positions(nn.Module):
-    """The network's position encodings for positions in a tensor: computed sinusoids or the learned table."""
+class ComputedPositions(nn.Module):
+    """Sinusoids without a table, whose size would be a limit of the program."""
 
-    table: Tensor
-    frequency: Tensor
-
-    def __init__(self, network: Transformer) -> None:
+    def __init__(self, d_model: int) -> None:
         super().__init__()
-        positions, d_model = network.positions, network.embedding.embedding_dim
-        self.learned = isinstance(positions, LearnedPositions)
         self.d_model = d_model
-        even = torch.arange(0, d_model, 2, dtype=torch.float64)
-        self.register_buffer("table", positions.table.detach() if self.learned else torch.empty(0))
-        self.register_buffer("frequency", torch.exp(even * (-math.log(10000.0) / d_model)))
 
-    def forward(self, position: Tensor) -> Tensor:
-        """Map int64 positions [L] to encodings [L, D]; a position past the learned ones raises."""
-        if self.learned:
-            return self.table[position]
-        angle = position.double().unsqueeze(1) * self.frequency
-        return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)[:, : self.d_model].float()
+    def forward(self, start: int, length: int) -> Tensor:
+        """Return the encodings [length, D] of positions start to start + length - 1."""
+        return sinusoidal_table(length, self.d_model, start)
 
 
 class Encode(nn.Module):
@@ -58,30 +47,26 @@ class Encode(nn.Module):
 
     def __init__(self, network: Transformer) -> None:
         super().__init__()
-        self.embedding, self.embedding_scale = network.embedding, network.embedding_scale
-        self.positions, self.encoder, self.norm = Positions(network), network.encoder, network.encoder_norm
+        network = _with_computed_positions(network)
         # Only the cross-attention of each decoder layer, so that nothing unused is written.
-        self.key_values = nn.ModuleList(layer.cross_attention for layer in network.decoder)  # type: ignore
+        layers = (nn.ModuleDict({"cross_attention": layer.cross_attention}) for layer in network.decoder)  # type: ignore
+        network.decoder = nn.ModuleList(layers)
+        self.network = PaddedTransformer(network)
 
     def forward(self, source: Tensor, source_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Map ids [R, S] and mask [R, S] to the cross-attention's keys [N, R, H, S, K] and values [N, R, H, S, V]."""
-        positions = self.positions(torch.arange(source.size(1), device=source.device))
-        x = self.embedding(source) * self.embedding_scale + positions
-        for layer in self.encoder:
-            x = layer(x, source_mask[:, None, None, :])
-        memory = self.norm(x)
-        pairs = [attention.keys_values(memory) for attention in self.key_values]  # type: ignore[operator]
-        return torch.stack([keys for keys, _ in pairs]), torch.stack([values for _, values in pairs])
+        cache = self.network.init_cache(self.network.encode(source, source_mask), 0)
+        return torch.stack([layer[2] for layer in cache]), torch.stack([layer[3] for layer in cache])
 
 
 class Step(nn.Module):
-    """One decoding step of every row."""
+    """One decoding step of every hypothesis."""
 
     def __init__(self, network: Transformer) -> None:
         super().__init__()
-        self.embedding, self.embedding_scale = network.embedding, network.embedding_scale
-        self.positions, self.norm, self.projection = Positions(network), network.decoder_norm, network.projection
-        self.decoder: Any = network.decoder
+        network = _with_computed_positions(network)
+        network.encoder = nn.ModuleList()
+        self.network = PaddedTransformer(network)
 
     def forward(
         self,
@@ -95,32 +80,26 @@ class Step(nn.Module):
         """Return the next token's logits [R, vocabulary], and keys and values with one more position.
 
         Args:
-            last: int64 ids [R], the newest token of each row.
+            last: int64 ids [R], the newest token of each hypothesis.
             keys: self-attention's keys [N, R, H, P, K]; P is 0 at the first step.
             values: self-attention's values [N, R, H, P, V].
             cross_keys: cross-attention's keys from `Encode`.
             cross_values: cross-attention's values from `Encode`.
             source_mask: bool [R, S], True at tokens.
         """
-        position = torch.full([1], keys.size(3), dtype=torch.int64, device=last.device)
-        mask = source_mask[:, None, None, :]
-        x = self.embedding(last.unsqueeze(1)) * self.embedding_scale + self.positions(position)
-        longer_keys, longer_values = [], []
-        for index, layer in enumerate(self.decoder):
-            residual = layer.self_attention_residual
-            query, key, value = layer.self_attention.project(residual.before(x))
-            key, value = torch.cat([keys[index], key], 2), torch.cat([values[index], value], 2)
-            heads = attention(query, key, value, None, False)
-            x = residual(x, layer.self_attention.output(heads.transpose(1, 2).flatten(2)))
-            residual = layer.cross_attention_residual
-            attended = layer.cross_attention.attend(residual.before(x), cross_keys[index], cross_values[index], mask)
-            x = residual(x, attended)
-            residual = layer.feed_forward_residual
-            x = residual(x, layer.feed_forward(residual.before(x)))
-            longer_keys.append(key)
-            longer_values.append(value)
-        logits = self.projection(self.norm(x), self.embedding.weight).squeeze(1)
-        return logits, torch.stack(longer_keys), torch.stack(longer_values)
+        # A sentence has one hypothesis, whose path has all slots. The cache has no free slot, so it is not written to.
+        position, cache = keys.size(3), list(zip(keys, values, cross_keys, cross_values, strict=True))
+        states, cache = self.network.step(last.unsqueeze(1), position, position, cache, source_mask, None)
+        longer = torch.stack([layer[0] for layer in cache]), torch.stack([layer[1] for layer in cache])
+        return self.network.logits(states).squeeze(1), *longer
+
+
+def _with_computed_positions(network: Transformer) -> Transformer:
+    """Return a copy that shares all weights and has no table of sinusoids."""
+    network = sharing_copy(network)
+    if isinstance(network.positions, SinusoidalPositions):
+        network.positions = ComputedPositions(network.positions.d_model)  # type: ignore[assignment]
+    return network
 
 
 def write_exported_program(network: Transformer, card: str, path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
+from model.padded_transformer import PaddedTransformer
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.formats import FORMATS, Answer, Bundle, Ids, Runner, SearchRunner
@@ -59,7 +60,7 @@ class Truth:
     """The checkpoint's network in float64."""
 
     def __init__(self, network: Transformer, tokenizer: Tokenizer) -> None:
-        self.network, self.tokenizer = copy.deepcopy(network).double(), tokenizer
+        self.network, self.tokenizer = PaddedTransformer(copy.deepcopy(network).double()), tokenizer
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     def log_probabilities(self, pairs: Sequence[Pair]) -> list[float]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from model.padded_transformer import PaddedTransformer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
@@ -41,7 +42,7 @@ def model() -> TrainedModel:
     target = functional.pad(source, [1, 0], value=tokenizer.bos_id)
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
     for _ in range(200):
-        logits = network.logits(network(source, target[:, :-1], mask))
+        logits = network.logits(PaddedTransformer(network)(source, target[:, :-1], mask))
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), source.flatten(), ignore_index=tokenizer.pad_id)
         optimizer.zero_grad()
         loss.backward()

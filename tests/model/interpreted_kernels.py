@@ -19,6 +19,7 @@ from model.fast.triton_attention import TRITON_ATTENTION, segment_attention, seg
 from model.fast.triton_check import failure
 from model.loss import label_smoothed_loss
 from model.packed_attention import PYTORCH_ATTENTION, Attention
+from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from tests.model.fast_paths import cases
@@ -115,9 +116,9 @@ def test_the_network_is_that_of_blocks_and_of_padded_batches() -> None:
 
     def loss_and_gradient(batch: PackedBatch | PaddedBatch, attention: Attention) -> torch.Tensor:
         if isinstance(batch, PackedBatch):
-            states = network.packed(*arguments(batch, torch.float32, attention))
+            states = network.rows(*arguments(batch, torch.float32, attention))
         else:
-            states = network(batch.source, batch.target_input, batch.source_mask)
+            states = PaddedTransformer(network)(batch.source, batch.target_input, batch.source_mask)
         loss = label_smoothed_loss(states, network.embedding.weight, batch.target_output, 0.1, PAD).smoothed
         return torch.cat([loss[None], parameters_to_vector(torch.autograd.grad(loss, list(network.parameters())))])
 

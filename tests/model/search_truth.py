@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from model.decoding import BeamResult, BeamSearch
 from model.fast.compiled_search import CompiledSearch
+from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.backend import load_compiled_search
 
+Network = Transformer | PaddedTransformer
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 VOCABULARY_SIZE = 24
 MOST = 0.6
@@ -89,7 +91,7 @@ def _trained_network(variant: str) -> Transformer:
         answers = [torch.tensor([BOS, *row, EOS]) for row in doubled]
         target = nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=PAD)
         source = F.pad(source, [0, 1], value=EOS)
-        logits = network.logits(network(source, target[:, :-1]))
+        logits = network.logits(PaddedTransformer(network)(source, target[:, :-1]))
         loss = F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=PAD)
         optimizer.zero_grad()
         loss.backward()
@@ -108,14 +110,15 @@ def make_sources(lengths: list[int], vocabulary_size: int = VOCABULARY_SIZE, see
 
 
 @cache
-def exact(network: Transformer) -> Transformer:
+def exact(network: Network) -> PaddedTransformer:
     """Return a copy of a network, whose weights do not change any more, in float64."""
-    return copy.deepcopy(network).double()
+    padded = network if isinstance(network, PaddedTransformer) else PaddedTransformer(network)
+    return copy.deepcopy(padded).double()
 
 
 @cache
 @torch.no_grad()
-def tolerance(network: Transformer, precision: float = torch.finfo(torch.float32).eps) -> float:
+def tolerance(network: Network, precision: float = torch.finfo(torch.float32).eps) -> float:
     """Return how far a search in float32 may be off in an answer's log-probability.
 
     It is four times the largest change of several answers, found and arbitrary ones, in float64 if each layer's output
@@ -132,7 +135,7 @@ def tolerance(network: Transformer, precision: float = torch.finfo(torch.float32
             module.register_forward_hook(move)
     changes = []
     for length in (3, 7, 10, 12):
-        [source], _ = make_sources([length], network.vocabulary_size, seed=length)
+        [source], _ = make_sources([length], noisy.network.vocabulary_size, seed=length)
         found = [answer for _, answer in plain_beam(network, source, 2, 0.6, length + 12).answers]
         for answer in [*found, [*source[:-1].tolist(), *source.tolist()]]:
             true = forced_log_probability(network, source, answer)
@@ -140,20 +143,20 @@ def tolerance(network: Transformer, precision: float = torch.finfo(torch.float32
     return 4 * max(changes)
 
 
-def forced_log_probabilities(network: Transformer, source: Tensor, answers: list[list[int]]) -> list[float]:
+def forced_log_probabilities(network: Network, source: Tensor, answers: list[list[int]]) -> list[float]:
     """Return log P(answer | source) in float64 by teacher forcing, for answers of equal length and a source [S]."""
     return _log_probabilities(exact(network), source, answers)
 
 
 @torch.no_grad()
-def _log_probabilities(network: Transformer, source: Tensor, answers: list[list[int]]) -> list[float]:
+def _log_probabilities(network: PaddedTransformer, source: Tensor, answers: list[list[int]]) -> list[float]:
     target = torch.tensor(answers)
     inputs = torch.cat([torch.full([len(answers), 1], BOS), target[:, :-1]], 1)
     states = network(source.expand(len(answers), -1), inputs)
     return network.logits(states).log_softmax(-1).gather(2, target.unsqueeze(2)).sum([1, 2]).tolist()
 
 
-def forced_log_probability(network: Transformer, source: Tensor, answer: list[int]) -> float:
+def forced_log_probability(network: Network, source: Tensor, answer: list[int]) -> float:
     """Return log P(answer | source) of one answer in float64."""
     return forced_log_probabilities(network, source, [answer])[0]
 
@@ -178,7 +181,7 @@ def _gap(ranked: list[float], kept: int) -> float:
 
 @torch.no_grad()
 def plain_beam(
-    network: Transformer, source: Tensor, beam_size: int, alpha: float, limit: int, stops_at_first: bool = False
+    network: Network, source: Tensor, beam_size: int, alpha: float, limit: int, stops_at_first: bool = False
 ) -> Reference:
     """Search one sentence as in section 6.1, without a cache, in float64.
 
@@ -186,12 +189,11 @@ def plain_beam(
     probable continuations may end.
     """
     network = exact(network)
-    memory = network.encode(source.unsqueeze(0), None)
     hypotheses: list[tuple[float, list[int]]] = [(0.0, [])]
     answers, gaps = [], []
     for length in range(1, limit + 1):
         prefixes = torch.tensor([[BOS, *pieces] for _, pieces in hypotheses])
-        states = network.decode(prefixes, memory.expand(len(hypotheses), -1, -1), None)[:, -1]
+        states = network(source.expand(len(hypotheses), -1), prefixes)[:, -1]
         steps = network.logits(states).log_softmax(-1)
         steps[:, [PAD, BOS]] = -math.inf
         if length == limit:
@@ -243,7 +245,7 @@ def answers_of(found: BeamResult, sentence: int) -> list[tuple[float, list[int]]
     ]
 
 
-def assert_finds(network: Transformer, found: BeamResult, expected: list[Reference]) -> None:
+def assert_finds(network: Network, found: BeamResult, expected: list[Reference]) -> None:
     """Check scores, and tokens where rounding cannot change a choice, which is so for most sentences."""
     allowed, num_decided = tolerance(network), 0
     for sentence, reference in enumerate(expected):

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds, collate
 from data_module.batching.rank_rows import RowShape
 from model.packed_attention import PYTORCH_ATTENTION, Attention, Segments, packed_segments
+from model.padded_transformer import PaddedTransformer
 from model.transformer import Transformer
 
 PAD, BOS, EOS, VOCABULARY = 0, 1, 2, 50
@@ -88,7 +89,7 @@ def packed(
 def arguments(
     batch: PackedBatch, dtype: torch.dtype = torch.float32, attention: Attention = PYTORCH_ATTENTION
 ) -> tuple[Any, ...]:
-    """Return the arguments of `Transformer.packed`."""
+    """Return the arguments of `Transformer.rows`."""
     return (
         (batch.source, batch.source_positions),
         (batch.target_input, batch.target_positions),
@@ -99,8 +100,8 @@ def arguments(
 def states(network: Transformer, batch: PackedBatch | PaddedBatch) -> Tensor:
     """Return the decoder states of a batch, in the dtype of the network."""
     if isinstance(batch, PaddedBatch):
-        return network(batch.source, batch.target_input, batch.source_mask)
-    return network.packed(*arguments(batch, network.embedding.weight.dtype))
+        return PaddedTransformer(network)(batch.source, batch.target_input, batch.source_mask)
+    return network.rows(*arguments(batch, network.embedding.weight.dtype))
 
 
 Part = slice | Tensor

@@ -11,6 +11,7 @@ from torch.nn.utils import parameters_to_vector
 from model.fast.cast_weights import CastWeights, cast_linear
 from model.layers import Residual
 from model.loss import label_smoothed_loss
+from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from tests.model.sentence_batches import PAD, VOCABULARY, arguments, packed
@@ -74,7 +75,7 @@ def test_copies_follow_the_weights_when_they_are_refreshed() -> None:
 def loss_and_gradient(network: Transformer) -> tuple[Tensor, Tensor]:
     [batch] = packed([LENGTHS]).micro_batches
     with torch.autocast("cpu", torch.bfloat16):
-        states = network.packed(*arguments(batch, torch.bfloat16))
+        states = network.rows(*arguments(batch, torch.bfloat16))
         sums = label_smoothed_loss(states, network.embedding.weight, batch.target_output, 0.1, PAD)
     gradients = torch.autograd.grad(sums.smoothed, list(network.parameters()))
     assert {one.dtype for one in gradients} == {torch.float32}
@@ -108,14 +109,15 @@ def test_copies_are_in_no_checkpoint_and_padded_batches_do_not_use_them() -> Non
     assert [name for name, _ in network.named_parameters()] == [name for name, _ in other.named_parameters()]
     assert [name for name, _ in network.named_buffers()] == [name for name, _ in other.named_buffers()]
     inputs = torch.tensor([[5, 6, 7]]), torch.tensor([[1, 8]])
-    expected = other.eval()(*inputs)
-    assert torch.equal(network.eval()(*inputs), expected)
+    padded, others = (PaddedTransformer(net).eval() for net in (network, other))
+    expected = others(*inputs)
+    assert torch.equal(padded(*inputs), expected)
     file = io.BytesIO()
-    torch.jit.save(torch.jit.script(network), file)
+    torch.jit.save(torch.jit.script(padded), file)
     file.seek(0)
     scripted = torch.jit.load(file)
     torch.testing.assert_close(scripted(*inputs), expected)
-    assert list(scripted.state_dict()) == list(torch.jit.script(other).state_dict())
+    assert list(scripted.state_dict()) == list(torch.jit.script(others).state_dict())
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])
@@ -130,7 +132,7 @@ def test_rows_are_in_16_bits_between_layers_and_norms_compute_in_float32(pre_nor
             module.register_forward_hook(lambda _, given, result: dtypes.extend([given[0].dtype, result.dtype]))
     [batch] = packed([LENGTHS]).micro_batches
     with torch.autocast("cpu", torch.bfloat16):
-        states = network.packed(*arguments(batch, torch.bfloat16))
+        states = network.rows(*arguments(batch, torch.bfloat16))
     assert len(dtypes) == 2 * 5
     assert set(dtypes) == {torch.bfloat16}
     assert states.dtype == torch.bfloat16

@@ -63,7 +63,7 @@ def threads() -> Any:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_finds_what_a_plain_search_finds(variant: str) -> None:
     # The vocabulary takes two chunks and a part of a panel.
-    network = make_network(3, 1100, sharpness=1.5, **VARIANTS[variant])
+    network = make_network(11, 1100, sharpness=1.5, **VARIANTS[variant])
     if isinstance(network.projection.bias, Tensor):
         nn.init.normal_(network.projection.bias)
     search = SEARCHES["compiled"](network)
@@ -126,7 +126,7 @@ def test_texts_longer_than_the_table_of_positions() -> None:
     network = make_network(2, sharpness=1.0)
     source, _ = make_sources([1200])
     search = SEARCHES["compiled"](network)
-    expected = SEARCHES["operators"](exact(network)).beam(source, None, 2, 0.6, 0, 1, "first")
+    expected = SEARCHES["operators"](exact(network).network).beam(source, None, 2, 0.6, 0, 1, "first")
     for _ in range(2):
         found = search.beam(source, None, 2, 0.6, 0, 1, "first")
         [(score, tokens)] = answers_of(found, 0)

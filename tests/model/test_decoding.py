@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.decoding import BeamSearch, penalty
+from model.padded_transformer import PaddedTransformer
 from model.transformer import Transformer
 from tests.model.search_truth import (
     BOS,
@@ -192,15 +193,15 @@ def test_a_sentence_alone_equals_itself_in_a_batch() -> None:
                 assert_finds(network, search.beam(row[None, :length], None, 4, 0.6, 8, 4), [reference])
 
 
-class Observed(Transformer):
+class Observed(PaddedTransformer):
     """Records how many sentences each step decodes. If `endless`, the end symbol is nearly impossible."""
 
     batch_sizes: list[int]
     endless: bool
 
-    def decode_step(self, last: Tensor, *others: Any) -> Any:
+    def step(self, last: Tensor, *others: Any) -> Any:
         self.batch_sizes.append(last.size(0))
-        return super().decode_step(last, *others)
+        return super().step(last, *others)
 
     def logits(self, states: Tensor) -> Tensor:
         logits = super().logits(states)
@@ -209,18 +210,18 @@ class Observed(Transformer):
         return logits
 
 
-def observed(network: Transformer, endless: bool = False) -> Observed:
-    network = copy.deepcopy(network)
-    network.__class__ = Observed
-    assert isinstance(network, Observed)
-    network.batch_sizes, network.endless = [], endless
-    return network
+def observed(network: Transformer, endless: bool = False) -> tuple[BeamSearch, Observed]:
+    """Return a search and its network."""
+    search, padded = BeamSearch(network, BOS, EOS, PAD).eval(), Observed(network)
+    padded.batch_sizes, padded.endless = [], endless
+    search.network = padded
+    return search, padded
 
 
 def test_finished_sentences_leave_the_batch_and_the_search_stops_early() -> None:
     source, mask = make_sources(LENGTHS)
-    network = observed(trained_network())
-    BeamSearch(network, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 50, 1)
+    search, network = observed(trained_network())
+    search.beam(source, mask, 4, 0.6, 50, 1)
     sizes = network.batch_sizes
     assert len(sizes) < max(LENGTHS) + 25
     assert sizes == sorted(sizes, reverse=True)
@@ -228,15 +229,15 @@ def test_finished_sentences_leave_the_batch_and_the_search_stops_early() -> None
     assert sizes[-1] < len(LENGTHS) // 2
 
 
-class Chain(Transformer):
+class Chain(PaddedTransformer):
     """Piece w follows piece v with probability `probabilities[v, w]`, for any source."""
 
     probabilities: Tensor
     num_steps: int
 
-    def decode_step(self, last: Tensor, *others: Any) -> Any:
+    def step(self, last: Tensor, *others: Any) -> Any:
         self.num_steps += 1
-        return F.one_hot(last, self.vocabulary_size).double()
+        return F.one_hot(last, self.network.vocabulary_size).double(), []
 
     def logits(self, states: Tensor) -> Tensor:
         return (states @ self.probabilities).log()
@@ -254,9 +255,8 @@ def test_the_search_stops_when_no_hypothesis_can_win_and_no_earlier(
     -0.6109; with 3 tokens it would be -0.6872 and with 5 tokens -0.5498. The penalty of the answer without pieces is 1,
     so its score is worse if its probability is 0.52 (-0.6539), and better if it is 0.55 (-0.5978).
     """
-    network = make_network(0, 8)
-    network.__class__ = Chain
-    assert isinstance(network, Chain)
+    search = BeamSearch(make_network(0, 8), BOS, EOS, PAD).eval()
+    search.network = network = Chain(make_network(0, 8))
     network.probabilities, network.num_steps = torch.full([8, 8], 1e-9, dtype=torch.float64), 0
     network.probabilities[BOS, EOS], network.probabilities[BOS, 4] = probability_of_none, 0.4
     # The remaining probability goes to a piece that only itself follows.
@@ -266,7 +266,7 @@ def test_the_search_stops_when_no_hypothesis_can_win_and_no_earlier(
     source, _ = make_sources([2], 8)
     for beam_size in (2, 4):
         network.num_steps = 0
-        found = BeamSearch(network, BOS, EOS, PAD).eval().beam(source, None, beam_size, 1.0, 2, 1)
+        found = search.beam(source, None, beam_size, 1.0, 2, 1)
         [(_, tokens)] = answers_of(found, 0)
         assert tokens == expected
         assert network.num_steps == num_steps
@@ -275,8 +275,7 @@ def test_the_search_stops_when_no_hypothesis_can_win_and_no_earlier(
 @pytest.mark.parametrize("beam_size", [1, 4])
 def test_each_sentence_has_its_own_limit(beam_size: int) -> None:
     source, mask = make_sources(LENGTHS)
-    network = observed(make_network(0), endless=True)
-    search = BeamSearch(network, BOS, EOS, PAD).eval()
+    search, network = observed(make_network(0), endless=True)
     found = search.beam(source, mask, beam_size, 0.6, 5, beam_size)
     assert found.lengths.tolist() == [[length + 5] * beam_size for length in LENGTHS]
     assert (found.tokens == EOS).sum(-1).eq(1).all()
@@ -287,8 +286,7 @@ def test_each_sentence_has_its_own_limit(beam_size: int) -> None:
 
 @pytest.mark.parametrize("limit", [1, 8])
 def test_learned_positions_limit_source_and_answer(limit: int) -> None:
-    network = observed(make_network(0, learned_positions=True, max_positions=limit), endless=True)
-    search = BeamSearch(network, BOS, EOS, PAD).eval()
+    search, _ = observed(make_network(0, learned_positions=True, max_positions=limit), endless=True)
     source, _ = make_sources([limit])
     assert search.greedy(source, None, 50).lengths.tolist() == [limit]
     longer, _ = make_sources([limit + 1])

@@ -102,7 +102,7 @@ def test_scripted_equals_eager_also_where_the_project_is_not(tmp_path: Path, var
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_finds_the_same_and_waits_for_the_host_every_eighth_step_only() -> None:
     source, mask = make_sources(LENGTHS)
-    search = BeamSearch(observed(make_network(0), endless=True), BOS, EOS, PAD).eval()
+    search, _ = observed(make_network(0), endless=True)
     expected = search.beam(source, mask, 4, 0.6, 60, 4)
     search.cuda()
     sources = source.cuda(), mask.cuda()

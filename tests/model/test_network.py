@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from model.attention import CrossAttention, SelfAttention, attention, attention_weights
-from model.attention_maps import attention_maps
+from model.attention import CrossAttention, SelfAttention, attention
 from model.fast.dropout import Dropout
 from model.layers import DecoderLayer, EncoderLayer
 from model.packed_attention import BLOCK_ATTENTION, Segments, block_bias
+from model.padded_transformer import PaddedTransformer, attention_maps
 from model.settings import NetworkSettings
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 
@@ -25,6 +25,10 @@ def network(settings: NetworkSettings = TINY, vocabulary_size: int = 30) -> Tran
 
 def ids(*shape: int) -> torch.Tensor:
     return torch.randint(4, 30, shape, generator=torch.Generator().manual_seed(5))
+
+
+def embedded(net: Transformer, tokens: torch.Tensor) -> torch.Tensor:
+    return net.embed(tokens, net.positions(0, tokens.size(1)))
 
 
 def copy_attention(own: SelfAttention | CrossAttention, theirs: nn.MultiheadAttention) -> None:
@@ -99,30 +103,32 @@ def test_stacks_equal_torchs_of_their_depths(
     allowed = torch.arange(7) < torch.tensor([[7], [4], [2]])
     causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     torch.manual_seed(7)
-    memory = encoders(own.embed(source, 0), src_key_padding_mask=~allowed)
-    expected = decoders(own.embed(target, 0), memory, tgt_mask=causal, memory_key_padding_mask=~allowed)
+    memory = encoders(embedded(own, source), src_key_padding_mask=~allowed)
+    expected = decoders(embedded(own, target), memory, tgt_mask=causal, memory_key_padding_mask=~allowed)
     torch.manual_seed(7)
-    torch.testing.assert_close(own(source, target, allowed), expected, rtol=0, atol=1e-10)
+    padded = PaddedTransformer(own)
+    torch.testing.assert_close(padded(source, target, allowed), expected, rtol=0, atol=1e-10)
     own.eval()
-    expected = own(source, target, allowed)
-    cache = own.init_cache(own.encode(source, allowed), 5)
+    expected = padded(source, target, allowed)
+    cache = padded.init_cache(padded.encode(source, allowed), 5)
     assert len(cache) == decoder
     for position in range(5):
-        states = own.decode_step(target[:, position, None], torch.full([3], position), position, cache, allowed, None)
+        states, _ = padded.step(target[:, position, None], position, position, cache, allowed, None)
         torch.testing.assert_close(states, expected[:, position, None], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_takes_no_quadratic_memory(causal: bool, dtype: torch.dtype) -> None:
-    """PyTorch's fused kernel runs, with and without a mask, and equals the formula."""
+    """PyTorch's fused kernel runs and equals the formula."""
     torch.manual_seed(0)
     tensors = [torch.randn(2, 3, 9, 8).to(dtype).requires_grad_() for _ in range(3)]
-    mask = None if causal else (torch.arange(9) < torch.tensor([[9], [5]]))[:, None, None, :]
-    found = attention(*tensors, mask, causal)
+    mask = torch.ones(1, 9, 9).tril() == 1 if causal else torch.arange(9) < torch.tensor([[[9]], [[5]]])
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -math.inf).unsqueeze(1)
+    found = attention(*tensors, bias.to(dtype))
     assert "ScaledDotProductFlash" in type(found.grad_fn).__name__
     query, key, value = (x.detach().double() for x in tensors)
-    expected = attention_weights(query, key, mask, causal) @ value
+    expected = (query @ key.transpose(2, 3) / math.sqrt(8) + bias).softmax(-1) @ value
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 0.03)
 
 
@@ -142,7 +148,7 @@ def test_self_attention_with_keys_of_another_size_by_hand() -> None:
         )
         heads.append(torch.softmax(q @ k.transpose(1, 2) / math.sqrt(5), -1) @ v)
     expected = torch.cat(heads, -1) @ module.output.weight.T + module.output.bias
-    torch.testing.assert_close(module(x, None, False), expected)
+    torch.testing.assert_close(module(x, None), expected)
 
 
 def test_positions_by_hand() -> None:
@@ -166,9 +172,10 @@ def test_sinusoidal_positions_go_on() -> None:
 
 def test_learned_positions_end() -> None:
     learned = network(NetworkSettings(**{**vars(TINY), "learned_positions": True, "max_positions": 6}))
-    learned(ids(1, 6), ids(1, 6))
+    padded = PaddedTransformer(learned)
+    padded(ids(1, 6), ids(1, 6))
     with pytest.raises(ValueError, match=r"position 7 .*max_positions"):
-        learned(ids(1, 7), ids(1, 6))
+        padded(ids(1, 7), ids(1, 6))
 
 
 @pytest.mark.parametrize(
@@ -191,18 +198,18 @@ def test_embeddings_and_projection_are_one_tensor() -> None:
     assert names == ["embedding.weight"]
     states = torch.randn(2, 16, dtype=torch.float64)
     torch.testing.assert_close(net.logits(states), states @ net.embedding.weight.T)
-    embedded = net.embed(torch.tensor([[7, 8]]), 0)
+    found = embedded(net, torch.tensor([[7, 8]]))
     by_hand = net.embedding.weight[[7, 8]] * 4.0 + sinusoidal_table(2, 16).double()  # sqrt(16)
-    torch.testing.assert_close(embedded[0], by_hand)
+    torch.testing.assert_close(found[0], by_hand)
 
 
 def test_dropout_is_on_the_sums_of_embeddings_and_positions() -> None:
     net = network(replace(TINY, dropout=0.4))
-    sums = net.embed(torch.tensor([[7, 8, 9]]), 0)
+    sums = embedded(net, torch.tensor([[7, 8, 9]]))
     torch.manual_seed(7)
     expected = Dropout(0.4)(sums)
     torch.manual_seed(7)
-    torch.testing.assert_close(net.train().embed(torch.tensor([[7, 8, 9]]), 0), expected)
+    torch.testing.assert_close(embedded(net.train(), torch.tensor([[7, 8, 9]])), expected)
     assert (expected == 0).any()
 
 
@@ -238,7 +245,7 @@ def test_initial_weights() -> None:
 @pytest.mark.parametrize("change", [{}, {"learned_positions": True, "max_positions": 7}, {"pre_norm": True}])
 def test_gradients_reach_every_parameter(change: dict) -> None:
     net = network(NetworkSettings(**{**vars(TINY), **change}))
-    net.logits(net(ids(3, 7), ids(3, 7))).logsumexp(-1).sum().backward()
+    net.logits(PaddedTransformer(net)(ids(3, 7), ids(3, 7))).logsumexp(-1).sum().backward()
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
@@ -259,12 +266,12 @@ def test_attention_maps_are_what_the_network_attends_to() -> None:
     assert maps["decoder"][0].triu(1).abs().max() == 0
     # Weights times values, projected, equals the module's output.
     layer = net.encoder[0].self_attention
-    x = net.embed(source, 0)
+    x = embedded(net, source)
     _, _, value = layer.project(x)
     by_maps = layer.output((maps["encoder"][0] @ value).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(layer(x, None, False), by_maps)
+    torch.testing.assert_close(layer(x, None), by_maps)
     # Later passes are not recorded, and no autograd graph is kept.
-    net(source, target)
+    PaddedTransformer(net)(source, target)
     assert all(len(layers) == 2 and not layers[0].requires_grad for layers in maps.values())
 
 
@@ -326,16 +333,16 @@ def test_dropout_inside_sub_layers(name: str, is_packed: bool) -> None:
             getattr(net, mode)()
             rows = x[0].detach()
             if name == "activation_dropout":
-                found = module.packed(rows) if is_packed else module(x)[0]
+                found = module.rows(rows) if is_packed else module(x)[0]
             elif is_packed:
                 sentences = torch.zeros(1, 40, dtype=torch.int32)
                 bias_of_blocks = [block_bias(sentences, sentences, False, torch.float64)]
-                found = module.packed(
+                found = module.rows(
                     rows,
                     Segments(sentences, sentences, 40, False, None, None, BLOCK_ATTENTION.function, bias_of_blocks),
                 )
             else:
-                found = module(x, None, False)[0]
+                found = module(x, None)[0]
             results[share, mode] = found.detach()
     without = results[0.0, "eval"]
     torch.testing.assert_close(results[0.0, "train"], without)

@@ -10,6 +10,7 @@ from torch import nn
 from model.decoding import BeamSearch
 from model.fast.packed_linear import pack_linears, strip_weights
 from model.loss import label_smoothed_loss
+from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 
@@ -39,12 +40,12 @@ def test_the_bias_is_added_to_the_logits(network: Transformer) -> None:
 def test_the_loss_and_its_gradients(network: Transformer, smoothing: float) -> None:
     source, target = torch.randint(4, VOCABULARY_SIZE, (2, 6)), torch.randint(4, VOCABULARY_SIZE, (2, 9))
     target[1, 6:] = PAD
-    states = network(source, target[:, :-1])
-    loss = label_smoothed_loss(*network.as_product(states), target[:, 1:], smoothing, PAD).smoothed
+    states = PaddedTransformer(network)(source, target[:, :-1])
+    loss = label_smoothed_loss(*network.projection_operands(states), target[:, 1:], smoothing, PAD).smoothed
     loss.backward()
     found = {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
     network.zero_grad()
-    logits = network.logits(network(source, target[:, :-1])).flatten(0, 1)
+    logits = network.logits(PaddedTransformer(network)(source, target[:, :-1])).flatten(0, 1)
     options = {"ignore_index": PAD, "label_smoothing": smoothing, "reduction": "sum"}
     expected = nn.functional.cross_entropy(logits, target[:, 1:].flatten(), **options)
     expected.backward()

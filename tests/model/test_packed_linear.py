@@ -15,6 +15,7 @@ from model.fast.packed_linear import (
     can_pack,
     pack_linears,
 )
+from model.padded_transformer import PaddedTransformer
 from tests.model.search_truth import (
     BOS,
     EOS,
@@ -57,7 +58,7 @@ def test_a_packed_network_finds_the_same(variant: str) -> None:
     with torch.no_grad():
         expected_logits = exact(network).logits(exact(network)(sources, sources, masks))
         with PackedProducts() as products:
-            logits = packed.logits(packed(sources, sources, masks))
+            logits = packed.logits(PaddedTransformer(packed)(sources, sources, masks))
     assert products.count == 7 + 4 + 1
     torch.testing.assert_close(logits.double(), expected_logits, rtol=0, atol=tolerance(network))
     found = BeamSearch(packed, BOS, EOS, PAD).eval().beam(source, mask, 4, 0.6, 8, 4)

@@ -14,6 +14,7 @@ from model.decoding import BeamSearch
 from model.fast.packed_linear import can_pack, pack_linears
 from model.layers import ACTIVATIONS, NORMS
 from model.optimization import OPTIMIZERS, SCHEDULES, build_optimizer
+from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from tests.model.search_truth import BOS, EOS, LENGTHS, PAD, make_sources
@@ -63,7 +64,8 @@ def test_a_registered_norm_and_activation_are_used_everywhere(pre_norm: bool) ->
     assert kinds.count(ShiftedSiLU) == 2 * 2
     assert not {nn.LayerNorm, nn.ReLU} & set(kinds)
     source, mask = make_sources(LENGTHS)
-    loss = network(source, source, mask).square().sum()
+    padded = PaddedTransformer(network)
+    loss = padded(source, source, mask).square().sum()
     assert all(g.any() for g in torch.autograd.grad(loss, [p for p in network.parameters() if p.dim() == 1]))
     search = BeamSearch(network, BOS, EOS, PAD).eval()
     file = io.BytesIO()
@@ -76,5 +78,5 @@ def test_a_registered_norm_and_activation_are_used_everywhere(pre_norm: bool) ->
         pack_linears(packed)
         with torch.no_grad():
             torch.testing.assert_close(
-                packed(source, source, mask), network(source, source, mask), rtol=1e-4, atol=1e-4
+                PaddedTransformer(packed)(source, source, mask), padded(source, source, mask), rtol=1e-4, atol=1e-4
             )

@@ -23,6 +23,7 @@ from model.backend import Backend
 from model.decoding import BeamSearch
 from model.loss import label_smoothed_loss
 from model.optimization import OPTIMIZERS, SCHEDULES
+from model.padded_transformer import PaddedTransformer
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from model.transformer import Transformer
@@ -137,7 +138,7 @@ def assert_same_weights(found: list[Step], expected: list[Step]) -> None:
 
 def sums_of(network: Transformer, batch: PaddedBatch, label_smoothing: float) -> tuple[Tensor, Tensor, int]:
     """Return label-smoothed loss, negative log-likelihood and number of correct predictions over the target tokens."""
-    states = network(batch.source, batch.target_input, batch.source_mask)
+    states = PaddedTransformer(network)(batch.source, batch.target_input, batch.source_mask)
     logits, targets = network.logits(states).flatten(0, 1), batch.target_output.flatten().long()
     smoothed = cross_entropy(logits, targets, ignore_index=PAD, reduction="sum", label_smoothing=label_smoothing)
     likelihood = cross_entropy(logits.detach(), targets, ignore_index=PAD, reduction="sum")

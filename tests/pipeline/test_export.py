@@ -12,6 +12,7 @@ import torch
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
+from model.padded_transformer import PaddedTransformer
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
@@ -92,7 +93,7 @@ def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path
     else:
         # Positions beyond those in training: sinusoids have no limit.
         with torch.no_grad():
-            memory = model.network.encode(source, mask)
+            memory = PaddedTransformer(model.network).encode(source, mask)
             keys = model.network.decoder[0].cross_attention.keys_values(memory)[0]  # type: ignore
             for programs in loaded:
                 assert (programs["encode"](source, mask)[0][0] - keys).abs().max() < 1e-4

@@ -14,6 +14,7 @@ from data_module.registry import Registry
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.layers import ACTIVATIONS, NORMS
+from model.padded_transformer import PaddedTransformer
 from model.settings import DecodingSettings
 from model.transformer import Transformer
 from pipeline.export import formats
@@ -63,7 +64,7 @@ def test_logits_and_greedy_answers_are_the_same(tokenizer: Tokenizer, tmp_path: 
     mask = torch.arange(9) < torch.tensor([[9], [7], [3], [9], [1]])
     source[~mask] = tokenizer.pad_id
     with torch.no_grad():
-        ours = network.logits(network(source, target, mask))
+        ours = network.logits(PaddedTransformer(network)(source, target, mask))
         logits = theirs(input_ids=source, attention_mask=mask.long(), decoder_input_ids=target).logits
     torch.testing.assert_close(logits, ours, rtol=1e-4, atol=1e-4)
     search = BeamSearch(network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from data_module.errors import InputError
+from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.export.onnx_model import load_onnx, write_onnx
@@ -36,7 +37,8 @@ def test_sinusoids_are_exact_at_late_positions(network: Transformer, written: Pa
     source = torch.randint(4, network.vocabulary_size, (1, LONG))
     mask = torch.ones_like(source, dtype=torch.bool)
     with torch.no_grad():
-        memory = network.encode(source, mask)
+        padded = PaddedTransformer(network)
+        memory = padded.encode(source, mask)
         cross = [layer.cross_attention.keys_values(memory) for layer in network.decoder]  # type: ignore[operator, union-attr]
         keys, values = programs["encode"](source, mask)
         for layer, (expected_keys, expected_values) in enumerate(cross):
@@ -48,11 +50,11 @@ def test_sinusoids_are_exact_at_late_positions(network: Transformer, written: Pa
         few, one = source[:, :5], mask[:, :5]
         cross_keys, cross_values = programs["encode"](few, one)
         logits = programs["step"](source[:, 0], past, past.clone(), cross_keys, cross_values, one)[0]
-        cache = network.init_cache(network.encode(few, one), LONG + 1)
+        cache = padded.init_cache(padded.encode(few, one), LONG + 1)
         for own_keys, own_values, _, _ in cache:
             own_keys.zero_()
             own_values.zero_()
-        states = network.decode_step(source[:, :1], torch.tensor([LONG]), LONG, cache, None, None)
+        states, _ = padded.step(source[:, :1], LONG, LONG, cache, None, None)
         assert (logits - network.logits(states)[:, 0]).abs().max() < 3e-5
 
 

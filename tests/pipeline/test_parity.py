@@ -137,7 +137,7 @@ def test_the_tolerance_is_the_networks(searched: Parity) -> None:
     pairs = [(source, answer.tokens) for source, answer in zip(searched.sources, searched.greedy, strict=True)]
     assert searched.truth.tolerance(pairs) == searched.tolerance  # the noise is the same each time
     # No noise is left behind.
-    fresh = Truth(searched.truth.network, searched.tokenizer)
+    fresh = Truth(searched.truth.network.network, searched.tokenizer)
     assert fresh.log_probabilities(pairs) == searched.truth.log_probabilities(pairs)
     assert next(fresh.network.parameters()).dtype == torch.float64
     assert searched.bounds["score_difference"] == searched.tolerance
@@ -254,7 +254,7 @@ def test_log_probabilities_are_those_of_the_search(parity: Parity) -> None:
         forced_log_probability(parity.truth.network, torch.tensor(source), list(answer)) for source, answer in pairs
     ]
     assert parity.truth.log_probabilities(pairs) == pytest.approx(expected, abs=1e-12)
-    assert Truth(parity.truth.network, parity.tokenizer).log_probabilities(pairs[:1] * 2) == pytest.approx(
+    assert Truth(parity.truth.network.network, parity.tokenizer).log_probabilities(pairs[:1] * 2) == pytest.approx(
         expected[:1] * 2, abs=1e-12
     )
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
@@ -46,7 +47,7 @@ def test_products_are_those_that_pytorch_counts(batch: Batch) -> None:
     network, ids = Transformer(batch.vocabulary_size, batch.network), torch.zeros(1, batch.tokens, dtype=torch.long)
     states = torch.zeros(batch.tokens, batch.network.d_model, requires_grad=True)
     for works, compute in (
-        (roofline.products(batch), lambda: network(ids, ids)),
+        (roofline.products(batch), lambda: PaddedTransformer(network)(ids, ids)),
         (roofline.loss(batch), lambda: F.linear(states, network.embedding.weight)),
     ):
         with FlopCounterMode(display=False) as counter:
