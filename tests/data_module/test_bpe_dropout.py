@@ -116,18 +116,3 @@ def test_a_frequent_word_has_some_segmentations_and_its_occurrences_take_any_of_
     words = Counter(row for row in _sample(tokenizer, [word] * count, 0.5))
     assert 10 <= len(words) <= bpe_dropout.MAX_SEGMENTATIONS
     assert min(words.values()) > 0.8 * count / bpe_dropout.MAX_SEGMENTATIONS
-
-
-def test_a_sample_decodes_to_its_words(tokenizer: Tokenizer) -> None:
-    words = _words(_text())
-    for dropout in (0.1, 0.5):
-        sampled = _sample(tokenizer, words, dropout)
-        assert sampled != _plain(tokenizer, words)
-        assert tokenizer.decode(sampled) == tokenizer.decode(_plain(tokenizer, words))
-
-
-def test_the_sample_is_a_function_of_the_seed(tokenizer: Tokenizer) -> None:
-    words = _words(_text())
-    whole = _sample(tokenizer, words, 0.3, seed=7)
-    assert _sample(tokenizer, words, 0.3, seed=7) == whole
-    assert _sample(tokenizer, words, 0.3, seed=8) != whole

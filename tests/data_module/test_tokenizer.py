@@ -66,22 +66,6 @@ def test_coverage_below_one_excludes_rare_characters() -> None:
     assert "中" not in train_tokenizer(sentences, 14, character_coverage=0.99).pieces()
 
 
-def test_too_large_a_vocabulary_names_the_largest_that_works() -> None:
-    with pytest.raises(InputError, match=r"corpus.vocabulary_size: 5000 .* largest that works is (\d+)$") as caught:
-        train_tokenizer(SENTENCES, 5000)
-    largest = int(str(caught.value).rsplit(" ", 1)[1])
-    assert train_tokenizer(SENTENCES, largest).vocabulary_size == largest
-    with pytest.raises(InputError):
-        train_tokenizer(SENTENCES, largest + 1)
-
-
-def test_too_small_a_vocabulary_names_the_smallest_that_works() -> None:
-    with pytest.raises(InputError, match=r"10 is too small .* at least (\d+),") as caught:
-        train_tokenizer(SENTENCES, 10)
-    smallest = int(str(caught.value).split("at least ")[1].split(",")[0])
-    assert train_tokenizer(SENTENCES, smallest).vocabulary_size == smallest
-
-
 @pytest.mark.parametrize("model", [b"", b"junk", b"\x00" * 100])
 def test_bytes_that_are_no_tokenizer(model: bytes, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a tokenizer"):
