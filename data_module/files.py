@@ -43,8 +43,8 @@ def check_format(path: Path, version: object, start_over: str) -> None:
         start_over: how to make the file anew, such as "export it again".
     """
     if type(version) is not int:  # True is an instance of int.
-        found = "missing" if version is None else f"{version!r}, not a number"
-        raise InputError(f"{path}: its format_version is {found}; {start_over}")
+        problem = "missing" if version is None else f"{version!r}, not a number"
+        raise InputError(f"{path}: its format_version is {problem}; {start_over}")
     if version > FORMAT_VERSION:
         raise InputError(
             f"{path}: has format {version}, and this version reads format {FORMAT_VERSION}; use a newer version of "

@@ -106,10 +106,10 @@ class NoiseSettings:
     """Likewise one to three emoji. The tokenizer has to know them: set `corpus.byte_fallback`."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for kind in fields(self):
+            value = getattr(self, kind.name)
             if not 0 <= value <= 1:
-                raise ValueError(f"corpus.noise.{one.name} {value} is not from 0 to 1")
+                raise ValueError(f"corpus.noise.{kind.name} {value} is not from 0 to 1")
         if (cased := self.lower_case + self.title_case + self.upper_case) > 1 + 1e-9:
             raise ValueError(
                 f"corpus.noise.lower_case, title_case and upper_case are {cased:g} together; a pair gets at most one of"

@@ -113,7 +113,7 @@ class TranslationDataModule(LightningDataModule):
         """Mean lengths of source and target in training, including EOS."""
         source, target = (
             fmean(_mean_length(side, *self._weights) for side in sides)
-            for sides in zip(*((one.source, one.target) for one in self.train_variants), strict=True)
+            for sides in zip(*((variant.source, variant.target) for variant in self.train_variants), strict=True)
         )
         return 1.0 + source, 1.0 + target
 

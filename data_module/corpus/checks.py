@@ -187,7 +187,7 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
         InputError: see `Reader.count_pairs` and `read_pairs`; or the text holds the source's prefix already.
     """
     reader = open_reader(text, settings)
-    found = SourceCheck(", ".join(dict.fromkeys(reader.names)), reader.count_pairs(), 0, ("", ""), [])
+    result = SourceCheck(", ".join(dict.fromkeys(reader.names)), reader.count_pairs(), 0, ("", ""), [])
     # Of each side's lines with each of these characters: the number of lines, and the first one.
     counts: list[Counter[bytes]] = [Counter() for _ in reader.names]
     firsts: list[dict[bytes, int]] = [{} for _ in reader.names]
@@ -196,12 +196,12 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
         samples = []
         for side, (name, lines) in enumerate(zip(reader.names, sides, strict=True)):
             data = b"".join(lines)
-            found.num_bytes += len(data)
+            result.num_bytes += len(data)
             for symbol in settings.user_symbols:
-                _count_symbol(found, symbol, side, data, name, first_line)
-            if text.prefix in found.symbols:
+                _count_symbol(result, symbol, side, data, name, first_line)
+            if text.prefix in result.symbols:
                 raise InputError(
-                    f"{found.symbols[text.prefix].first}: the text holds the prefix {text.prefix!r} of its source"
+                    f"{result.symbols[text.prefix].first}: the text holds the prefix {text.prefix!r} of its source"
                     " already; remove `prefix` from the source, or choose another symbol"
                 )
             samples.append(b"".join(lines[:_SAMPLE_LINES]).decode(errors="replace"))
@@ -213,23 +213,23 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
             if not settings.drop_invalid_utf8 and (line := _undecodable(data)) is not None:
                 raise invalid_utf8(name, first_line + line)
         if first_line == 1:
-            found.samples = (samples[0], samples[1])
+            result.samples = (samples[0], samples[1])
         first_line += len(sides[0])
     for name, count, first in zip(reader.names, counts, firsts, strict=True):
         for character, (what, way_out) in _READ_AS_SPACE.items():
             if character in first:
-                found.warnings.append(
-                    f"{name}: {what} {count[character]:,} of {found.num_pairs:,} lines, line {first[character]} first;"
+                result.warnings.append(
+                    f"{name}: {what} {count[character]:,} of {result.num_pairs:,} lines, line {first[character]} first;"
                     f" it is read as a space: {way_out}"
                 )
-    return found
+    return result
 
 
-def _count_symbol(found: SourceCheck, symbol: str, side: int, data: bytes, name: str, first_line: int) -> None:
+def _count_symbol(result: SourceCheck, symbol: str, side: int, data: bytes, name: str, first_line: int) -> None:
     """Add the occurrences of a user symbol in a chunk of one side, whose first line is `first_line`."""
     if count := data.count(symbol.encode()):
         line = first_line + data.count(b"\n", 0, data.index(symbol.encode()))
-        found.symbols.setdefault(symbol, SymbolCount(f"{name}:{line}")).sides[side] += count
+        result.symbols.setdefault(symbol, SymbolCount(f"{name}:{line}")).sides[side] += count
 
 
 def _undecodable(data: bytes) -> int | None:
@@ -364,7 +364,7 @@ def _trigrams(text: str) -> Counter[str]:
     return Counter(map("".join, zip(text, text[1:], text[2:], strict=False)))
 
 
-def _cosine(one: Counter[str], other: Counter[str]) -> float:
-    product = sum(count * other[gram] for gram, count in one.items() if gram in other)
-    norms = [sum(count * count for count in grams.values()) ** 0.5 for grams in (one, other)]
+def _cosine(ours: Counter[str], theirs: Counter[str]) -> float:
+    product = sum(count * theirs[gram] for gram, count in ours.items() if gram in theirs)
+    norms = [sum(count * count for count in grams.values()) ** 0.5 for grams in (ours, theirs)]
     return product / (norms[0] * norms[1]) if all(norms) else 0.0

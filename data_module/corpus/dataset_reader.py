@@ -217,12 +217,12 @@ def _files_of_split(builder: Any, name: str, split: str) -> list[str]:
     files = {str(key): list(paths) for key, paths in builder.config.data_files.items()}
     if split not in files:
         raise InputError(f"{name}: there is no split {split!r}; give `split`, one of: {', '.join(files)}")
-    found, shards = files[split], [int(count) for file in files[split] for count in _SHARD.findall(file)]
-    if shards and len(found) < max(shards):
+    paths, shards = files[split], [int(count) for file in files[split] for count in _SHARD.findall(file)]
+    if shards and len(paths) < max(shards):
         raise InputError(
-            f"{name}: only {len(found)} of the {max(shards)} files of {split!r} are there; fetch the others"
+            f"{name}: only {len(paths)} of the {max(shards)} files of {split!r} are there; fetch the others"
         )
-    return found
+    return paths
 
 
 def _library() -> ModuleType:

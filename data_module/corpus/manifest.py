@@ -59,9 +59,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     check_format(folder / MANIFEST_NAME, manifest.get("format_version"), _REBUILD)
     for name, size in manifest["files"].items():
         path = folder / name
-        found = path.stat().st_size if path.exists() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found} bytes, not {size}"
+        actual = path.stat().st_size if path.exists() else None
+        if actual != size:
+            state = "is missing" if actual is None else f"has {actual} bytes, not {size}"
             raise InputError(f"{path}: the corpus is incomplete, this file {state}; {_REBUILD}")
     return manifest
 
@@ -102,12 +102,12 @@ def differences(manifest: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     Only the keys of `wanted` are compared, so it may contain settings alone.
     """
     names = {"settings": "corpus"}  # as in the recipe
-    found: list[str] = []
+    phrases: list[str] = []
     for key in wanted:
         # Other files follow from other text sources.
-        if key != "source_files" or not any(one.startswith(TEXT_KEYS) for one in found):
-            found += _compare(names.get(key, key), manifest.get(key), wanted[key])
-    return found
+        if key != "source_files" or not any(phrase.startswith(TEXT_KEYS) for phrase in phrases):
+            phrases += _compare(names.get(key, key), manifest.get(key), wanted[key])
+    return phrases
 
 
 def changed_texts(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
@@ -129,11 +129,11 @@ def _text_name(text: dict[str, Any]) -> str:
 def _compare(name: str, had: Any, wanted: Any) -> list[str]:
     if isinstance(had, dict) and isinstance(wanted, dict):
         keys = [*wanted, *(key for key in had if key not in wanted)]
-        return [found for key in keys for found in _compare(f"{name}.{key}", had.get(key), wanted.get(key))]
+        return [phrase for key in keys for phrase in _compare(f"{name}.{key}", had.get(key), wanted.get(key))]
     if name == "source_files" and had is not None:
         before, now = ({entry["file"]: entry for entry in files} for files in (had, wanted))
         changed = [f"{file} has changed" for file in now if before.get(file, now[file]) != now[file]]
-        new, gone = ([file for file in one if file not in other] for one, other in ((now, before), (before, now)))
+        new, gone = [file for file in now if file not in before], [file for file in before if file not in now]
         return changed + [f"{file} is new" for file in new] + [f"{file} is gone" for file in gone]
     if had == wanted:
         return []
@@ -173,7 +173,7 @@ def source_names(texts: Sequence[TextSource]) -> list[str]:
     for name, text in zip(given, texts, strict=True):
         base = _of_file(text)
         numbered = (f"{base}_{number}" for number in count(2))
-        names.append(name or next(one for one in chain([base], numbered) if one not in taken))
+        names.append(name or next(free for free in chain([base], numbered) if free not in taken))
         taken.add(names[-1])
     return names
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from data_module.corpus import inserted_strings
 from data_module.settings import NoiseSettings
 
-NOISE_KINDS: tuple[str, ...] = tuple(one.name for one in fields(NoiseSettings))
+NOISE_KINDS: tuple[str, ...] = tuple(field.name for field in fields(NoiseSettings))
 """The kinds of noise: keys of `corpus.noise`, in the order in which they are applied.
 
 Strings are inserted last, so that no other kind changes them.
@@ -151,7 +151,7 @@ def insert(
     if place < 0.5:
         return _before_final(string, source, protected), _before_final(string, target, protected)
     if place < 0.75:
-        source_ends, target_ends = ([one.start() for one in _SENTENCE_END.finditer(side)] for side in (source, target))
+        source_ends, target_ends = ([end.start() for end in _SENTENCE_END.finditer(side)] for side in (source, target))
         if source_ends and len(source_ends) == len(target_ends):
             index = int(which * len(source_ends))
             ends = ((source, source_ends[index]), (target, target_ends[index]))
@@ -249,7 +249,10 @@ def _neighbours(layout: tuple[str, ...]) -> dict[str, set[str]]:
 
 def _common_neighbours() -> dict[str, str]:
     of_layouts = [_neighbours(layout) for layout in _LAYOUTS]
-    return {letter: "".join(sorted(set.intersection(*(one[letter] for one in of_layouts)))) for letter in of_layouts[0]}
+    return {
+        letter: "".join(sorted(set.intersection(*(layout[letter] for layout in of_layouts))))
+        for letter in of_layouts[0]
+    }
 
 
 NEIGHBOURS = _common_neighbours()

@@ -251,7 +251,9 @@ def read_ahead(corpora: Sequence[ParallelCorpus]) -> threading.Thread:
 
 def _read(corpora: Sequence[ParallelCorpus]) -> None:
     # Lengths first, because an epoch's plan is computed from them.
-    paths = [_path(side.prefix, name) for one in corpora for name in _ARRAYS for side in (one.source, one.target)]
+    paths = [
+        _path(side.prefix, name) for corpus in corpora for name in _ARRAYS for side in (corpus.source, corpus.target)
+    ]
     size = sum(path.stat().st_size for path in paths)
     if size > _free_memory() // 2:
         log.warning("%s: %.1f GB do not fit in memory; copy the corpus to a local disk", paths[0].parent, size / 1e9)

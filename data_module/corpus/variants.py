@@ -89,7 +89,7 @@ class _ChunkEncoder:
         self._path, self._chunks = text.path, text.chunks
         self._tokenizers = tokenizer, tokenizer.target
         dropout = settings.bpe_dropout.source, settings.bpe_dropout.target
-        self._dropout_encoders = [DropoutEncoder(tokenizer, one) if one else None for one in dropout]
+        self._dropout_encoders = [DropoutEncoder(tokenizer, rate) if rate else None for rate in dropout]
         self.dtype = token_type(tokenizer.vocabulary_size)
         self._settings = settings
         self._symbols = frozenset([*settings.user_symbols, *tokenizer.user_symbols])
@@ -109,11 +109,12 @@ class _ChunkEncoder:
         longest = self._settings.max_tokens
         too_long = [i for i, pair in enumerate(zip(*sides, strict=True)) if max(map(len, pair)) > longest]
         for side, tokenizer in enumerate(self._tokenizers):
-            rows = tokenizer.encode([plain[i][side] for i in too_long])
-            for i, ids in zip(too_long, rows, strict=True):
+            plain_ids = tokenizer.encode([plain[i][side] for i in too_long])
+            for i, ids in zip(too_long, plain_ids, strict=True):
                 sides[side][i] = ids
         source, target = (
-            _Encoded(np.concatenate(rows).astype(self.dtype), np.array([len(ids) for ids in rows])) for rows in sides
+            _Encoded(np.concatenate(side_ids).astype(self.dtype), np.array([len(ids) for ids in side_ids]))
+            for side_ids in sides
         )
         return source, target
 

@@ -42,12 +42,12 @@ class WordEncoder:
         """
         if len(self._ids) > _MAX_CACHED_WORDS:
             self._ids.clear()
-        rows = [sentence.split(" ") for sentence in sentences]
-        new_words = list(set().union(*rows).difference(self._ids))
+        split = [sentence.split(" ") for sentence in sentences]
+        new_words = list(set().union(*split).difference(self._ids))
         new_ids = self._tokenizer.encode(new_words, num_threads=num_processors())
         self._ids.update((word, ids.astype(self.dtype).tobytes()) for word, ids in zip(new_words, new_ids, strict=True))
         ids_of = self._ids.__getitem__
-        encoded = [b"".join(map(ids_of, row)) for row in rows]
+        encoded = [b"".join(map(ids_of, words)) for words in split]
         if self._tokenizer.pair:
             # What would be a language code at the beginning of a line is text elsewhere.
             places = [place for place, sentence in enumerate(sentences) if " >>" in sentence]
@@ -96,12 +96,12 @@ class DropoutEncoder:
             seed: seed of the random numbers.
         """
         draw = Random(seed).random
-        rows = [sentence.split(" ") for sentence in sentences]
-        counts = Counter(chain.from_iterable(rows))
-        words = self._tokenizer.normalize(list(counts))
+        split = [sentence.split(" ") for sentence in sentences]
+        counts = Counter(chain.from_iterable(split))
+        spellings = self._tokenizer.normalize(list(counts))
         options: dict[str, list[list[int]]] = {}
         plain = []
-        for word, normalized, count in zip(counts, words, counts.values(), strict=True):
+        for word, normalized, count in zip(counts, spellings, counts.values(), strict=True):
             pieces = [_SPACE, *normalized.removeprefix(_SPACE)]
             is_spelled = 1 < len(pieces) <= MAX_CHARACTERS and self._characters.issuperset(pieces)
             if not is_spelled or self._symbols.search(normalized):
@@ -110,12 +110,12 @@ class DropoutEncoder:
                 options[word] = [self._segment(pieces, draw) for _ in range(min(count, MAX_SEGMENTATIONS))]
         for word, ids in zip(plain, self._tokenizer.encode(plain), strict=True):
             options[word] = [ids.tolist()]
-        found = []
-        for row in rows:
-            of_row = map(options.__getitem__, row)
-            chosen = [one[int(draw() * len(one))] if len(one) > 1 else one[0] for one in of_row]
-            found.append(np.fromiter(chain.from_iterable(chosen), dtype=np.int32))
-        return found
+        encoded = []
+        for words in split:
+            choices = map(options.__getitem__, words)
+            chosen = [ids[int(draw() * len(ids))] if len(ids) > 1 else ids[0] for ids in choices]
+            encoded.append(np.fromiter(chain.from_iterable(chosen), dtype=np.int32))
+        return encoded
 
     def _segment(self, characters: Sequence[str], draw: Callable[[], float]) -> list[int]:
         """Return the ids of a word, whose first character is the space before it."""

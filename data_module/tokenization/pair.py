@@ -52,9 +52,9 @@ def split_models(model: bytes) -> tuple[bytes, bytes] | None:
     # Only few models have them, and reading a large one takes a second.
     if _tag(SOURCE_FIELD) not in model:
         return None
-    fields = {one.field_number: one.data for one in UnknownFieldSet(proto_of(model))}
-    found = fields.get(SOURCE_FIELD), fields.get(TARGET_FIELD)
-    return None if found[0] is None or found[1] is None else (bytes(found[0]), bytes(found[1]))
+    fields = {field.field_number: field.data for field in UnknownFieldSet(proto_of(model))}
+    source, target = fields.get(SOURCE_FIELD), fields.get(TARGET_FIELD)
+    return None if source is None or target is None else (bytes(source), bytes(target))
 
 
 class PairEncoder:
@@ -85,22 +85,22 @@ class PairEncoder:
         beginning of a line is one piece.
         """
         coded = [_split_code(line) for line in lines]
-        rows = self.processor.encode([text for _, text in coded], out_type="numpy", num_threads=num_threads)
+        in_model = self.processor.encode([text for _, text in coded], out_type="numpy", num_threads=num_threads)
         unknown = self.processor.unk_id()
-        found = []
-        for (code, text), row in zip(coded, rows, strict=True):
-            ids = self._table[row]
-            if (row == unknown).any():
+        encoded = []
+        for (code, text), own_ids in zip(coded, in_model, strict=True):
+            ids = self._table[own_ids]
+            if (own_ids == unknown).any():
                 spelt = self.processor.encode(text, out_type=str)
                 ids = np.array([self._ids.get(piece, self._unk_id) for piece in spelt], dtype=np.int32)
             if code:
                 ids = np.concatenate([np.array([self._ids.get(code, self._unk_id)], dtype=np.int32), ids])
-            found.append(ids)
-        return found
+            encoded.append(ids)
+        return encoded
 
-    def decode(self, rows: Sequence[Sequence[str]]) -> list[str]:
-        """Return the text of each row of pieces."""
-        texts: list[str] = self.processor.decode([list(row) for row in rows]) if rows else []
+    def decode(self, pieces: Sequence[Sequence[str]]) -> list[str]:
+        """Return the text of each sentence's pieces."""
+        texts: list[str] = self.processor.decode([list(sentence) for sentence in pieces]) if pieces else []
         return [text.replace(SPACE, " ").strip() for text in texts]
 
 
@@ -132,8 +132,8 @@ def _field(number: int, data: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    written = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        written.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*written, value])

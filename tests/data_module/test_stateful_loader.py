@@ -7,6 +7,7 @@ import subprocess
 import time
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data._utils.signal_handling import _set_worker_signal_handlers
 
+from data_module.batching import stateful_loader
 from data_module.batching.batch import RankBatch, SpecialIds
 from data_module.batching.batch_plan import Epochs
 from data_module.batching.rank_rows import row_shape
@@ -190,6 +192,22 @@ def test_a_worker_ignores_signals_except_from_the_training_process(tiny_corpus: 
     finally:
         worker.kill()
         worker.join()
+
+
+@pytest.mark.parametrize(
+    ("version", "has_process_group", "pauses"),
+    [((3, 11, 9), True, 1), ((3, 11, 9), False, 0), ((3, 12, 0), True, 0)],
+)
+def test_python_3_11_pauses_before_workers_are_forked_from_a_rank(
+    tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], has_process_group: bool, pauses: int
+) -> None:
+    """There a thread of the process group may hold a lock that a forked worker would wait for, for ever."""
+    slept: list[float] = []
+    monkeypatch.setattr(stateful_loader, "sys", SimpleNamespace(version_info=version))
+    monkeypatch.setattr(stateful_loader, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(stateful_loader, "dist", SimpleNamespace(is_initialized=lambda: has_process_group))
+    next(iter(loader(tiny_corpus)))
+    assert len(slept) == pauses
 
 
 def test_the_global_generator_is_not_advanced(tiny_corpus: Path) -> None:
