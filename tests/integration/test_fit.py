@@ -100,11 +100,11 @@ def test_output(recipe_file: Path, tmp_path: Path) -> None:
     assert done.stdout == b""
     lines = done.stderr.decode().splitlines()
     own = (
-        r".*/corpus is up to date$|checkpoints: at most \d+ files of |memory: at most |training: (from )?step "
-        r"|step \d+: validation BLEU |the run is in "
+        r".*/corpus is up to date$|backend: precision |checkpoints: at most \d+ files of |memory: at most "
+        r"|training: (from )?step |step \d+: validation BLEU |the run is in "
     )
     assert [line for line in lines if not re.match(own, line)] == []
-    assert len(lines) == 10
+    assert len(lines) == 11
     resumed = pipeline(*command, "--trainer.max_steps", 14)
     _, changed, *others = resumed.stderr.decode().splitlines()
     assert changed == "changed since the last start: trainer.max_steps 12 -> 14"

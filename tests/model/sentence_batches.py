@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds, collate
 from data_module.batching.rank_rows import RowShape
+from data_module.corpus.store import ParallelCorpus
 from model.packed_attention import PYTORCH_ATTENTION, Attention, Segments, packed_segments
 from model.padded_transformer import PaddedTransformer
 from model.transformer import Transformer
@@ -69,14 +70,14 @@ def packed(
     micro_batches: list[Lengths], in_blocks: bool = True, shape: RowShape | None = None, **options: Any
 ) -> RankBatch:
     """Return the pairs of each micro-batch as one rank's part of a step, whose target tokens are all its own."""
-    corpus: Any = SimpleNamespace()
+    stores: list[Any] = []
     pairs = [pair for lengths in micro_batches for pair in sentences(lengths)]
-    for number, side in enumerate(("source", "target")):
+    for number in (0, 1):
         rows = [pair[number] for pair in pairs]
         lengths = np.array([len(row) for row in rows], np.int64)
         tokens = np.array([token for row in rows for token in row], np.uint16)
-        store = SimpleNamespace(tokens=tokens, lengths=lengths, offsets=np.cumsum([0, *lengths]))
-        setattr(corpus, side, store)
+        stores.append(SimpleNamespace(tokens=tokens, lengths=lengths, offsets=np.cumsum([0, *lengths])))
+    corpus = ParallelCorpus(*stores, identity="", longest=0)
     rows, start = [], 0
     for one in micro_batches:
         rows.append(np.arange(start, start + len(one)))
