@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.errors import InputError
     from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
     from pipeline.export.cpp_program import require_compiled
-    from pipeline.export.onnx_model import require_onnx
+    from pipeline.export.exported_program import require_onnx
 
     folder: Path = arguments.folder
     check_bundle_folder(folder, arguments.force)

@@ -11,7 +11,6 @@ from model.transformer import Transformer
 from pipeline.inference.translator import LONGEST
 from pipeline.runtime.compiled_code import build, find_compiler
 
-NAME = "cpp"
 PROGRAM = SOURCES[0].name
 WEIGHTS = "weights.bin"
 
@@ -33,7 +32,7 @@ def require_compiled(network: Transformer) -> None:
     try:
         find_compiler()
     except OSError as error:
-        raise InputError(f"--format {NAME} is compiled to compare it with the checkpoint: {error}") from None
+        raise InputError(f"--format cpp is compiled to compare it with the checkpoint: {error}") from None
 
 
 def write_cpp(network: Transformer, num_positions: int, folder: Path) -> None:
@@ -69,4 +68,4 @@ def compile_cpp(folder: Path) -> ctypes.CDLL:
             build(find_compiler(), folder / PROGRAM, made)
             return load_library(made)
         except OSError as error:
-            raise InputError(f"--format {NAME} cannot be compared with the checkpoint: {error}") from None
+            raise InputError(f"--format cpp cannot be compared with the checkpoint: {error}") from None

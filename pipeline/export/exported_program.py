@@ -1,25 +1,34 @@
-"""`model.pt2`: encoder and decoding step for torch.export, with dynamic shapes. The caller writes the decoding loop.
+"""`model.pt2` and `onnx/`: encoder and decoding step for torch.export and ONNX Runtime. The caller writes the loop.
 
 A step is a pure function of R hypotheses, each with a source of its own. It takes their keys and values and returns
-longer ones, which the caller may reorder.
+longer ones, which the caller may reorder. All dimensions but those of the network are dynamic.
 
 Shapes: R hypotheses, S source length, P previous tokens, H heads, K d_k, V d_v, N decoder layers.
 """
 
 import io
+import logging
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from data_module.errors import InputError, install
 from data_module.files import atomic_file
 from model.padded_transformer import PaddedTransformer, sharing_copy
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 from pipeline.compat.pytorch import load_programs, save_programs
 
-NAME = "model.pt2"
+INPUTS = {
+    "encode": ["source", "source_mask"],
+    "step": ["last", "keys", "values", "cross_keys", "cross_values", "source_mask"],
+}
+OUTPUTS = {"encode": ["cross_keys", "cross_values"], "step": ["logits", "longer_keys", "longer_values"]}
+"""The programs of both formats, and how ONNX names their inputs and outputs."""
 
 
 class Program(NamedTuple):
@@ -155,3 +164,81 @@ def _exported(module: nn.Module, arguments: tuple[Any, ...], dimensions: tuple[d
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return Program(torch.export.export(module.eval(), arguments, dynamic_shapes=dimensions), dimensions)
+
+
+def require_onnx() -> Any:
+    """Return the package `onnxruntime`; raise InputError if it or a package that writes ONNX files is not installed."""
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401  PyTorch imports it
+    except ImportError as error:
+        raise InputError(f"{error.name} is not installed; run: {install('onnx')}") from None
+    return onnxruntime
+
+
+def write_onnx(network: Transformer, folder: Path) -> None:
+    """Write `encode.onnx` and `step.onnx` into a new folder.
+
+    Raises:
+        InputError: packages are not installed, or an operator of the network has no form in ONNX.
+    """
+    require_onnx()
+    folder.mkdir()
+    for name, program in (("encode", encode_program(network)), ("step", step_program(network))):
+        _write_onnx(name, program, folder)
+
+
+def _write_onnx(name: str, program: Program, folder: Path) -> None:
+    with _quiet():
+        try:
+            converted = torch.onnx.export(
+                program.exported,
+                input_names=INPUTS[name],
+                output_names=OUTPUTS[name],
+                dynamic_shapes=program.dimensions,
+                dynamo=True,
+                verbose=False,
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            reason = " ".join(str(error.__cause__ or error).split())
+            raise InputError(
+                f"PyTorch cannot write the {name} program of this network as ONNX ({reason[:200]}); leave out "
+                "--format onnx"
+            ) from error
+        assert converted is not None
+        for node in converted.model.graph.all_nodes():
+            # Where in the sources each operator comes from, with paths of this machine.
+            node.metadata_props.clear()
+        converted.save(folder / f"{name}.onnx")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide what PyTorch says about packages that are not needed and about its own deprecated calls."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def load_onnx(folder: Path) -> dict[str, Callable[..., Any]]:
+    """Load `encode` and `step` as functions from tensors to a tuple of tensors, on the CPU."""
+    runtime = require_onnx()
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+
+    def load(name: str) -> Callable[..., Any]:
+        session = runtime.InferenceSession(folder / f"{name}.onnx", options, providers=["CPUExecutionProvider"])
+
+        def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+            arrays = {key: tensor.numpy() for key, tensor in zip(INPUTS[name], inputs, strict=True)}
+            return tuple(torch.from_numpy(array) for array in session.run(None, arrays))
+
+        return run
+
+    return {name: load(name) for name in INPUTS}

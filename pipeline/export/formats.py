@@ -12,10 +12,12 @@ from data_module.errors import InputError
 from model.fast.compiled_search import CompiledSearch
 from model.fast.packed_linear import can_pack
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export import cpp_program, exported_program, onnx_model, torchscript
 from pipeline.export.card import model_card
+from pipeline.export.cpp_program import WEIGHTS, compile_cpp, num_positions, write_cpp
 from pipeline.export.ctranslate2_model import require_ctranslate2, write_ctranslate2
+from pipeline.export.exported_program import load_exported_program, load_onnx, write_exported_program, write_onnx
 from pipeline.export.huggingface_model import require_transformers, write_huggingface
+from pipeline.export.torchscript import load_torchscript, write_int8, write_torchscript
 from pipeline.inference.text_io import progress_bar
 from pipeline.inference.translator import LONGEST, length_batches, padded, score_pairs
 
@@ -272,7 +274,7 @@ class Format(NamedTuple):
 
 def _load_torchscript(bundle: Bundle, path: Path) -> Loaders:
     def load(packed: bool, name: str) -> SearchRunner:
-        return SearchRunner(torchscript.load_torchscript(path, packed=packed), bundle.model, name)
+        return SearchRunner(load_torchscript(path, packed=packed), bundle.model, name)
 
     def bfloat16() -> Runner:
         runner = load(False, f"{path.name} in bfloat16")
@@ -286,15 +288,15 @@ def _load_torchscript(bundle: Bundle, path: Path) -> Loaders:
 
 
 def _load_int8(bundle: Bundle, path: Path) -> Loaders:
-    return {"int8": lambda: SearchRunner(torchscript.load_torchscript(path), bundle.model, path.name)}
+    return {"int8": lambda: SearchRunner(load_torchscript(path), bundle.model, path.name)}
 
 
 def _load_cpp(bundle: Bundle, path: Path) -> Loaders:
-    library, tokenizer = cpp_program.compile_cpp(path), bundle.model.tokenizer
+    library, tokenizer = compile_cpp(path), bundle.model.tokenizer
     ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
 
     def load() -> Runner:
-        return SearchRunner(CompiledSearch(library, path / cpp_program.WEIGHTS, *ids), bundle.model, path.name)
+        return SearchRunner(CompiledSearch(library, path / WEIGHTS, *ids), bundle.model, path.name)
 
     return {"float32": load}
 
@@ -313,8 +315,8 @@ def _load_huggingface(bundle: Bundle, path: Path) -> Loaders:
 
 def _write_cpp(bundle: Bundle, path: Path) -> None:
     network, settings = bundle.model.network, bundle.model.decoding
-    num_positions = cpp_program.num_positions(network.positions.max_positions, settings.max_extra_tokens)
-    cpp_program.write_cpp(network, num_positions, path)
+    positions = num_positions(network.positions.max_positions, settings.max_extra_tokens)
+    write_cpp(network, positions, path)
 
 
 def _write_huggingface(bundle: Bundle, path: Path) -> None:
@@ -325,24 +327,18 @@ def _write_huggingface(bundle: Bundle, path: Path) -> None:
 
 
 FORMATS = {
-    torchscript.NAME: Format(
-        lambda bundle, path: torchscript.write_torchscript(*bundle.contents, bundle.card, path), _load_torchscript
+    "model.ts": Format(lambda bundle, path: write_torchscript(*bundle.contents, bundle.card, path), _load_torchscript),
+    "model.int8.ts": Format(lambda bundle, path: write_int8(*bundle.contents, bundle.card, path), _load_int8),
+    "model.pt2": Format(
+        lambda bundle, path: write_exported_program(bundle.model.network, bundle.card, path),
+        _load_programs(load_exported_program),
     ),
-    torchscript.INT8_NAME: Format(
-        lambda bundle, path: torchscript.write_int8(*bundle.contents, bundle.card, path), _load_int8
-    ),
-    exported_program.NAME: Format(
-        lambda bundle, path: exported_program.write_exported_program(bundle.model.network, bundle.card, path),
-        _load_programs(exported_program.load_exported_program),
-    ),
-    onnx_model.NAME: Format(
-        lambda bundle, path: onnx_model.write_onnx(bundle.model.network, path), _load_programs(onnx_model.load_onnx)
-    ),
+    "onnx": Format(lambda bundle, path: write_onnx(bundle.model.network, path), _load_programs(load_onnx)),
     "ctranslate2": Format(lambda bundle, path: write_ctranslate2(*bundle.contents, path), _load_ctranslate2("float32")),
     "ctranslate2-int8": Format(
         lambda bundle, path: write_ctranslate2(*bundle.contents, path, "int8"), _load_ctranslate2("int8")
     ),
-    cpp_program.NAME: Format(_write_cpp, _load_cpp),
+    "cpp": Format(_write_cpp, _load_cpp),
     "huggingface": Format(_write_huggingface, _load_huggingface),
 }
 """Each file or folder of a bundle."""

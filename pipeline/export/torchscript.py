@@ -19,8 +19,6 @@ from model.fast.packed_linear import can_pack, strip_weights
 from model.transformer import Transformer
 from pipeline.export.card import START_OVER
 
-NAME, INT8_NAME = "model.ts", "model.int8.ts"
-
 
 def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, path: Path) -> None:
     """Write the file. `card` is the text of `card.json`, which the file contains."""

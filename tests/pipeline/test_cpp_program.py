@@ -147,7 +147,7 @@ def test_weights_that_differ_are_refused(
         written(make_model(tokenizer, d_ff=40).network, path.parent)
 
     monkeypatch.setitem(formats.FORMATS, "cpp", formats.FORMATS["cpp"]._replace(write=write_another))
-    monkeypatch.setattr("pipeline.export.cpp_program.compile_cpp", lambda folder: library)
+    monkeypatch.setattr("pipeline.export.formats.compile_cpp", lambda folder: library)
     with pytest.raises(InputError, match=r"cpp \(float32\): \d+ of 12 answers differ.* nothing was written"):
         write_bundle(make_model(tokenizer), tmp_path, ["cpp"], TEXT, [])
 

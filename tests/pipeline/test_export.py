@@ -17,7 +17,7 @@ from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export import exported_program, formats, onnx_model, torchscript
+from pipeline.export import exported_program, formats, torchscript
 from pipeline.export.bundle import FILES, bundle_files, obstacles, write_bundle
 from pipeline.export.card import readme
 from pipeline.export.parity import Text
@@ -80,7 +80,7 @@ def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path
     search = torchscript.load_torchscript(tmp_path / "model.ts", packed=False)
     loaded = [
         exported_program.load_exported_program(tmp_path / "model.pt2"),
-        onnx_model.load_onnx(tmp_path / "onnx"),
+        exported_program.load_onnx(tmp_path / "onnx"),
     ]
     source = torch.randint(4, VOCABULARY_SIZE, (1, 1100))
     mask = torch.ones_like(source, dtype=torch.bool)

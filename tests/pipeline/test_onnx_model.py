@@ -9,7 +9,7 @@ from data_module.errors import InputError
 from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.export.onnx_model import load_onnx, write_onnx
+from pipeline.export.exported_program import load_onnx, write_onnx
 from tests.conftest import ROOT
 from tests.model.search_truth import trained_network
 
