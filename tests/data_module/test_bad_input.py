@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from data_module.corpus.checks import check_source
 from data_module.corpus.pairs import read_pairs
 from data_module.corpus.preparation import prepare
 from data_module.corpus.store import TokenStoreWriter, open_corpus
@@ -168,14 +169,18 @@ def test_tsv_line_with_other_than_two_columns(
     assert place.works(train=[text])["train"]["pairs_kept"] == 4
 
 
-def test_invalid_utf8(place: Workplace) -> None:
+def test_invalid_utf8(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", 20)  # two lines
     lines = [line.encode() + b"\n" for line in TARGET]
-    place.write("train.de", lines[0] + b"zwei H\xe4user\n" + b"".join(lines[2:]))
-    place.fails("train.de:2: invalid UTF-8; correct the line, or set `corpus.drop_invalid_utf8: true`")
+    place.write("train.de", b"".join(lines[:2]) + b"drei H\xe4user\n" + lines[3])
+    message = place.fails("train.de:3: invalid UTF-8; correct the line, or set `corpus.drop_invalid_utf8: true`")
+    with pytest.raises(InputError) as caught:  # also without preparing
+        check_source(place.settings.train[0], place.settings)
+    assert str(caught.value) == message
     account = place.works(drop_invalid_utf8=True)["train"]
     assert account["pairs_dropped"]["invalid_utf8"]["pairs"] == 1
-    assert account["pairs_dropped"]["invalid_utf8"]["first_lines"][0].endswith("train.en:2")
-    assert place.source_text() == [SOURCE[0], *SOURCE[2:]]
+    assert account["pairs_dropped"]["invalid_utf8"]["first_lines"][0].endswith("train.en:3")
+    assert place.source_text() == [*SOURCE[:2], SOURCE[3]]
 
 
 def test_both_sides_the_same_file(place: Workplace) -> None:

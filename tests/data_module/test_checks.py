@@ -195,20 +195,6 @@ def test_a_run_that_takes_a_tokenizer_over_may_have_little_text(
     assert "pairs are few" not in caplog.text
 
 
-def test_invalid_utf8_is_found_without_preparing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", 20)  # a few lines
-    text = text_of(tmp_path, "train", ["a house"] * 9, ["ein Haus"] * 9)
-    lines = [b"ein Haus\n"] * 6 + ["Häuser\n".encode("latin-1")] + [b"ein Haus\n"] * 2
-    Path(str(text.target)).write_bytes(b"".join(lines))
-    settings = settings_of(tmp_path, [text], text)
-    with pytest.raises(InputError, match=r"train\.target:7: invalid UTF-8; .*iconv -f LATIN1") as caught:
-        check_source(text, settings)
-    with pytest.raises(InputError) as prepared:
-        prepare(settings, progress=False)
-    assert str(prepared.value) == str(caught.value)
-    assert check_source(text, replace(settings, drop_invalid_utf8=True)).num_pairs == 9
-
-
 def test_a_lock_that_another_user_has_left() -> None:
     """One that all may read serves, one that others may not read is named; a new one is for all users."""
     with another_user() as folder:

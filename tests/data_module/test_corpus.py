@@ -132,10 +132,8 @@ def test_settings_of_a_corpus_can_be_compared(settings: CorpusSettings) -> None:
     manifest = prepare(settings, progress=False)
     assert existing_corpus(replace(settings, folder="elsewhere"), compare_texts=False) is None
     assert existing_corpus(settings, compare_texts=False) == manifest
-    changed = replace(settings, max_tokens=100, lowercase=True)
-    differences = "corpus.lowercase was false, now true; corpus.max_tokens was 256, now 100;"
-    with pytest.raises(InputError, match=f"was made from other inputs or settings: {differences} name another"):
-        existing_corpus(changed, compare_texts=False)
+    with pytest.raises(InputError, match=r"or settings: corpus\.lowercase was false, now true; name another"):
+        existing_corpus(replace(settings, lowercase=True), compare_texts=False)
     # Text is read only if asked for.
     source = Path(str(settings.train[0].source))
     source.write_text(source.read_text() + "\n")

@@ -61,6 +61,13 @@ def varied_corpus(folder: Path, num_variants: int) -> CorpusSettings:
     return made
 
 
+@pytest.fixture(scope="module")
+def plain(settings: CorpusSettings, tmp_path_factory: pytest.TempPathFactory) -> ParallelCorpus:
+    """The training pairs without noise and dropout."""
+    [corpus] = made(settings, tmp_path_factory.mktemp("plain") / "corpus", variants=1, bpe_dropout=BpeDropout())
+    return corpus
+
+
 @pytest.fixture
 def pairs(settings: CorpusSettings) -> list[tuple[str, str]]:
     """The training text, with repetitions."""
@@ -96,11 +103,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_variants_are_the_same_text_in_other_ids(
-    settings: CorpusSettings, pairs: list[tuple[str, str]], tmp_path: Path
+    settings: CorpusSettings, plain: ParallelCorpus, pairs: list[tuple[str, str]]
 ) -> None:
     opened = open_variants(Path(settings.folder))
-    plain = ids(*made(settings, tmp_path / "plain", variants=1, bpe_dropout=BpeDropout()))
-    seen = [plain, *map(ids, opened)]
+    seen = [ids(plain), *map(ids, opened)]
     assert len(opened) == 3
     for one in opened:
         assert decoded(one) == pairs
@@ -125,16 +131,14 @@ def test_the_manifest_counts_each_variant(settings: CorpusSettings) -> None:
     assert not [path for path in folder.iterdir() if "text" in path.name]
 
 
-def test_validation_is_plain(settings: CorpusSettings, tmp_path: Path) -> None:
-    made(settings, tmp_path / "plain", variants=1, bpe_dropout=BpeDropout())
-    varied, plain = contents(Path(settings.folder)), contents(tmp_path / "plain")
-    for name in plain:
+def test_validation_is_plain(settings: CorpusSettings, plain: ParallelCorpus) -> None:
+    varied = contents(Path(settings.folder))
+    for name, content in contents(plain.source.prefix.parent).items():
         if name.startswith(("validation", "tokenizer")):
-            assert varied[name] == plain[name]
+            assert varied[name] == content
 
 
-def test_dropout_of_one_side(settings: CorpusSettings, tmp_path: Path) -> None:
-    [plain] = made(settings, tmp_path / "plain", variants=1, bpe_dropout=BpeDropout())
+def test_dropout_of_one_side(settings: CorpusSettings, plain: ParallelCorpus, tmp_path: Path) -> None:
     [source] = made(settings, tmp_path / "source", variants=1, bpe_dropout=BpeDropout(source=0.3))
     assert source.target.tokens.tolist() == plain.target.tokens.tolist()
     assert len(source.source.tokens) > len(plain.source.tokens)
@@ -157,8 +161,7 @@ def test_noise_changes_the_chosen_pairs(settings: CorpusSettings, pairs: list[tu
     assert decoded(first) != decoded(second)
 
 
-def test_long_pairs_keep_their_plain_ids(settings: CorpusSettings, tmp_path: Path) -> None:
-    [plain] = made(settings, tmp_path / "plain", variants=1, bpe_dropout=BpeDropout())
+def test_long_pairs_keep_their_plain_ids(settings: CorpusSettings, plain: ParallelCorpus, tmp_path: Path) -> None:
     before = ids(plain)
     noise = NoiseSettings(number=0.3)
     unlimited = made(settings, tmp_path / "unlimited", noise=noise)
