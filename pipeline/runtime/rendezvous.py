@@ -70,6 +70,8 @@ class Rendezvous:
             store = dist.PrefixStore(f"attempt_{attempt}", store)
         try:
             store.set(_connected(self.rank), node_name())
+            # Rank 0 alone decides, and tells the others: if each rank decided by its own clock, some would train while
+            # others have given up.
             problem = self._wait_for_all(store) if self.rank == 0 else self._wait_for_outcome(store)
         except (RuntimeError, dist.DistError):
             problem = f"rank 0 at {self._where} has ended; see its messages, or check its node"
@@ -79,6 +81,7 @@ class Rendezvous:
 
     def _serve(self) -> dist.TCPStore:
         """Host the store. A port that is in use is found before PyTorch, which would fill the log."""
+        # `wait_for_workers` would name no rank that is missing; `_wait_for_all` does.
         timeout = timedelta(seconds=self.timeout_seconds)
         try:
             with socket.socket() as probe:

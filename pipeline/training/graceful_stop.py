@@ -47,6 +47,8 @@ class StopConsensus:
 
     def __init__(self, timeout_seconds: int) -> None:
         self._group: Any = None
+        # Of its own, and on CPUs: a reduction in the gradients' group would wait behind them, and NCCL's would make the
+        # host wait for the GPU.
         if dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
@@ -59,8 +61,11 @@ class StopConsensus:
         wanted = time_is_up or signals.first_signal() is not None
         if self._group is None:
             return wanted
+        # Every rank reads the result of the same reduction, so all of them stop at this call or none does. If a rank went
+        # by its own flag, it would leave while the others begin a step, and they would wait for its gradients.
         answer = self._read()
         if not answer:
+            # After a stop there is no other one: it would wait for ranks that have left.
             flag = torch.tensor([wanted], dtype=torch.uint8)
             work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             assert work is not None
@@ -69,6 +74,7 @@ class StopConsensus:
 
     def should_stop_now(self) -> bool:
         """Return whether any rank wants to stop now; ranks wait for one another."""
+        # The second call reads the reduction that the first one has started, which has every rank's flag of now.
         return self.should_stop() or self.should_stop()
 
     def failure(self) -> RuntimeError | None:
@@ -234,6 +240,7 @@ class GracefulStop(Callback):
         if trainer.global_step >= trainer.max_steps:
             return  # The run is about to end. Stopped here, it would count as finished without its last validation.
         self._validation_pending = validation_pending
+        # The step may be saved already, but without the note that its validation has to run again.
         if validation_pending or self._checkpoints.saved_step < trainer.global_step:
             self._checkpoints.save(trainer, stopping=True)
         self._checkpoints.wait(trainer)
@@ -257,6 +264,7 @@ class GracefulStop(Callback):
             error = self._consensus.failure()
             if error is None:
                 continue
+            # The main thread usually fails as well, and then reports and ends by itself.
             if self._has_ended.wait(MARGIN_SECONDS):
                 return
             message = self._failure_report.describe(error)
