@@ -1,6 +1,6 @@
-"""Builds what `fit` trains with: the module, the data, the callbacks and Lightning's Trainer; then trains.
+"""Builds what `fit` trains with: the module, the data, the callbacks and Lightning's Trainer.
 
-`train` takes a recipe to a trained model; each `build_*` function can be read alone.
+Each `build_*` function can be read alone; `fit.py` calls them.
 """
 
 import json
@@ -30,14 +30,11 @@ from pipeline.monitoring.run_log import RunLog
 from pipeline.monitoring.run_metadata import RunMetadata, first_submission, record_start
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.monitoring.validation_samples import ValidationSamples
-from pipeline.runtime import signals
-from pipeline.runtime.backend import choose_backend
-from pipeline.runtime.compiled_code import start_compiler
 from pipeline.runtime.console import say
 from pipeline.training.graceful_stop import GracefulStop
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.start import Start, choose_bleu_tokenizer
-from pipeline.training.trainer import make_trainer, trainer_options
+from pipeline.training.trainer import make_trainer
 
 
 class RunFolderSetup(Callback):
@@ -64,11 +61,27 @@ class RunFolderSetup(Callback):
 
 
 class ResumableEarlyStopping(EarlyStopping):
-    """Lightning's EarlyStopping, with the recipe's patience also when the resumed run had another."""
+    """Lightning's EarlyStopping, with the recipe's patience also when the resumed run had another.
+
+    It leaves a note in the run folder if it has ended the run, so that the next start does not resume it.
+    """
+
+    def __init__(self, start: Start, patience: int) -> None:
+        super().__init__("validation/bleu", mode="max", patience=patience)
+        self._folder = start.folder
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the callback's state, except for the patience."""
         super().load_state_dict({**state_dict, "patience": self.patience})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the note on rank 0."""
+        if self._folder is None or self.wait_count < self.patience:
+            return
+        note = {"step": trainer.global_step, "patience": self.patience}
+        with atomic_file(self._folder.path / STOPPED_EARLY) as file:
+            file.write(json.dumps(note).encode())
+        say(f"stopped early at step {trainer.global_step} after {self.patience} validations without a better BLEU")
 
 
 def special_ids(tokenizer: Tokenizer) -> SpecialIds:
@@ -104,9 +117,21 @@ def build_data(recipe: Recipe, tokenizer: Tokenizer, in_blocks: bool) -> Transla
         tokenizer: the corpus's.
         in_blocks: the backend's layout of rows.
     """
-    return TranslationDataModule(
+    data = TranslationDataModule(
         recipe.corpus_folder(), recipe.batches, special_ids(tokenizer), recipe.run.seed, in_blocks, recipe.corpus
     )
+    _check_positions(recipe, data)
+    return data
+
+
+def _check_positions(recipe: Recipe, data: TranslationDataModule) -> None:
+    """Raise InputError where sentences are longer than the network's table of learned positions."""
+    longest = max(data.longest, 1 + data.validation_corpus.longest)
+    if recipe.network.learned_positions and longest > recipe.network.max_positions:
+        raise InputError(
+            f"network.max_positions {recipe.network.max_positions} is less than the longest sentence trained or "
+            f"validated on, {longest} tokens; raise it, or lower corpus.max_tokens"
+        )
 
 
 def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend) -> list[Callback]:
@@ -147,7 +172,7 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
         RunMetadata(recipe, start.manifest, monitor),
     ]
     if recipe.run.patience is not None:
-        callbacks.append(ResumableEarlyStopping("validation/bleu", mode="max", patience=recipe.run.patience))
+        callbacks.append(ResumableEarlyStopping(start, recipe.run.patience))
     if recipe.training.ema_decay is not None:
         callbacks.append(EMA(decay=recipe.training.ema_decay))
     checkpoints = CheckpointCallback(recipe.run_folder(), recipe, tokenizer, monitor.clock)
@@ -155,64 +180,18 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
     return [*callbacks, checkpoints, GracefulStop(checkpoints, recipe.run.timeout_seconds, limit)]
 
 
-def build_trainer(start: Start, options: dict[str, Any], callbacks: list[Callback], log: RunLog) -> Trainer:
+def build_trainer(start: Start, options: dict[str, Any], callbacks: list[Callback]) -> Trainer:
     """Return Lightning's Trainer; `options` are those of `trainer_options`.
 
     Raises InputError as `make_trainer` does.
     """
+    resume = start.resume
+    log = RunLog(
+        start.recipe.run_folder(),
+        resume.step if resume else 0,
+        writes=start.folder is not None,
+        validation_pending=resume is not None and resume.validation_pending,
+    )
     trainer = make_trainer(options, start.job, (AtomicCheckpointIO(),), logger=log, callbacks=callbacks)
     disable_signal_handling(trainer)
     return trainer
-
-
-def train(start: Start) -> None:
-    """Train until `trainer.max_steps`, early stopping, or a request to stop.
-
-    Nothing in the run folder changes before everything that can be wrong has been checked, memory included.
-    """
-    recipe = start.recipe
-    options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
-    backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
-    for line in (*backend.notes, backend.line()):
-        say(line)
-    module = build_module(recipe, start.tokenizer, backend)
-    if backend.compiled and torch.cuda.is_available():
-        start_compiler()
-    if start.initial is not None:
-        module.network.load_state_dict(start.initial.weights)
-    data = build_data(recipe, start.tokenizer, backend.in_blocks)
-    _check_positions(recipe, data)
-    if text_sources := data.validation_sources():
-        module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
-    callbacks = build_callbacks(start, data, backend)
-    log = RunLog(
-        recipe.run_folder(),
-        start.resume.step if start.resume else 0,
-        writes=start.folder is not None,
-        validation_pending=start.resume is not None and start.resume.validation_pending,
-    )
-    trainer = build_trainer(start, options, callbacks, log)
-    with signals.keyboard_interrupt_recorded():
-        trainer.fit(module, datamodule=data, ckpt_path=start.resume.path if start.resume else None)
-    _record_early_stop(start, trainer)
-
-
-def _check_positions(recipe: Recipe, data: TranslationDataModule) -> None:
-    """Raise InputError where sentences are longer than the network's table of learned positions."""
-    longest = max(data.longest, 1 + data.validation_corpus.longest)
-    if recipe.network.learned_positions and longest > recipe.network.max_positions:
-        raise InputError(
-            f"network.max_positions {recipe.network.max_positions} is less than the longest sentence trained or "
-            f"validated on, {longest} tokens; raise it, or lower corpus.max_tokens"
-        )
-
-
-def _record_early_stop(start: Start, trainer: Trainer) -> None:
-    """On rank 0, note in the run folder that patience has ended the run, so that the next start does not resume it."""
-    stopping = next((one for one in trainer.callbacks if isinstance(one, ResumableEarlyStopping)), None)  # type: ignore[attr-defined]
-    if start.folder is None or stopping is None or stopping.wait_count < stopping.patience:
-        return
-    stop = {"step": trainer.global_step, "patience": stopping.patience}
-    with atomic_file(start.folder.path / STOPPED_EARLY) as file:
-        file.write(json.dumps(stop).encode())
-    say(f"stopped early at step {trainer.global_step} after {stopping.patience} validations without a better BLEU")

@@ -1,6 +1,9 @@
-"""`fit`: prepare the corpus if necessary, then start a run, resume it, or report that it has finished."""
+"""`fit` from top to bottom: recipe, checks, corpus, backend, module, data, callbacks, Trainer, training.
 
-import json
+torch and Lightning take seconds to import. Functions import them where they are needed, so that mistakes in a command,
+a recipe or a folder are refused before that.
+"""
+
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +12,7 @@ from data_module.errors import SCRIPTS
 from pipeline.runtime import signals
 from pipeline.runtime.console import quiet_lightning, say
 from pipeline.runtime.launch import current_step, process_rank
-from pipeline.training.start import Start, open_start, should_reset
+from pipeline.training.start import Start, begin_from, finished_reason, open_start, should_reset
 
 if TYPE_CHECKING:
     from data_module.settings import CorpusSettings
@@ -36,78 +39,24 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
 
 def fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
     """Do what `fit` does with a recipe whose keys have been checked."""
-    with recipe.naming_places():
-        return _fit_recipe(recipe, reset, init_from)
-
-
-def _fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
-    from data_module.corpus.manifest import is_corpus
-    from pipeline.checkpointing.run_folder import inherit_network, latest_valid
     from pipeline.config.settings import validate_trainer_keys
     from pipeline.training.checks import CheckContext, refuse_mistakes
-    from pipeline.training.start import load_initial_weights
 
     quiet_lightning()
-    job = current_step()
-    validate_trainer_keys(recipe.trainer)
-    if process_rank() == 0:
-        refuse_mistakes(CheckContext(recipe, job, reset, init_from))
-    reset = should_reset(reset, recipe.run_folder(), job)
-    initial = tokenizer = None
-    checkpoint = None if reset else latest_valid(recipe.run_folder())[0]
-    if checkpoint is not None:
-        recipe = inherit_network(recipe.run_folder(), recipe)
-        if not is_corpus(recipe.corpus_folder()):
-            # A corpus that is prepared anew for the run needs the run's vocabulary.
-            from data_module.tokenization.tokenizer import Tokenizer
-            from pipeline.checkpointing.checkpoint import read_checkpoint, tokenizer_of  # imports torch
-
-            tokenizer = Tokenizer(tokenizer_of(read_checkpoint(checkpoint)))
-        if init_from is not None:
-            say(f"{recipe.run_folder()}: resuming this run; --init-from is ignored")
-    elif init_from is not None:
-        initial = load_initial_weights(init_from, recipe)
-        tokenizer, recipe = initial.tokenizer, recipe.inherit_network(initial.network)
-    manifest = ensure_corpus(recipe.corpus, tokenizer)
-    with open_start(recipe, job, reset, initial, manifest) as start:
-        return resume_or_start(start)
-
-
-def resume_or_start(start: Start) -> int:
-    """Train from where the run stands, unless it has finished; return the exit code."""
-    from pipeline.training.build import train
-
-    path, report = start.recipe.run_folder(), start.folder is not None
-    if start.resume is not None:
-        if reason := finished_reason(start.recipe, path, start.resume.step):
-            if report:
-                print(f"{path}: {reason}, or use --fresh", file=sys.stderr)
-            return 0
-        if report:
-            print(f"resuming from {start.resume.path}", file=sys.stderr)
-    elif start.initial is not None and report:
-        print(f"starting from the weights and the tokenizer of {start.initial.path}", file=sys.stderr)
-    train(start)
-    if report:
-        print(f"the run is in {path}; view it with: {SCRIPTS}tensorboard --logdir {path}", file=sys.stderr)
+    with recipe.naming_places():
+        job = current_step()
+        validate_trainer_keys(recipe.trainer)
+        if process_rank() == 0:
+            refuse_mistakes(CheckContext(recipe, job, reset, init_from))
+        reset = should_reset(reset, recipe.run_folder(), job)
+        recipe, tokenizer, initial = begin_from(recipe, reset, init_from)
+        manifest = ensure_corpus(recipe.corpus, tokenizer)
+        with open_start(recipe, job, reset, initial, manifest) as start:
+            if not has_finished(start):
+                train(start)
+                run = recipe.run_folder()
+                report(start, f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
     return 0
-
-
-def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:
-    """Return why a run at this step has nothing left to train, and what would change that; None if it has."""
-    from model.settings import DECAY_TO_LAST_STEP
-    from pipeline.checkpointing.run_folder import STOPPED_EARLY
-
-    if step >= recipe.trainer["max_steps"]:
-        if recipe.training.schedule in DECAY_TO_LAST_STEP:
-            return f"finished at step {step}, where training.schedule {recipe.training.schedule} ends"
-        return f"finished at step {step}; raise trainer.max_steps to continue"
-    if (path / STOPPED_EARLY).exists():
-        stop = json.loads((path / STOPPED_EARLY).read_text(encoding="utf-8"))
-        if stop["step"] == step and recipe.run.patience is not None and recipe.run.patience <= stop["patience"]:
-            without = f"{stop['patience']} validations without a better BLEU"
-            return f"stopped early at step {step} after {without}; raise run.patience to continue"
-    return None
 
 
 def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = None) -> dict[str, Any]:
@@ -138,3 +87,52 @@ def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = No
     if process_rank() == 0:
         print(summary(manifest), file=sys.stderr)
     return manifest
+
+
+def has_finished(start: Start) -> bool:
+    """Return whether nothing is left to train; say so, or from where training starts."""
+    if start.resume is not None:
+        if reason := finished_reason(start.recipe, start.recipe.run_folder(), start.resume.step):
+            report(start, f"{start.recipe.run_folder()}: {reason}, or use --fresh")
+            return True
+        report(start, f"resuming from {start.resume.path}")
+    elif start.initial is not None:
+        report(start, f"starting from the weights and the tokenizer of {start.initial.path}")
+    return False
+
+
+def report(start: Start, message: str) -> None:
+    """Print a line on standard error, on the rank that writes to the run folder."""
+    if start.folder is not None:
+        print(message, file=sys.stderr)
+
+
+def train(start: Start) -> None:
+    """Train until `trainer.max_steps`, early stopping, or a request to stop.
+
+    Nothing in the run folder changes before everything that can be wrong has been checked, memory included.
+    """
+    import torch
+
+    from pipeline.runtime.backend import choose_backend
+    from pipeline.runtime.compiled_code import start_compiler
+    from pipeline.training.build import build_callbacks, build_data, build_module, build_trainer
+    from pipeline.training.trainer import trainer_options
+
+    recipe = start.recipe
+    options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
+    backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
+    for line in (*backend.notes, backend.line()):
+        say(line)
+    module = build_module(recipe, start.tokenizer, backend)
+    if start.initial is not None:
+        module.network.load_state_dict(start.initial.weights)
+    if backend.compiled and torch.cuda.is_available():
+        start_compiler()
+    data = build_data(recipe, start.tokenizer, backend.in_blocks)
+    if text_sources := data.validation_sources():
+        module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
+    callbacks = build_callbacks(start, data, backend)
+    trainer = build_trainer(start, options, callbacks)
+    with signals.keyboard_interrupt_recorded():
+        trainer.fit(module, datamodule=data, ckpt_path=start.resume.path if start.resume else None)

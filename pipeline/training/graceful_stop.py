@@ -61,8 +61,8 @@ class StopConsensus:
         wanted = time_is_up or signals.first_signal() is not None
         if self._group is None:
             return wanted
-        # Every rank reads the result of the same reduction, so all of them stop at this call or none does. If a rank went
-        # by its own flag, it would leave while the others begin a step, and they would wait for its gradients.
+        # Every rank reads the result of the same reduction, so all of them stop at this call or none does. If a rank
+        # went by its own flag, it would leave while the others begin a step, and they would wait for its gradients.
         answer = self._read()
         if not answer:
             # After a stop there is no other one: it would wait for ranks that have left.

@@ -4,6 +4,7 @@ Everything that training needs to know is read once, into `Start`, and handed on
 """
 
 import hashlib
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
+from pipeline.runtime.console import say
 from pipeline.runtime.launch import JobStep, process_rank
 
 if TYPE_CHECKING:
@@ -81,6 +83,36 @@ def should_reset(requested: bool, path: Path, job: JobStep | None) -> bool:
     from pipeline.checkpointing.run_folder import reset_marker
 
     return requested and not (job is not None and reset_marker(path, job).exists())
+
+
+def begin_from(
+    recipe: "Recipe", reset: bool, init_from: Path | None
+) -> tuple["Recipe", "Tokenizer | None", InitialWeights | None]:
+    """Find out what the recipe's run continues: its own checkpoint, or the weights of another run or model.
+
+    Returns:
+        The recipe, with settings of the network that came with those weights; the tokenizer that the corpus has to have
+        if it is prepared now, None to learn one; and the weights for a new run.
+    """
+    from data_module.corpus.manifest import is_corpus
+    from pipeline.checkpointing.run_folder import inherit_network, latest_valid
+
+    checkpoint = None if reset else latest_valid(recipe.run_folder())[0]
+    if checkpoint is None:
+        if init_from is None:
+            return recipe, None, None
+        initial = load_initial_weights(init_from, recipe)
+        return recipe.inherit_network(initial.network), initial.tokenizer, initial
+    if init_from is not None:
+        say(f"{recipe.run_folder()}: resuming this run; --init-from is ignored")
+    recipe = inherit_network(recipe.run_folder(), recipe)
+    if is_corpus(recipe.corpus_folder()):
+        return recipe, None, None
+    # A corpus that is prepared anew for the run needs the run's vocabulary.
+    from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.checkpointing.checkpoint import read_checkpoint, tokenizer_of  # imports torch
+
+    return recipe, Tokenizer(tokenizer_of(read_checkpoint(checkpoint))), None
 
 
 @contextmanager
@@ -160,6 +192,23 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
         for change in allowed:
             print(f"changed since the last start: {change}", file=sys.stderr)
     return ResumePoint(checkpoint, step_of(checkpoint), validation_is_pending(contents), bleu_tokenizer_of(contents))
+
+
+def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:
+    """Return why a run at this step has nothing left to train, and what would change that; None if it has."""
+    from model.settings import DECAY_TO_LAST_STEP
+    from pipeline.checkpointing.run_folder import STOPPED_EARLY
+
+    if step >= recipe.trainer["max_steps"]:
+        if recipe.training.schedule in DECAY_TO_LAST_STEP:
+            return f"finished at step {step}, where training.schedule {recipe.training.schedule} ends"
+        return f"finished at step {step}; raise trainer.max_steps to continue"
+    if (path / STOPPED_EARLY).exists():
+        stop = json.loads((path / STOPPED_EARLY).read_text(encoding="utf-8"))
+        if stop["step"] == step and recipe.run.patience is not None and recipe.run.patience <= stop["patience"]:
+            without = f"{stop['patience']} validations without a better BLEU"
+            return f"stopped early at step {step} after {without}; raise run.patience to continue"
+    return None
 
 
 def load_initial_weights(path: Path, recipe: "Recipe") -> InitialWeights:

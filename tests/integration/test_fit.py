@@ -11,7 +11,7 @@ import torch
 
 from pipeline.checkpointing.run_folder import STOPPED_EARLY
 from pipeline.config.recipe import load_recipe
-from pipeline.training.fit import finished_reason
+from pipeline.training.start import finished_reason
 from tests.conftest import pipeline
 from tests.integration.runs import accumulator, scalars, start
 
