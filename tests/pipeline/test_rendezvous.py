@@ -117,8 +117,9 @@ def test_fit_says_who_is_missing_in_one_line(recipe_file: Path, tmp_path: Path, 
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     options = ["--run.folder", tmp_path / "run", "--run.timeout_seconds", 1]
     done = pipeline("fit", recipe_file, *options, environment=environment)
-    [up_to_date, line] = done.stderr.decode().splitlines()
+    [up_to_date, backend, line] = done.stderr.decode().splitlines()
     assert up_to_date.endswith("is up to date")
+    assert backend.startswith("backend: ")
     assert line == (
         f"error: rank 0 on node1: ranks 1 (all of node2) did not connect to rank 0 at {HOST}:{port} within 1 s; see"
         " their messages, or check their nodes and firewalls between nodes"
