@@ -1,13 +1,13 @@
 """Attention over a packed micro-batch: rows of sentences, in which each token attends to its own sentence only.
 
-Shapes: R rows of queries and M rows of keys, H heads, K d_k, V d_v. A row is a token.
+Shapes: R query tokens and M key tokens, H heads, K d_k, V d_v.
 
 There are two layouts. Sentences end to end, as the offsets of `Segments` describe them, go to the attention that the
 backend names, which needs a GPU: by default PyTorch's variable-length flash attention. In blocks, as `Segments.biases`
-describe them, no sentence crosses the border of a block, and a block of the target holds the
-sentences of the same block of the source. Attention is then a product of whole blocks in which a bias hides other
-sentences. On a CPU this is faster than products of single sentences, although most of a block is hidden: products,
-softmax and copies run on full vectors.
+describe them, no sentence crosses the border of a block, and a block of the target holds the sentences of the same
+block of the source. Attention is then a product of whole blocks in which a bias hides other sentences. On a CPU this is
+faster than products of single sentences, although most of a block is hidden: products, softmax and copies run on full
+vectors.
 """
 
 import math
@@ -21,7 +21,8 @@ from data_module.batching.batch import PackedBatch
 from model.fast.dropout import LEVELS, dropout_factors
 
 KEPT_WIDTH = 256
-"""Weights of wider blocks are not kept for the backward pass, which computes them again."""
+"""Weights of wider blocks are not kept for the backward pass, which computes them again. A block's weights
+grow with the square of its width, so a few long sentences would decide how much memory a step needs."""
 _CHUNK_SCORES = 1 << 18
 """Scores per thread that are computed at a time, so that they stay in the processor's cache."""
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -30,25 +31,25 @@ _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64
 
 
 class Segments(NamedTuple):
-    """Which rows attend to which, in one attention of the network."""
+    """Which tokens attend to which, in one attention of the network."""
 
     query_offsets: Tensor
-    """int32 [segments + 1]: segment i has the rows from entry i to entry i + 1. Not used in blocks."""
+    """int32 [segments + 1]: segment i has the tokens from entry i to entry i + 1. Not used in blocks."""
     key_offsets: Tensor
     """The same for keys."""
     longest: int
-    """Maximum number of rows of a segment."""
+    """Maximum number of tokens of a segment."""
     is_causal: bool
     query_ids: Tensor | None
-    """int32 [R], the segment of each row, or a number out of range at padding; None where the attention reads none."""
+    """int32 [R], the segment of each token, or a number out of range at padding; None if they are not read."""
     key_ids: Tensor | None
     """The same for keys."""
     attention: "AttentionFunction"
     biases: list[Tensor]
     """Of each width W of blocks, [blocks * W, W]: 0 where attention is allowed and -inf elsewhere. The blocks follow
-    one another in the rows. Empty if sentences lie end to end.
+    one another in the row. Empty if sentences lie end to end.
 
-    Blocks and rows share a dimension, since the compiler would make other graphs for a single block."""
+    Blocks and their tokens share a dimension, since the compiler would make other graphs for a single block."""
 
 
 AttentionFunction = Callable[[list[Tensor], Segments, Tensor | None, int, int], Tensor]
@@ -96,19 +97,19 @@ def packed_segments(
     return encoder, decoder, cross
 
 
-def _segment_ids(offsets: Tensor, num_rows: int) -> Tensor:
-    """Return the segment of each row, int32 [R]: the number of segments that end at or before it."""
-    rows = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
-    return torch.searchsorted(offsets[1:], rows, out_int32=True, right=True)
+def _segment_ids(offsets: Tensor, num_tokens: int) -> Tensor:
+    """Return the segment of each token, int32 [R]: the number of segments that end at or before it."""
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=offsets.device)
+    return torch.searchsorted(offsets[1:], tokens, out_int32=True, right=True)
 
 
 def _biases(batch: PackedBatch, query: Tensor, key: Tensor, is_causal: bool, dtype: torch.dtype) -> list[Tensor]:
-    biases, row = [], 0
+    biases, first = [], 0
     for count, width in batch.blocks:
-        rows = slice(row, row + count * width)
-        queries, keys = (side[rows].view(count, width) for side in (query, key))
+        tokens = slice(first, first + count * width)
+        queries, keys = (side[tokens].view(count, width) for side in (query, key))
         biases.append(block_bias(queries, keys, is_causal, dtype))
-        row = rows.stop
+        first = tokens.stop
     return biases
 
 
@@ -116,14 +117,15 @@ def block_bias(query_segments: Tensor, key_segments: Tensor, is_causal: bool, dt
     """Return the bias of blocks of one width.
 
     Args:
-        query_segments: int [blocks, W], the sentence of each row, or -1 at a dead row.
+        query_segments: int [blocks, W], the sentence of each token, or -1 at padding.
         key_segments: the same for keys.
         is_causal: query t attends to keys 0 to t only.
         dtype: type of the scores.
 
     Returns:
-        [blocks * W, W], not a view, since the compiler would look at the sizes of what it is a view of. Dead queries
-        may attend to all keys, so that softmax is finite. Nothing depends on them.
+        [blocks * W, W], not a view, since the compiler would look at the sizes of what it is a view of. Queries that
+        are padding may attend to all keys: without any, their softmax would be NaN, which times 0 is NaN in the
+        gradients of other tokens.
     """
     allowed = query_segments[:, :, None] == key_segments[:, None, :]
     if is_causal:
@@ -138,7 +140,7 @@ def self_attention(projected: Tensor, segments: Segments, num_heads: int, d_k: i
 
     Args:
         projected: [R, H * (2 K + V)].
-        segments: which rows attend to which.
+        segments: which tokens attend to which.
         num_heads: H.
         d_k: K.
         dropout: probability of dropping a weight. PyTorch's flash attention for sentences end to end has no dropout.
@@ -184,7 +186,7 @@ def flash_attention(
     Args:
         inputs: queries, keys and values [R, H * (2 K + V)]; or queries [R, H * K] and keys and values
             [M, H * (K + V)].
-        segments: which rows attend to which.
+        segments: which tokens attend to which.
         dropout: see `dropout_state`; None for no dropout.
         num_heads: H.
         d_k: K.
@@ -253,33 +255,35 @@ def block_attention(
         d_k: K.
 
     Returns:
-        The result [R, H * V], which is zero in rows that are in no block; and the weights, before dropout, of all
+        The result [R, H * V], which is zero for tokens that are in no block; and the weights, before dropout, of all
         blocks of at most `KEPT_WIDTH`, flat.
     """
     queries, keys, values = _heads(query, key_value, num_heads, d_k)
     num_weights, biases = _num_weights(biases, num_heads), _by_block(biases)
     result = query.new_empty(query.size(0), num_heads, values.size(2))
     weights = query.new_empty(num_weights)
-    first_weight = row = 0
+    first_weight = first = 0
     with torch.autocast(query.device.type, enabled=False):
         for bias in biases:
+            # A few blocks at a time, so that their scores are still in the cache for softmax and the second product.
             for start, end in _chunks(bias, num_heads):
-                rows = slice(row + start * bias.size(1), row + end * bias.size(1))
+                tokens = slice(first + start * bias.size(1), first + end * bias.size(1))
                 width, blocks = bias.size(1), end - start
-                q, k, v = (_by_head(x[rows], width) for x in (queries, keys, values))
+                q, k, v = (_by_head(x[tokens], width) for x in (queries, keys, values))
                 kept = None
                 if width <= KEPT_WIDTH:
                     count = blocks * num_heads * width * width
+                    # Written in place by the product and softmax below, which saves a copy.
                     kept = weights[first_weight : first_weight + count].view(-1, width, width)
                     first_weight += count
                 p = _weights(q, k, bias[start:end], kept)
                 if dropout is not None:
-                    p = p * _kept_weights(p, blocks, dropout, row + start * width)
+                    p = p * _kept_weights(p, blocks, dropout, first + start * width)
                 chunk = torch.bmm(p, v)
-                target = result[rows].view(blocks, width, num_heads, -1)
+                target = result[tokens].view(blocks, width, num_heads, -1)
                 target.copy_(chunk.view(blocks, num_heads, width, -1).transpose(1, 2))
-            row += bias.size(0) * bias.size(1)
-    result[row:] = 0.0
+            first += bias.size(0) * bias.size(1)
+    result[first:] = 0.0
     return result.flatten(1), weights
 
 
@@ -310,13 +314,13 @@ def block_attention_backward(
     grad_queries, grad_keys, grad_values = _heads(results[0], None if key_value is None else results[1], num_heads, d_k)
     gradient = gradient.unflatten(1, (num_heads, -1))
     scale = 1.0 / math.sqrt(d_k)
-    first_weight = row = 0
+    first_weight = first = 0
     with torch.autocast(query.device.type, enabled=False):
         for bias in biases:
             for start, end in _chunks(bias, num_heads):
-                rows = slice(row + start * bias.size(1), row + end * bias.size(1))
+                tokens = slice(first + start * bias.size(1), first + end * bias.size(1))
                 width, blocks = bias.size(1), end - start
-                q, k, v, g = (_by_head(x[rows], width) for x in (queries, keys, values, gradient))
+                q, k, v, g = (_by_head(x[tokens], width) for x in (queries, keys, values, gradient))
                 if width <= KEPT_WIDTH:
                     count = blocks * num_heads * width * width
                     p = weights[first_weight : first_weight + count].view(-1, width, width)
@@ -325,16 +329,16 @@ def block_attention_backward(
                     p = _weights(q, k, bias[start:end], None)
                 dropped, grad_weights = p, torch.bmm(g, v.transpose(1, 2))
                 if dropout is not None:
-                    kept = _kept_weights(p, blocks, dropout, row + start * width)
+                    kept = _kept_weights(p, blocks, dropout, first + start * width)
                     dropped, grad_weights = p * kept, grad_weights.mul_(kept)
-                _put(grad_values[rows], torch.bmm(dropped.transpose(1, 2), g), width, 1.0)
-                # d softmax: p * (dp - sum(p * dp)).
+                _put(grad_values[tokens], torch.bmm(dropped.transpose(1, 2), g), width, 1.0)
+                # d softmax: p * (dp - sum(p * dp)), by the weights before dropout.
                 ds = _softmax_gradient(grad_weights, p)
-                _put(grad_queries[rows], torch.bmm(ds, k), width, scale)
-                _put(grad_keys[rows], torch.bmm(ds.transpose(1, 2), q), width, scale)
-            row += bias.size(0) * bias.size(1)
+                _put(grad_queries[tokens], torch.bmm(ds, k), width, scale)
+                _put(grad_keys[tokens], torch.bmm(ds.transpose(1, 2), q), width, scale)
+            first += bias.size(0) * bias.size(1)
     for x in results:
-        x[row:] = 0.0
+        x[first:] = 0.0
     return results
 
 
@@ -387,13 +391,13 @@ def _chunks(bias: Tensor, num_heads: int) -> list[tuple[int, int]]:
 
 
 def _by_head(x: Tensor, width: int) -> Tensor:
-    """Copy rows [blocks * W, H, K] to [blocks * H, W, K]."""
+    """Copy tokens [blocks * W, H, K] to [blocks * H, W, K]."""
     return x.unflatten(0, (-1, width)).transpose(1, 2).contiguous().flatten(0, 1)
 
 
-def _put(rows: Tensor, x: Tensor, width: int, factor: float) -> None:
-    """Write x [blocks * H, W, K], times a factor, to rows [blocks * W, H, K]."""
-    x, place = x.unflatten(0, (-1, rows.size(1))).transpose(1, 2), rows.unflatten(0, (-1, width))
+def _put(tokens: Tensor, x: Tensor, width: int, factor: float) -> None:
+    """Write x [blocks * H, W, K], times a factor, to tokens [blocks * W, H, K]."""
+    x, place = x.unflatten(0, (-1, tokens.size(1))).transpose(1, 2), tokens.unflatten(0, (-1, width))
     torch.mul(x, factor, out=place) if factor != 1.0 else place.copy_(x)
 
 
@@ -408,16 +412,16 @@ def _weights(query: Tensor, key: Tensor, bias: Tensor, out: Tensor | None) -> Te
     return torch.softmax(scores, -1, out=scores)
 
 
-def _kept_weights(weights: Tensor, num_blocks: int, dropout: Tensor, first_row: int) -> Tensor:
+def _kept_weights(weights: Tensor, num_blocks: int, dropout: Tensor, first_token: int) -> Tensor:
     """Return factors [blocks * H, W, W] on weights: 0 where they are dropped, and 1 / (1 - probability) elsewhere.
 
-    They are a function of the draws, of a block's first row and of the place within the block, whatever blocks are
+    They are a function of the draws, of a block's first token and of the place within the block, whatever blocks are
     computed together. The probability is rounded to a multiple of 1 / 32,768, as in `model.fast.dropout`.
     """
     # SplitMix64 of a counter. An int64 has four numbers of 16 bits.
     size, width = weights.numel() // num_blocks, weights.size(-1)
-    rows = torch.arange(num_blocks, device=weights.device).mul_(width).add_(first_row).mul_(1 << 32)
-    numbers = rows.add_(dropout[1]).unsqueeze(1) + torch.arange((size + 3) // 4, device=weights.device)
+    counters = torch.arange(num_blocks, device=weights.device).mul_(width).add_(first_token).mul_(1 << 32)
+    numbers = counters.add_(dropout[1]).unsqueeze(1) + torch.arange((size + 3) // 4, device=weights.device)
     numbers.mul_(_GOLDEN_GAMMA).add_(dropout[2])
     for shift, factor in _MIX:
         # Shifts copy the sign.

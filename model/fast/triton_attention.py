@@ -26,7 +26,7 @@ _LN_2 = tl.constexpr(math.log(2.0))
 
 @triton.jit
 def _bounds(ids, offsets, num_segments):
-    """Return for each row the range of rows of the other side that its segment has; it is empty for dead rows."""
+    """Return for each row the range of rows of the other side that its segment has; it is empty for padding."""
     is_alive = (ids >= 0) & (ids < num_segments)
     start = tl.load(offsets + ids, mask=is_alive, other=1 << 30)
     end = tl.load(offsets + ids + 1, mask=is_alive, other=0)
@@ -37,7 +37,7 @@ def _bounds(ids, offsets, num_segments):
 def _load(tensor, stride, column, rows, is_read, SIZE: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
     """Load SIZE columns of rows, and zeros up to BLOCK columns and where `is_read` is false.
 
-    Dead rows are not read: their weights are zero, but zero times a number that is not finite is NaN.
+    Padding is not read: its weights are zero, but zero times a number that is not finite is NaN.
     """
     columns = tl.arange(0, BLOCK)
     mask = is_read[:, None] & (columns < SIZE)[None, :]
@@ -223,14 +223,14 @@ def segment_attention(
         inputs: queries, keys and values [R, H * (2 K + V)]; or queries [R, H * K] and keys and values
             [M, H * (K + V)]. Float32, float16 or bfloat16.
         segments: int32 tensors. The segment of each query [R] and of each key [M], from 0, or a number out of range at
-            dead rows; the offsets of queries and of keys [S + 1]: segment i has the rows from entry i to entry i + 1.
+            padding; the offsets of queries and of keys [S + 1]: segment i has the rows from entry i to entry i + 1.
         dropout: see `model.packed_attention.dropout_state`; None for no dropout.
         num_heads: H.
         d_k: K.
         is_causal: row t attends to rows 0 to t of its segment only. Queries and keys have the same segments then.
 
     Returns:
-        The result [R, H * V], which is zero in dead rows and where a segment has no keys; and for the backward pass the
+        The result [R, H * V], which is zero at padding and where a segment has no keys; and for the backward pass the
         binary logarithms of the sums of exponentials [H, R].
     """
     inputs = [x.contiguous() for x in inputs]
