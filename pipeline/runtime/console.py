@@ -11,8 +11,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from tqdm import tqdm
-
 from data_module.errors import IN_CLONE, InputError
 from data_module.files import disk_full_error, exception_chain
 from pipeline.runtime.launch import process_rank
@@ -65,6 +63,8 @@ def say(message: str) -> None:
 def print_above_bars(message: str) -> None:
     """Print one line on standard error, in a terminal above the progress bars."""
     if sys.stderr.isatty():
+        from tqdm import tqdm  # this file is imported before missing packages are reported
+
         tqdm.write(message, file=sys.stderr)
     else:  # tqdm would print every bar anew, also one that has not begun.
         print(message, file=sys.stderr, flush=True)
