@@ -27,6 +27,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "pre_norm": {"pre_norm": True},
     "norm": {"norm": "rms"},
     "activation": {"activation": "swish"},
+    "self_attention": {"self_attention": "own"},
     "output_bias": {"output_bias": True},
 }
 """Settings of `network:` -> a change of them alone that makes another network."""

@@ -19,7 +19,8 @@ from data_module.corpus.readers import READERS, Reader
 from data_module.errors import InputError
 from data_module.settings import TextSource
 from data_module.tokenization.tokenizer import Tokenizer
-from model.layers import NORMS
+from model.attention import SelfAttention
+from model.layers import NORMS, SELF_ATTENTIONS
 from model.optimization import OPTIMIZERS, adam
 from model.transformer import LearnedPositions, Transformer
 from pipeline.checkpointing.checkpoint import write_atomic
@@ -82,6 +83,10 @@ class OwnReader(Reader):
         self.languages_of[str(self.text.path)] = self.languages
         lines = Path(str(self.text.path)).read_bytes().splitlines(keepends=True)
         yield lines, lines
+
+
+class OwnAttention(SelfAttention):
+    """Another one by its class alone."""
 
 
 def own_optimizer(*arguments: Any) -> Any:
@@ -183,6 +188,10 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
     "network.activation": (
         "swish",
         lambda b: "swish" if same(type(layer.feed_forward.activation) for layer in b.layers()) is nn.SiLU else None,
+    ),
+    "network.self_attention": (
+        "own",
+        lambda b: "own" if same(type(layer.self_attention) for layer in b.layers()) is OwnAttention else None,
     ),
     "network.output_bias": (True, lambda b: isinstance(b.module.network.projection.bias, nn.Parameter)),
     "training.label_smoothing": (0.2, lambda b: b.module.training_settings.label_smoothing),
@@ -308,6 +317,7 @@ def built(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("every-key"))
         patch.setitem(NORMS, "rms", nn.RMSNorm)
+        patch.setitem(SELF_ATTENTIONS, "own", OwnAttention)
         patch.setitem(READERS, "own", OwnReader)
         patch.setitem(OPTIMIZERS, "own", own_optimizer)
         # Nothing is compiled here.
