@@ -14,6 +14,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
+from model.attention import SelfAttention
 from model.decoding import BeamArguments, BeamResult, BeamSearch, GreedyResult, check_search
 from model.layers import DecoderLayer, EncoderLayer
 from model.settings import NetworkSettings
@@ -62,6 +63,8 @@ def unsupported(network: Transformer) -> str | None:
     layer: Any = network.encoder[0]  # members of a ModuleList are untyped
     if type(layer.feed_forward.activation) not in _ACTIVATIONS:
         return f"the activation {type(layer.feed_forward.activation).__name__}"
+    if type(layer.self_attention) is not SelfAttention:
+        return f"the self-attention {type(layer.self_attention).__name__}"
     if type(layer.self_attention_residual.norm) is not nn.LayerNorm:
         return f"the norm {type(layer.self_attention_residual.norm).__name__}"
     return None

@@ -179,6 +179,7 @@ REMOVED_KEYS = {
 _REGISTRY_KEYS = {
     "network.norm": NetworkSettings.norm,
     "network.activation": NetworkSettings.activation,
+    "network.self_attention": NetworkSettings.self_attention,
     "training.schedule": TrainingSettings.schedule,
     "training.optimizer": TrainingSettings.optimizer,
 }
@@ -196,11 +197,11 @@ def _unregistered_names(values: dict[str, Any], places: dict[str, str]) -> list[
     # The registries import torch, which some commands do not need.
     if all(name == _REGISTRY_KEYS[key] for key, name in names.items()):
         return []
-    from model.layers import ACTIVATIONS, NORMS
+    from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS
     from model.optimization import OPTIMIZERS, SCHEDULES
 
     mistakes = []
-    for registry in (NORMS, ACTIVATIONS, SCHEDULES, OPTIMIZERS):
+    for registry in (NORMS, ACTIVATIONS, SELF_ATTENTIONS, SCHEDULES, OPTIMIZERS):
         if registry.key in names and names[registry.key] not in registry:
             place = f"{places[registry.key]}: " if registry.key in places else ""
             mistakes.append(place + registry.unknown(names[registry.key]))

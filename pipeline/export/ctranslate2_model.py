@@ -37,6 +37,7 @@ def require_shape(trained: Transformer) -> None:
     for key, expected, module in (
         ("norm", (nn.LayerNorm,), layer.feed_forward_residual.norm),
         ("activation", (nn.ReLU, nn.SiLU), layer.feed_forward.activation),
+        ("self_attention", (SelfAttention,), attention),
     ):
         if type(module) not in expected:
             names = " and ".join(kind.__name__ for kind in expected)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from data_module.errors import InputError, install
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.tokenization.training import standalone_model
+from model.attention import SelfAttention
 from model.settings import DecodingSettings
 from model.transformer import LearnedPositions, Transformer
 from pipeline.inference.translator import LONGEST
@@ -58,6 +59,8 @@ def _unsupported_settings(trained: Transformer) -> list[str]:
     norm, activation = layer.feed_forward_residual.norm, layer.feed_forward.activation
     if type(norm) is not nn.LayerNorm:
         unsupported.append(f"network.norm is {type(norm).__name__}, not LayerNorm")
+    if type(attention) is not SelfAttention:
+        unsupported.append(f"network.self_attention is {type(attention).__name__}, not SelfAttention")
     if type(activation) not in ACTIVATIONS:
         names = " or ".join(kind.__name__ for kind in ACTIVATIONS)
         unsupported.append(f"network.activation is {type(activation).__name__}, not {names}")

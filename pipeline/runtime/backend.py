@@ -93,6 +93,8 @@ def _obstacle_to_triton(options: dict[str, Any], network: NetworkSettings) -> st
     """Return why Triton's kernels cannot run on this process's GPU; None if they can."""
     import torch
 
+    if network.self_attention != NetworkSettings.self_attention:
+        return f"they do not compute network.self_attention {network.self_attention}"
     device = _own_device(options)
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
@@ -144,6 +146,7 @@ def _flash_takes(precision: str, network: NetworkSettings) -> bool:
 
     d_k, d_v = network.key_size, network.value_size
     takes_heads = d_k == d_v and d_k % 8 == 0 and d_k <= 256 and not network.attention_dropout
+    takes_heads &= network.self_attention == NetworkSettings.self_attention
     return precision.startswith(("bf16", "16")) and takes_heads and torch.cuda.get_device_capability() >= (8, 0)
 
 

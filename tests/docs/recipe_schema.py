@@ -16,7 +16,7 @@ from typing import Any
 
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
-from model.layers import ACTIVATIONS, NORMS
+from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS
 from model.optimization import OPTIMIZERS, SCHEDULES
 from model.settings import NetworkSettings, TrainingSettings
 from pipeline.config.recipe import Recipe
@@ -37,7 +37,7 @@ _TYPES: dict[Any, Schema] = {
     dict: {"type": "object"},
     type(None): {"type": "null"},
 }
-_REGISTRIES = {registry.key: registry for registry in (NORMS, ACTIVATIONS, SCHEDULES, OPTIMIZERS)}
+_REGISTRIES = {registry.key: registry for registry in (NORMS, ACTIVATIONS, SELF_ATTENTIONS, SCHEDULES, OPTIMIZERS)}
 _NEUTRAL: dict[type, dict[str, Any]] = {
     CorpusSettings: {"folder": "corpus", "train": [], "validation": []},
     TextSource: {"tsv": "text"},

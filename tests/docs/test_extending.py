@@ -24,6 +24,7 @@ REGISTRIES = [
     "model.optimization.OPTIMIZERS",
     "model.layers.NORMS",
     "model.layers.ACTIVATIONS",
+    "model.layers.SELF_ATTENTIONS",
     "tests.model.fast_paths.FAST_PATHS",
 ]
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))

@@ -1,0 +1,161 @@
+"""The attention of docs/extending.md: trained on packed rows, searched and exported, against its formula in float64."""
+
+import copy
+import importlib.util
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from data_module.errors import InputError
+from model.decoding import BeamSearch
+from model.fast.compiled_search import unsupported
+from model.layers import SELF_ATTENTIONS
+from model.loss import label_smoothed_loss
+from model.padded_transformer import PaddedTransformer, attention_maps
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+from pipeline.export.exported_program import Encode, Step
+from tests.conftest import ROOT
+from tests.docs import pages
+from tests.model.search_truth import BOS, EOS, LENGTHS, PAD, assert_finds, make_network, make_sources, plain_beam
+from tests.model.sentence_batches import packed, padded, states
+
+PAIRS = [(7, 9), (1, 3), (20, 34), (33, 30), (3, 1), (1, 1), (9, 9)]
+
+
+@pytest.fixture(autouse=True)
+def _registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The page's code is a file of its own, since TorchScript reads the source."""
+    sections = pages.read(ROOT / "docs" / "extending.md").split("\n## ")
+    [section] = [one for one in sections if one.startswith("An attention\n")]
+    [block] = [block.text for block in pages.blocks(section) if block.language == "python"]
+    with mock.patch.dict(SELF_ATTENTIONS):
+        path = tmp_path / "my_pipeline.py"
+        path.write_text(block, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location("my_pipeline", path)
+        assert spec
+        assert spec.loader
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "my_pipeline", module)
+        spec.loader.exec_module(module)
+        yield
+
+
+def make(vocabulary_size: int = 50, **settings: Any) -> Transformer:
+    """Return a network whose numbers by distance are far from their initial zeros."""
+    network = make_network(3, vocabulary_size, self_attention="relative", **settings)
+    generator = torch.Generator().manual_seed(1)
+    for layer in (*network.encoder, *network.decoder):
+        layer.self_attention.by_distance.data.normal_(std=2.0, generator=generator)
+    return network
+
+
+def formula(module: Any, x: Tensor, is_causal: bool) -> Tensor:
+    """Compute the attention of one sentence [T, D] token by token and head by head."""
+    size, values = module.num_heads * module.d_k, module.num_heads * module.d_v
+    query, key, value = (x @ module.query_key_value.weight.T + module.query_key_value.bias).split(
+        [size, size, values], -1
+    )
+    heads = []
+    for head in range(module.num_heads):
+        q, k = (each[:, head * module.d_k :][:, : module.d_k] for each in (query, key))
+        v = value[:, head * module.d_v :][:, : module.d_v]
+        results = []
+        for t in range(len(x)):
+            keys = range(t + 1 if is_causal else len(x))
+            numbers = torch.stack([module.by_distance[head, max(-16, min(16, s - t)) + 16] for s in keys])
+            scores = k[: len(keys)] @ q[t] / math.sqrt(module.d_k) + numbers
+            results.append(scores.softmax(0) @ v[: len(keys)])
+        heads.append(torch.stack(results))
+    return torch.cat(heads, -1) @ module.output.weight.T + module.output.bias
+
+
+@torch.no_grad()
+def test_encoder_and_decoder_compute_the_formula() -> None:
+    network = make(d_k=5, d_v=7).double()
+    x = torch.randn(3, 40, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    encoder, decoder = network.encoder[0].self_attention, network.decoder[0].self_attention
+    padding = torch.zeros(3, 1, 1, 40, dtype=torch.float64)
+    padding[1, ..., 30:] = padding[2, ..., 1:] = -math.inf
+    found = encoder(x, padding)
+    for sentence, length in enumerate((40, 30, 1)):
+        torch.testing.assert_close(found[sentence, :length], formula(encoder, x[sentence, :length], False))
+    torch.testing.assert_close(encoder(x, None)[1], formula(encoder, x[1], False))
+    # Position by position, as greedy search does.
+    keys, values = x.new_empty(3, 2, 40, 5), x.new_empty(3, 2, 40, 7)
+    steps = [decoder.step(x[:, t, None], keys, values, t, None)[0] for t in range(40)]
+    torch.testing.assert_close(torch.cat(steps, 1)[2], formula(decoder, x[2], True))
+
+
+def test_packed_rows_are_padded_batches_and_training_learns_the_numbers() -> None:
+    network = make(dropout=0.0).double().train()
+    numbers = network.encoder[1].self_attention.by_distance
+    before, losses = numbers.detach().clone(), []
+    batch = packed([PAIRS], in_blocks=True).micro_batches[0]
+
+    def loss_and_gradient(batch: Any) -> list[Tensor]:
+        target = batch.target_output
+        loss = label_smoothed_loss(*network.projection_operands(states(network, batch)), target, 0.1, PAD).smoothed
+        return [loss, *torch.autograd.grad(loss, list(network.parameters()))]
+
+    torch.testing.assert_close(loss_and_gradient(batch), loss_and_gradient(padded(PAIRS)))
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-3)
+    for _ in range(5):
+        loss, *gradients = loss_and_gradient(batch)
+        losses.append(loss.item())
+        for parameter, gradient in zip(network.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    assert losses == sorted(losses, reverse=True)
+    assert (numbers != before).any()
+
+
+def test_the_search_in_python_and_torchscript_finds_what_a_plain_one_finds() -> None:
+    network, (source, mask) = make(24), make_sources(LENGTHS)
+    search = BeamSearch(network, BOS, EOS, PAD).eval()
+    for beam_size in (2, 4):
+        found = search.beam(source, mask, beam_size, 0.6, 12, beam_size)
+        sentences = [row[:length] for row, length in zip(source, LENGTHS, strict=True)]
+        expected = [plain_beam(network, one, beam_size, 0.6, len(one) + 12) for one in sentences]
+        assert_finds(network, found, expected)
+        scripted = torch.jit.script(search).beam(source, mask, beam_size, 0.6, 12, beam_size)
+        assert torch.equal(scripted.tokens, found.tokens)
+
+
+@torch.no_grad()
+def test_exported_steps_and_pictures() -> None:
+    network = make().double()
+    source, target = torch.randint(4, 50, (3, 6)), torch.randint(4, 50, (3, 5))
+    mask = torch.ones(3, 6, dtype=torch.bool)
+    exact = PaddedTransformer(network)
+    expected = exact.logits(exact(source, target))
+    keys, values = Encode(network)(source, mask)
+    own = keys[:, :, :, :0], values[:, :, :, :0]
+    for position in range(5):
+        logits, *own = Step(network)(target[:, position], *own, keys, values, mask)
+        torch.testing.assert_close(logits.float(), expected[:, position].float(), rtol=1e-4, atol=1e-4)
+    weights = attention_maps(network, source, target)["decoder"][0]
+    plain = copy.deepcopy(network)
+    for layer in plain.decoder:
+        layer.self_attention.by_distance.zero_()
+    assert (weights - attention_maps(plain, source, target)["decoder"][0]).abs().max() > 0.1
+
+
+def test_what_has_other_arithmetic_refuses_it(tmp_path: Path) -> None:
+    from pipeline.export.ctranslate2_model import require_shape
+    from pipeline.export.huggingface_model import _unsupported_settings
+
+    network = Transformer(
+        50, NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, self_attention="relative")
+    )
+    assert unsupported(network) == "the self-attention RelativeAttention"
+    with pytest.raises(InputError, match=r"SelfAttention as network.self_attention only"):
+        require_shape(network)
+    assert _unsupported_settings(network) == ["network.self_attention is RelativeAttention, not SelfAttention"]
