@@ -98,13 +98,13 @@ def agree_on_context(
 
     Ranks that run the checks of a recipe wait for one another, so either all of them run these checks or none.
     """
-    everyones = [CheckResult(*one) for one in ranks.all_gather(loaded)]
+    everyones = [CheckResult(*theirs) for theirs in ranks.all_gather(loaded)]
     results = []
     if ranks.job.rank == 0:
         results = [loaded]
     elif everyones[0].ok and not loaded.ok:
         results = [loaded._replace(where=ranks.location)]
-    return (context if all(one.ok for one in everyones) else None), results
+    return (context if all(theirs.ok for theirs in everyones) else None), results
 
 
 def load_context(

@@ -195,10 +195,10 @@ def _private(path: Path) -> Path:
     """
     folder = path.expanduser().resolve()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.geteuid():
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
         raise PermissionError("it belongs to another user")
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         raise PermissionError("other users can write to it")
     tempfile.TemporaryFile(dir=folder).close()
     return folder

@@ -80,8 +80,8 @@ def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
 
     Raises InputError for what `mistakes` finds.
     """
-    if found := mistakes(environment):
-        raise InputError(found[0])
+    if wrong := mistakes(environment):
+        raise InputError(wrong[0])
     if not is_task(environment):
         return None
     counts = _tasks_by_node(environment)
@@ -209,10 +209,10 @@ def _tasks_by_node(environment: Mapping[str, str]) -> list[int]:
     """Return the tasks of each node; SLURM's short form 2(x3),1 means [2, 2, 2, 1]."""
     counts: list[int] = []
     for part in environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1")).split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
+        repeated = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if repeated is None:
             raise InputError(f"SLURM_STEP_TASKS_PER_NODE '{part}' is not understood; start the step with srun")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(repeated[1])] * int(repeated[2] or 1)
     return counts
 
 
