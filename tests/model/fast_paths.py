@@ -138,7 +138,7 @@ def check_dropout(device: str, dtype: torch.dtype) -> None:
 
 
 def check_compiled_forward(device: str, in_blocks: bool) -> None:
-    """`Transformer.packed`, with gradients of all weights."""
+    """`Transformer.rows`, with gradients of all weights."""
     settings = NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, dropout=0.0)
     torch.manual_seed(3)
     network = Transformer(VOCABULARY, settings)
@@ -157,9 +157,7 @@ def check_compiled_forward(device: str, in_blocks: bool) -> None:
         return compute
 
     torch.compiler.reset()
-    compare(
-        states(lambda one: one.packed), states(lambda one: CompiledForward(one, "aot_eager")), weights, torch.float32
-    )
+    compare(states(lambda one: one.rows), states(lambda one: CompiledForward(one, "aot_eager")), weights, torch.float32)
     torch.compiler.reset()
 
 
