@@ -119,11 +119,17 @@ def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
 
 def is_run(path: Path) -> bool:
     """Return whether the folder is a run folder: its config.yaml has the sections of a recipe."""
+    return _config(path) is not None
+
+
+def _config(path: Path) -> dict[str, Any] | None:
+    """Return the recipe in a folder's config.yaml; None if that has not the sections of one."""
     try:
         config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return False
-    return isinstance(config, dict) and {"corpus", "batches", "network", "training", "run"} <= config.keys()
+        return None
+    is_recipe = isinstance(config, dict) and {"corpus", "batches", "network", "training", "run"} <= config.keys()
+    return config if is_recipe else None
 
 
 def check_writable(path: Path) -> None:
@@ -240,15 +246,14 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
 
     Raises InputError when the run is of another format.
     """
-    config = path / "config.yaml"
-    if not is_run(path):
+    written = _config(path)
+    if written is None:
         return [], []
     recorded = _read_versions(path)
-    written = yaml.safe_load(config.read_text(encoding="utf-8"))
     new = recipe.inherit_network(written["network"]).as_dict()
     with suppress(InputError):  # A recipe that this version cannot read is compared as it is.
         # Settings that are newer than the run get their defaults.
-        written = load_recipe([config]).as_dict()
+        written = load_recipe([path / "config.yaml"]).as_dict()
         if not changed_keys(written["network"], new["network"]):
             written["network"] = new["network"]  # The same depths may be given by other keys.
     before, now = _flat(written), _flat(new)
@@ -284,10 +289,8 @@ def _read_versions(path: Path) -> dict[str, Any]:
 
 def inherit_network(path: Path, recipe: Recipe) -> Recipe:
     """Return the recipe with the settings that the network of the run in a folder has brought along."""
-    if not is_run(path):
-        return recipe
-    written = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-    return recipe.inherit_network(written["network"])
+    written = _config(path)
+    return recipe if written is None else recipe.inherit_network(written["network"])
 
 
 def check_same_run(path: Path, recipe: Recipe) -> list[str]:

@@ -55,6 +55,14 @@ def test_a_file_of_the_copy_is_that_of_the_contents() -> None:
     assert copied["state_dict"]["0.weight"].data_ptr() == copied["state_dict"]["1.weight"].data_ptr()
 
 
+def test_tensors_that_are_no_plain_views_of_a_storage_are_copied_too() -> None:
+    original = [torch.ones(2, requires_grad=True), torch.full((2,), 1j).conj(), -torch.full((2,), 1j).conj().imag]
+    copied = reserved().take({"a": original})
+    assert copied is not None
+    assert [tensor.tolist() for tensor in copied["a"]] == [tensor.tolist() for tensor in original]
+    assert [tensor.requires_grad for tensor in copied["a"]] == [True, False, False]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_nothing_that_changes_later_changes_the_copy(device: str) -> None:
     original = contents(device)
