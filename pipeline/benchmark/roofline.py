@@ -131,21 +131,26 @@ class Batch(NamedTuple):
         return 2 * self.network.encoder_layers + 3 * self.network.decoder_layers
 
 
-def products(batch: Batch) -> list[Work]:
-    """Return the products of all linear layers: outputs, gradients of inputs and gradients of weights.
+def linear(tokens: int, inputs: int, outputs: int, layers: int = 1) -> list[Work]:
+    """Return a linear layer's products: outputs, gradients of inputs and gradients of weights.
 
     A product of [a, b] and [b, c] reads and writes ab + bc + ac numbers in 16 bits, except that gradients of weights
     are written in 32.
     """
+    flops, weights = 2.0 * tokens * inputs * outputs, inputs * outputs
+    states = HALF * tokens * (inputs + outputs)
+    return [Work(flops, states + HALF * weights, 2 * layers), Work(flops, states + FLOAT * weights, layers)]
+
+
+def products(batch: Batch) -> list[Work]:
+    """Return the products of all linear layers of encoder and decoder."""
     width, inner, (keys, values) = batch.network.d_model, batch.network.d_ff, batch.head_sizes
     own = [(width, 2 * keys + values), (values, width), (width, inner), (inner, width)]
     cross = [(width, keys), (width, keys + values), (values, width)]
     works = []
     for shapes, layers in (own, batch.network.encoder_layers), ([*own, *cross], batch.network.decoder_layers):
         for inputs, outputs in shapes:
-            flops, weights = 2.0 * batch.tokens * inputs * outputs, inputs * outputs
-            states = HALF * batch.tokens * (inputs + outputs)
-            works += [Work(flops, states + HALF * weights, 2 * layers), Work(flops, states + FLOAT * weights, layers)]
+            works += linear(batch.tokens, inputs, outputs, layers)
     return works
 
 
@@ -188,11 +193,8 @@ def num_iterations(batch: Batch, keys: int, is_causal: bool) -> int:
 
 def loss(batch: Batch) -> list[Work]:
     """Return the three products with the output projection, and what passes over the logits."""
-    logits, width = batch.tokens * batch.vocabulary_size, batch.network.d_model
-    flops, weights = 2.0 * logits * width, width * batch.vocabulary_size
-    states = HALF * (logits + width * batch.tokens)
-    passes = Work(0.0, BYTES_PER_LOGIT * logits)
-    return [Work(flops, states + HALF * weights, 2), Work(flops, states + FLOAT * weights), passes]
+    passes = Work(0.0, BYTES_PER_LOGIT * batch.tokens * batch.vocabulary_size)
+    return [*linear(batch.tokens, batch.network.d_model, batch.vocabulary_size), passes]
 
 
 def pointwise(batch: Batch) -> list[Work]:

@@ -1,5 +1,7 @@
 """The logger of a run: TensorBoard event files, metrics.jsonl and small files beside them.
 
+Pages of TensorBoard's Text tab are Markdown, in which text is escaped so that it is shown literally.
+
 Only rank 0 writes. A log that cannot be written does not stop training: the run warns once, goes on, and logs again as
 soon as it can.
 """

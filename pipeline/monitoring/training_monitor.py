@@ -1,4 +1,4 @@
-"""Metrics of training: loss, learning rate, gradient norm, throughput, and the parts of a step's time."""
+"""Metrics of training: loss, learning rate, gradient norm, throughput, the parts of a step's time; and its progress."""
 
 import atexit
 import math

@@ -26,7 +26,7 @@ from pipeline.runtime.console import quiet_lightning
 
 
 def real_tokens(share: RankBatch, pad: int) -> int:
-    """Source and target tokens, dead ones excluded."""
+    """Source and target tokens without padding."""
     return sum(int((side != pad).sum()) for b in share.micro_batches for side in (b.source, b.target_output))
 
 
@@ -39,7 +39,7 @@ def row_tokens(share: RankBatch) -> int:
 def test_tokens_are_those_of_all_ranks_without_padding(
     tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run the first of two ranks on a corpus whose rows have dead tokens."""
+    """Run the first of two ranks on a corpus whose rows have padding."""
     monkeypatch.setattr(training_monitor, "ANNOUNCE_AFTER_SECONDS", 0.0)
     quiet_lightning()
     tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
