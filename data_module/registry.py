@@ -1,9 +1,16 @@
 """Implementations by name: parts of the network, optimizers, readers of text, metrics."""
 
 import difflib
+from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, prefix: str = "") -> str:
+    """Return a question with `prefix` and the known name that is nearest to `name`; `otherwise` if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {prefix}{near[0]}?" if near else otherwise
 
 
 class Registry(dict[str, T]):
@@ -20,7 +27,5 @@ class Registry(dict[str, T]):
 
     def unknown(self, name: str) -> str:
         """Return the message for a name that is not registered."""
-        near = difflib.get_close_matches(str(name), self, n=1, cutoff=0.5)
         registered = f"registered are: {', '.join(self) or 'none'}; register it before the command starts"
-        way_out = f"did you mean {near[0]}?" if near else registered
-        return f"{self.key} {name!r} is not registered; {way_out}"
+        return f"{self.key} {name!r} is not registered; {did_you_mean(str(name), self, registered)}"

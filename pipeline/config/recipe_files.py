@@ -3,7 +3,6 @@
 The latter are in `configs/` of a clone, and in `pipeline/recipes/` where a wheel is installed.
 """
 
-import difflib
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import yaml
 
 from data_module.errors import PROGRAM, InputError
 from data_module.files import user_path
+from data_module.registry import did_you_mean
 
 SCHEMA = "recipe.schema.json"
 MODELINE = "# yaml-language-server: $schema="
@@ -190,8 +190,7 @@ def copy_recipe(name: str, to: Path | None) -> list[Path]:
     """
     recipes = shipped_recipes()
     if name not in recipes:
-        near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.5)
-        way_out = f"did you mean {near[0]}?" if near else f"`{PROGRAM} recipe list` lists them"
+        way_out = did_you_mean(name, recipes, f"`{PROGRAM} recipe list` lists them")
         raise InputError(f"'{name}' is not a shipped recipe; {way_out}")
     path = recipes[name]
     target = Path(path.name) if to is None else to / path.name if to.is_dir() else to

@@ -1,6 +1,5 @@
 """Checks plain values against typed settings; a mistake names its file and line and the nearest valid key."""
 
-import difflib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from data_module.errors import InputError
 from data_module.files import PathText, user_path
+from data_module.registry import did_you_mean
 
 Signature = dict[str, Any]
 """The keys of a section that has no dataclass, and their type annotations."""
@@ -92,14 +92,14 @@ class Checker:
 
     def _unknown(self, values: dict[str, Any], known: Iterable[str], prefix: str) -> None:
         known = list(known)
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-                way_out = f"did you mean {prefix}{near[0]}?" if near else f"the keys are: {', '.join(known)}"
-                if (instead := self._refused.get(f"{prefix}{key}")) is not None:
-                    self._wrong(f"{prefix}{key}", f"{prefix}{key} may not be set; {instead}")
+        for name in values:
+            if name not in known:
+                key = f"{prefix}{name}"
+                if (instead := self._refused.get(key)) is not None:
+                    self._wrong(key, f"{key} may not be set; {instead}")
                 else:
-                    self._wrong(f"{prefix}{key}", f"{prefix}{key} is not a key; {way_out}")
+                    way_out = did_you_mean(str(name), known, f"the keys are: {', '.join(known)}", prefix)
+                    self._wrong(key, f"{key} is not a key; {way_out}")
 
     def value(self, value: Any, kind: Any, key: str) -> Any:
         """Return the value converted to the annotation, or None after adding to `mistakes`."""
