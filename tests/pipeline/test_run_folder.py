@@ -103,7 +103,26 @@ def test_a_refusal_names_a_few_differences(recipe: Recipe) -> None:
         f" resume that run (its recipe is {folder.path / 'config.yaml'}), or give another run.folder, or --fresh to"
         " remove that run"
     )
+    # A corpus of other settings has no room in the same folder.
+    corpus = replace(recipe.corpus, lowercase=True, seed=2, max_tokens=9)
+    with pytest.raises(InputError) as raised:
+        check_same_run(folder.path, replace(recipe, corpus=corpus))
+    assert " more; change it back" not in str(raised.value)
+    assert "or give another run.folder and another corpus.folder, or --fresh and another corpus.folder to" in str(
+        raised.value
+    )
     folder.close()
+
+
+def test_where_the_schedule_ends_may_not_change(recipe: Recipe) -> None:
+    recipe = replace(recipe, training=replace(recipe.training, schedule="cosine", peak_learning_rate=1e-3))
+    folder = RunFolder(recipe.run_folder())
+    folder.write_config(recipe, b"")
+    folder.close()
+    longer = replace(recipe, trainer={**recipe.trainer, "max_steps": 77777})
+    [change], allowed = differences(folder.path, longer)
+    assert change.endswith(" -> 77777, where training.schedule cosine ends")
+    assert allowed == []
 
 
 class Clock:
