@@ -172,7 +172,7 @@ class Epochs:
         seed: int,
         weights: tuple[Sequence[int], Sequence[float]] = ((), ()),
     ) -> None:
-        """Prepare; nothing is made before the first epoch is asked for.
+        """Store the arguments. A plan is made when its epoch is asked for.
 
         Args:
             variants: the training pairs, in the encodings that epochs take in turn.

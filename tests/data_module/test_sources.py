@@ -12,7 +12,6 @@ from data_module.corpus.preparation import existing_corpus
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
 from data_module.settings import BatchSettings, CorpusSettings, TextSource
-from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from tests.data_module.test_preparation import dropped, made, pairs_of_text, text_of, write_pairs
 
@@ -86,13 +85,7 @@ def test_the_prefix_counts_in_max_tokens(settings: CorpusSettings) -> None:
     fits = made(replace(plain, max_tokens=longest), force=True)["train"]
     assert "too_long" not in dropped(fits)
     account = made(replace(settings, max_tokens=longest), force=True)["train"]
-    assert account["pairs_dropped"]["too_long"]["pairs"] > 0
-    tokenizer = Tokenizer.load(Path(settings.folder) / "tokenizer.model")
-    sources = [
-        source for source, _ in [*with_prefix(DE, pairs_of_text(300, 1)), *with_prefix(FR, pairs_of_text(200, 2))]
-    ]
-    longer = sum(len(ids) > longest for ids in tokenizer.encode(sources))
-    assert account["pairs_dropped"]["too_long"]["pairs"] == longer
+    assert dropped(account)["too_long"] > 0
 
 
 def test_the_vocabulary_does_not_depend_on_prefixes(settings: CorpusSettings) -> None:
