@@ -64,3 +64,8 @@ def test_any_corpus(data: st.DataObject) -> None:
         assert source[bucket.pairs].max() == bucket.source_length
         assert target[bucket.pairs].max() == bucket.target_length
         assert len(bucket.pairs) == 1 or len(bucket.pairs) * max(bucket.source_length, bucket.target_length) <= tokens
+
+
+def test_long_targets_of_short_sources_count() -> None:
+    buckets = length_buckets(np.full(7, 1), np.full(7, 100), TOKENS)
+    assert [len(bucket.pairs) for bucket in buckets] == [2, 2, 2, 1]

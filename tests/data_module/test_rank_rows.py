@@ -99,8 +99,10 @@ def test_what_does_not_fit_gets_another_row() -> None:
     """Sentences of 100 tokens in rows that hold one and a half of them."""
     source = target = np.full(6, 100)
     row = RowShape(150 + MIN_PADDING_TOKENS, 150 + MIN_PADDING_TOKENS, segments=20, longest=100, per_rank=1)
-    ranks = divided(source, target, row, 2)
-    assert [[len(one) for one in rows] for rows in ranks] == [[1, 1, 1], [1, 1, 1]]
+    short = np.full(6, 1)
+    for sides in ((source, target), (source, short), (short, target)):
+        ranks = divided(*sides, row, 2)
+        assert [[len(one) for one in rows] for rows in ranks] == [[1, 1, 1], [1, 1, 1]]
     # So do more sentences than a row has segments for.
     short = np.full(10, 1)
     narrow = RowShape(150 + MIN_PADDING_TOKENS, 150 + MIN_PADDING_TOKENS, segments=8, longest=100, per_rank=1)

@@ -209,6 +209,14 @@ def test_any_number_of_processes_write_the_same_bytes(settings: CorpusSettings, 
     assert contents(folders[0]) == contents(folders[1]) == contents(folders[2])
 
 
+def test_text_that_is_read_in_other_chunks_gives_the_same_bytes(
+    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_module.corpus.readers.CHUNK_BYTES", 200)
+    made(settings, tmp_path / "corpus")
+    assert contents(tmp_path / "corpus") == contents(Path(settings.folder))
+
+
 def test_another_seed_draws_other_numbers(settings: CorpusSettings, tmp_path: Path) -> None:
     first, other = Path(settings.folder), tmp_path / "other"
     made(settings, other, seed=2)
