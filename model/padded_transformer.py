@@ -153,7 +153,7 @@ def attention_maps(network: Transformer, source: Tensor, target: Tensor) -> dict
     """Run a forward pass and return its attention weights.
 
     Args:
-        network: the network, in evaluation mode unless dropout should be active.
+        network: the network, in evaluation mode: with dropout, weights do not sum to one.
         source: ids [B, S], of sentences of one length.
         target: ids [B, T], likewise.
 

@@ -5,7 +5,7 @@ These dataclasses are the recipe's schema. Their defaults are the paper's base m
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 DECAY_TO_LAST_STEP = {"linear", "cosine"}
@@ -101,11 +101,17 @@ def changed_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     `num_layers` 12, 6 or 2.
 
     Args:
-        one: a value for each field of `NetworkSettings`.
+        one: values of fields of `NetworkSettings`; those that an earlier version did not have are at their defaults.
         other: likewise.
     """
+    one, other = with_defaults(one), with_defaults(other)
     changed = [key for key in {**other, **one} if one.get(key) != other.get(key)]
     return [key for key in changed if key not in _DEPTH_KEYS or _depths(one) != _depths(other)]
+
+
+def with_defaults(network: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of fields of `NetworkSettings` completed with defaults."""
+    return {**asdict(NetworkSettings()), **network}
 
 
 _DEPTH_KEYS = ("num_layers", "num_encoder_layers", "num_decoder_layers")

@@ -252,6 +252,7 @@ def _settings_of(path: Path) -> tuple[dict[str, Any], "DecodingSettings"]:
     try:
         recipe: dict[str, Any] = card["recipe"]
         Prefixes.of_corpus(recipe["corpus"])
+        recipe["run"]["bleu_tokenizer"]  # `evaluate` reads it later
         return recipe, DecodingSettings(**recipe["decoding"])
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{path}: is no card of a bundle; {START_OVER}") from None

@@ -41,7 +41,6 @@ def choose_backend(
     Raises:
         InputError: the machine cannot run what is requested.
     """
-    import torch
 
     from model.backend import Backend
     from model.fast.cast_weights import CastWeights
@@ -49,16 +48,17 @@ def choose_backend(
     from model.loss import PYTORCH_LOSS
     from model.packed_attention import PYTORCH_ATTENTION
 
-    on_gpu = options["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+    on_gpu = _on_gpu(options)
     precision = str(options["precision"])
     notes: list[str] = []
+    compiles = should_compile(compiles, options, notes)  # First, since it refuses at once.
     attention, loss = PYTORCH_ATTENTION, PYTORCH_LOSS
     if _use_triton(kernels, options, network, on_gpu, notes):
         from model.fast.triton_attention import TRITON_ATTENTION
         from model.fast.triton_loss import TRITON_LOSS
 
         attention, loss = TRITON_ATTENTION, TRITON_LOSS
-    elif not on_gpu and kernels is None and precision in _COMPILED_LOSS:
+    elif options["accelerator"] == "cpu" and kernels is None and precision in _COMPILED_LOSS:
         try:
             loss = load_compiled_loss().functions()
         except OSError as error:
@@ -69,7 +69,7 @@ def choose_backend(
         in_blocks,
         attention,
         loss,
-        compiled=CompiledForward if _use_compiler(compiles, on_gpu, notes) else None,
+        compiled=CompiledForward if compiles else None,
         cast_weights=CastWeights if on_gpu and precision.endswith("-mixed") else None,
         notes=tuple(notes),
     )
@@ -127,8 +127,24 @@ def _own_device(options: dict[str, Any]) -> int:
     return index if index < torch.cuda.device_count() else 0  # Lightning reports the mistake.
 
 
-def _use_compiler(requested: bool | None, on_gpu: bool, notes: list[str]) -> bool:
-    """Return whether to train with torch.compile: by default on a GPU, where it can compile."""
+def _on_gpu(options: dict[str, Any]) -> bool:
+    import torch
+
+    return options["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
+
+
+def should_compile(requested: bool | None, options: dict[str, Any], notes: list[str]) -> bool:
+    """Return whether to train with torch.compile: by default on a GPU, where it can compile.
+
+    Args:
+        requested: `run.compile`.
+        options: accelerator, as `trainer_options` returns it.
+        notes: gets a line if training would be faster with a compiler, and there is none.
+
+    Raises:
+        InputError: compilation is requested, and there is no compiler.
+    """
+    on_gpu = _on_gpu(options)
     if requested is False or (requested is None and not on_gpu):
         return False
     missing = missing_compiler(on_gpu)

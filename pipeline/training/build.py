@@ -74,8 +74,8 @@ class ResumableEarlyStopping(EarlyStopping):
         """Restore the callback's state, except for the patience."""
         super().load_state_dict({**state_dict, "patience": self.patience})
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the note on rank 0."""
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the note on rank 0. By now the last checkpoint is written."""
         if self._folder is None or self.wait_count < self.patience:
             return
         note = {"step": trainer.global_step, "patience": self.patience}

@@ -236,7 +236,7 @@ def check_trainer(context: CheckContext) -> Iterable[CheckResult]:
     """Check that the machine can train as the recipe asks for: what Lightning and the choice of a backend refuse."""
     import torch
 
-    from pipeline.runtime.backend import choose_backend
+    from pipeline.runtime.backend import choose_backend, should_compile
     from pipeline.runtime.devices import gpus_mistake
     from pipeline.training.trainer import complete_options, make_trainer
 
@@ -251,8 +251,10 @@ def check_trainer(context: CheckContext) -> Iterable[CheckResult]:
     with warnings.catch_warnings(action="ignore"):  # They are shown when training starts.
         make_trainer(options, job, logger=False)
     run, is_alone = recipe.run, job is None or job.num_tasks == 1
-    if run.kernels is None and not run.compile and not (context.for_doctor and is_alone):
-        return ()  # Nothing can be wrong; the choice, which takes time, is made and said when training starts.
+    if run.kernels != "triton" and not (context.for_doctor and is_alone):
+        # Nothing else can be wrong; the whole choice, which takes time, is made and said when training starts.
+        should_compile(run.compile, options, [])
+        return ()
     backend = choose_backend(run.kernels, run.compile, options, recipe.network)
     if not context.for_doctor:
         return ()

@@ -245,6 +245,9 @@ def load_initial_weights(path: Path, recipe: "Recipe") -> InitialWeights:
 
 def _effective(network: dict[str, Any]) -> dict[str, Any]:
     """Return network settings with the sizes that follow from others, and without those that shape no weights."""
+    from model.settings import with_defaults
+
+    network = with_defaults(network)
     size = network["d_model"] // network["num_heads"]
     network = {**network, **{key: network[key] or size for key in ("d_k", "d_v")}}
     return network if network["learned_positions"] else {**network, "max_positions": None}

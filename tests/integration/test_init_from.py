@@ -88,11 +88,17 @@ def test_starts_from_the_weights_and_the_tokenizer_of_another_run(recipe_file: P
     assert len(list((child / "checkpoints").glob("step=*"))) == 3
 
 
-def test_each_setting_that_makes_another_network_is_refused(recipe_file: Path, trained_run: Path) -> None:
+def test_each_setting_that_makes_another_network_is_refused(
+    recipe_file: Path, trained_run: Path, tmp_path: Path
+) -> None:
     assert {*REFUSED, *ACCEPTED} == {one.name for one in fields(NetworkSettings)}
     recipe = load_recipe([recipe_file])
     initial = load_initial_weights(trained_run, replace(recipe, network=replace(recipe.network, **ACCEPTED)))
     assert initial.path.parent.parent == trained_run
+    checkpoint = torch.load(initial.path, weights_only=True)
+    del checkpoint["translation"]["network"]["self_attention"]  # as a version without this setting leaves it
+    torch.save(checkpoint, tmp_path / "older.ckpt")
+    assert load_initial_weights(tmp_path / "older.ckpt", recipe).network["d_ff"] == recipe.network.d_ff
     for key, changes in REFUSED.items():
         with pytest.raises(InputError, match=f"has another network: .*network\\.{key} "):
             load_initial_weights(trained_run, replace(recipe, network=replace(recipe.network, **changes)))

@@ -70,6 +70,9 @@ def test_changed_keys_are_those_that_make_another_network() -> None:
         (replace(deep, num_layers=3, d_ff=5), ["d_ff"]),
     ):
         assert changed_keys(asdict(deep), asdict(other)) == keys
+    older = {key: value for key, value in asdict(deep).items() if key != "self_attention"}
+    assert changed_keys(older, asdict(deep)) == changed_keys(asdict(deep), older) == []
+    assert changed_keys(older, asdict(replace(deep, self_attention="own"))) == ["self_attention"]
     newer = {**asdict(deep), "from_a_newer_version": 1}
     assert changed_keys(newer, asdict(deep)) == changed_keys(asdict(deep), newer) == ["from_a_newer_version"]
 

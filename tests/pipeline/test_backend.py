@@ -112,6 +112,7 @@ def test_a_cpu(recipe_file: Path, tmp_path: Path) -> None:
         ("cpu", "32-true", "pytorch", "PyTorch"),
         ("cpu", "64-true", None, "PyTorch"),
         ("cpu", "16-mixed", None, "PyTorch"),
+        ("mps", "32-true", None, "PyTorch"),
     ],
 )
 def test_where_the_loss_is_compiled(accelerator: str, precision: str, kernels: str | None, expected: str) -> None:
