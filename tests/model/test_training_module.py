@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from data_module.batching.batch import PaddedBatch, RankBatch, SpecialIds
 from model.backend import Backend
 from model.decoding import BeamSearch
+from model.fast.cast_weights import CastWeights
 from model.loss import label_smoothed_loss
 from model.optimization import OPTIMIZERS, SCHEDULES
 from model.padded_transformer import PaddedTransformer
@@ -115,9 +116,11 @@ def make_trainer(rank: int = 0, num_ranks: int = 1, strategy: Strategy | None = 
     )
 
 
-def fit(module: TranslationModule, shares: list[RankBatch], rank: int = 0, num_ranks: int = 1) -> list[Step]:
+def fit(
+    module: TranslationModule, shares: list[RankBatch], rank: int = 0, num_ranks: int = 1, **options: Any
+) -> list[Step]:
     recorder = Recorder()
-    trainer = make_trainer(rank, num_ranks, max_steps=len(shares), callbacks=[recorder])
+    trainer = make_trainer(rank, num_ranks, max_steps=len(shares), callbacks=[recorder], **options)
     trainer.fit(module, DataLoader(shares, batch_size=None))
     return recorder.steps
 
@@ -385,6 +388,17 @@ def test_ranks_exchange_the_sum_of_all_micro_batches_once_a_step(
     assert [len(buckets) for buckets in exchanges.steps] == [1, 1]
     torch.testing.assert_close([buckets[0].norm() for buckets in exchanges.steps], expected)
     torch.testing.assert_close([step.output["gradient_norm"] for step in recorder.steps], expected)
+
+
+def test_each_step_has_16_bit_copies_of_its_weights() -> None:
+    start = parameters_to_vector(make_module().parameters()).detach()
+    plain, copying = make_module(), make_module()
+    copying.backend = replace(copying.backend, cast_weights=CastWeights)  # otherwise chosen on a GPU
+    expected, found = (
+        fit(module, make_shares(4), precision="bf16-mixed")[-1].weights - start for module in (plain, copying)
+    )
+    assert copying.network.decoder[0].feed_forward.inner.cast[0].dtype == torch.bfloat16
+    assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 def test_a_checkpoint_of_another_precision_has_no_loss_scale() -> None:
