@@ -289,6 +289,9 @@ def test_learned_positions_limit_source_and_answer(limit: int) -> None:
     search, _ = observed(make_network(0, learned_positions=True, max_positions=limit), endless=True)
     source, _ = make_sources([limit])
     assert search.greedy(source, None, 50).lengths.tolist() == [limit]
+    # By the first rule too, where fewer answers than the beam exist.
+    found = search.beam(source, None, 4, 0.6, 50, 4, "first")
+    assert found.lengths.tolist() == [[limit] + [0 if limit == 1 else limit] * 3]
     longer, _ = make_sources([limit + 1])
     with pytest.raises(ValueError, match=f"{limit + 1} tokens is longer than the network's {limit} positions"):
         search.greedy(longer, None, 50)
