@@ -30,7 +30,7 @@ def install(extra: str) -> str:
         return f".venv/bin/pip install -c constraints.txt -e '.[{extra}]'"  # as in docs/getting-started.md
     from importlib.metadata import requires
 
-    needs = (one.partition(";") for one in requires("attention-pipeline") or [])
+    needs = (requirement.partition(";") for requirement in requires("attention-pipeline") or [])
     packages = [
         f"'{package.strip()}'" for package, _, when in needs if re.search(rf"""extra == ["']{extra}["']""", when)
     ]

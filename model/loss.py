@@ -27,8 +27,8 @@ _CHUNK_SHARE = 1 / 64
 
 Fewer chunks add fewer times to the gradient of the weight. This is a share of all memory and not of what is free, so
 that a resumed run adds in the same order."""
-_CHUNK_ROWS = 128
-"""A chunk on a GPU has a multiple of this many rows, for efficient products."""
+_CHUNK_MULTIPLE = 128
+"""A chunk on a GPU has a multiple of this many tokens, for efficient products."""
 _CACHED_LOGITS = 1 << 18
 """Logits per thread that a CPU processes at a time after the product, so that they stay in its cache."""
 
@@ -37,10 +37,10 @@ class LossFunctions(NamedTuple):
     """An implementation of what reads logits: one function for one pass, one for the two passes of R-Drop."""
 
     name: str
-    over_classes: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
-    """Has the signature of `over_classes`. It may overwrite the logits."""
-    over_class_pairs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]
-    """Has the signature of `over_class_pairs`. It may overwrite the logits."""
+    read_logits: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
+    """Has the signature of `read_logits`. It may overwrite the logits."""
+    read_logit_pairs: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]
+    """Has the signature of `read_logit_pairs`. It may overwrite the logits."""
     in_place: bool
     """Whether the gradient takes the place of the logits, so that a chunk needs no other memory."""
 
@@ -205,32 +205,32 @@ def _over_chunks(
         options: of the loss.
 
     Returns:
-        The results of `over_classes` or `over_class_pairs` for all tokens, without the last.
+        The results of `read_logits` or `read_logit_pairs` for all tokens, without the last.
     """
     in_pairs, functions = bool(options.alpha), options.functions
-    compute: Callable[..., Any] = functions.over_class_pairs if in_pairs else functions.over_classes
+    compute: Callable[..., Any] = functions.read_logit_pairs if in_pairs else functions.read_logits
     if functions is PYTORCH_LOSS and states.device.type == "cpu":
         compute = partial(_in_cache, compute)
     alpha = (options.alpha,) if in_pairs else ()
     in_place, passes = functions.in_place, 2 if in_pairs else 1
-    size = _chunk_rows(len(target), len(projection), states.device, states.dtype, in_place, passes)
+    size = _chunk_tokens(len(target), len(projection), states.device, states.dtype, in_place, passes)
     columns = []
     for start in range(0, len(target), size):
         # Keep only work on logits in this loop: every operation costs a kernel launch per chunk. Gradients are computed
         # here, since the backward pass would have to project every chunk again.
-        rows = slice(start, min(start + size, len(target)))
-        logits = states[rows] @ projection.t()
-        *results, difference = compute(logits, target[rows], sum_dtype, options.epsilon, gradients is not None, *alpha)
+        chunk = slice(start, min(start + size, len(target)))
+        logits = states[chunk] @ projection.t()
+        *results, difference = compute(logits, target[chunk], sum_dtype, options.epsilon, gradients is not None, *alpha)
         columns.append(results)
         if gradients is not None and difference is not None:
-            torch.mm(difference, projection, out=gradients[0][rows])
-            _add_product(gradients[1], difference.t(), weighted_states[rows])
+            torch.mm(difference, projection, out=gradients[0][chunk])
+            _add_product(gradients[1], difference.t(), weighted_states[chunk])
         del logits, difference  # free them before the next chunk allocates its own
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 
-def _chunk_rows(
-    num_rows: int,
+def _chunk_tokens(
+    num_tokens: int,
     vocabulary_size: int,
     device: torch.device,
     product_dtype: torch.dtype,
@@ -246,8 +246,8 @@ def _chunk_rows(
     if not in_place:
         bytes_per_logit = 2 * product_dtype.itemsize + 4 * (1 if passes == 1 else 3)
     most = _CHUNK_SHARE * torch.cuda.get_device_properties(device).total_memory / (bytes_per_logit * vocabulary_size)
-    num_chunks = math.ceil(num_rows / max(most, _CHUNK_ROWS))
-    return math.ceil(num_rows / num_chunks / _CHUNK_ROWS) * _CHUNK_ROWS
+    num_chunks = math.ceil(num_tokens / max(most, _CHUNK_MULTIPLE))
+    return math.ceil(num_tokens / num_chunks / _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -258,21 +258,21 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def over_classes(
+def read_logits(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute everything that reads a chunk of logits.
 
     Args:
-        logits: products of states and weights [rows, V].
-        target: int64 [rows, 1].
+        logits: products of states and weights [tokens, V].
+        target: int64 [tokens, 1].
         sum_dtype: dtype of the probabilities.
         epsilon: the label smoothing.
         with_gradient: compute the last result, which is None otherwise.
 
     Returns:
-        Four tensors. The first three are [rows, 1]: the largest logit, the target's logit, and the probability of the
-        most probable class. The last one is d smoothed / d logits [rows, V] without its term -epsilon / V.
+        Four tensors. The first three are [tokens, 1]: the largest logit, the target's logit, and the probability of the
+        most probable class. The last one is d smoothed / d logits [tokens, V] without its term -epsilon / V.
     """
     probabilities, *results = _probabilities(logits, target, sum_dtype)
     difference: Tensor | None = None
@@ -284,31 +284,32 @@ def over_classes(
 
 
 def _probabilities(logits: Tensor, target: Tensor, sum_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return softmax(logits) [rows, V], and [rows, 1]: the largest logit, the target's, and the largest probability."""
+    """Return softmax(logits) [tokens, V], and [tokens, 1]: the largest logit, the target's, the largest probability."""
     largest = logits.amax(-1, keepdim=True)
     probabilities = torch.softmax(logits, -1, dtype=sum_dtype)
     return probabilities, largest, logits.gather(1, target), probabilities.amax(-1, keepdim=True)
 
 
-def over_class_pairs(
+def read_logit_pairs(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool, alpha: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Compute everything that reads a chunk of logits of two passes, P in even rows and Q in odd ones.
+    """Compute everything that reads a chunk of logits of two passes, P at even indices and Q at odd ones.
 
     Args:
-        logits: products of states and weights [2 rows, V].
-        target: int64 [2 rows, 1].
+        logits: products of states and weights [2 tokens, V].
+        target: int64 [2 tokens, 1].
         sum_dtype: dtype of the probabilities.
         epsilon: the label smoothing.
         with_gradient: compute the last result, which is None otherwise.
         alpha: weight of the divergence.
 
     Returns:
-        The first three results of `over_classes`; the divergence (KL(P || Q) + KL(Q || P)) / 2 [rows, 1]; and the last
-        result of `over_classes`, to which the gradient of alpha times the divergence is added.
+        The first three results of `read_logits`; the divergence (KL(P || Q) + KL(Q || P)) / 2 [tokens, 1]; and the last
+        result of `read_logits`, to which the gradient of alpha times the divergence is added.
     """
     probabilities, largest, target_logits, max_probability = _probabilities(logits, target, sum_dtype)
-    # log(P / Q) is the difference of the logits plus a number a row, which cancels in the results.
+    # log(P / Q) is the difference of the logits plus a number that all classes of a token share. It cancels: KL(Q || P)
+    # has it with the other sign, and the gradient subtracts `divergence`, which has it too.
     half = 0.5 * alpha
     difference = (logits[::2].to(sum_dtype) - logits[1::2]).mul_(half)
     gradient, divergences = torch.empty_like(probabilities), []
@@ -329,21 +330,21 @@ def over_class_pairs(
     return largest, target_logits, max_probability, mean, gradient.to(logits.dtype)
 
 
-PYTORCH_LOSS = LossFunctions("PyTorch", over_classes, over_class_pairs, in_place=False)
+PYTORCH_LOSS = LossFunctions("PyTorch", read_logits, read_logit_pairs, in_place=False)
 
 
 def _in_cache(
     function: Callable[..., Any], logits: Tensor, target: Tensor, sum_dtype: torch.dtype, *options: Any
 ) -> Any:
-    """Call `over_classes` or `over_class_pairs` for a few rows at a time, and overwrite their logits."""
-    num_rows = max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1)))
-    if function is over_class_pairs:
-        num_rows = 2 * max(1, num_rows // 2)
+    """Call `read_logits` or `read_logit_pairs` for a few tokens at a time, and overwrite their logits."""
+    num_tokens = max(1, round(_CACHED_LOGITS * torch.get_num_threads() / logits.size(1)))
+    if function is read_logit_pairs:
+        num_tokens = 2 * max(1, num_tokens // 2)
     columns, difference = [], None
-    for start in range(0, logits.size(0), num_rows):
-        rows = slice(start, start + num_rows)
-        *results, difference = function(logits[rows].to(sum_dtype), target[rows], sum_dtype, *options)
+    for start in range(0, logits.size(0), num_tokens):
+        chunk = slice(start, start + num_tokens)
+        *results, difference = function(logits[chunk].to(sum_dtype), target[chunk], sum_dtype, *options)
         columns.append(results)
         if difference is not None:
-            logits[rows] = difference
+            logits[chunk] = difference
     return *(torch.cat(column) for column in zip(*columns, strict=True)), difference if difference is None else logits

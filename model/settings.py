@@ -94,19 +94,19 @@ class NetworkSettings:
                 raise ValueError(f"network.{name} {getattr(self, name)} is not in [0, 1)")
 
 
-def changed_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def changed_keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Return the keys in which two networks differ.
 
     If both have the same depths, the keys of depths do not differ: 12 encoder and 2 decoder layers may be written with
     `num_layers` 12, 6 or 2.
 
     Args:
-        one: values of fields of `NetworkSettings`; those that an earlier version did not have are at their defaults.
-        other: likewise.
+        first: values of fields of `NetworkSettings`; those that an earlier version did not have are at their defaults.
+        second: likewise.
     """
-    one, other = with_defaults(one), with_defaults(other)
-    changed = [key for key in {**other, **one} if one.get(key) != other.get(key)]
-    return [key for key in changed if key not in _DEPTH_KEYS or _depths(one) != _depths(other)]
+    first, second = with_defaults(first), with_defaults(second)
+    changed = [key for key in {**second, **first} if first.get(key) != second.get(key)]
+    return [key for key in changed if key not in _DEPTH_KEYS or _depths(first) != _depths(second)]
 
 
 def with_defaults(network: Mapping[str, Any]) -> dict[str, Any]:

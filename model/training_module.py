@@ -256,12 +256,12 @@ class TranslationModule(LightningModule):
         search = BeamSearch(self.network, self.special.bos, self.special.eos, self.special.pad)
         # A search's memory grows with its answers. A batch of very short sentences is searched in parts, so that it
         # does not need more memory than a training step.
-        max_rows = max(1, batch.source.numel() // SHORTEST)
+        max_sentences = max(1, batch.source.numel() // SHORTEST)
         tokens, lengths = [], []
-        for start in range(0, batch.source.size(0), max_rows):
-            rows = slice(start, start + max_rows)
-            mask = batch.source_mask[rows] if batch.source_mask is not None else None
-            answers = search.greedy(batch.source[rows].long(), mask, self.decoding.max_extra_tokens)
+        for start in range(0, batch.source.size(0), max_sentences):
+            sentences = slice(start, start + max_sentences)
+            mask = batch.source_mask[sentences] if batch.source_mask is not None else None
+            answers = search.greedy(batch.source[sentences].long(), mask, self.decoding.max_extra_tokens)
             tokens.append(answers.tokens)
             lengths.append(answers.lengths)
         longest = max(part.size(1) for part in tokens)

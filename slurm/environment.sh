@@ -185,9 +185,9 @@ job_id() { echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SL
 
 # End what is left of the job's steps: tasks whose srun was abandoned, and the watch of the first node.
 end_steps() {
-    local one
-    for one in $(squeue --noheader --steps --jobs="$(job_id)" --format=%i); do
-        [[ ! $one =~ \.[0-9]+$ ]] || scancel --signal=KILL "$one" 2>/dev/null
+    local step_id
+    for step_id in $(squeue --noheader --steps --jobs="$(job_id)" --format=%i); do
+        [[ ! $step_id =~ \.[0-9]+$ ]] || scancel --signal=KILL "$step_id" 2>/dev/null
     done
 }
 

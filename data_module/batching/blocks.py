@@ -40,8 +40,8 @@ def place_in_blocks(source_lengths: NDArray[np.integer], target_lengths: NDArray
         The layout; for no pairs it has one block.
     """
     if len(source_lengths) == 0:
-        nothing = np.empty(0, np.int64)
-        return BlockLayout(nothing, nothing, [(1, NARROWEST)])
+        empty = np.empty(0, np.int64)
+        return BlockLayout(empty, empty, [(1, NARROWEST)])
     longest = np.maximum(source_lengths, target_lengths).astype(np.int64)
     widths = NARROWEST << np.ceil(np.log2(np.maximum(longest / NARROWEST, 1.0))).astype(np.int64)
     source, target = source_lengths.tolist(), target_lengths.tolist()

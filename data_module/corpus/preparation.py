@@ -153,9 +153,9 @@ def _up_to_date(
     if ignore_differences:
         return None
     manifest = read_manifest(folder)
-    if found := differences(manifest, wanted):
+    if changes := differences(manifest, wanted):
         raise InputError(
-            f"{folder}: was made from other inputs or settings: {'; '.join(found)};"
+            f"{folder}: was made from other inputs or settings: {'; '.join(changes)};"
             " name another corpus.folder, or rebuild this one for a new run with `prepare --force`"
         )
     return manifest

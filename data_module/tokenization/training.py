@@ -218,7 +218,7 @@ class RuleFile:
         descriptor, self._path = tempfile.mkstemp(suffix=".tsv")
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             for character, text in self._rules.items():
-                file.write(f"{ord(character):X}\t{' '.join(f'{ord(one):X}' for one in text)}\n")
+                file.write(f"{ord(character):X}\t{' '.join(f'{ord(other):X}' for other in text)}\n")
         return {"normalization_rule_tsv": self._path}
 
     def __exit__(self, *_: object) -> None:

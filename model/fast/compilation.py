@@ -39,6 +39,6 @@ class CompiledForward:
         self._network.positions(0, segments[0].longest)
         # The blocks of all three attentions are the same.
         if segments[0].biases:
-            for rows in (*source, *target, *(bias for one in segments for bias in one.biases)):
-                mark_dynamic(rows, 0)
+            for tensor in (*source, *target, *(bias for attention in segments for bias in attention.biases)):
+                mark_dynamic(tensor, 0)
         return self._compiled(source, target, segments)

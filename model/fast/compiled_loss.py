@@ -56,12 +56,12 @@ class CompiledLoss:
 
     def functions(self) -> LossFunctions:
         """Return the program for `label_smoothed_loss`."""
-        return LossFunctions("C++", self.over_classes, self.over_class_pairs, in_place=True)
+        return LossFunctions("C++", self.read_logits, self.read_logit_pairs, in_place=True)
 
-    def over_classes(
+    def read_logits(
         self, logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Do what `model.loss.over_classes` does; `logits`, which must be contiguous, are overwritten.
+        """Do what `model.loss.read_logits` does; `logits`, which must be contiguous, are overwritten.
 
         Logits are float32 or bfloat16, and so are their gradients. Sums and the first three results are float32,
         whatever `sum_dtype` is. The GIL is released.
@@ -74,10 +74,10 @@ class CompiledLoss:
         self._call(logits, target, (largest, target_logits, max_probability), epsilon, with_gradient, 0.0)
         return largest, target_logits, max_probability, logits if with_gradient else None
 
-    def over_class_pairs(
+    def read_logit_pairs(
         self, logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool, alpha: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Do what `model.loss.over_class_pairs` does; for the rest, see `over_classes`."""
+        """Do what `model.loss.read_logit_pairs` does; for the rest, see `read_logits`."""
         largest, target_logits, max_probability = torch.empty(3, len(logits), 1, dtype=torch.float32)
         divergences = torch.empty(len(logits) // 2, 1, dtype=torch.float32)
         results = (largest, target_logits, max_probability, divergences)
@@ -146,5 +146,5 @@ def _keeps_what_is_not_finite(loss: CompiledLoss, dtype: torch.dtype, alpha: flo
     logits = torch.zeros(4, _CLASSES, dtype=dtype)
     logits[0, 1], logits[2, -1] = math.nan, math.inf
     arguments = (logits, torch.zeros(4, 1, dtype=torch.int64), torch.float32, 0.1, True)
-    gradient = (loss.over_class_pairs(*arguments, alpha) if alpha else loss.over_classes(*arguments))[-1]
+    gradient = (loss.read_logit_pairs(*arguments, alpha) if alpha else loss.read_logits(*arguments))[-1]
     return gradient is not None and not gradient[::2].isfinite().any()

@@ -350,6 +350,6 @@ def _agrees_on(library: ctypes.CDLL, network: Transformer, source: Tensor, lengt
     arguments = (source, mask, BEAM_SIZE, LENGTH_PENALTY, EXTRA_TOKENS, BEAM_SIZE)
     compiled = CompiledSearch(library, network, _BOS, _EOS, _PAD)
     compiled.max_tokens = 20  # so that sentences wait
-    found = compiled.beam(*arguments)
+    answers = compiled.beam(*arguments)
     expected = BeamSearch(network, _BOS, _EOS, _PAD).eval().beam(*arguments)
-    return torch.equal(found.tokens, expected.tokens) and torch.allclose(found.scores, expected.scores, atol=1e-3)
+    return torch.equal(answers.tokens, expected.tokens) and torch.allclose(answers.scores, expected.scores, atol=1e-3)

@@ -52,8 +52,8 @@ inline float sum_of(int count, Term term) {
 inline Floats take(Floats, const float* from) { return load(from); }
 inline float take(float, const float* from) { return *from; }
 
-inline float dot(const float* one, const float* other, int count) {
-    return sum_of(count, [=](auto kind, int i) { return take(kind, one + i) * take(kind, other + i); });
+inline float dot(const float* a, const float* b, int count) {
+    return sum_of(count, [=](auto kind, int i) { return take(kind, a + i) * take(kind, b + i); });
 }
 
 inline void add_scaled(float* to, float factor, const float* from, int count) {
@@ -464,9 +464,9 @@ struct RowTop {
             const int end = std::min(count, begin + 4 * LANES);
             if (best.size() == most && end - begin == 4 * LANES) {
                 const float* block = logits + begin;
-                const Floats one = larger(load(block), load(block + LANES));
-                const Floats other = larger(load(block + 2 * LANES), load(block + 3 * LANES));
-                if (maximum(larger(one, other)) <= best.back().value) continue;
+                const Floats first = larger(load(block), load(block + LANES));
+                const Floats second = larger(load(block + 2 * LANES), load(block + 3 * LANES));
+                if (maximum(larger(first, second)) <= best.back().value) continue;
             }
             for (i = begin; i < end; ++i)
                 if (best.size() < most || logits[i] > best.back().value) insert(logits[i], first_id + i, most, request);
@@ -804,21 +804,21 @@ class Worker {
                 candidates_.push_back({total + (end_logits_[first_row + number] - normalizer), number, int(request_.end_id)});
                 continue;
             }
-            for (const Candidate& one : top.best)
-                candidates_.push_back({total + (one.value - normalizer), number, one.token});
+            for (const Candidate& candidate : top.best)
+                candidates_.push_back({total + (candidate.value - normalizer), number, candidate.token});
         }
         std::stable_sort(candidates_.begin(), candidates_.end(),
-                         [](const Candidate& one, const Candidate& other) { return one.value > other.value; });
+                         [](const Candidate& a, const Candidate& b) { return a.value > b.value; });
         if (int(candidates_.size()) > num_considered()) candidates_.resize(num_considered());
         std::vector<Hypothesis> open;
         for (int rank = 0; rank < int(candidates_.size()); ++rank) {
-            const Candidate& one = candidates_[rank];
-            if (!(one.value > MINUS_INFINITY)) break;
-            if (one.token == request_.end_id) {
-                if (!request_.stops_at_first || rank < request_.beam_size) add_answer(sentence, one);
+            const Candidate& candidate = candidates_[rank];
+            if (!(candidate.value > MINUS_INFINITY)) break;
+            if (candidate.token == request_.end_id) {
+                if (!request_.stops_at_first || rank < request_.beam_size) add_answer(sentence, candidate);
             } else if (int64_t(open.size()) < request_.beam_size) {
-                open.push_back({one.value, one.token, slots_[first_row + one.parent]});
-                sentence.history.push_back({one.parent, one.token});
+                open.push_back({candidate.value, candidate.token, slots_[first_row + candidate.parent]});
+                sentence.history.push_back({candidate.parent, candidate.token});
             }
         }
         sentence.history.resize(size_t(sentence.position + 1) * request_.beam_size);
@@ -970,8 +970,8 @@ int64_t search(void* model, const Request* request) {
             shared.answer_offsets.push_back(offset);
             offset += request->limits[i] * request->num_best;
         }
-        std::stable_sort(shared.order.begin(), shared.order.end(), [=](int64_t one, int64_t other) {
-            return offsets[one + 1] - offsets[one] > offsets[other + 1] - offsets[other];
+        std::stable_sort(shared.order.begin(), shared.order.end(), [=](int64_t a, int64_t b) {
+            return offsets[a + 1] - offsets[a] > offsets[b + 1] - offsets[b];
         });
         std::vector<std::thread> threads;
         try {

@@ -65,7 +65,7 @@ def _attention(
     for x in inputs:
         x.requires_grad_()
     result = segment_attention(inputs, segments, None, num_heads, d_k, is_causal)[0]
-    found = [result, *torch.autograd.grad(result, inputs, gradient)]
+    actual = [result, *torch.autograd.grad(result, inputs, gradient)]
 
     # On the CPU, so that it does not depend on anything of the GPU.
     exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
@@ -83,29 +83,29 @@ def _attention(
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     expected_result = (weights @ value).transpose(0, 1).flatten(1)
     expected = [expected_result, *torch.autograd.grad(expected_result, exact, gradient.cpu().double())]
-    return _largest_error(found, expected)
+    return _largest_error(actual, expected)
 
 
 def _loss(dtype: torch.dtype, device: str) -> float:
-    from model.fast.triton_loss import over_classes
+    from model.fast.triton_loss import read_logits
 
     logits = 3.0 * _random(40, 9000, dtype=dtype, device=device)
     targets, epsilon = torch.arange(40).unsqueeze(1), 0.1
-    found = over_classes(logits.clone(), targets.to(device), torch.float32, epsilon, True)
+    actual = read_logits(logits.clone(), targets.to(device), torch.float32, epsilon, True)
     exact = logits.cpu().double()
     probabilities = exact.softmax(-1)
     gradient = probabilities.scatter_add(1, targets, torch.full_like(targets, epsilon - 1.0, dtype=torch.float64))
     expected = [exact.amax(1, True), exact.gather(1, targets), probabilities.amax(1, True), gradient]
-    return _largest_error([one for one in found if one is not None], expected)
+    return _largest_error([tensor for tensor in actual if tensor is not None], expected)
 
 
 def _loss_of_pairs(dtype: torch.dtype, device: str) -> float:
-    from model.fast.triton_loss import over_class_pairs
+    from model.fast.triton_loss import read_logit_pairs
 
     logits = 3.0 * _random(40, 9000, dtype=dtype, device=device)
     targets, epsilon, alpha = torch.arange(20).repeat_interleave(2).unsqueeze(1), 0.1, 2.0
     exact = logits.cpu().double().requires_grad_()
-    found = over_class_pairs(logits, targets.to(device), torch.float32, epsilon, True, alpha)
+    actual = read_logit_pairs(logits, targets.to(device), torch.float32, epsilon, True, alpha)
     log_p = exact.log_softmax(-1)
     difference = log_p[::2] - log_p[1::2]
     divergence = (difference * (log_p[::2].exp() - log_p[1::2].exp())).sum(-1, keepdim=True) / 2
@@ -113,7 +113,7 @@ def _loss_of_pairs(dtype: torch.dtype, device: str) -> float:
     loss = alpha * divergence.sum() + exact.logsumexp(-1).sum() - (1.0 - epsilon) * target_logits.sum()
     [gradient] = torch.autograd.grad(loss, exact)
     expected = [exact.amax(1, True), target_logits, log_p.exp().amax(1, True), divergence, gradient]
-    return _largest_error([one for one in found if one is not None], expected)
+    return _largest_error([tensor for tensor in actual if tensor is not None], expected)
 
 
 def _random(*size: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -129,10 +129,10 @@ def _offsets(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def _largest_error(found: list[Tensor], expected: list[Tensor]) -> float:
+def _largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest difference as a share of the largest value of its tensor; NaN if there is any NaN."""
     errors = [
-        (one.detach().cpu().double() - other.detach()).abs().max() / other.detach().abs().max()
-        for one, other in zip(found, expected, strict=True)
+        (tensor.detach().cpu().double() - truth.detach()).abs().max() / truth.detach().abs().max()
+        for tensor, truth in zip(actual, expected, strict=True)
     ]
     return float(torch.stack(errors).max())

@@ -109,10 +109,10 @@ def _row_pair(
             tl.store(others + first + columns, (gradient_y + one_hot).to(logits.dtype.element_ty), mask=mask)
 
 
-def over_classes(
+def read_logits(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Do what `model.loss.over_classes` does; `logits`, which must be contiguous, are overwritten by their gradient.
+    """Do what `model.loss.read_logits` does; `logits`, which must be contiguous, are overwritten by their gradient.
 
     `sum_dtype` must be float32, and so are the first three results.
     """
@@ -128,10 +128,10 @@ def over_classes(
     return largest, target_logits, max_probability, logits if with_gradient else None
 
 
-def over_class_pairs(
+def read_logit_pairs(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool, alpha: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Do what `model.loss.over_class_pairs` does; `logits`, which must be contiguous, are overwritten.
+    """Do what `model.loss.read_logit_pairs` does; `logits`, which must be contiguous, are overwritten.
 
     `sum_dtype` must be float32, and so are the first four results.
     """
@@ -149,4 +149,4 @@ def over_class_pairs(
     return largest, target_logits, max_probability, divergences, logits if with_gradient else None
 
 
-TRITON_LOSS = LossFunctions("Triton", over_classes, over_class_pairs, in_place=True)
+TRITON_LOSS = LossFunctions("Triton", read_logits, read_logit_pairs, in_place=True)

@@ -30,7 +30,7 @@ inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof valu
 
 inline Floats all(float value) { return value - Floats{}; }
 
-inline Floats larger(Floats one, Floats other) { return one > other ? one : other; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // Halve a vector until one element is left.
 template <int WIDTH, class Combine>
@@ -52,13 +52,13 @@ inline float reduce(const float* lanes, Combine combine) {
 inline float sum(Floats value) {
     float lanes[LANES];
     store(lanes, value);
-    return reduce<LANES>(lanes, [](auto one, auto other) { return one + other; });
+    return reduce<LANES>(lanes, [](auto a, auto b) { return a + b; });
 }
 
 inline float maximum(Floats value) {
     float lanes[LANES];
     store(lanes, value);
-    return reduce<LANES>(lanes, [](auto one, auto other) { return one > other ? one : other; });
+    return reduce<LANES>(lanes, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // e^x for x <= 0, with a relative error of about 1e-7 (Cephes' polynomial). Below -87 the result is about 1e-38.

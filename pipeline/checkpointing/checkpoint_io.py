@@ -121,11 +121,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
+        for item in value.values():
+            yield from _tensors(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -119,8 +119,8 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
     steps = {step_of(path): path for path in around_best_checkpoints(run)} | steps
     saved = {}
     for step, path in steps.items():
-        if found := next(filter(is_valid, (path, around_best_path(run, step))), None):
-            saved[step] = found
+        if valid := next(filter(is_valid, (path, around_best_path(run, step))), None):
+            saved[step] = valid
     best = best_path(run)
     if is_valid(best):
         # A validation need not be at a step that is saved.

@@ -246,8 +246,8 @@ class Parity:
         figures = {**counts, "largest_score_difference": largest(differences)}
         return {f"greedy_{name}": figure for name, figure in figures.items()}
 
-    def _is_tie(self, source: Ids, one: tuple[int, ...], other: tuple[int, ...], alpha: float) -> bool:
-        return abs(self._score(source, one, alpha) - self._score(source, other, alpha)) <= 2 * self.tolerance
+    def _is_tie(self, source: Ids, ours: tuple[int, ...], theirs: tuple[int, ...], alpha: float) -> bool:
+        return abs(self._score(source, ours, alpha) - self._score(source, theirs, alpha)) <= 2 * self.tolerance
 
     def _score(self, source: Ids, answer: tuple[int, ...], alpha: float) -> float:
         [log_probability] = self.truth.log_probabilities([(source, answer)])

@@ -145,13 +145,13 @@ def choose_devices(count: int) -> list[str]:
         InputError: there are not that many, or `count` is below 1.
     """
     if torch.cuda.is_available():
-        available, things = torch.cuda.device_count(), "GPUs"
+        available, units = torch.cuda.device_count(), "GPUs"
     else:
-        available, things = num_processors(), "processors"
+        available, units = num_processors(), "processors"
     if not 1 <= count <= available:
-        things = things.removesuffix("s") if available == 1 else things
-        raise InputError(f"--devices {count}: this process may use {available} {things}; give 1 to {available}")
-    return [f"cuda:{index}" if things.startswith("GPU") else "cpu" for index in range(count)]
+        units = units.removesuffix("s") if available == 1 else units
+        raise InputError(f"--devices {count}: this process may use {available} {units}; give 1 to {available}")
+    return [f"cuda:{index}" if units.startswith("GPU") else "cpu" for index in range(count)]
 
 
 class _Progress(NamedTuple):

@@ -57,16 +57,16 @@ def length_batches(
         yield batch
 
 
-def padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+def padded(sentences: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Return padded ids [B, S] and a mask [B, S] that is False at padding."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[pad_id] * (longest - len(row))] for row in rows])
-    return ids, torch.arange(longest) < torch.tensor([len(row) for row in rows]).unsqueeze(1)
+    longest = max(map(len, sentences))
+    padded_ids = torch.tensor([[*ids, *[pad_id] * (longest - len(ids))] for ids in sentences])
+    return padded_ids, torch.arange(longest) < torch.tensor([len(ids) for ids in sentences]).unsqueeze(1)
 
 
 _BATCH_TOKENS = 2048
 """Upper bound on the padded tokens of a batch on either side."""
-_ROWS = 256
+_SCORED_TOKENS = 256
 """Target tokens whose log-probabilities over the vocabulary are in memory at the same time."""
 
 
@@ -100,8 +100,9 @@ def score_pairs(
         is_padded, target = not bool(mask.all()), target.to(device)
         states = network(source.to(device), target[:, :-1], mask.to(device) if is_padded else None)
         parts = []
-        for rows, wanted in zip(states.flatten(0, 1).split(_ROWS), target[:, 1:].flatten().split(_ROWS), strict=True):
-            parts.append(log_softmax(rows).gather(1, wanted.unsqueeze(1)))
+        labels = target[:, 1:].flatten().split(_SCORED_TOKENS)
+        for chunk, chunk_labels in zip(states.flatten(0, 1).split(_SCORED_TOKENS), labels, strict=True):
+            parts.append(log_softmax(chunk).gather(1, chunk_labels.unsqueeze(1)))
         chances = torch.cat(parts).view(len(batch), -1).masked_fill(~is_token[:, 1:].to(device), 0.0).double()
         for index, total in zip(batch, chances.sum(1).tolist(), strict=True):
             totals[index] = total

@@ -77,8 +77,8 @@ def find_compiler() -> list[str]:
         raise OSError(f"CXX is no command: {error}") from None
     candidates = [given] if given else [[name] for name in _COMPILERS]
     for command in candidates:
-        if found := shutil.which(command[0]):
-            return [found, *command[1:]]
+        if path := shutil.which(command[0]):
+            return [path, *command[1:]]
     if given:
         raise OSError(f"CXX names {given[0]}, which is not installed")
     raise OSError("there is no C++ compiler; install g++ or clang++")

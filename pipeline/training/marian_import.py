@@ -233,7 +233,7 @@ def _read_weights(folder: Path) -> "tuple[Path, dict[str, Tensor]]":
         raise InputError(f"safetensors is not installed; run: {install('huggingface')}") from None
     except Exception:
         weights = None
-    if not isinstance(weights, dict) or not all(isinstance(one, torch.Tensor) for one in weights.values()):
+    if not isinstance(weights, dict) or not all(isinstance(weight, torch.Tensor) for weight in weights.values()):
         raise InputError(
             f"{path}: cannot be read as weights: it is damaged or holds more; copy the model's folder again"
         )

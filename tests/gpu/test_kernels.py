@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.fast.triton_check import failure
-from model.fast.triton_loss import over_classes
+from model.fast.triton_loss import read_logits
 from tests.model.fast_paths import cases
 from tests.model.kernel_cases import (
     CROSS,
@@ -85,7 +85,7 @@ def test_more_logits_than_32_bits_count() -> None:
     last = torch.randn(vocabulary_size, device="cuda").bfloat16()
     logits[-1] = last
     targets = torch.full((rows, 1), 5, device="cuda")
-    largest, target, max_probability, gradient = over_classes(logits, targets, torch.float32, 0.1, True)
+    largest, target, max_probability, gradient = read_logits(logits, targets, torch.float32, 0.1, True)
     probabilities = last.double().softmax(0)
     assert float(largest[-1]) == float(last.max())
     assert float(target[-1]) == float(last[5])

@@ -22,7 +22,7 @@ from model.fast.compilation import CompiledForward
 from model.fast.compiled_search import CompiledSearch
 from model.fast.dropout import Dropout
 from model.fast.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
-from model.loss import LossFunctions, over_class_pairs, over_classes
+from model.loss import LossFunctions, read_logit_pairs, read_logits
 from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.runtime.backend import load_compiled_loss, load_compiled_search
@@ -72,7 +72,7 @@ def _upstream(result: Tensor) -> Tensor:
 
 
 def check_loss(device: str, functions: Callable[[], LossFunctions], dtype: torch.dtype, num_classes: int) -> None:
-    """One pass and two, with and without a gradient: `model.loss.over_classes` and `over_class_pairs`."""
+    """One pass and two, with and without a gradient: `model.loss.read_logits` and `read_logit_pairs`."""
     generator = torch.Generator().manual_seed(num_classes)
     logits = 3 * torch.randn(10, num_classes, generator=generator)
     targets = torch.randint(num_classes, (5,), generator=generator)
@@ -85,14 +85,14 @@ def check_loss(device: str, functions: Callable[[], LossFunctions], dtype: torch
     logits[6] = torch.arange(num_classes) % 7 * 50.0
     logits[7] = logits[6] + 1
     inputs = [logits, targets.repeat_interleave(2).unsqueeze(1)]
-    for plain, alpha in ((over_classes, ()), (over_class_pairs, (3.0,))):
+    for plain, alpha in ((read_logits, ()), (read_logit_pairs, (3.0,))):
         for with_gradient in (False, True):
             fast = partial(_call, getattr(functions(), plain.__name__), torch.float32, with_gradient, *alpha)
             compare(partial(_call, plain, torch.float64, with_gradient, *alpha), fast, inputs, dtype, device)
 
 
 def _call(function: Any, sum_dtype: torch.dtype, with_gradient: bool, *rest: Any) -> Any:
-    """Call an implementation of `over_classes` or `over_class_pairs`; the last two arguments are the tensors."""
+    """Call an implementation of `read_logits` or `read_logit_pairs`; the last two arguments are the tensors."""
     *alpha, logits, targets = rest
     return function(logits.clone(), targets, sum_dtype, 0.1, with_gradient, *alpha)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from model.fast.triton_attention import segment_attention
-from model.fast.triton_loss import over_classes
+from model.fast.triton_loss import read_logits
 from tests.model.sentence_batches import attention_of_parts
 
 UNUSED = 5
@@ -179,7 +179,7 @@ def check_logits_that_are_not_finite(device: str) -> None:
             logits[1, column] = value
             targets = torch.tensor([[3], [5]], device=device)
             expected = logits.cpu().softmax(1)
-            largest, _, max_probability, gradient = over_classes(logits, targets, torch.float32, 0.1, True)
+            largest, _, max_probability, gradient = read_logits(logits, targets, torch.float32, 0.1, True)
             loss = largest - max_probability.log()
             assert loss[0].isfinite()
             assert not loss[1].isfinite()

@@ -25,7 +25,7 @@ def test_gradients_in_bfloat16_are_rounded_to_nearest(alpha: float, compiled: Co
     logits = torch.randn(40, 77, generator=generator).bfloat16()
     target = torch.randint(77, (20, 1), generator=generator).repeat_interleave(2, 0)
     found, exact = (
-        (compiled.over_class_pairs(*arguments, alpha) if alpha else compiled.over_classes(*arguments))[-1].double()
+        (compiled.read_logit_pairs(*arguments, alpha) if alpha else compiled.read_logits(*arguments))[-1].double()
         for arguments in ((one, target, torch.float32, 0.1, True) for one in (logits.clone(), logits.float()))
     )
     # Half a unit in the last place of bfloat16 is at most 2^-8 of a number; float32 is off by far less.
@@ -46,7 +46,7 @@ def test_results_depend_on_neither_threads_nor_other_rows(
         parts = []
         for rows, target in zip(logits.clone().split(num_rows), targets.split(num_rows), strict=True):
             arguments = (rows, target, torch.float32, 0.1, True)
-            parts.append(compiled.over_class_pairs(*arguments, alpha) if alpha else compiled.over_classes(*arguments))
+            parts.append(compiled.read_logit_pairs(*arguments, alpha) if alpha else compiled.read_logits(*arguments))
         found.append([torch.cat(part) for part in zip(*parts, strict=True)])
     for results in found[1:]:
         assert all(torch.equal(own, first) for own, first in zip(results, found[0], strict=True))
@@ -65,10 +65,10 @@ def test_a_logit_that_is_not_finite_reaches_loss_and_gradient(
     target = torch.zeros(4, 1, dtype=torch.int64)
     arguments = (logits, target, torch.float32, 0.1, True)
     if alpha:
-        *results, gradient = compiled.over_class_pairs(*arguments, alpha)
+        *results, gradient = compiled.read_logit_pairs(*arguments, alpha)
         assert results[3].isfinite().flatten().tolist() == [True, False]
     else:
-        *results, gradient = compiled.over_classes(*arguments)
+        *results, gradient = compiled.read_logits(*arguments)
     assert gradient is not None
     assert results[2].isfinite().flatten().tolist() == [True, True, False, True]
     assert gradient[:2].isfinite().all()
@@ -91,14 +91,14 @@ def test_extreme_logits_stay_finite(alpha: float, compiled: CompiledLoss) -> Non
 
 def test_copies_and_pickles(compiled: CompiledLoss) -> None:
     for other in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):  # noqa: S301
-        largest, *_ = other.over_classes(torch.ones(1, 3), torch.zeros(1, 1).long(), torch.float32, 0.1, False)
+        largest, *_ = other.read_logits(torch.ones(1, 3), torch.zeros(1, 1).long(), torch.float32, 0.1, False)
         assert largest.item() == 1.0
 
 
 @pytest.mark.parametrize("target", [-1, 3, 1 << 40])
 def test_a_target_that_is_no_class_is_refused(target: int, compiled: CompiledLoss) -> None:
     with pytest.raises(IndexError, match=r"a target is not in 0 \.\. 2"):
-        compiled.over_classes(torch.zeros(2, 3), torch.tensor([[0], [target]]), torch.float32, 0.1, True)
+        compiled.read_logits(torch.zeros(2, 3), torch.tensor([[0], [target]]), torch.float32, 0.1, True)
 
 
 def test_another_library_is_refused() -> None:
@@ -109,4 +109,4 @@ def test_another_library_is_refused() -> None:
 def test_memory_that_is_not_there_is_reported(compiled: CompiledLoss) -> None:
     logits = torch.empty(1, 1 << 60, device="meta")  # reserved for in float32 before any is read
     with pytest.raises(MemoryError, match="not enough memory for the loss"):
-        compiled.over_classes(logits, torch.zeros(1, 1).long(), torch.float32, 0.1, False)
+        compiled.read_logits(logits, torch.zeros(1, 1).long(), torch.float32, 0.1, False)

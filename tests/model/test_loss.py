@@ -174,7 +174,7 @@ def test_sums_over_bfloat16_states_are_float32(monkeypatch: pytest.MonkeyPatch) 
 
 def test_probabilities_of_bfloat16_logits_are_float32() -> None:
     logits, target = torch.zeros(2, 50, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64)
-    assert model.loss.over_classes(logits, target, torch.float32, 0.1, False)[2].dtype == torch.float32
+    assert model.loss.read_logits(logits, target, torch.float32, 0.1, False)[2].dtype == torch.float32
 
 
 def test_extreme_logits_stay_finite() -> None:
@@ -237,20 +237,20 @@ def test_rows_of_a_chunk_on_a_gpu_by_hand(
     """For 37,000 pieces, on GPUs of several sizes."""
     properties = SimpleNamespace(total_memory=memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert model.loss._chunk_rows(rows, 37_000, torch.device("cuda"), dtype, in_place) == expected
+    assert model.loss._chunk_tokens(rows, 37_000, torch.device("cuda"), dtype, in_place) == expected
 
 
 def test_rows_of_a_chunk_of_two_passes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """50,000 rows: 18,137 fit with Triton's kernel. With 16 bytes a logit without it 2,267 fit, so 23 chunks."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIGABYTE))
     for in_place, expected in ((True, 16_768), (False, 2_176)):
-        found = model.loss._chunk_rows(50_000, 37_000, torch.device("cuda"), torch.bfloat16, in_place, passes=2)
+        found = model.loss._chunk_tokens(50_000, 37_000, torch.device("cuda"), torch.bfloat16, in_place, passes=2)
         assert found == expected
     for pieces, expected in ((37_000, 452), (1 << 24, 2)):
-        assert model.loss._chunk_rows(50_000, pieces, torch.device("cpu"), torch.bfloat16, False, 2) == expected
+        assert model.loss._chunk_tokens(50_000, pieces, torch.device("cpu"), torch.bfloat16, False, 2) == expected
 
 
 def test_rows_of_a_chunk_on_a_cpu_by_hand() -> None:
     """16,777,216 logits."""
     for pieces, expected in ((37_000, 453), (1 << 24, 1), (1 << 25, 1)):
-        assert model.loss._chunk_rows(25_000, pieces, torch.device("cpu"), torch.bfloat16, False) == expected
+        assert model.loss._chunk_tokens(25_000, pieces, torch.device("cpu"), torch.bfloat16, False) == expected

@@ -183,7 +183,7 @@ def _loss(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model.loss, "_CHUNK_SHARE", memory_share)
         rows = passes * len(targets)
-        chunk = model.loss._chunk_rows(rows, len(weight), job.device, torch.bfloat16, functions.in_place, passes)
+        chunk = model.loss._chunk_tokens(rows, len(weight), job.device, torch.bfloat16, functions.in_place, passes)
         step()  # compiles
         memory = PeakMemory(job.device)
         step()
