@@ -236,7 +236,8 @@ class BeamSearch(nn.Module):
     ) -> None:
         """Decode until no sentence is open. Writes `text.history` and `results` in place."""
         beam_size, device = options.beam_size, source.device
-        # Each check makes the host wait for a GPU. There, sentences take part in some steps after they have finished.
+        # Each check makes the host wait for a GPU. There, sentences take part in some steps after they have finished,
+        # which does no harm: by the exact rule nothing better can come, and by the first `_select` adds no answer.
         steps_between_checks = 1 if device.type == "cpu" else 8
         own_slots = torch.eye(beam_size, dtype=torch.bool, device=device)
         batch, cache = self._begin(text, source, source_mask, options)
@@ -260,9 +261,10 @@ class BeamSearch(nn.Module):
             if options.stops_at_first:
                 is_open &= answers.counts < beam_size
             else:
-                # Log-probabilities only decrease, and no future answer is longer than the limit. For alpha >= 0 the
-                # best open total over the limit's penalty is therefore a bound that no future score exceeds. Where it
-                # only equals the last answer's score, nothing better can come.
+                # A future answer continues an open hypothesis, so its log-probability p is at most the best open total
+                # t. It is not longer than the limit, so for alpha >= 0 its penalty is at most the limit's. Since p <= t
+                # <= 0, its score is p / penalty <= t / limit_penalty. Where this bound only equals the last answer's
+                # score, nothing better can come.
                 is_open &= answers.scores[:, -1] < batch.totals[:, 0] / batch.limit_penalties
             open_places = is_open.nonzero().squeeze(1)
             num_left = open_places.size(0)
@@ -271,7 +273,8 @@ class BeamSearch(nn.Module):
             _store(results, batch.sentences, answers)
             if num_left == 0:
                 continue
-            # Move the last open sentences to the places of finished ones.
+            # Move the last open sentences to the places of finished ones. Keeping the order of the batch would copy the
+            # cache of almost all sentences whenever one has finished.
             gaps = (~is_open[:num_left]).nonzero().squeeze(1)
             movers = open_places[num_left - gaps.size(0) :]
             order = torch.arange(num_left, device=device).index_copy_(0, gaps, movers)
@@ -282,6 +285,8 @@ class BeamSearch(nn.Module):
         self, text: _Text, source: Tensor, source_mask: Tensor | None, options: BeamArguments
     ) -> tuple[_Batch, Cache]:
         """Encode the sentences; each has one open hypothesis without tokens. Returns the batch and its cache."""
+        # Enough for 8 positions. Room for the longest allowed answer would be many times what most answers need;
+        # `_grow` about doubles the cache when it is full.
         num_slots = min(int(text.limits.max()), 8) * options.beam_size
         cache = self.network.init_cache(self.network.encode(source, source_mask), num_slots)
         count, device = source.size(0), source.device
@@ -327,7 +332,10 @@ class BeamSearch(nn.Module):
         steps = self.network.logits(states).float().log_softmax(-1)
         steps[:, :, self.pad_id] = float("-inf")
         steps[:, :, self.bos_id] = float("-inf")
+        # Each hypothesis has one continuation that ends. Of the best 2 * beam_size continuations at most beam_size end,
+        # so beam_size others are left to stay open.
         count = 2 * beam_size if beam_size > 1 else 1
+        # What is among a sentence's best is among the best of its hypothesis, so the second topk is a small one.
         values, ids = steps.topk(min(count, steps.size(-1)))
         if must_end is not None:
             only_end = torch.full_like(values, float("-inf"))
@@ -386,7 +394,8 @@ class BeamSearch(nn.Module):
         beam_size = text.history.size(1)
         lengths = (ends.div(beam_size, rounding_mode="floor") + 1).masked_fill(scores == float("-inf"), 0)
         longest = int(lengths.max())
-        # The hypotheses [T, M] on each answer's path.
+        # The hypothesis [T, M] on each answer's path, at first the one that the end symbol was appended to. An entry of
+        # the history is parent * V + token: the token belongs to the answer, the parent leads one position back.
         here = ends.remainder(beam_size)
         tokens = here.new_full([longest, here.size(0), here.size(1)], self.pad_id)
         for step in range(longest - 1, -1, -1):

@@ -159,11 +159,15 @@ def _forward(
     del kept_states
     gradients = None
     if with_gradient:
+        # The gradient of the weight adds up over chunks, in 32 bits: in bfloat16 a sum stops growing where a term is
+        # below 1 / 256 of it.
         gradients = torch.empty_like(product_states), torch.zeros_like(weight, dtype=sum_dtype)
     results = _over_chunks(product_states, weighted_states, projection, target, sum_dtype, gradients, options)
     largest, target_logits, max_probability, *divergence = results
-    # The largest probability is at least 1 / V, so its logarithm is finite.
+    # max_v p_v = exp(max_v z_v) / Z for the logits z, so the logarithm of the normalizer Z is the largest logit minus
+    # the logarithm of the largest probability. That one is at least 1 / V, so its logarithm is finite.
     log_normalizer = largest.to(sum_dtype) - max_probability.log()
+    # The loss of a token with target y is sum_v q_v (log Z - z_v), with q_v = epsilon / V and 1 - epsilon more for y.
     target_loss, mean_loss = log_normalizer - target_logits, log_normalizer - mean_logits
     smoothed = (((1.0 - epsilon) * target_loss + epsilon * mean_loss) * kept).sum()
     if divergence:
@@ -173,6 +177,8 @@ def _forward(
         smoothed, kept = smoothed * factor, kept * factor
     if gradients is not None:
         grad_states, grad_weight = gradients
+        # The term -epsilon / V of d loss / d z is the same for all classes and tokens. Its products with the projection
+        # and with the states are the sums of their rows.
         mean_gradient = weight_sum * (epsilon / vocabulary_size)
         grad_weight -= kept_states_sum * (epsilon / vocabulary_size)
         ctx.save_for_backward(

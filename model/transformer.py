@@ -101,6 +101,8 @@ class Transformer(nn.Module):
         super().__init__()
         d_model = settings.d_model
         self.vocabulary_size = vocabulary_size
+        # The matrix is drawn with the standard deviation D^-0.5 that suits a projection. As embeddings, its rows times
+        # sqrt(D) are about as large as the positional encodings that are added to them.
         self.embedding_scale = math.sqrt(d_model)
         self.embedding = nn.Embedding(vocabulary_size, d_model)
         nn.init.normal_(self.embedding.weight, std=d_model**-0.5)
@@ -155,8 +157,12 @@ class Transformer(nn.Module):
         return self.decoder_norm(x).to(x.dtype)
 
     def _embed_rows(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
+        # Each sentence of a row has positions from 0 on: an encoding is selected by the position, not by the place in
+        # the row.
         x = self.embed(ids, self.positions(0, longest)[positions])
-        # The layers keep the type of their input, also between them.
+        # Under autocast a product returns 16 bits whatever it is given, and a sum of 16 and 32 bits has 32. The sum
+        # that runs through the layers is therefore cast once, here: each layer keeps the type of its input, which
+        # halves what its residual connections and norms read and write.
         device = x.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 

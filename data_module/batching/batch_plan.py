@@ -90,8 +90,9 @@ def plan_epoch(
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     order = np.arange(len(source_lengths), dtype=np.uint32) if pairs is None else pairs.astype(np.uint32)
     random.shuffle(order)
-    # Where batches end follows from running sums of lengths in this order, taken of one window at a time. A batch that
-    # the window cuts off is planned again at the beginning of the next window.
+    # A batch ends before the first pair with which its tokens exceed `batch_tokens` on either side. Running sums grow,
+    # so a binary search finds that pair. They are computed for a window of pairs at a time. A batch that the window
+    # cuts off is planned again at the beginning of the next one, so that the plan does not depend on windows.
     mean = max(1.0, float(max(source_lengths.mean(), target_lengths.mean())))
     window = int(_WINDOW_BATCHES * batch_tokens / mean) + 1
     starts, target_tokens = [0], []
@@ -101,7 +102,6 @@ def plan_epoch(
         source, target = (np.cumsum(side[ahead], dtype=np.int64) for side in (source_lengths, target_lengths))
         begin = source_before = target_before = 0
         while begin < len(ahead):
-            # Sums grow, so that a binary search finds the first pair that is too much on either side.
             end = int(
                 min(
                     np.searchsorted(source, source_before + batch_tokens, side="right"),
@@ -225,6 +225,7 @@ def shared_plan(folder: Path, name: str, make: Callable[[], EpochPlan]) -> Epoch
         return _map_plan(path)
     with FileLock(folder / "lock") as lock:
         lock.take(wait=True)
+        # Another process may have written it while this one waited for the lock.
         if not path.exists():
             remove_temporary_files(folder, "")
             by_age = sorted(folder.glob("*.plan"), key=lambda plan: plan.stat().st_mtime_ns, reverse=True)
