@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from data_module.errors import PROGRAM, InputError
 from data_module.files import disk_full_error
-from pipeline.compat.torchmetrics import leave_out_pyplot
+from pipeline.compat.metrics import leave_out_pyplot
 from pipeline.runtime.console import RendezvousError, use_utf8, user_message
 from pipeline.runtime.launch import report_mistake_to_script
 

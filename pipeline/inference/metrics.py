@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from data_module.errors import InputError, install
 from data_module.registry import Registry
-from pipeline.compat.sacrebleu import chrf_score, chrf_statistics
+from pipeline.compat.metrics import chrf_score, chrf_statistics
 from pipeline.inference.bleu_tokenizer import DEFAULT, is_unspaced_or_hangul, language_code
 
 RESAMPLES, SEED = 1000, 12345

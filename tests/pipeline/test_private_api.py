@@ -24,12 +24,12 @@ from torch._inductor.async_compile import AsyncCompile
 
 from pipeline.compat import pytorch
 from pipeline.compat.lightning import disable_signal_handling
-from pipeline.compat.sacrebleu import chrf_score, chrf_statistics
+from pipeline.compat.metrics import chrf_score, chrf_statistics
 from tests.conftest import ROOT
 
 
 def test_torchmetrics() -> None:
-    """Used in pipeline/compat/torchmetrics.py."""
+    """Used in pipeline/compat/metrics.py."""
     assert "\nif _MATPLOTLIB_AVAILABLE:\n    import matplotlib\n" in inspect.getsource(torchmetrics.utilities.plot)
 
 
@@ -141,7 +141,7 @@ def test_pytorch_compiler() -> None:
 
 
 def test_sacrebleu() -> None:
-    """See pipeline/compat/sacrebleu.py: the private functions give what the public ones give."""
+    """See pipeline/compat/metrics.py: the private functions give what the public ones give."""
     hypotheses = ["the cat sat on the mat", "", "he says nothing at all today"]
     references = ["the cat sat on a mat", "yes", "he said nothing at all"]
     for name in ("_extract_corpus_statistics", "_compute_f_score"):

@@ -161,7 +161,7 @@ def test_nothing_is_written_to_the_home_and_nothing_said(tmp_path: Path) -> None
     """Matplotlib warns where a home cannot be written, and torchmetrics would import it on every rank."""
     program = """
 import os, sys
-from pipeline.compat.torchmetrics import leave_out_pyplot
+from pipeline.compat.metrics import leave_out_pyplot
 leave_out_pyplot()
 from pipeline.monitoring.attention_plots import _drawing
 assert "torchmetrics" in sys.modules

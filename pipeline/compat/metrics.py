@@ -1,13 +1,19 @@
-"""Private API of torchmetrics, last seen in 1.9.0; `tests/pipeline/test_private_api.py` fails when it moves.
+"""Private API of torchmetrics 1.9.0 and sacreBLEU 2.6.0; `tests/pipeline/test_private_api.py` fails when it moves.
 
 - `torchmetrics.utilities.imports._MATPLOTLIB_AVAILABLE`: where matplotlib is installed, importing Lightning imports
   torchmetrics, and that pyplot, for metrics that plot themselves. No public alternative.
+- sacreBLEU's `_extract_corpus_statistics` and `_compute_f_score`: chrF's sufficient statistics and a score from their
+  sum, to add up statistics over batches and ranks, and to resample a text without counting its n-grams again. No public
+  alternative.
 """
 
 import importlib
 import sys
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sacrebleu.metrics import CHRF
 
 
 class _PyplotLeftOut:
@@ -29,3 +35,16 @@ def leave_out_pyplot() -> None:
     it draws first.
     """
     sys.meta_path.insert(0, _PyplotLeftOut())
+
+
+def chrf_statistics(metric: "CHRF", hypothesis: str, reference: str) -> list[int]:
+    """Return the n-gram counts that `metric.corpus_score([hypothesis], [[reference]])` works from.
+
+    Three counts for each n-gram order: in the hypothesis, in the reference, in both.
+    """
+    return metric._extract_corpus_statistics([hypothesis], [[reference]])[0]
+
+
+def chrf_score(metric: "CHRF", statistics: Any) -> float:
+    """Return the `score` of `metric.corpus_score` on sentences whose `chrf_statistics` have this sum."""
+    return metric._compute_f_score(statistics)
