@@ -117,6 +117,19 @@ def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
     return None, skipped
 
 
+def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's metrics.jsonl.
+
+    A line that a killed process has written in part ends them, as it does where a run resumes.
+    """
+    with (run / METRICS).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
+
+
 def is_run(path: Path) -> bool:
     """Return whether the folder is a run folder: its config.yaml has the sections of a recipe."""
     return _config(path) is not None

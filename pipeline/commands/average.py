@@ -19,6 +19,7 @@ from pipeline.checkpointing.run_folder import (
     best_path,
     is_valid,
     nearest_steps,
+    read_metrics,
     step_checkpoints,
     step_of,
 )
@@ -150,8 +151,6 @@ def best_validation(run: Path) -> tuple[int, float]:
 
     Raises InputError when it has logged none.
     """
-    from pipeline.monitoring.log_files import read_metrics
-
     key = "validation/bleu"
     lines = list(read_metrics(run)) if (run / METRICS).is_file() else []
     scores = [(line["step"], float(line[key])) for line in lines if key in line]

@@ -3,37 +3,44 @@
 Pages of TensorBoard's Text tab are Markdown, in which text is escaped so that it is shown literally.
 
 Only rank 0 writes. A log that cannot be written does not stop training: the run warns once, goes on, and logs again as
-soon as it can.
+soon as it can. Records are appended whole, and removed after a step when the run resumes from it.
+
+Everything that this project imports from TensorBoard's packages is imported here. TensorBoard documents no API for
+writing events without TensorFlow, so these modules may move in any version; `test_run_log.py` fails if they do. Used
+with TensorBoard 2.21 and torch 2.13. The public alternative, `torch.utils.tensorboard.SummaryWriter`, writes in a
+thread that ends at the first write error, such as a full disk.
 """
 
+import errno
 import json
 import math
+import os
 import re
+import socket
+import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from lightning.pytorch.loggers import Logger
 from PIL.Image import Image
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
+from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
 from data_module.files import atomic_file
 from pipeline.checkpointing.run_folder import EVENTS, METRICS, SUMMARY
-from pipeline.monitoring.log_files import (
-    AppendedFile,
-    event_file,
-    hparams_summaries,
-    image_summary,
-    layout_summary,
-    scalar_summary,
-    summary_record,
-    text_summary,
-    truncate_after,
-)
 from pipeline.runtime.console import say
 
+_EVENT_FILES = "events.out.tfevents."
+_HEADER_BYTES, _FOOTER_BYTES = 12, 4
+"""A record is its length (8 bytes) with a checksum (4 bytes), the data, and the checksum of the data (4 bytes)."""
 MAX_CELL_CHARACTERS = 600
 _MARKUP = re.compile(r"[|*_`\[\]\\~#!{}()<>&\n\r]")
 
@@ -55,14 +62,14 @@ class RunLog(Logger):
         self.writes = writes
         self._validation_pending = validation_pending
         self._warned = False
-        self._events = event_file(run / EVENTS, step + 1)
+        self._events = _event_file(run / EVENTS, step + 1)
         self._lines = AppendedFile(run / METRICS)
 
     def truncate_after(self) -> None:
         """Remove the summary, and what an earlier process has logged after the step to continue after."""
         with self._warn_on_os_error(self.run / EVENTS):
             (self.run / SUMMARY).unlink(missing_ok=True)
-            truncate_after(self.run, self.step, self._validation_pending)
+            _truncate_logs(self.run, self.step, self._validation_pending)
 
     def log_metrics(self, metrics: Mapping[str, float | Tensor], step: int | None = None) -> None:
         """Write scalars to TensorBoard, and as one line to metrics.jsonl."""
@@ -70,7 +77,7 @@ class RunLog(Logger):
             return
         assert step is not None
         values = {name: float(value) for name, value in metrics.items()}
-        self._add([scalar_summary(tag, value) for tag, value in values.items()], step)
+        self._add([Summary(value=[Summary.Value(tag=tag, simple_value=value)]) for tag, value in values.items()], step)
         # JSON has no infinity and no NaN; float32 has seven significant digits.
         plain = {name: float(f"{value:.7g}") if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"step": step, "time": round(time.time(), 3), **plain}) + "\n"
@@ -79,20 +86,32 @@ class RunLog(Logger):
 
     def add_text(self, tag: str, markdown: str, step: int) -> None:
         """Write a page of the Text tab."""
-        self._add([text_summary(tag, markdown)], step)
+        self._add([text(tag, markdown)], step)
 
     def add_image(self, tag: str, image: Image, step: int) -> None:
         """Write an image of the Images tab."""
-        self._add([image_summary(tag, image)], step)
+        file = BytesIO()
+        image.save(file, format="PNG")
+        encoded = Summary.Image(
+            height=image.height, width=image.width, colorspace=3, encoded_image_string=file.getvalue()
+        )
+        self._add([Summary(value=[Summary.Value(tag=tag, image=encoded)])], step)
 
     def add_hyperparameters(self, values: dict[str, Any], metrics: list[str], step: int) -> None:
-        """Write a row of the HParams tab: the settings, and the tags of the metrics to compare runs by."""
+        """Write a row of the HParams tab: the settings, and the tags of the metrics to compare runs by.
+
+        The tab shows the last values of these curves.
+        """
         plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in values.items()}
-        self._add(hparams_summaries(plain, metrics), step)
+        self._add(list(hparams(plain, dict.fromkeys(metrics, 0.0))), step)
 
     def add_layout(self, layout: dict[str, dict[str, list[str]]], step: int) -> None:
-        """Write the layout of the Custom Scalars tab."""
-        self._add([layout_summary(layout)], step)
+        """Write the layout of the Custom Scalars tab: category -> chart -> patterns of tags."""
+        charts_of = {
+            category: {chart: ["Multiline", tags] for chart, tags in charts.items()}
+            for category, charts in layout.items()
+        }
+        self._add([custom_scalars(charts_of)], step)
 
     def write(self, name: str, contents: bytes) -> None:
         """Write or replace a file of the run folder, atomically."""
@@ -132,7 +151,8 @@ class RunLog(Logger):
         if not self.writes:
             return
         with self._warn_on_os_error(self.run / EVENTS):
-            self._events.append(b"".join(summary_record(summary, step) for summary in summaries))
+            events = [Event(summary=summary, step=step, wall_time=time.time()) for summary in summaries]
+            self._events.append(b"".join(map(_record, events)))
 
     @contextmanager
     def _warn_on_os_error(self, path: Path) -> Iterator[None]:
@@ -166,3 +186,128 @@ def key_value_table(values: Mapping[str, Any]) -> str:
 def code_block(text: str) -> str:
     """Return preformatted text."""
     return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+class AppendedFile:
+    """A file to append to. It is opened at the first write; data that does not fit whole is not written.
+
+    Data is on disk when `append` returns, also if the process is killed later.
+    """
+
+    def __init__(self, path: Path, header: bytes = b"") -> None:
+        """`header` is written before the first data."""
+        self._path, self._header = path, header
+        self._file: int | None = None
+        self._size = 0
+
+    def append(self, data: bytes) -> None:
+        """Append the data; if there is no space or no permission, raise OSError and leave the file as it was."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._size = os.fstat(self._file).st_size
+        data = self._header + data
+        try:
+            if os.write(self._file, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._header = b""
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Close the file; the next `append` opens it again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _event_file(folder: Path, first_step: int) -> AppendedFile:
+    """Return a new TensorBoard event file; readers discard the steps from `first_step` on of earlier files."""
+    # TensorBoard reads the files of a folder in the order of their names.
+    name = f"{_EVENT_FILES}{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+    begin = Event(session_log=SessionLog(status=SessionLog.START), step=first_step, wall_time=time.time())
+    header = _record(Event(file_version="brain.Event:2", wall_time=time.time())) + _record(begin)
+    return AppendedFile(folder / name, header)
+
+
+def _truncate_logs(run: Path, step: int, validation_too: bool) -> None:
+    """Remove what was logged after a step, since a run that resumes from it will log that again.
+
+    The files are ordered by step and are truncated in place, which needs no disk space.
+
+    Args:
+        run: the run folder.
+        step: the last step to keep.
+        validation_too: whether to remove this step's validation as well.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    for path in sorted((run / EVENTS).glob(f"{_EVENT_FILES}*")):
+        _truncate(path, _end_of_events(path.read_bytes(), step, validation_too))
+    if (run / METRICS).exists():
+        _truncate(run / METRICS, _end_of_lines((run / METRICS).read_bytes(), step, validation_too))
+
+
+def _truncate(path: Path, size: int) -> None:
+    if size < path.stat().st_size:
+        os.truncate(path, size)
+
+
+def _is_after(record_step: int, tags: Iterable[str], step: int, validation_too: bool) -> bool:
+    if record_step == step:
+        return validation_too and any(tag.startswith("validation/") for tag in tags)
+    return record_step > step
+
+
+def _end_of_events(data: bytes, step: int, validation_too: bool) -> int:
+    """Return the offset to truncate an event file at: the end of the last complete record up to the step."""
+    end = 0
+    for record_end, record_step, tags in _read_records(data):
+        if record_step is not None and _is_after(record_step, tags, step, validation_too):
+            break
+        end = record_end
+    return end
+
+
+def _end_of_lines(data: bytes, step: int, validation_too: bool) -> int:
+    """Return the offset to truncate metrics.jsonl at: the end of the last valid line up to the step."""
+    start = 0
+    while end := data.find(b"\n", start) + 1:
+        try:
+            line = json.loads(data[start:end])
+            if _is_after(line["step"], line, step, validation_too):
+                break
+        except ValueError:
+            break
+        start = end
+    return start
+
+
+def _read_records(data: bytes) -> Iterator[tuple[int, int | None, list[str]]]:
+    """Yield the records of a file, up to the first that is incomplete or invalid.
+
+    Yields:
+        Offset of the record's end, its step (None for a record without a summary) and its tags.
+    """
+    start = 0
+    while start + _HEADER_BYTES <= len(data):
+        (length,) = struct.unpack_from("<Q", data, start)
+        end = start + _HEADER_BYTES + length + _FOOTER_BYTES
+        if end > len(data):
+            return
+        try:
+            event = Event.FromString(data[start + _HEADER_BYTES : end - _FOOTER_BYTES])
+        except DecodeError:
+            return
+        has_summary = event.HasField("summary")
+        yield end, event.step if has_summary else None, [value.tag for value in event.summary.value]
+        start = end
+
+
+def _record(event: Any) -> bytes:
+    file = BytesIO()
+    RecordWriter(file).write(event.SerializeToString())
+    return file.getvalue()

@@ -14,9 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from data_module.corpus.manifest import split_sources
-from pipeline.checkpointing.run_folder import STARTS, SUMMARY
+from pipeline.checkpointing.run_folder import STARTS, SUMMARY, read_metrics
 from pipeline.config.recipe import Recipe
-from pipeline.monitoring.log_files import read_metrics
 from pipeline.monitoring.run_log import RunLog, code_block, key_value_table, table
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.runtime.launch import JobStep, node_name, versions

@@ -14,8 +14,8 @@ import pytest
 import torch
 import yaml
 
+from pipeline.checkpointing.run_folder import read_metrics
 from pipeline.config.recipe import load_recipe
-from pipeline.monitoring.log_files import read_metrics
 from tests.conftest import pipeline
 from tests.integration.runs import checkpoints, descendants, scalars, start, step_of, still_running, temporary_files
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpointing.run_folder import STARTS, RunFolder, step_path
-from pipeline.monitoring.log_files import read_metrics
+from pipeline.checkpointing.run_folder import STARTS, RunFolder, read_metrics, step_path
 from tests.conftest import pipeline
 from tests.integration.runs import (
     accumulator,

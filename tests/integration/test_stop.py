@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.monitoring.log_files import read_metrics
+from pipeline.checkpointing.run_folder import read_metrics
 from tests.conftest import ROOT, pipeline
 from tests.integration.runs import (
     assert_same_state,

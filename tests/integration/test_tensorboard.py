@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.monitoring.log_files import read_metrics
+from pipeline.checkpointing.run_folder import read_metrics
 from tests.conftest import pipeline
 from tests.integration.browser import Browser
 from tests.integration.runs import accumulator, checkpoints, kill, scalars, start

@@ -13,12 +13,12 @@ from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import average, read_checkpoint, resolve_checkpoint, write_atomic
 from pipeline.checkpointing.run_folder import (
     around_best_path,
+    read_metrics,
     step_checkpoints,
     step_of,
     step_path,
 )
 from pipeline.commands import average as command
-from pipeline.monitoring.log_files import read_metrics
 from tests.conftest import refusal
 
 EVERY = 20

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipeline.checkpointing.run_folder import METRICS
-from pipeline.monitoring.log_files import read_metrics
+from pipeline.checkpointing.run_folder import METRICS, read_metrics
 from pipeline.monitoring.run_log import RunLog, table
 from tests.integration.runs import accumulator, scalars
 
