@@ -327,6 +327,7 @@ def block_attention_backward(
                     first_weight += count
                 else:
                     p = _weights(q, k, bias[start:end], None)
+                # With the factors f of dropout, the result is (p * f) v, so dv = (p * f)^T g and dp = (g v^T) * f.
                 dropped, grad_weights = p, torch.bmm(g, v.transpose(1, 2))
                 if dropout is not None:
                     kept = _kept_weights(p, blocks, dropout, first + start * width)

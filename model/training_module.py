@@ -128,7 +128,8 @@ class TranslationModule(LightningModule):
         learning_rate = self._schedule(step)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        # Walking through the network's modules for its parameters takes longer than the norm.
+        # By now all ranks have the same gradients, so they compute the same norm, and clip and skip alike. Walking
+        # through the network's modules for its parameters takes longer than the norm.
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
         if self.loss_scale is not None:
@@ -136,6 +137,7 @@ class TranslationModule(LightningModule):
         clip_norm = self.training_settings.gradient_clip_norm
         if clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        # A tensor, since a condition would make the host wait for the device.
         skip = 1.0 - norm.isfinite().float()
         prepare_step(optimizer.optimizer, skip, self.loss_scale.factor if self.loss_scale is not None else None)
         optimizer.step()
@@ -155,7 +157,8 @@ class TranslationModule(LightningModule):
 
     def _accumulate_gradients(self, rank_batch: RankBatch, step: int) -> dict[str, Tensor]:
         """Run the forward and backward passes of a step, and return the sums over its target tokens."""
-        # DDP averages gradients over ranks, but the loss is divided by the number of all ranks' target tokens.
+        # The step follows the gradient of the sum of all ranks' losses, divided by their number of target tokens. DDP
+        # averages gradients over ranks, which divides that sum by world_size; this factor makes up for it.
         scale: float | Tensor = self.trainer.world_size / rank_batch.num_target_tokens
         if self.loss_scale is not None:
             scale = scale * self.loss_scale.factor
@@ -163,9 +166,12 @@ class TranslationModule(LightningModule):
         batches = rank_batch.micro_batches
         self.cast_weights()
         for number, batch in enumerate(batches):
-            # Seed each micro-batch, so that no random state needs to be saved.
+            # Dropout follows from (seed, step, rank, micro-batch) alone. A resumed run therefore drops what an
+            # uninterrupted one drops, although no random state is saved, and no two micro-batches drop alike.
             default_generator(self.device).manual_seed(_dropout_seed(self.seed, step, self.global_rank, number))
             last = number == len(batches) - 1
+            # Gradients of the micro-batches before the last one add up on this rank. The backward pass of the last one
+            # reduces the sums over ranks, once a step.
             with nullcontext() if last else self._no_synchronization():
                 losses = self._add_gradients(batch, scale)
             sums["smoothed"] += losses.smoothed.detach() / scale

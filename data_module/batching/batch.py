@@ -223,10 +223,12 @@ def _end_to_end(source: NDArray[np.int64], target: NDArray[np.int64], shape: Row
     for size, lengths, rest in zip(sizes, (source, target), padding, strict=True):
         ends = np.cumsum(lengths)
         starts.append(ends - lengths)
-        # Segments that are not needed begin and end at the row's end: they are empty.
+        # Segments that are not needed begin and end at the row's end: they are empty. Kernels are compiled and launched
+        # for one number of segments, whatever number of sentences there is.
         offsets = np.full(shape.segments + 1, size, np.int64)
         offsets[0] = 0
         offsets[1 : len(ends) + 1] = ends
+        # Evenly divided, no segment of padding is longer than the longest sentence, which kernels are launched for.
         divided = size - rest + np.arange(num_padding + 1) * rest // num_padding
         offsets[len(ends) : len(ends) + num_padding + 1] = divided
         segments.append(offsets)

@@ -143,7 +143,8 @@ class StatefulLoader(DataLoader["RankBatch | InputError"]):
             if isinstance(batch, InputError):
                 raise batch
             self._notify("loop_overhead")
-            # The position advances when a batch is returned, not when a worker fetches it in advance.
+            # Workers are several batches ahead. The position counts only what training has received, so that a resumed
+            # run neither repeats nor skips a batch.
             self._position = (batch.epoch, batch.index + 1)
             yield batch
 
