@@ -19,7 +19,7 @@ from model.torch_private import set_gradient_scaling, skips_non_finite_steps
 _INITIAL_FACTOR = 2.0**16
 _GROWTH_INTERVAL = 2000
 Schedule = Callable[[int], float]
-"""Maps the number of the step that is about to be taken, from 1, to its learning rate."""
+"""Maps the number of the step that is about to be taken, from 1, to its learning rate. ValueError for 0 or less."""
 
 
 def paper_schedule(settings: TrainingSettings, d_model: int, max_steps: int) -> Schedule:

@@ -98,6 +98,11 @@ class Transformer(nn.Module):
     """Encoder, decoder and output projection. Both embeddings and the projection share one matrix (section 3.4)."""
 
     def __init__(self, vocabulary_size: int, settings: NetworkSettings) -> None:
+        """Initialize the weights at random, with PyTorch's global generator.
+
+        Raises:
+            ValueError: the settings name a norm, activation or attention that is not registered.
+        """
         super().__init__()
         d_model = settings.d_model
         self.vocabulary_size = vocabulary_size

@@ -48,6 +48,7 @@ class EpochPlan:
         return len(self._target_tokens)
 
     def __getitem__(self, index: int) -> NDArray[np.uint32]:
+        """Return the indices [pairs] of a global batch's pairs in the corpus."""
         return self._order[int(self._starts[index]) : int(self._starts[index + 1])]
 
     def target_tokens(self, index: int) -> int:
@@ -194,7 +195,7 @@ class Epochs:
         Raises:
             ValueError: see `plan_epoch`.
         """
-        # The plan depends on the code, numpy's version and the corpus.
+        # The name covers all that the plan depends on: a process never maps the plan of other code or another corpus.
         code = Path(__file__).read_bytes()
         settings = (sorted(self._settings.items()), self._weights)
         key = repr((self.corpus(epoch).identity, settings, epoch, np.__version__))

@@ -109,6 +109,13 @@ class StatefulLoader(DataLoader["RankBatch | InputError"]):
     """Yields this rank's `RankBatch` of one optimizer step after another, endlessly."""
 
     def __init__(self, dataset: RankBatchDataset, *, workers: int, pin_memory: bool) -> None:
+        """Start no worker yet: they are forked when iteration begins.
+
+        Args:
+            dataset: returns this rank's batches; the loader moves it to its own position.
+            workers: number of processes that make batches; 0 to make them in this process.
+            pin_memory: copy batches to page-locked memory, for asynchronous copies to a GPU.
+        """
         super().__init__(
             dataset,
             sampler=_EndlessSampler(),
@@ -133,6 +140,11 @@ class StatefulLoader(DataLoader["RankBatch | InputError"]):
         """
 
     def __iter__(self) -> Iterator[RankBatch]:  # type: ignore[override]
+        """Yield batches from the position on, endlessly.
+
+        Raises:
+            InputError: a worker has come upon a mistake of the user, such as a corpus that has been removed.
+        """
         self._rank_batches.seek(*self._position)
         _wait_for_collectives_to_end()
         with signals_blocked():

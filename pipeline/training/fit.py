@@ -46,11 +46,14 @@ def fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
     with recipe.naming_places():
         job = current_step()
         validate_trainer_keys(recipe.trainer)
+        # One rank checks, so that a mistake is said once. Its exit code ends the other ranks of the job.
         if process_rank() == 0:
             refuse_mistakes(CheckContext(recipe, job, reset, init_from))
         reset = should_reset(reset, recipe.run_folder(), job)
+        # The run or model to begin from comes first: a corpus that is prepared now has to have its vocabulary.
         recipe, tokenizer, initial = begin_from(recipe, reset, init_from)
         manifest = ensure_corpus(recipe.corpus, tokenizer)
+        # The run folder is locked until training ends, so that no other process writes to it.
         with open_start(recipe, job, reset, initial, manifest) as start:
             if not has_finished(start):
                 train(start)
