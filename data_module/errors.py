@@ -20,7 +20,7 @@ class InputError(Exception):
     """
 
     def __init__(self, message: str) -> None:
-        """Store the message. Line ends in it, such as those of a quoted key, are escaped."""
+        """Store the message, with its line breaks escaped, such as those of a quoted key."""
         super().__init__(message.replace("\r", "\\r").replace("\n", "\\n"))
 
 

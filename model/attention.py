@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.dropout = settings.attention_dropout
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `attention` with the recipe's dropout. Pictures of attention call it with other values."""
+        """Compute `attention` with the recipe's dropout. `attention_maps` calls it with other values."""
         return attention(query, key, value, bias, self.dropout if self.training else 0.0)
 
 

@@ -175,7 +175,7 @@ def attention_maps(network: Transformer, source: Tensor, target: Tensor) -> dict
 
 def _recording(attend: Callable[..., Tensor], weights: list[Tensor]) -> Callable[..., Tensor]:
     def record(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        # The weights are what attention makes of the unit vectors.
+        # With the unit vectors as values, attention returns its weights.
         units = torch.eye(key.size(2), dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
         weights.append(attend(query, key, units, bias))
         return attend(query, key, value, bias)

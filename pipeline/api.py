@@ -48,7 +48,7 @@ def _mistakes_in_one_line() -> Iterator[None]:
 
 
 class _File(NamedTuple):
-    """A checkpoint file, and what is different if another one takes its place."""
+    """A checkpoint file, and what identifies it: if another file takes its place, the identity differs."""
 
     path: Path
     identity: tuple[int, int, int]

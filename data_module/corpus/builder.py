@@ -30,7 +30,7 @@ from data_module.tokenization.training import WordCounts, train_on_words
 log = logging.getLogger(__name__)
 
 _ENOUGH_CHARACTERS = 2 * MAX_PIECE_CHARACTERS
-"""Characters of different words for each piece of a vocabulary, which certainly allow that many pieces."""
+"""Distinct words with this many characters for each piece of a vocabulary certainly suffice to learn it."""
 _MAX_UNKNOWN = 0.05
 """Fraction of unknown pieces above which the text is probably in another script or language."""
 

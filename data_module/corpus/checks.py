@@ -29,7 +29,7 @@ _SAMPLE_LINES = 1_000
 _MIN_SAMPLE_LINES = 20
 _MAX_NAMED_SYMBOLS = 3
 _SWAP_MARGIN = 0.1
-"""How much more alike crossed sides must be than straight ones to be called swapped; cosines, from 0 to 1."""
+"""Texts count as swapped if the cosine similarity of crossed sides exceeds that of straight ones by this much."""
 
 
 _READ_AS_SPACE = {
@@ -54,7 +54,7 @@ class SymbolCount:
 
 @dataclass
 class SourceCheck:
-    """What one pass over a text source found that is worth comparing or saying."""
+    """What one pass over a text source found, to compare sources by and to warn of."""
 
     name: str
     """The source's files or data set."""

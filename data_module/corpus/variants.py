@@ -179,7 +179,7 @@ def _announce(
     """Say how long this will take and how large it will be, from one chunk in the middle of the text.
 
     Raises:
-        InputError: the disk has less room.
+        InputError: the disk has too little room.
     """
     sizes = [end - begin for begin, end in chunks]
     middle = len(chunks) // 2
@@ -225,12 +225,12 @@ def _encode_in_parallel(encoder: _ChunkEncoder) -> Iterator[tuple[_Encoded, _Enc
 def _killed_processes_named() -> Iterator[None]:
     """Say in one line that a process of a loader was killed.
 
-    PyTorch raises the error from a signal's handler, so wherever this process is.
+    PyTorch raises the error in a signal handler, which may interrupt this process at any line.
     """
     try:
         yield
     except RuntimeError as error:
-        # The error has the ids of the processes, in place of what has ended them.
+        # The message is PyTorch's; it names the processes, and not why they have ended.
         if "exited unexpectedly" not in str(error) and "killed by signal" not in str(error):
             raise
         raise InputError(

@@ -49,7 +49,8 @@ class WordEncoder:
         ids_of = self._ids.__getitem__
         encoded = [b"".join(map(ids_of, words)) for words in split]
         if self._tokenizer.pair:
-            # What would be a language code at the beginning of a line is text elsewhere.
+            # Word by word, a language code would become its piece at any place. The tokenizer takes it for a code at
+            # the beginning of a line only.
             places = [place for place, sentence in enumerate(sentences) if " >>" in sentence]
             whole = self._tokenizer.encode([sentences[place] for place in places])
             for place, ids in zip(places, whole, strict=True):

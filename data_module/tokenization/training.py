@@ -136,7 +136,7 @@ def _options(
     byte_fallback: bool,
     user_symbols: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the training options that depend on the arguments of `train_on_words`, but for those of lower-casing.
+    """Return the training options that depend on the arguments of `train_on_words`, except those for lower-casing.
 
     Raises:
         InputError: the text has no words, or more characters than the vocabulary has room for.

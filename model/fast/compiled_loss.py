@@ -1,6 +1,6 @@
-"""What the loss computes from logits on a CPU by one compiled program, `loss.cpp`, in place of PyTorch's operators.
+"""The loss from logits on a CPU, by one compiled program, `loss.cpp`, in place of PyTorch's operators.
 
-Only the caller knows where a compiled program may come from: see `pipeline/runtime/compiled_code.py`.
+The caller decides which compiled program may be loaded: see `pipeline/runtime/compiled_code.py`.
 """
 
 import ctypes

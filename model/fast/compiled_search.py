@@ -1,7 +1,7 @@
 """Greedy and beam search on a CPU by one compiled program, `search.cpp`, in place of PyTorch's operators.
 
 The search, its arguments and its results are those of `decoding.BeamSearch`, to rounding. A sentence's answers do not
-depend on the other sentences at all. Only the caller knows where a compiled program may come from: see
+depend on the other sentences at all. The caller decides which compiled program may be loaded: see
 `pipeline/runtime/compiled_code.py`.
 """
 

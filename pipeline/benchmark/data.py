@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = Tokenizer.load(folder / "tokenizer.model")
     figures = _preparation(recipe.corpus, tokenizer)
 
-    # After the preparation, whose peak of memory would contain these packages.
+    # Imported after the preparation, whose peak memory would include these packages.
     from data_module.translation_data_module import TranslationDataModule
     from pipeline.training.build import special_ids
 

@@ -58,7 +58,8 @@ class HostCopy:
         if private_memory() + size > limit.size:
             return False
         try:
-            # With its pages in memory from now on: what is measured to fit beside it, fits also while it is written to.
+            # All pages are in memory from now on: what is measured to fit beside the block still fits when a checkpoint
+            # is written to it.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
             self._memory = mmap.mmap(-1, size, flags=flags)
         except OSError:
@@ -93,13 +94,13 @@ class HostCopy:
             copies[key] = self._copy(storage, offset)
             offset += _aligned(storage.nbytes())
         if any(tensor.is_cuda for tensor in tensors):
-            # The copies from a GPU have only been asked for, and the next step changes what they read.
+            # Copies from a GPU run asynchronously, and the next step overwrites the weights that they read.
             torch.cuda.synchronize()
         memo: dict[int, Any] = {}
         for tensor in tensors:
             place = copies[_key(tensor.untyped_storage())], tensor.storage_offset(), tensor.size(), tensor.stride()
             memo[id(tensor)] = torch.empty(0, dtype=tensor.dtype).set_(*place)
-        # `deepcopy` copies what else may change, and takes the tensors from its memo.
+        # `deepcopy` takes the tensors from its memo, and copies whatever else the next step may change.
         return copy.deepcopy(contents, memo)
 
     def _copy(self, storage: torch.UntypedStorage, offset: int) -> torch.UntypedStorage:
@@ -135,7 +136,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _key(storage: torch.UntypedStorage) -> tuple[torch.device, int, int]:
-    """Return what equals only for tensors of one storage."""
+    """Return a key that is the same for two tensors only if they share their storage."""
     return storage.device, storage.data_ptr(), storage.nbytes()
 
 
@@ -207,7 +208,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         def write() -> None:
             for file in files:
                 write_atomic(checkpoint if contents is None else contents, file)
-            # Removes old checkpoints: a kill at any moment leaves them or those that replace them.
+            # `afterwards` removes old checkpoints. It comes last, so that a kill at any moment leaves them or those
+            # that replace them.
             options.afterwards()
 
         if contents is None:
@@ -215,7 +217,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 say(f"checkpoints: {self.describe()}")
             write()
             return
-        # When the interpreter ends, also with an error, it waits for an executor's thread: the file is written whole.
+        # The interpreter waits for an executor's thread before it exits, also after an error, so the file is written
+        # whole.
         executor = ThreadPoolExecutor(1, "checkpoint-writer")
         self._write = executor.submit(write)
         executor.shutdown(wait=False)

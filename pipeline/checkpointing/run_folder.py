@@ -164,7 +164,7 @@ def is_in_use(path: Path) -> bool:
         return False
     try:
         with FileLock(path / _LOCK) as lock:
-            return not lock.take(shared=True)  # Two that ask at the same time do not see each other.
+            return not lock.take(shared=True)  # shared: two processes that only ask do not exclude each other
     except PermissionError:
         return True
     except OSError:
@@ -314,7 +314,7 @@ def check_same_run(path: Path, recipe: Recipe) -> list[str]:
     forbidden, allowed = differences(path, recipe)
     if not forbidden:
         return allowed
-    # Its corpus would be refused next.
+    # With --fresh alone, the corpus of the other recipe would be refused next.
     same_corpus = not any(change.startswith("corpus.folder ") for change in allowed)
     needs_corpus = same_corpus and any(change.startswith("corpus.") for change in forbidden)
     also = " and another corpus.folder" if needs_corpus else ""

@@ -144,7 +144,7 @@ def check_training(context: CheckContext) -> Iterable[CheckResult]:
 
 
 def check_run_folder(context: CheckContext) -> Iterable[CheckResult]:
-    """Check that the run folder is one, or can be created, and that no other process is writing to it."""
+    """Check that the run folder holds a run or can be created, and that no other process is writing to it."""
     from pipeline.checkpointing.run_folder import check_writable, in_use_error
 
     run = context.recipe.run_folder()

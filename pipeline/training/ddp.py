@@ -72,7 +72,8 @@ def _destroy_group() -> None:
 class StepEnvironment(ClusterEnvironment):
     """Ranks and address of the job step that srun started this process in.
 
-    Lightning's `SLURMEnvironment` reads the name of a job as what the job is, and short forms of node lists wrongly.
+    Lightning's `SLURMEnvironment` takes a job of certain names for an interactive one, and misreads short forms of node
+    lists.
     """
 
     def __init__(self, job: JobStep) -> None:

@@ -65,7 +65,7 @@ class StopConsensus:
         # went by its own flag, it would leave while the others begin a step, and they would wait for its gradients.
         answer = self._read()
         if not answer:
-            # After a stop there is no other one: it would wait for ranks that have left.
+            # No reduction begins after a stop: it would wait for ranks that have left.
             flag = torch.tensor([wanted], dtype=torch.uint8)
             work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             assert work is not None

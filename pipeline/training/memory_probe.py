@@ -106,9 +106,10 @@ class MemoryProbe(Callback):
         limit = host_memory_limit(trainer.num_devices)
         writer = checkpoint_io(trainer)
         size = peak = 0
-        # In sixteenths of the micro-batch: a part, and the one for which memory has to suffice next. The line through
-        # two parts meets the whole within some percent from an eighth on. Smaller parts overestimate it, by what the
-        # first steps take once and for all, so they are only asked about the part that follows.
+        # Each pair is the part of the micro-batch to run and the part to predict, in sixteenths. The line through the
+        # last two parts predicts the whole within some percent from an eighth on. Lines through smaller parts
+        # overestimate it, since the first steps also allocate what later ones reuse, so these predict the next part
+        # only.
         for part, following in ((1, 0), (2, 4), (4, 16), (16, 16)):
             smaller, smaller_peak = size, peak
             size, peak = part, peak_during(partial(self._steps, trainer, module, 16 // part))
@@ -162,8 +163,9 @@ def lengths_to_try(longest: int, in_blocks: bool) -> list[int]:
     """Return the lengths of the sentences whose micro-batches need the most memory.
 
     End to end, a micro-batch takes the same memory whatever its sentences are. In blocks most memory is needed where
-    blocks are widest and emptiest: by the shortest sentences of which a block holds no more than of the longest. Since
-    attention keeps the weights of blocks up to a width, that may be the blocks of that width or the widest ones.
+    blocks are widest and emptiest. A block of width W holds k = W // longest of the longest sentences; it is emptiest
+    with k of the shortest sentences of which k + 1 do not fit, those of W // (k + 1) + 1 tokens. Since attention keeps
+    weights only of blocks up to `KEPT_WIDTH`, the worst blocks may be those of that width or the widest ones.
     """
     if not in_blocks:
         return [longest]
