@@ -1,13 +1,19 @@
 """Devices and numeric precision: what the hardware supports, and how float16 and TF32 are set up."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from data_module.errors import InputError
 from pipeline.runtime.console import say
 from pipeline.runtime.launch import JobStep
 
-_BINDING = "request GPUs by --gpus-per-node, not by --gpus-per-task or --gpu-bind: each task has to see all of its node"
+_ONE_EACH = {"--gpus-per-task": "1", "--gpu-bind": "single:1"}
+"""Options of SLURM by which each task sees a part of its node's GPUs, with the value by which it sees one."""
+ONE_GPU_NOTE = (
+    "each task sees one GPU of its node: NCCL may find no NVLink to GPUs that it does not see; compare the speed of its"
+    " all-reduce below with --gpus-per-node, without --gpus-per-task and --gpu-bind"
+)
 
 
 def missing_gpu(accelerator: Any) -> str | None:
@@ -24,23 +30,43 @@ def missing_gpu(accelerator: Any) -> str | None:
     return f"trainer.accelerator {accelerator}: torch finds no GPU; {hint}" if accelerator != "auto" else None
 
 
-def gpus_mistake(job: JobStep, visible: int, allocated: str | None) -> str | None:
-    """Return the mistake if torch does not see one GPU for each task of this node; None if it does, or sees none.
+def gpus_mistake(job: JobStep, visible: int, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the mistake if the tasks of this node cannot have a GPU each; None if they can, or if there are none.
+
+    A task sees all GPUs of its node, or its own only (`--gpus-per-task=1`, `--gpu-bind=single:1`). Whether another task
+    sees the same one is known where tasks compare them: `rank_checks`.
 
     Args:
         job: the SLURM job step of this process.
         visible: number of GPUs that torch sees.
-        allocated: SLURM_GPUS_ON_NODE, if it is set.
+        environment: SLURM_GPUS_ON_NODE is the number of this node's GPUs that the job has.
     """
-    tasks, count = job.tasks_per_node, int(allocated) if allocated and allocated.isdigit() else visible
-    if visible != count:
-        is_bound = 0 < visible * tasks <= count
-        hint = _BINDING if is_bound else "check nvidia-smi and torch's CUDA build"
+    tasks, allocated = job.tasks_per_node, environment.get("SLURM_GPUS_ON_NODE", "")
+    count = int(allocated) if allocated.isdigit() else visible
+    option = _binding_option(environment)
+    if visible == count == 1 and option:
+        count = tasks  # It may be the number of the task's own GPUs.
+    if option and visible > 1 and (visible != count or (visible != tasks and option == "--gpus-per-task")):
+        return f"each task sees {visible} GPUs and trains on one; set {option}={_ONE_EACH[option]}, or leave it out"
+    is_own = visible == 1 and (option or "," not in environment.get("CUDA_VISIBLE_DEVICES", ","))
+    if visible != count and not is_own:
+        hint = "check nvidia-smi and torch's CUDA build"
         return f"SLURM allocated {count} GPUs on this node and torch sees {visible}; {hint}"
-    if visible and visible != tasks:
-        hint = f"{_BINDING}, or set" if visible < tasks else f"request {tasks} GPUs per node, or set"
-        return f"the node has {visible} GPUs for {tasks} tasks; {hint} --ntasks-per-node={visible}"
+    if visible and count != tasks:
+        hint = f"request {tasks} GPUs per node, or set --ntasks-per-node={count}"
+        return f"the node has {count} GPUs for {tasks} tasks; {hint}"
     return None
+
+
+def _binding_option(environment: Mapping[str, str]) -> str | None:
+    if environment.get("SLURM_GPUS_PER_TASK"):
+        return "--gpus-per-task"
+    return "--gpu-bind" if environment.get("SLURM_GPU_BIND", "") not in ("", "none") else None
+
+
+def sees_own_gpu_only(job: JobStep, visible: int) -> bool:
+    """Return whether this task sees one GPU, its own, of several of its node. For torch, it is device 0."""
+    return visible == 1 < job.tasks_per_node
 
 
 def _cuda_error() -> str:

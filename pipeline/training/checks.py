@@ -93,7 +93,7 @@ def check_machine(job: "JobStep | None" = None) -> Iterator[CheckResult]:
 
     import torch
 
-    from pipeline.runtime.devices import best_precision, gpus_mistake
+    from pipeline.runtime.devices import ONE_GPU_NOTE, best_precision, gpus_mistake, sees_own_gpu_only
     from pipeline.runtime.launch import min_nodes_mistake
 
     python, lightning = sys.version_info, version("lightning")
@@ -111,8 +111,10 @@ def check_machine(job: "JobStep | None" = None) -> Iterator[CheckResult]:
         gpus = f"{count} GPUs that torch cannot use" if count else "no GPU"
         yield CheckResult(True, f"{gpus}; {os.cpu_count()} CPU cores, default precision {best_precision('cpu')}")
     if job is not None:
-        mistakes = (gpus_mistake(job, visible, os.environ.get("SLURM_GPUS_ON_NODE")), min_nodes_mistake(job))
+        mistakes = (gpus_mistake(job, visible), min_nodes_mistake(job))
         yield from (CheckResult(False, mistake) for mistake in mistakes if mistake)
+        if mistakes[0] is None and sees_own_gpu_only(job, visible):
+            yield CheckResult(True, ONE_GPU_NOTE, is_warning=True)
 
 
 def _version_numbers(text: str) -> tuple[int, ...]:
@@ -245,7 +247,7 @@ def check_trainer(context: CheckContext) -> Iterable[CheckResult]:
     options = complete_options(recipe.trainer, job, recipe.run.timeout_seconds)
     if job is not None and options["accelerator"] != "cpu":
         visible = torch.cuda.device_count()
-        mistake = gpus_mistake(job, visible, os.environ.get("SLURM_GPUS_ON_NODE"))
+        mistake = gpus_mistake(job, visible)
         if mistake and visible < job.tasks_per_node:  # Lightning would name a setting that the job has made.
             raise InputError(mistake)
     with warnings.catch_warnings(action="ignore"):  # They are shown when training starts.

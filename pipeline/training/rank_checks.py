@@ -22,6 +22,7 @@ from data_module.errors import InputError
 from data_module.files import FileLock, existing_parent
 from pipeline.config.recipe import Recipe
 from pipeline.runtime.console import RendezvousError
+from pipeline.runtime.devices import sees_own_gpu_only
 from pipeline.runtime.launch import JobStep, known_nodes, main_address, main_port, node_name, report_mistake_to_script
 from pipeline.runtime.rendezvous import Rendezvous
 from pipeline.training.checks import CheckResult
@@ -122,7 +123,9 @@ def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult
     if recipe is not None:
         yield from _check_shared_corpus(ranks, recipe.corpus_folder())
         yield from _check_shared_run_folder(ranks, recipe.run_folder())
-    if not unreachable:  # otherwise it would time out for the reason already reported
+    shared = list(_check_own_gpus(ranks))
+    yield from shared
+    if not unreachable and not shared:  # It would fail for the reason already reported.
         yield from _check_all_reduce(ranks)
 
 
@@ -234,10 +237,31 @@ def _can_lock(path: Path) -> bool:
         return False
 
 
+def _check_own_gpus(ranks: RankGroup) -> Iterator[CheckResult]:
+    """Check that no two ranks of a node use the same GPU. All ranks yield the same results."""
+    index = _own_gpu(ranks.job)
+    own = None if index is None else str(torch.cuda.get_device_properties(index).uuid)
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, (node, gpu) in enumerate(ranks.all_gather([node_name(), own])):
+        if gpu is not None:
+            users.setdefault((node, gpu), []).append(rank)
+    for (node, _), theirs in users.items():
+        if len(theirs) > 1:
+            hint = "give each task its own by --gpus-per-node and --ntasks-per-node, without --gpu-bind"
+            yield CheckResult(False, f"ranks {', '.join(map(str, theirs))} on {node} have the same GPU; {hint}")
+
+
+def _own_gpu(job: JobStep) -> int | None:
+    """Return the index of this rank's GPU among those that torch sees; None if there is no such GPU."""
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = 0 if sees_own_gpu_only(job, visible) else job.local_rank
+    return index if index < visible else None
+
+
 def _check_all_reduce(ranks: RankGroup) -> Iterator[CheckResult]:
     """Run an all-reduce over all ranks, on CPUs and, if every rank has one, on GPUs."""
     num_ranks = ranks.job.num_tasks
-    on_gpu = all(ranks.all_gather(torch.cuda.is_available()))
+    on_gpu = all(ranks.all_gather(_own_gpu(ranks.job) is not None))
     for backend in ("gloo", "nccl") if on_gpu else ("gloo",):
         hint = f"export {backend.upper()}_SOCKET_IFNAME=the interface between nodes, and check firewalls"
         ranks.pending = f"all-reduce over {backend} does not finish; {hint}"
@@ -258,7 +282,7 @@ def _check_all_reduce(ranks: RankGroup) -> Iterator[CheckResult]:
 
 def _time_all_reduce(ranks: RankGroup, backend: str) -> tuple[float, float]:
     """Sum ones twice over all ranks; return a value of the result and the seconds of the second all-reduce."""
-    device = torch.device("cuda", ranks.job.local_rank) if backend == "nccl" else "cpu"
+    device = torch.device("cuda", _own_gpu(ranks.job) or 0) if backend == "nccl" else "cpu"
     # NCCL's watchdog kills the process at the timeout; `exit_after` comes first and prints why.
     timeout = 4 * WAIT if backend == "nccl" else WAIT
     store = dist.PrefixStore(backend, ranks.store)

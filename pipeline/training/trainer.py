@@ -4,7 +4,14 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pipeline.runtime.devices import allow_tf32, best_precision, device_indices, missing_gpu, precision_plugin
+from pipeline.runtime.devices import (
+    allow_tf32,
+    best_precision,
+    device_indices,
+    missing_gpu,
+    precision_plugin,
+    sees_own_gpu_only,
+)
 from pipeline.runtime.launch import JobStep
 
 if TYPE_CHECKING:
@@ -44,6 +51,11 @@ def complete_options(recipe_options: dict[str, Any], job: JobStep | None, timeou
     if job is not None:
         options |= {"num_nodes": job.num_nodes, "devices": job.tasks_per_node}
     options["strategy"] = strategy(options, timeout_seconds)
+    if job is not None and options["accelerator"] != "cpu" and sees_own_gpu_only(job, torch.cuda.device_count()):
+        # Lightning refuses `devices` that this process does not see. Ranks of a node are counted by `parallel_devices`,
+        # of which each rank takes that of its index.
+        options["strategy"].parallel_devices = [torch.device("cuda", 0)] * job.tasks_per_node
+        options["devices"] = 1
     return options
 
 
