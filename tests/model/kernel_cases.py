@@ -14,7 +14,7 @@ from model.fast.triton_loss import read_logits
 from tests.model.sentence_batches import attention_of_parts
 
 UNUSED = 5
-"""Dead rows, after the last sentence."""
+"""Number of padding tokens, after the last sentence."""
 KINDS = ["self", "causal", "cross"]
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Difference of a result that is allowed, as a share of its largest value."""
@@ -41,7 +41,7 @@ EDGES = Sentences([16, 1, 15, 17, 200, 31, 33, 2, 64, 65], [32, 3, 200, 16, 31, 
 
 
 def inputs(heads: Heads, sentences: Sentences, kind: str, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Return random arguments `inputs` of `segment_attention`, with NaN in dead rows."""
+    """Return random arguments `inputs` of `segment_attention`, with NaN at padding."""
     torch.manual_seed(sum(heads) + sum(sentences.queries))
     count, d_k, d_v = heads
     sizes = [(sentences.queries, count * d_k), (sentences.keys, count * (d_k + d_v))]
@@ -56,15 +56,15 @@ def inputs(heads: Heads, sentences: Sentences, kind: str, dtype: torch.dtype, de
 
 
 def segments(sentences: Sentences, kind: str, device: str) -> list[Tensor]:
-    """Return the argument `segments`; the ids of dead rows are below 0 and at or past the number of sentences."""
+    """Return the argument `segments`; the ids of padding are below 0 and at or past the number of sentences."""
     sides = sentences.queries, sentences.queries if kind != "cross" else sentences.keys
     ids, offsets = [], []
     for lengths in sides:
         rows = [number for number, length in enumerate(lengths) for _ in range(length)]
-        dead = [-1, len(lengths), len(lengths) + 1, 10**9, -(10**9)]
-        ids.append(torch.tensor(rows + dead, dtype=torch.int32, device=device))
+        padding = [-1, len(lengths), len(lengths) + 1, 10**9, -(10**9)]
+        ids.append(torch.tensor(rows + padding, dtype=torch.int32, device=device))
         offsets.append(torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32))
-    assert len(dead) == UNUSED
+    assert len(padding) == UNUSED
     return [*ids, *offsets]
 
 
@@ -98,7 +98,7 @@ def run(
 def check_attention(
     heads: Heads, sentences: Sentences, kind: str, dtype: torch.dtype, device: str, kept: Any = None, state: Any = None
 ) -> None:
-    """Compare results and gradients; rows that have no key, and dead rows, are zero."""
+    """Compare results and gradients; tokens that have no key, and padding, are zero."""
     tensors = inputs(heads, sentences, kind, dtype, device)
     result, _ = run(tensors, heads, sentences, kind, state)
     upstream = torch.randn(result.shape, device=device).to(dtype)

@@ -59,7 +59,7 @@ def padded(lengths: Lengths, special: SpecialIds = SPECIAL) -> PaddedBatch:
 
 
 def row_shape(micro_batches: list[Lengths], in_blocks: bool = True) -> RowShape:
-    """Return a shape for these micro-batches, with more dead tokens than the longest sentence has, on both sides."""
+    """Return a shape for these micro-batches, with more padding than the longest sentence has tokens, on both sides."""
     source, target = (max(sum(pair[side] for pair in one) for one in micro_batches) for side in (0, 1))
     longest = max((max(pair) for one in micro_batches for pair in one), default=1)
     segments = max(map(len, micro_batches)) + 9

@@ -85,7 +85,7 @@ def gradients(net: Transformer, states: Tensor, batch: PackedBatch) -> list[Tens
 
 
 def assert_equals_eager(forward: CompiledForward, net: Transformer, batch: PackedBatch) -> None:
-    """Compare states and gradients. States of dead rows have no meaning, and differ where no key may be attended to."""
+    """Compare states and gradients. States of padding have no meaning, and differ where no key may be attended to."""
     live = (batch.target_output != PAD).unsqueeze(1)
     compiled, eager = forward(*arguments(batch)), net.rows(*arguments(batch))
     torch.testing.assert_close(compiled * live, eager * live)

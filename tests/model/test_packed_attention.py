@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
 
 def make_rows(blocks: list[tuple[int, int]], same_keys: bool) -> Rows:
-    """Fill blocks with sentences. The first block has no dead row, and the last of several has no sentence."""
+    """Fill blocks with sentences. The first block has no padding, and the last of several has no sentence."""
     draws, sides, sentence = random.Random(3), ([], []), 0
     widths = [width for count, width in blocks for _ in range(count)]
     for number, width in enumerate(widths):
@@ -101,7 +101,7 @@ def inputs(rows: Rows, kind: str, dtype: torch.dtype = torch.float64, num_heads:
 
 
 def live(rows: Rows) -> Tensor:
-    """Return [R, 1], 1 in rows of sentences and 0 in dead rows and those in no block."""
+    """Return [R, 1], 1 at tokens of sentences and 0 at padding and at tokens in no block."""
     return F.pad((rows.query != NO_SENTENCE).double(), (0, UNUSED)).unsqueeze(1)
 
 
@@ -121,7 +121,7 @@ def test_equals_attention_of_one_sentence_at_a_time(
     result, weights = block_attention(query, key_value, rows.biases(kind == "causal"), None, HEADS, D_K)
     expected = by_sentence(query, key_value, rows, kind == "causal")
     torch.testing.assert_close(result * live(rows), expected, rtol=0, atol=1e-10)
-    assert result.isfinite().all()  # also in dead rows
+    assert result.isfinite().all()  # also at padding
     assert not result[-UNUSED:].any()
     assert weights.isfinite().all()
     assert weights.numel() == HEADS * sum(count * width**2 for count, width in blocks if width <= KEPT_WIDTH)

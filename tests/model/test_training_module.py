@@ -304,7 +304,7 @@ def test_an_optimizer_that_is_not_fused_gives_the_same_steps(scale_loss: bool, m
 
 
 def test_a_rank_without_sentences_adds_nothing() -> None:
-    """It runs a micro-batch of dead tokens."""
+    """It runs a micro-batch of padding."""
     module, share = make_module(), packed([[]], num_target_tokens=300)
     initial = parameters_to_vector(module.parameters()).detach()
     [step] = fit(module, [share])
