@@ -503,7 +503,7 @@ class Worker {
     Worker(Shared& shared, bool reports) : shared_(shared), model_(shared.model), request_(shared.request), reports_(reports) {}
 
     void run() {
-        // So many sentences for each thread that all have work.
+        // Few enough sentences for each thread that all threads have work.
         const int64_t share = (request_.num_sentences + request_.num_threads - 1) / request_.num_threads;
         for (int steps = 0; !shared_.stop; ++steps) {
             // Joining sentences are encoded together: a product of few rows takes little less time.
@@ -594,7 +594,7 @@ class Worker {
     }
 
     // The input of a sub-layer: x itself, or normalized in a pre-norm network.
-    const float* before(const float* x, int rows, const Norm& norm) {
+    const float* sublayer_input(const float* x, int rows, const Norm& norm) {
         if (!shape().pre_norm) return x;
         float* normed = normed_.get(size_t(rows) * shape().d_model);
         normalize(x, rows, norm, normed);
@@ -602,7 +602,7 @@ class Worker {
     }
 
     // The residual connection: x += output, normalized in a post-norm network.
-    void after(float* x, const float* output, int rows, const Norm& norm) const {
+    void add_residual(float* x, const float* output, int rows, const Norm& norm) const {
         const size_t count = size_t(rows) * shape().d_model;
         for (size_t i = 0; i < count; ++i) x[i] += output[i];
         if (!shape().pre_norm) normalize(x, rows, norm, x);
@@ -611,9 +611,9 @@ class Worker {
     void feed_forward(float* x, int rows, const Layer& layer) {
         float* inner = inner_.get(size_t(rows) * shape().d_ff);
         float* output = output_.get(size_t(rows) * shape().d_model);
-        multiply(before(x, rows, layer.outer_norm), rows, layer.inner, inner, Activation(shape().activation));
+        multiply(sublayer_input(x, rows, layer.outer_norm), rows, layer.inner, inner, Activation(shape().activation));
         multiply(inner, rows, layer.outer, output);
-        after(x, output, rows, layer.outer_norm);
+        add_residual(x, output, rows, layer.outer_norm);
     }
 
     // Attention of one query [H * K] over `count` keys and values, written to `to` [H * V]. Key i begins at
@@ -667,7 +667,7 @@ class Worker {
             float* input = input_.get(size_t(rows) * width);
             float* heads = heads_.get(size_t(rows) * values);
             float* output = output_.get(size_t(rows) * d_model);
-            multiply(before(x, rows, layer.self_norm), rows, layer.self_input, input);
+            multiply(sublayer_input(x, rows, layer.self_norm), rows, layer.self_input, input);
             for (size_t i = first, begin = 0; i < num_active_; begin += sentences_[i++]->length) {
                 const float* own = input + begin * width;
                 for (int row = 0; row < sentences_[i]->length; ++row)
@@ -675,7 +675,7 @@ class Worker {
                            heads + (begin + row) * values);
             }
             multiply(heads, rows, layer.self_output, output);
-            after(x, output, rows, layer.self_norm);
+            add_residual(x, output, rows, layer.self_norm);
             feed_forward(x, rows, layer);
         }
         if (shape().pre_norm) normalize(x, rows, model_.encoder_norm, x);
@@ -731,7 +731,7 @@ class Worker {
         float* input = input_.get(size_t(rows) * width);
         float* heads = heads_.get(size_t(rows) * values);
         float* output = output_.get(size_t(rows) * shape().d_model);
-        multiply(before(x, rows, layer.self_norm), rows, layer.self_input, input);
+        multiply(sublayer_input(x, rows, layer.self_norm), rows, layer.self_input, input);
         for (size_t i = 0, row = 0; i < num_active_; ++i) {
             Sentence& sentence = *sentences_[i];
             LayerCache& cache = sentence.layers[number];
@@ -749,7 +749,7 @@ class Worker {
             }
         }
         multiply(heads, rows, layer.self_output, output);
-        after(x, output, rows, layer.self_norm);
+        add_residual(x, output, rows, layer.self_norm);
     }
 
     void cross_attention(float* x, int rows, size_t number) {
@@ -758,7 +758,7 @@ class Worker {
         float* query = input_.get(size_t(rows) * keys);
         float* heads = heads_.get(size_t(rows) * values);
         float* output = output_.get(size_t(rows) * shape().d_model);
-        multiply(before(x, rows, layer.cross_norm), rows, layer.cross_query, query);
+        multiply(sublayer_input(x, rows, layer.cross_norm), rows, layer.cross_query, query);
         for (size_t i = 0, row = 0; i < num_active_; ++i) {
             const LayerCache& cache = sentences_[i]->layers[number];
             for (size_t hypothesis = 0; hypothesis < sentences_[i]->open.size(); ++hypothesis, ++row)
@@ -766,7 +766,7 @@ class Worker {
                        sentences_[i]->length, heads + row * values);
         }
         multiply(heads, rows, layer.cross_output, output);
-        after(x, output, rows, layer.cross_norm);
+        add_residual(x, output, rows, layer.cross_norm);
     }
 
     // Compute the logits of all rows, a part of the vocabulary at a time, and keep each row's best.
@@ -842,7 +842,8 @@ class Worker {
     bool has_ended(const Sentence& sentence) const {
         if (sentence.open.empty()) return true;
         if (request_.stops_at_first) return sentence.num_ended >= request_.beam_size;
-        // Log-probabilities only decrease, so this is an upper bound on all future scores.
+        // An upper bound on all future scores: log-probabilities only decrease, and no answer has a larger penalty than one
+        // of the limit's length. See `_decode` in model/decoding.py.
         return int64_t(sentence.answers.size()) == request_.num_best &&
                sentence.answers.back().score >= sentence.open[0].total / sentence.limit_penalty;
     }
