@@ -424,6 +424,7 @@ def _advance(batch: _Batch, totals: Tensor, parents: Tensor, last: Tensor, own_s
     """Return the batch at the next position, with the hypotheses that continue `parents` by `last`."""
     num_open = parents.size(1)
     paths = batch.paths.gather(1, parents.unsqueeze(2).expand(-1, -1, batch.paths.size(2)))
+    # A path is that of the continued hypothesis, and a slot of its own: slot n of the next step is hypothesis n's.
     paths = torch.cat([paths, own_slots[:num_open, :num_open].expand(paths.size(0), -1, -1)], 2)
     return _Batch(batch.sentences, batch.limits, batch.limit_penalties, totals, last, paths, batch.source_mask)
 

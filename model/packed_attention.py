@@ -40,6 +40,7 @@ class Segments(NamedTuple):
     longest: int
     """Maximum number of tokens of a segment."""
     is_causal: bool
+    """Whether a query attends to the keys up to its own place in the segment only."""
     query_ids: Tensor | None
     """int32 [R], the segment of each token, or a number out of range at padding; None if they are not read."""
     key_ids: Tensor | None

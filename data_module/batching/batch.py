@@ -77,8 +77,10 @@ class PackedShape(NamedTuple):
     """Sizes of a packed micro-batch."""
 
     source_tokens: int
+    """R, and `target_tokens` is M; see `PackedBatch`."""
     target_tokens: int
     source_segments: int
+    """Number of entries of `PackedBatch.source_segments`; likewise `target_segments`."""
     target_segments: int
     blocks: list[tuple[int, int]]
 
