@@ -4,7 +4,6 @@ A *row* holds the source or the target sentences of one micro-batch, one after a
 All micro-batches have rows of the same two lengths, so that a GPU always runs the same shapes. Lengths include EOS.
 """
 
-from heapq import heappop, heappush
 from math import ceil
 from typing import NamedTuple
 
@@ -20,9 +19,9 @@ MIN_PADDING_TOKENS = 16
 _EVEN_COST_LENGTH = 1024
 """The sentence length at which attention, which grows with its square, costs about as much as everything else."""
 _CANDIDATES = 4
-"""A pair may go to any of this many cheapest parts."""
-_TOLERANCE = 0.5
-"""A candidate may cost more than the cheapest part by this fraction of the pair's cost."""
+"""A pair may go to any of this many parts of about the same cost."""
+_BUNDLES, _SINGLES = 16, 48
+"""How many items a part gets of more pairs than that: bundles of pairs, and single pairs."""
 
 
 class RowShape(NamedTuple):
@@ -110,39 +109,38 @@ def rank_rows(
     target_lengths: NDArray[np.integer],
     shape: RowShape,
     world_size: int,
-) -> list[list[NDArray[np.intp]]]:
-    """Divide a global batch among ranks, and among the micro-batches of each.
+    rank: int,
+) -> list[NDArray[np.intp]]:
+    """Divide a global batch among ranks, and return the micro-batches of one rank.
 
     Args:
         source_lengths: [n] of the pairs of the global batch.
         target_lengths: [n].
         shape: shape of micro-batches.
         world_size: number of ranks.
+        rank: the rank whose micro-batches are returned.
 
     Returns:
-        For each rank, the pairs of its micro-batches, as indices into the arguments. All ranks together have every
-        pair once. If the pairs of a rank do not fit in `shape.per_rank` micro-batches, it has one more. A rank without
-        pairs has one empty micro-batch.
+        The pairs of each micro-batch, as indices into the arguments. All ranks together have every pair once. If the
+        rank's pairs do not fit in `shape.per_rank` micro-batches, there is one more. A rank without pairs has one empty
+        micro-batch.
     """
     source, target = source_lengths.astype(np.int64), target_lengths.astype(np.int64)
     # Every rank computes the parts of all ranks from the same numbers, so that no rank has to ask another one.
     parts = _deal(source, target, world_size * shape.per_rank)
-    ranks = []
-    for rank in range(world_size):
-        rows = []
-        left = np.empty(0, np.intp)
-        for part in parts[rank * shape.per_rank : (rank + 1) * shape.per_rank]:
-            fitting = _fitting(part, source, target, shape)
-            rows.append(part[:fitting])
-            left = np.concatenate([left, part[fitting:]])
-        # Parts differ by about a sentence, and `ROW_SLACK` is for that. What does not fit nevertheless goes to one more
-        # micro-batch: gradients are sums over tokens, so that the number of micro-batches does not change them.
-        while len(left):
-            fitting = _fitting(left, source, target, shape)
-            rows.append(left[:fitting])
-            left = left[fitting:]
-        ranks.append([row for row in rows if len(row)] or [np.empty(0, np.intp)])
-    return ranks
+    rows = []
+    left = np.empty(0, np.intp)
+    for part in parts[rank * shape.per_rank : (rank + 1) * shape.per_rank]:
+        fitting = _fitting(part, source, target, shape)
+        rows.append(part[:fitting])
+        left = np.concatenate([left, part[fitting:]])
+    # Parts differ by about a sentence, and `ROW_SLACK` is for that. What does not fit nevertheless goes to one more
+    # micro-batch: gradients are sums over tokens, so that the number of micro-batches does not change them.
+    while len(left):
+        fitting = _fitting(left, source, target, shape)
+        rows.append(left[:fitting])
+        left = left[fitting:]
+    return [row for row in rows if len(row)] or [np.empty(0, np.intp)]
 
 
 def _fitting(pairs: NDArray[np.intp], source: NDArray[np.int64], target: NDArray[np.int64], shape: RowShape) -> int:
@@ -152,40 +150,65 @@ def _fitting(pairs: NDArray[np.intp], source: NDArray[np.int64], target: NDArray
     return min(int(fits.sum()), shape.max_sentences)
 
 
-def cost(source_lengths: NDArray[np.int64], target_lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the cost of pairs: their tokens, and what attention costs."""
+def cost(source_lengths: NDArray[np.int64], target_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the cost of pairs: their tokens, and what attention costs, in units of 1/`_EVEN_COST_LENGTH` token."""
     attention = source_lengths**2 + source_lengths * target_lengths + target_lengths**2
-    return source_lengths + target_lengths + attention / _EVEN_COST_LENGTH
+    return (source_lengths + target_lengths) * _EVEN_COST_LENGTH + attention
 
 
 def _deal(source: NDArray[np.int64], target: NDArray[np.int64], num_parts: int) -> list[NDArray[np.intp]]:
     """Divide pairs into parts of equal cost and of equal numbers of tokens on each side.
 
-    The most expensive remaining pair goes to one of the `_CANDIDATES` cheapest parts: to the one whose ratio of source
-    and target tokens it brings nearest to the batch's.
+    The work in Python grows with the number of parts only, not with that of pairs. All sums are of integers, so that
+    processors that add in another order deal alike.
     """
     costs = cost(source, target)
     order = np.argsort(-costs, kind="stable")
     if num_parts == 1:
         return [order]
     # Parts of equal cost may still differ in how many of their tokens are target tokens, and would not fit in rows of
-    # constant length. `excess` is a pair's number of target tokens less that of an average pair with so many tokens:
-    # where it adds up to 0 in a part, the part has the batch's ratio of source and target tokens.
-    excess = target - (source + target) * (target.sum() / (source.sum() + target.sum()))
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    part_excess = [0.0] * num_parts
-    # The cheapest part is on top. The most expensive pairs go first, because cheap ones even out what they leave.
-    heap = [(0.0, part) for part in range(num_parts)]
-    for pair, pair_cost, pair_excess in zip(order.tolist(), costs[order].tolist(), excess[order].tolist(), strict=True):
-        candidates = [heappop(heap)]
-        most = candidates[0][0] + _TOLERANCE * pair_cost
-        while heap and len(candidates) < _CANDIDATES and heap[0][0] <= most:
-            candidates.append(heappop(heap))
-        changes = [abs(part_excess[part] + pair_excess) - abs(part_excess[part]) for _, part in candidates]
-        total, part = candidates.pop(changes.index(min(changes)))
-        for other in candidates:
-            heappush(heap, other)
-        heappush(heap, (total + pair_cost, part))
-        parts[part].append(pair)
-        part_excess[part] += pair_excess
-    return [np.asarray(part, np.intp) for part in parts]
+    # constant length. `excess` is a pair's number of target tokens less that of an average pair with so many tokens,
+    # times the batch's tokens: where it adds up to 0 in a part, the part has the batch's ratio of source and target.
+    excess = target * (source.sum() + target.sum()) - (source + target) * target.sum()
+    costs, excess = costs[order], excess[order]
+    # Single pairs of all costs even out what bundles leave.
+    num_bundles, num_singles = _BUNDLES * num_parts, _SINGLES * num_parts
+    item_of = np.arange(len(order))
+    if len(order) > num_bundles + num_singles:
+        is_single = np.zeros(len(order), bool)
+        is_single[np.arange(num_singles) * len(order) // num_singles] = True
+        item_of[is_single] = num_bundles + np.arange(num_singles)
+        # Sorted pairs go to bundles in turn, so that bundles differ by less than the most expensive pair.
+        item_of[~is_single] = np.arange(len(order) - num_singles) % num_bundles
+    items = np.zeros((2, item_of.max(initial=-1) + 1), np.int64)
+    np.add.at(items[0], item_of, costs)
+    np.add.at(items[1], item_of, excess)
+    part_of = _deal_items(items[0], items[1], num_parts)[item_of]
+    ends = np.cumsum(np.bincount(part_of, minlength=num_parts))
+    return np.split(order[np.argsort(part_of, kind="stable")], ends[:-1])
+
+
+def _deal_items(costs: NDArray[np.int64], excess: NDArray[np.int64], num_parts: int) -> NDArray[np.intp]:
+    """Return the part of each item. The most expensive items go first, because cheap ones even out what they leave.
+
+    In each round the cheapest parts get one item each: the cheaper the part, the more expensive the item. A part is
+    left out that would stay more expensive than the cheapest part will be with its item. Among `_CANDIDATES` parts of
+    about the same cost, items are exchanged so that each part's excess comes nearer to 0.
+    """
+    order = np.argsort(-costs, kind="stable")
+    totals, part_excess = np.zeros((2, num_parts), np.int64)
+    part_of = np.empty(len(costs), np.intp)
+    first = 0
+    while first < len(order):
+        parts = np.argsort(totals, kind="stable")
+        num_open = int(np.searchsorted(totals[parts], totals[parts[0]] + costs[order[first]]))
+        items = order[first : first + num_open]
+        parts = parts[: len(items)]
+        group = np.arange(len(items)) // _CANDIDATES
+        items = items[np.lexsort((excess[items], group))]
+        parts = parts[np.lexsort((-part_excess[parts], group))]
+        part_of[items] = parts
+        totals[parts] += costs[items]
+        part_excess[parts] += excess[items]
+        first += len(items)
+    return part_of

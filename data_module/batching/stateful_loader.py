@@ -82,7 +82,7 @@ class RankBatchDataset(Dataset["RankBatch | InputError"]):
         corpus, plan = self._current
         index = item - self._first_item
         pairs = plan[index]
-        rows = rank_rows(*corpus.lengths(pairs), self._shape, self._world_size)[self.rank]
+        rows = rank_rows(*corpus.lengths(pairs), self._shape, self._world_size, self.rank)
         return collate(
             corpus,
             [pairs[row] for row in rows],

@@ -1,4 +1,4 @@
-"""Measure the data path alone: corpus preparation, epoch planning and the throughput of one loader worker.
+"""Measure the data path alone: preparation, planning, division among ranks and the throughput of one loader worker.
 
 Reads the recipe's `corpus:` and `batches:`. A missing corpus is prepared first. Preparation writes all
 `corpus.variants`, and counts each pair once.
@@ -27,6 +27,8 @@ LARGE = 40_000_000
 """Pairs of the larger corpus whose planning is timed: the recipe's corpus, repeated."""
 LOADED_STEPS = 300
 """Number of batches to load."""
+DIVIDED_TOKENS, DIVIDED_RANKS, DIVISIONS = 400_000, 128, 20
+"""A large batch and job, for which the division of a batch is timed, and how often it is repeated."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +58,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     figures |= _loading(data)
     figures |= _plan(data)
+    figures |= _division(data)
     figures["peak_memory_bytes"] = _peak_memory()
     return figures
 
@@ -96,6 +99,33 @@ def _plan(data: "TranslationDataModule") -> dict[str, Any]:
             plan_epoch(source, target, batch_tokens=data.settings.batch_tokens, seed=data.seed, epoch=0)
         figures |= {f"pairs_planned{suffix}": len(source), f"plan_seconds{suffix}": seconds[0]}
     return figures
+
+
+def _division(data: "TranslationDataModule") -> dict[str, Any]:
+    """Measure a loader's processor time for dividing a large batch of the corpus, which is repeated to its size."""
+    from data_module.batching.batch_plan import plan_epoch
+    from data_module.batching.rank_rows import rank_rows, row_shape
+    from data_module.corpus.store import lengths_with_eos
+
+    source, target = (lengths_with_eos(side) for side in (data.train_corpus.source, data.train_corpus.target))
+    tokens = max(DIVIDED_TOKENS, data.longest)
+    times = -(-2 * tokens // int(max(source.sum(), target.sum())))
+    source, target = np.tile(source, times), np.tile(target, times)
+    pairs = plan_epoch(source, target, batch_tokens=tokens, seed=data.seed, epoch=0)[0]
+    shape = row_shape(
+        (float(source.mean()), float(target.mean())),
+        data.longest,
+        batch_tokens=tokens,
+        max_tokens_per_device=None,
+        world_size=DIVIDED_RANKS,
+        in_blocks=False,
+    )
+    started = time.process_time()
+    for _ in range(DIVISIONS):
+        rank_rows(source[pairs], target[pairs], shape, DIVIDED_RANKS, rank=0)
+    seconds = (time.process_time() - started) / DIVISIONS
+    print(f"{seconds:9.4f} s  of a processor: dividing {tokens:,} tokens among {DIVIDED_RANKS} ranks", file=sys.stderr)
+    return {"division_processor_seconds": seconds}
 
 
 def _loading(data: "TranslationDataModule") -> dict[str, Any]:

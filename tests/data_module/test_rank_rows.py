@@ -1,6 +1,9 @@
 """Rows: every pair on one rank, equal cost, and sizes within the constant shape."""
 
+import sys
 from math import ceil
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +22,7 @@ def shape(source: np.ndarray, target: np.ndarray, **options: int | None) -> RowS
 
 def divided(source: np.ndarray, target: np.ndarray, row: RowShape, world_size: int) -> list[list[np.ndarray]]:
     """Divide, and check what always holds."""
-    ranks = rank_rows(source, target, row, world_size)
-    assert len(ranks) == world_size
+    ranks = [rank_rows(source, target, row, world_size, rank) for rank in range(world_size)]
     assert sorted(pair for rows in ranks for one in rows for pair in one.tolist()) == list(range(len(source)))
     for rows in ranks:
         assert rows
@@ -32,7 +34,7 @@ def divided(source: np.ndarray, target: np.ndarray, row: RowShape, world_size: i
 
 
 def test_cost_by_hand() -> None:
-    assert cost(np.array([1024, 10]), np.array([1024, 0])).tolist() == [2048 + 3 * 1024, 10 + 100 / 1024]
+    assert cost(np.array([1024, 10]), np.array([1024, 0])).tolist() == [(2048 + 3 * 1024) * 1024, 10 * 1024 + 100]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 15])
@@ -56,6 +58,43 @@ def test_few_sentences_a_rank(world_size: int) -> None:
     every = cost(source.astype(np.int64), target.astype(np.int64))
     costs = [sum(every[one].sum() for one in rows) for rows in ranks]
     assert max(costs) - min(costs) <= 2 * every.max()
+
+
+@pytest.mark.parametrize(("world_size", "pairs"), [(8, 600), (40, 400)])
+def test_many_sentences_a_rank(world_size: int, pairs: int) -> None:
+    """Most are dealt in bundles. A few are many times longer than the others."""
+    source, target = lengths(pairs=pairs * world_size)
+    source[:3] = target[:3] = 500
+    ranks = divided(source, target, shape(source, target, world_size=world_size), world_size)
+    every = cost(source.astype(np.int64), target.astype(np.int64))
+    costs = [every[rows[0]].sum() for rows in ranks]
+    assert max(costs) <= 1.001 * np.mean(costs)
+    ratios = [source[rows[0]].sum() / target[rows[0]].sum() for rows in ranks]
+    assert ratios == pytest.approx([source.sum() / target.sum()] * world_size, rel=0.01)
+
+
+def test_work_in_python_does_not_grow_with_pairs() -> None:
+    def instructions(pairs: int) -> int:
+        """Count the instructions of Python that a division among 16 ranks executes, NumPy's own included."""
+        source, target = lengths(pairs=pairs)
+        row, executed = shape(source, target, world_size=16), 0
+
+        def count(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal executed
+            frame.f_trace_opcodes = True
+            executed += event == "opcode"
+            return count
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            rank_rows(source, target, row, 16, 3)
+        finally:
+            sys.settrace(before)
+        return executed
+
+    few, many = instructions(2_000), instructions(32_000)
+    assert 1_000 < many < 1.25 * few
 
 
 def test_more_ranks_than_pairs() -> None:

@@ -114,7 +114,7 @@ def training_steps(
         source, target = (side[order] for side in lengths)
         stores: list[Any] = [_store(side, pieces, draws) for side in (source, target)]
         corpus = ParallelCorpus(*stores, identity="", longest=0)
-        [rows] = rank_rows(source, target, shape, 1)
+        rows = rank_rows(source, target, shape, world_size=1, rank=0)
         step = collate(corpus, rows, SPECIAL, shape, num_target_tokens=int(target.sum()))
         steps.append(step.pin_memory() if torch.cuda.is_available() else step)
     return steps
