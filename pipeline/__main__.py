@@ -41,7 +41,7 @@ COMMANDS = {
     "translate": Command("sentences -> translations", "pipeline.commands.translate"),
     "evaluate": Command("source and reference text -> BLEU and chrF with signatures", "pipeline.commands.evaluate"),
     "export": Command("checkpoint -> bundle that runs without this program", "pipeline.commands.export"),
-    "benchmark": Command("speed and memory of training, decoding and the data path", "pipeline.commands.benchmark"),
+    "benchmark": Command("speed, memory and learning, beside other programs", "pipeline.commands.benchmark"),
     "recipe": Command("list the recipes that come with the program, copy one, print paths", "pipeline.commands.recipe"),
     "demo": Command("prepare to export on a generated corpus, in minutes", "pipeline.commands.demo"),
     "doctor": Command("check the machine, the job and a recipe before running", "pipeline.commands.doctor"),

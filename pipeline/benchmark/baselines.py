@@ -165,8 +165,11 @@ class Baseline:
         vocabulary_size: int,
         data: TranslationDataModule,
         precision: Precision,
+        max_steps: int = ENDLESS,
     ) -> None:
         """Prepare to train "torch" or "marian" with the recipe's loss, schedule, optimizer and clipping.
+
+        A schedule that decays to a last step ends at `max_steps`.
 
         Raises:
             InputError: the baseline does not support a setting or is not installed.
@@ -176,7 +179,7 @@ class Baseline:
         self.network = network.to(self._device).train()
         self.optimizer = build_optimizer(self.network.parameters(), recipe.training)
         self._settings, self._pad = recipe.training, data.special.pad
-        self._schedule = build_schedule(recipe.training, recipe.network.d_model, ENDLESS)
+        self._schedule = build_schedule(recipe.training, recipe.network.d_model, max_steps)
         self._batches = _padded_steps(data, self._device)
         self._num_steps = 0
 

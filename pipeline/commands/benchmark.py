@@ -1,4 +1,4 @@
-"""Measure speed and memory. The last output line is one JSON object."""
+"""Measure speed, memory and learning. The last output line is one JSON object."""
 
 import argparse
 import importlib
@@ -9,6 +9,7 @@ from data_module.errors import InputError
 
 KINDS = {
     "train": "training steps, also against other programs",
+    "learn": "what a recipe learns by minute and by update, also beside another program",
     "roofline": "training on 1 to 512 GPUs, computed from data sheets",
     "data": "preparing a corpus, planning its epochs, loading its batches",
     "decode": "translating a text, also with CTranslate2 and Hugging Face",

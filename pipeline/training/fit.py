@@ -5,6 +5,7 @@ a recipe or a folder are refused before that.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from pipeline.runtime.launch import current_step, process_rank
 from pipeline.training.start import Start, begin_from, finished_reason, open_start, should_reset
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+
     from data_module.settings import CorpusSettings
     from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.config.recipe import Recipe
@@ -37,8 +40,10 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
     return fit_recipe(load_recipe(configs, overrides, trainer_signature()), reset, init_from)
 
 
-def fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
-    """Do what `fit` does with a recipe whose keys have been checked."""
+def fit_recipe(
+    recipe: "Recipe", reset: bool, init_from: Path | None, further_callbacks: Sequence["Callback"] = ()
+) -> int:
+    """Do what `fit` does with a recipe whose keys have been checked; see `train` for `further_callbacks`."""
     from pipeline.config.settings import validate_trainer_keys
     from pipeline.training.checks import CheckContext, refuse_mistakes
 
@@ -56,7 +61,7 @@ def fit_recipe(recipe: "Recipe", reset: bool, init_from: Path | None) -> int:
         # The run folder is locked until training ends, so that no other process writes to it.
         with open_start(recipe, job, reset, initial, manifest) as start:
             if not has_finished(start):
-                train(start)
+                train(start, further_callbacks)
                 run = recipe.run_folder()
                 report(start, f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
     return 0
@@ -110,10 +115,15 @@ def report(start: Start, message: str) -> None:
         print(message, file=sys.stderr)
 
 
-def train(start: Start) -> None:
+def train(start: Start, further_callbacks: Sequence["Callback"] = ()) -> None:
     """Train until `trainer.max_steps`, early stopping, or a request to stop.
 
     Nothing in the run folder changes before everything that can be wrong has been checked, memory included.
+
+    Args:
+        start: the run.
+        further_callbacks: Lightning calls them after those of `build_callbacks`. They see each step that is not the
+            last one before a stop.
     """
     import torch
 
@@ -135,7 +145,7 @@ def train(start: Start) -> None:
     data = build_data(recipe, start.tokenizer, backend.in_blocks)
     if text_sources := data.validation_sources():
         module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
-    callbacks = build_callbacks(start, data, backend)
+    callbacks = [*build_callbacks(start, data, backend), *further_callbacks]
     trainer = build_trainer(start, options, callbacks)
     with signals.keyboard_interrupt_recorded():
         trainer.fit(module, datamodule=data, ckpt_path=start.resume.path if start.resume else None)

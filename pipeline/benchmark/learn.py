@@ -1,0 +1,330 @@
+"""Measure what a recipe learns by minute and by update: likelihood and BLEU of the validation text.
+
+The recipe trains as `fit` does, on one device. With --baseline marian, Hugging Face's MarianMTModel of the same size
+trains on the same text for as many minutes, in turns of half a minute, so that a machine whose speed drifts slows both
+alike. Minutes are those of training: validation is left out, writing checkpoints is not.
+
+A schedule has to end with the training. So updates are timed before it, and each of the two trains as many as fit into
+the minutes. For validation, the baseline's weights are put into this program's network, so that the same code scores
+both: nats a token without label smoothing, and sacreBLEU of greedy search.
+
+The output folder gets a line of JSON for each validation (learning.jsonl), a picture (learning.png) and the run (run).
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from data_module.errors import InputError
+from data_module.files import user_path
+from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
+from pipeline.config.settings import trainer_signature
+from pipeline.runtime.console import quiet_lightning, say
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pipeline.benchmark.baselines import Baseline
+
+VALIDATIONS = 12
+NEVER = 1 << 40
+"""Updates between validations of which there is none."""
+UNTIMED, TIMED = 5, 25
+"""Updates before the training: those that are not timed, and those that are."""
+TURN_SECONDS = 30.0
+MARIAN = (
+    *("label_smoothing=0.1", "r_drop_alpha=0", "optimizer=adam", "adam_beta1=0.9", "adam_beta2=0.98"),
+    *("adam_epsilon=1e-9", "weight_decay=0", "gradient_clip_norm=1", "ema_decay=null"),
+    *("schedule=linear", "peak_learning_rate=1e-3", "learning_rate_factor=1"),
+)
+"""The baseline's `training:`, but for its warm-up."""
+SCORES = {"negative_log_likelihood": "nats a token", "bleu": "BLEU"}
+Rows = list[dict[str, float]]
+"""A network's validations: `update`, `minutes` and the scores."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's arguments."""
+    add_recipe_arguments(parser)
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--minutes", type=float, help="how long each network trains")
+    length.add_argument("--updates", type=int, help="in place of minutes: how many updates each network takes")
+    parser.add_argument("--baseline", choices=("marian",), help="train Hugging Face's MarianMTModel as well")
+    parser.add_argument(
+        "--baseline-setting",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the baseline alone, such as training.peak_learning_rate=5e-4; may be repeated",
+    )
+    parser.add_argument("--output", type=user_path, help="folder to write to (default: runs/<recipe>_learn)")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train, write curves and picture, and return the figures."""
+    for name in ("minutes", "updates"):
+        if (value := getattr(arguments, name)) is not None and not 0 < value < math.inf:
+            raise InputError(f"--{name} {value:g}: must be more than 0")
+    quiet_lightning()
+    recipes = {"ours": load_recipe(arguments.config, arguments.overrides, trainer_signature())}
+    folder = arguments.output or Path("runs") / f"{recipes['ours'].name}_learn"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder}: is there already; remove it, or give another --output")
+    if arguments.baseline:
+        from pipeline.export.huggingface_model import require_transformers
+
+        require_transformers()
+        settings = [*(f"training.{setting}" for setting in MARIAN), *arguments.baseline_setting]
+        overrides = [*arguments.overrides, *(f"--{setting}" for setting in settings)]
+        recipes["marian"] = load_recipe(arguments.config, overrides, trainer_signature())
+    from pipeline.benchmark.train import benchmark_device
+    from pipeline.training.fit import ensure_corpus
+
+    options, _ = benchmark_device(recipes["ours"].trainer)
+    ensure_corpus(recipes["ours"].corpus)
+    folder.mkdir(parents=True, exist_ok=True)
+    length = arguments.updates, arguments.minutes
+    baseline = Marian(recipes["marian"]).turns(*length, folder) if arguments.baseline else iter(())
+    train_recipe(recipes["ours"], *length, folder, baseline)
+    for _ in baseline:
+        pass  # It has updates left.
+    curves: dict[str, Rows] = {name: [] for name in recipes}
+    for line in (folder / "learning.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        curves[row.pop("network")].append(row)
+    if arguments.baseline:
+        recipes["marian"] = with_warm_up(recipes["marian"], int(curves["marian"][-1]["update"]))
+    draw(curves, folder / "learning.png")
+    print(f"the picture is {folder / 'learning.png'}", file=sys.stderr)
+    return {
+        "recipe": recipes["ours"].name,
+        "precision": str(options["precision"]),
+        **{name: {**rows[-1], "training": asdict(recipes[name].training)} for name, rows in curves.items()},
+        "minutes_to_baseline": minutes_until(curves["ours"], curves["marian"][-1]) if arguments.baseline else None,
+        "curves": curves,
+    }
+
+
+class Curve:
+    """Counts a network's updates and the seconds that it trains, and writes a line for each validation."""
+
+    def __init__(self, network: str, folder: Path) -> None:
+        self._network, self._file = network, folder / "learning.jsonl"
+        self._seconds = self._started = self._turn_started = 0.0
+        self.seconds_after = [0.0]
+        """Seconds of training after each number of updates."""
+
+    def start(self) -> None:
+        """Count the time from here on."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """Count the time up to here."""
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._seconds += time.perf_counter() - self._started
+
+    def update(self) -> bool:
+        """Count an update, and return whether the turn is over."""
+        now = self._seconds + time.perf_counter() - self._started
+        self.seconds_after.append(now)
+        if now - self._turn_started < TURN_SECONDS:
+            return False
+        self._turn_started = now
+        return True
+
+    def validated(self, metrics: Mapping[str, Any]) -> None:
+        """Write the scores, which Lightning has logged."""
+        updates, scores = len(self.seconds_after) - 1, {name: float(metrics[f"validation/{name}"]) for name in SCORES}
+        if not math.isfinite(scores["negative_log_likelihood"]):
+            raise InputError(
+                f"{self._network}: the likelihood after {updates:,} updates is not finite; lower its learning rate"
+            )
+        row = {"update": updates, "minutes": self._seconds / 60, **scores}
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"network": self._network, **row}) + "\n")
+        said = ", ".join(f"{scores[name]:.4g} {unit}" for name, unit in SCORES.items())
+        say(f"{self._network}: {updates:,} updates, {row['minutes']:.2f} minutes: {said}")
+
+
+def spaced(updates: int | None, minutes: float | None, train: Callable[[int, Curve], None]) -> tuple[int, int]:
+    """Return how many updates to train, and how many lie between validations, of which the last ends the training.
+
+    Args:
+        updates: the number of updates, which is rounded up; if None, `train` trains for some updates and without a
+            validation to find how many fit into the minutes.
+        minutes: see `updates`.
+        train: takes the number of updates, and what measures them.
+    """
+    if updates is None:
+        assert minutes is not None
+        timing = Curve("", Path())
+        say(f"timing {UNTIMED + TIMED} updates, to find how many fit into the minutes")
+        train(UNTIMED + TIMED, timing)
+        seconds = (timing.seconds_after[-1] - timing.seconds_after[UNTIMED]) / TIMED
+        updates = max(1, round(60 * minutes / seconds))
+    every = -(-updates // VALIDATIONS)
+    return -(-updates // every) * every, every
+
+
+def train_recipe(
+    recipe: Recipe, updates: int | None, minutes: float | None, folder: Path, baseline: Iterator[None]
+) -> None:
+    """Train the recipe as `fit` does, in turns with the baseline."""
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    from pipeline.training.fit import fit_recipe
+
+    def fit(run: Path, updates: int, every: int, curve: Curve, others: Iterator[None], **training: Any) -> None:
+        def after_update(*_: Any) -> None:
+            if curve.update():
+                curve.stop()
+                next(others, None)
+                curve.start()
+
+        def after_validation(trainer: Any, *_: Any) -> None:
+            curve.validated(trainer.callback_metrics)
+            curve.start()
+
+        callback = LambdaCallback(
+            on_train_start=lambda *_: curve.start(),
+            on_train_batch_end=after_update,
+            on_validation_start=lambda *_: curve.stop(),
+            on_validation_end=after_validation,
+        )
+        options = {key: value for key, value in recipe.trainer.items() if key != "max_time"}
+        options |= {"devices": 1, "max_steps": updates, "val_check_interval": every}
+        changed = replace(
+            recipe,
+            training=replace(recipe.training, **training),
+            run=replace(recipe.run, folder=str(run), patience=None),
+            trainer=options,
+        )
+        fit_recipe(changed, reset=False, init_from=None, further_callbacks=[callback])
+
+    def only_for_time(updates: int, curve: Curve) -> None:
+        # So few updates have no warm-up, so that a rate other than 0 might be too high.
+        with TemporaryDirectory() as unused:
+            run = Path(unused) / "run"
+            fit(run, updates, NEVER, curve, iter(()), warmup_steps=1, learning_rate_factor=0.0)
+
+    fit(folder / "run", *spaced(updates, minutes, only_for_time), Curve("ours", folder), baseline)
+
+
+class Marian:
+    """Trains Marian by a recipe, and scores it with the code that scores this program's network."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Open the recipe's corpus. Raise InputError for a network that Marian cannot have."""
+        from data_module.corpus.manifest import read_manifest
+        from data_module.tokenization.tokenizer import Tokenizer
+        from pipeline.benchmark.train import benchmark_device
+        from pipeline.monitoring.validation_samples import ValidationSamples
+        from pipeline.runtime.backend import choose_backend
+        from pipeline.training.build import build_callbacks, build_data, build_module
+        from pipeline.training.start import Start
+        from pipeline.training.trainer import make_trainer
+
+        self._recipe, corpus = recipe, recipe.corpus_folder()
+        options, self._precision = benchmark_device(recipe.trainer)
+        backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
+        self._tokenizer = Tokenizer.load(corpus / "tokenizer.model")
+        self._module = build_module(recipe, self._tokenizer, backend)
+        self._data = build_data(recipe, self._tokenizer, backend.in_blocks)
+        start = Start(recipe, None, None, False, None, None, self._tokenizer, read_manifest(corpus))
+        callbacks = build_callbacks(start, self._data, backend)
+        samples = [callback for callback in callbacks if isinstance(callback, ValidationSamples)]
+        self._trainer = make_trainer(options, None, logger=False, callbacks=samples)
+        self.baseline(1)
+
+    def baseline(self, updates: int) -> "Baseline":
+        """Return a network with its optimizer, whose schedule ends after `updates`."""
+        import torch
+
+        from pipeline.benchmark.baselines import Baseline
+
+        torch.manual_seed(self._recipe.run.seed)
+        recipe, size = with_warm_up(self._recipe, updates), self._tokenizer.vocabulary_size
+        return Baseline("marian", recipe, size, self._data, self._precision, updates)
+
+    def turns(self, updates: int | None, minutes: float | None, folder: Path) -> Iterator[None]:
+        """Train, and yield at the end of each turn."""
+
+        def only_for_time(updates: int, curve: Curve) -> None:
+            for _ in self._train(updates, NEVER, curve):
+                pass
+
+        yield from self._train(*spaced(updates, minutes, only_for_time), Curve("marian", folder))
+
+    def _train(self, updates: int, every: int, curve: Curve) -> Iterator[None]:
+        baseline = self.baseline(updates)
+        # A thread makes the next batch meanwhile, as the loader's workers do for `fit`.
+        with ThreadPoolExecutor(1) as loader:
+            batch = loader.submit(baseline.next_step)
+            curve.start()
+            for update in range(1, updates + 1):
+                ready, batch = batch.result(), loader.submit(baseline.next_step)
+                baseline.train(ready)
+                turn_is_over = curve.update()
+                if turn_is_over or update % every == 0:
+                    curve.stop()
+                    if update % every == 0:
+                        curve.validated(self.scores(baseline.network))
+                    if turn_is_over:
+                        yield
+                    curve.start()
+
+    def scores(self, network: "nn.Module") -> Mapping[str, Any]:
+        """Return what Lightning logs in a validation of Marian's weights."""
+        from pipeline.export.huggingface_model import from_marian
+
+        shape = self._recipe.network
+        marian: Any = network
+        weights = from_marian(marian.model.state_dict(), (shape.encoder_layers, shape.decoder_layers))
+        del weights["projection.bias"]  # It is 0, and not trained.
+        self._module.network.load_state_dict(weights)
+        self._trainer.validate(self._module, datamodule=self._data, verbose=False)
+        return self._trainer.callback_metrics
+
+
+def with_warm_up(recipe: Recipe, updates: int) -> Recipe:
+    """Return the baseline's recipe with a warm-up of a tenth of its updates."""
+    return replace(recipe, training=replace(recipe.training, warmup_steps=max(1, updates // 10)))
+
+
+def minutes_until(rows: Rows, goal: dict[str, float]) -> float | None:
+    """Return when a curve reaches the likelihood of another one's row, on lines between validations; None if never."""
+    key = "negative_log_likelihood"
+    for before, after in pairwise([{**rows[0], "minutes": 0.0}, *rows]):
+        if after[key] <= goal[key]:
+            share = (before[key] - goal[key]) / (before[key] - after[key]) if before[key] > after[key] else 1.0
+            return before["minutes"] + share * (after["minutes"] - before["minutes"])
+    return None
+
+
+def draw(curves: dict[str, Rows], path: Path) -> None:
+    """Draw each score by minute and by update."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    panels = figure.subplots(2, 2, sharex="col", sharey="row")
+    for (score, unit), line in zip(SCORES.items(), panels, strict=True):
+        line[0].set_ylabel(unit)
+        for x, panel in zip(("minutes", "update"), line, strict=True):
+            for network, rows in curves.items():
+                panel.plot([row[x] for row in rows], [row[score] for row in rows], ".-", label=network)
+            panel.grid(alpha=0.3)
+            panel.set_xlabel(x)
+    panels[0][0].legend()
+    figure.savefig(path)

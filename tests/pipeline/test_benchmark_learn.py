@@ -1,0 +1,151 @@
+"""`benchmark learn`: its curves, its turns, how long it trains, and the score of the baseline."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data_module.corpus.store import open_corpus
+from data_module.errors import InputError
+from pipeline.__main__ import main
+from pipeline.benchmark import learn
+from pipeline.benchmark.learn import TIMED, UNTIMED, Curve, Marian, minutes_until, spaced
+from pipeline.config.recipe import load_recipe
+from tests.conftest import refusal
+
+SILENT = ("ignore:You have overridden `transfer_batch_to_device`", "ignore:.*many workers", "ignore:.*LeafSpec")
+pytestmark = [pytest.mark.filterwarnings(message) for message in SILENT]
+
+
+def test_curves_in_turns(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(learn, "TURN_SECONDS", 0.0)
+    output = tmp_path / "output"
+    command = ["benchmark", "learn", "--config", str(recipe_file), "--updates", "4", "--output", str(output)]
+    given = ["--baseline", "marian", "--baseline-setting", "training.peak_learning_rate=2e-3"]
+    assert main([*command, *given, "--training.label_smoothing", "0.2"]) == 0
+    printed = capsys.readouterr()
+    figures = json.loads(printed.out)
+    # After each of our updates the baseline has a turn.
+    lines = [json.loads(line) for line in (output / "learning.jsonl").read_text().splitlines()]
+    assert [line["network"] for line in lines] == ["marian", "ours"] * 4
+    for name in ("ours", "marian"):
+        rows = figures["curves"][name]
+        assert [row["update"] for row in rows] == [1, 2, 3, 4]
+        minutes = [row["minutes"] for row in rows]
+        assert minutes[0] > 0
+        assert minutes == sorted(minutes)
+        assert rows[-1]["negative_log_likelihood"] < rows[0]["negative_log_likelihood"]
+        assert figures[name].items() >= rows[-1].items()
+    # The run is one of `fit`, with the same scores.
+    logged = [json.loads(line) for line in (output / "run" / "metrics.jsonl").read_text().splitlines()]
+    ours = [row["validation/negative_log_likelihood"] for row in logged if "validation/bleu" in row]
+    assert ours == pytest.approx([row["negative_log_likelihood"] for row in figures["curves"]["ours"]], rel=1e-4)
+    assert (output / "run" / "checkpoints" / "step=00000004.ckpt").is_file()
+    # Each has settings of its own.
+    assert figures["ours"]["training"]["label_smoothing"] == 0.2
+    assert figures["marian"]["training"].items() >= {"label_smoothing": 0.1, "peak_learning_rate": 2e-3}.items()
+    with Image.open(output / "learning.png") as picture:
+        assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 10
+
+
+def test_minutes(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "output"
+    command = ["benchmark", "learn", "--config", str(recipe_file), "--minutes", "1e-5", "--output", str(output)]
+    assert main([*command, "--baseline", "marian"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["ours"]["update"] == figures["marian"]["update"] == 1
+    assert {path.name for path in output.iterdir()} == {"learning.jsonl", "learning.png", "run"}
+
+
+def test_as_many_updates_as_fit_into_the_minutes() -> None:
+    def train(updates: int, curve: Curve) -> None:
+        assert updates == UNTIMED + TIMED
+        seconds = [100.0] * UNTIMED + [1.0, 3.0, 2.0, 2.0, 2.0] * (TIMED // 5)
+        curve.seconds_after += np.cumsum(seconds).tolist()
+
+    assert spaced(None, 4.0, train) == (120, 10)
+    assert spaced(None, 1e-9, train) == (1, 1)
+    # Rounded up, so that a validation ends the training.
+    assert spaced(25, None, train) == (27, 3)
+
+
+def test_the_likelihood_of_marian_is_what_transformers_computes(recipe_file: Path) -> None:
+    recipe = load_recipe([recipe_file])
+    marian = Marian(recipe)
+    baseline = marian.baseline(20)
+    network: Any = baseline.network
+    for _ in range(3):
+        baseline.train(baseline.next_step())
+    with torch.no_grad():  # Biases and norms begin as 0 and 1.
+        for parameter in network.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    scores = marian.scores(network)
+
+    corpus, total, tokens = open_corpus(recipe.corpus_folder(), "validation"), 0.0, 0
+    exact = network.double().eval()
+    bos, eos = (exact.model.config.bos_token_id, exact.model.config.eos_token_id)
+    for pair in range(len(corpus)):
+        source, target = ([*side[pair].tolist(), eos] for side in (corpus.source, corpus.target))
+        logits = exact(torch.tensor([source]), torch.tensor([[bos, *target[:-1]]]), None)
+        total -= logits[0].log_softmax(-1)[range(len(target)), target].sum().item()
+        tokens += len(target)
+    assert float(scores["validation/negative_log_likelihood"]) == pytest.approx(total / tokens, rel=1e-5)
+    assert "validation/bleu" in scores
+
+
+def row(minutes: float, likelihood: float) -> dict[str, float]:
+    return {"minutes": minutes, "negative_log_likelihood": likelihood}
+
+
+def test_minutes_until_the_likelihood_of_the_other() -> None:
+    rows = [row(2.0, 4.0), row(4.0, 3.0), row(6.0, 3.0), row(8.0, 1.0)]
+    assert minutes_until(rows, row(9.0, 2.5)) == pytest.approx(6.5)
+    assert minutes_until(rows, row(9.0, 3.0)) == 4.0
+    assert minutes_until(rows, row(9.0, 5.0)) == 2.0
+    assert minutes_until(rows, row(9.0, 0.5)) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--minutes", "0"], "--minutes 0: must be more than 0"),
+        (["--minutes", "inf"], "--minutes inf"),
+        (["--updates", "-1"], "--updates -1"),
+        ([], "--minutes --updates is required"),
+        (["--updates", "4", "--training.schedule", "cosine", "--training.peak_learning_rate", "1e-3"], "warmup_steps"),
+        (["--updates", "4", "--corpus.folder", "corpus", "--corpus.validation", "[]"], "corpus.validation"),
+        (["--updates", "4", "--baseline", "marian", "--network.pre_norm", "true"], "network.pre_norm"),
+        (["--updates", "4", "--baseline", "marian", "--baseline-setting", "network.depth=1"], "network.depth"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], said: str, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in refusal("benchmark", "learn", "--config", recipe_file, *arguments)
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
+def test_a_folder_that_is_there_is_kept(recipe_file: Path, tmp_path: Path) -> None:
+    words = ["benchmark", "learn", "--config", recipe_file, "--updates", 1, "--output", tmp_path]
+    assert "give another --output" in refusal(*words)
+
+
+def test_a_missing_library_is_reported(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    line = refusal("benchmark", "learn", "--config", recipe_file, "--minutes", 1, "--baseline", "marian")
+    assert "transformers is not installed" in line
+
+
+def test_a_baseline_that_diverges_ends_in_one_line(tmp_path: Path) -> None:
+    metrics: Mapping[str, float] = {"validation/negative_log_likelihood": float("nan"), "validation/bleu": 0.0}
+    with pytest.raises(InputError, match=r"marian: the likelihood after 0 updates is not finite"):
+        Curve("marian", tmp_path).validated(metrics)
