@@ -90,6 +90,9 @@ def row_shape(
     # where they are, `rank_rows` makes another micro-batch.
     expected = max(lengths) / max(mean_lengths)
     segments = ceil(1.25 * expected) + 16 + _padding_segments(lengths[0], lengths[1], longest)
+    # A micro-batch's tensors lie in one array, and Inductor copies an input that does not begin at 16 bytes: the
+    # offsets of the segments, one more than these, are a multiple of four numbers, as rows are.
+    segments += -(segments + 1) % 4
     return RowShape(lengths[0], lengths[1], segments, longest, per_rank, in_blocks)
 
 

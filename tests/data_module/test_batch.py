@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data_module.batching.batch import LengthBucket, RankBatch, SpecialIds, collate, pad_batch
-from data_module.batching.rank_rows import RowShape
+from data_module.batching.rank_rows import RowShape, row_shape
 from data_module.corpus.store import ParallelCorpus, TokenStore, TokenStoreWriter
 
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
@@ -75,6 +75,18 @@ def test_a_rank_without_pairs_has_padding_only(corpus: ParallelCorpus, in_blocks
     assert one.target_output.unique().tolist() == [0]
     assert one.source_segments.tolist() == ([-1] * 64 if in_blocks else [0, 3, 7, 10, 14, 14])
     assert (batch.num_tokens, batch.num_target_tokens) == (0, 9)
+
+
+@pytest.mark.parametrize("mean_length", [2.0, 2.2, 2.4, 3.0])
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_tensors_begin_at_16_bytes(corpus: ParallelCorpus, mean_length: float, in_blocks: bool) -> None:
+    """Inductor copies others."""
+    options = {"batch_tokens": 300, "max_tokens_per_device": 128, "world_size": 1}
+    shape = row_shape((mean_length, mean_length), 4, **options, in_blocks=in_blocks)
+    batch = collate(corpus, [np.array([2, 0]), np.array([3]), np.array([1])], SPECIAL, shape, num_target_tokens=9)
+    tensors = [value for one in batch.micro_batches for value in vars(one).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 3 * 7
+    assert {tensor.storage_offset() * tensor.itemsize % 16 for tensor in tensors} == {0}
 
 
 def test_a_batch_is_moved_to_a_device(corpus: ParallelCorpus) -> None:
