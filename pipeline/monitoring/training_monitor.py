@@ -222,7 +222,7 @@ class TrainingMonitor(Callback):
             "train/gradient_norm": norm,
             "train/skipped_steps": skipped,
             "train_perf/epoch": batch.epoch + (batch.index + 1) / batch.num_batches,
-            "train_perf/padding_share": 1.0 - tokens / padded,
+            "train_perf/padding_share": 1.0 - tokens / max(padded, 1.0),
             "train_perf/memory_gigabytes": memory_bytes(self._sums.device) / 1e9,
             **self._compare_ranks(own),
             **self._throughput(trainer),
