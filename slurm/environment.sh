@@ -112,17 +112,22 @@ train() {
     # Where PyTorch dumps a rank's last collectives when NCCL hangs. The other defaults of its watchdog are right.
     export TORCH_FR_DUMP_TEMP_FILE=$PWD/nccl-$SLURM_JOB_ID-rank-
 
-    # Check the job and the recipe first. A mistake that doctor reports would recur, so the job is not requeued.
-    step doctor --config "$@"
-    local code=$?
-    if [[ -e $MISTAKE_FILE || ($code -ne 0 && $code -lt 128) ]]; then
-        rm -f "$MISTAKE_FILE" "$FAILURES_FILE"
-        say "doctor has reported errors (WRONG) above; not requeued"
-        exit 2
-    fi
-    [[ $code -eq 0 ]] || hand_back "$code"
-
+    local code
     watch_first_node
+    # Check the job and the recipe first. A mistake that doctor reports would recur, so the job is not requeued. Missing
+    # ranks (exit code 69) may be there at the next start.
+    while true; do
+        step doctor --config "$@"
+        code=$?
+        [[ $code -ne 0 ]] || break
+        if [[ -e $MISTAKE_FILE || ($code -ne 69 && $code -lt 128) ]]; then
+            rm -f "$MISTAKE_FILE" "$FAILURES_FILE"
+            say "doctor has reported errors (WRONG) above; not requeued"
+            exit 2
+        fi
+        restart_here "$code" || hand_back "$code"
+    done
+
     while true; do
         count_from_here
         step fit --config "$@"

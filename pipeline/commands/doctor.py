@@ -1,10 +1,12 @@
 """Check this machine, the SLURM job and a recipe before training.
 
-Prints a line per check: `ok`, or `WRONG` with what is wrong and what to do. The exit code is 1 if a check failed.
+Prints a line per check: `ok`, or `WRONG` with what is wrong and what to do. The exit code is 1 if a check failed, 69 if
+ranks of a job are missing or do not respond, which may be different at the next start.
 """
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,9 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run all checks and print the results; of several ranks, only the first one prints."""
-    from pipeline.runtime.launch import report_mistake_to_script
+    from pipeline.runtime.launch import RANKS_MISSING, report_mistake_to_script
 
-    if code := run_checks(arguments.config, arguments.overrides, arguments.fresh, arguments.init_from):
+    code = run_checks(arguments.config, arguments.overrides, arguments.fresh, arguments.init_from)
+    if code not in (0, RANKS_MISSING):
         report_mistake_to_script()
     return code
 
@@ -62,16 +65,23 @@ def run_checks(configs: list[Path], overrides: list[str], reset: bool, init_from
 
 def _run_on_all_ranks(job: "JobStep", load: Load) -> int:
     """Run the checks on this rank; rank 0 prints the results of all ranks."""
-    from pipeline.training.rank_checks import WAIT, RankGroup, UnresponsiveRanksError
+    from pipeline.runtime.console import RendezvousError
+    from pipeline.runtime.launch import RANKS_MISSING
+    from pipeline.runtime.rendezvous import Rendezvous
 
-    ranks = RankGroup(job)
-    ranks.exit_after(3 * WAIT)
-    if failures := ranks.connect():
-        return print_results(failures)
     try:
+        meeting = Rendezvous.of_job(job)
+        meeting.call_roll()
+        from pipeline.training.rank_checks import RankGroup  # It imports torch.
+
+        ranks = RankGroup(job)
+        ranks.connect(replace(meeting))  # whose time begins now
         gathered = ranks.all_gather(_results_of(ranks, load))
-    except UnresponsiveRanksError as error:
-        return print_results([CheckResult(False, str(error), ranks.location)])
+    except InputError as error:
+        return print_results([CheckResult(False, str(error), job.location)])
+    except RendezvousError as error:
+        print_results([CheckResult(False, str(error), job.location)])
+        return RANKS_MISSING
     results = [CheckResult(*result) for theirs in gathered for result in theirs]
     code = print_results(results) if job.rank == 0 else exit_code(results)
     ranks.leave()

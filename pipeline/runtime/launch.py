@@ -38,6 +38,13 @@ MIN_NODES = "MIN_NODES"
 """Environment variable: with fewer nodes than this, the job script requeues a job that has failed; empty: all nodes."""
 
 
+RANKS_MISSING = 69
+"""Exit code of `doctor` if ranks are missing or do not respond. It is no mistake of the user, so the job starts again.
+
+In sysexits.h it stands for a service that is not available.
+"""
+
+
 @dataclass(frozen=True)
 class JobStep:
     """The job step that this process is a task of."""
@@ -53,6 +60,11 @@ class JobStep:
     """How often the job has started again: requeued by SLURM, or inside the job by its script."""
     node: int = 0
     """Index of the node among those of the step."""
+
+    @property
+    def location(self) -> str:
+        """Name of the node, and rank, for messages."""
+        return f"{node_name()} rank {self.rank}"
 
 
 def mistakes(environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -4,14 +4,19 @@ import os
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.runtime.console import RendezvousError, print_above_bars
-from pipeline.runtime.launch import local_rank, node_name
+from pipeline.runtime.launch import JobStep, known_nodes, local_rank, main_address, main_port, node_name
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Connection = TypeVar("Connection")
 
 NOTICE_SECONDS = 30.0
 """After this time, a rank says for whom it waits."""
@@ -22,7 +27,18 @@ _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _OUTCOME = "rendezvous/outcome"
 """Key of what rank 0 has found: what is wrong, or nothing."""
+_ALL_REPORTED = "all ranks have reported"
 _MOST_NAMED = 16
+
+
+def patience_seconds(num_ranks: int) -> float:
+    """Return how long ranks that start at the same time wait for the slowest of them.
+
+    A minute for SLURM to start the tasks, and a second for each rank: to import torch and Lightning, each looks up
+    65,000 files (counted in 2.13 and 2.6.6), and a shared disk may answer no more than 100,000 a second. At most ten
+    minutes, the default of `run.timeout_seconds`.
+    """
+    return min(60.0 + num_ranks, 600.0)
 
 
 @dataclass
@@ -40,7 +56,17 @@ class Rendezvous:
     """How long to wait for other ranks."""
     nodes: Sequence[str] = ()
     """Names of all nodes, as far as they are known, to name those from which no rank has connected."""
-    _started: float = field(default_factory=time.monotonic)
+    _started: float = field(default_factory=time.monotonic, init=False)
+    _noticed: bool = field(default=False, init=False)
+
+    @classmethod
+    def of_job(cls, job: JobStep) -> "Rendezvous":
+        """Return where the ranks of a job step meet, with the patience of its number of ranks.
+
+        Raises InputError for an address or a port that the environment does not give.
+        """
+        seconds = patience_seconds(job.num_tasks)
+        return cls(main_address(), main_port(), job.rank, job.num_tasks, seconds, known_nodes())
 
     @property
     def _where(self) -> str:
@@ -50,7 +76,18 @@ class Rendezvous:
     def _waited(self) -> float:
         return time.monotonic() - self._started
 
-    def connect(self, serves: bool) -> dist.Store:
+    def call_roll(self) -> None:
+        """Report to rank 0, and wait until all ranks have.
+
+        It needs no torch: a rank that has not started is told from one that still imports it.
+
+        Raises RendezvousError as `connect` does.
+        """
+        self._check_host()
+        if problem := self._take_reports() if self.rank == 0 else self._report():
+            raise RendezvousError(problem)
+
+    def connect(self, serves: bool) -> "dist.Store":
         """Connect to rank 0's store, wait until all ranks have, and return it.
 
         Args:
@@ -59,11 +96,9 @@ class Rendezvous:
         Raises:
             RendezvousError: a rank is missing. It names the rank, the address and what to do.
         """
-        try:
-            socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            name = f"the first node's name {self.host} does not resolve ({error.strerror})"
-            raise RendezvousError(f"{name}; add it to DNS or /etc/hosts, or export MASTER_ADDR=its address") from None
+        import torch.distributed as dist
+
+        self._check_host()
         store: dist.Store = self._serve() if serves else self._connect()
         if attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT"):
             # The store of torchrun's agent still has the keys of the ranks that it has started before.
@@ -73,14 +108,60 @@ class Rendezvous:
             # Rank 0 alone decides, and tells the others: if each rank decided by its own clock, some would train while
             # others have given up.
             problem = self._wait_for_all(store) if self.rank == 0 else self._wait_for_outcome(store)
-        except (RuntimeError, dist.DistError):
-            problem = f"rank 0 at {self._where} has ended; see its messages, or check its node"
+        except RuntimeError:
+            problem = self._rank_0_has_ended()
         if problem:
             raise RendezvousError(problem)
         return store
 
-    def _serve(self) -> dist.TCPStore:
+    def _check_host(self) -> None:
+        try:
+            socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            name = f"the first node's name {self.host} does not resolve ({error.strerror})"
+            raise RendezvousError(f"{name}; add it to DNS or /etc/hosts, or export MASTER_ADDR=its address") from None
+
+    def _take_reports(self) -> str:
+        """Wait on rank 0 for the report of every rank, and tell them the outcome, which is returned."""
+        present, reporters, problem = {0: node_name()}, [], ""
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        with ExitStack() as open_sockets:
+            try:
+                server = socket.create_server(("", self.port), family=family, dualstack_ipv6=both, backlog=self.size)
+            except OSError as error:
+                raise self._cannot_listen(error) from None
+            open_sockets.enter_context(server)
+            server.settimeout(1)
+            while not problem and self._missing(present):
+                with suppress(OSError, ValueError):  # Nobody connects for a second, or something else than a rank.
+                    reporter = open_sockets.enter_context(server.accept()[0])
+                    reporter.settimeout(_ATTEMPT_SECONDS)
+                    rank, node = reporter.makefile(encoding="utf-8").readline().split()
+                    present[int(rank)] = node
+                    reporters.append(reporter)
+                problem = self._overdue(lambda: present)
+            for reporter in reporters:
+                with suppress(OSError):
+                    reporter.sendall(f"{problem or _ALL_REPORTED}\n".encode())
+        return problem
+
+    def _report(self) -> str:
+        """Report to rank 0; return what is wrong if ranks are missing, else an empty string."""
+
+        def report() -> str:
+            with socket.create_connection((self.host, self.port), timeout=_ATTEMPT_SECONDS) as connection:
+                connection.sendall(f"{self.rank} {node_name()}\n".encode())
+                connection.settimeout(max(self.timeout_seconds - self._waited, 0) + _GRACE_SECONDS)
+                return connection.makefile(encoding="utf-8").readline().strip()
+
+        answer = self._when_listening(report)
+        return "" if answer == _ALL_REPORTED else answer or self._rank_0_has_ended()
+
+    def _serve(self) -> "dist.TCPStore":
         """Host the store. A port that is in use is found before PyTorch, which would fill the log."""
+        import torch.distributed as dist
+
         # `wait_for_workers` would name no rank that is missing; `_wait_for_all` does.
         timeout = timedelta(seconds=self.timeout_seconds)
         try:
@@ -88,59 +169,90 @@ class Rendezvous:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("", self.port))
             return dist.TCPStore(self.host, self.port, is_master=True, timeout=timeout, wait_for_workers=False)
-        except (OSError, RuntimeError, dist.DistError) as error:
-            problem = f"cannot listen on {self._where} for other ranks ({reason_of(error)})"
-        raise RendezvousError(f"{problem}; export another MASTER_PORT, or MASTER_ADDR=an address of this node")
+        except (OSError, RuntimeError) as error:
+            raise self._cannot_listen(error) from None
 
-    def _connect(self) -> dist.TCPStore:
+    def _cannot_listen(self, error: Exception) -> RendezvousError:
+        problem = f"cannot listen on {self._where} for other ranks ({reason_of(error)})"
+        return RendezvousError(f"{problem}; export another MASTER_PORT, or MASTER_ADDR=an address of this node")
+
+    def _rank_0_has_ended(self) -> str:
+        return f"rank 0 at {self._where} has ended; see its messages, or check its node"
+
+    def _connect(self) -> "dist.TCPStore":
         """Connect to the store of rank 0, as soon as it listens. PyTorch would fill the log with its attempts."""
-        noticed = False
+        import torch.distributed as dist
+
+        def connect() -> dist.TCPStore:
+            socket.create_connection((self.host, self.port), timeout=_ATTEMPT_SECONDS).close()
+            timeout = timedelta(seconds=max(self.timeout_seconds - self._waited, _ATTEMPT_SECONDS))
+            return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+        return self._when_listening(connect)
+
+    def _when_listening(self, connect: Callable[[], Connection]) -> Connection:
+        """Call `connect` until rank 0 listens, and return what it returns."""
         while True:
             try:
-                socket.create_connection((self.host, self.port), timeout=_ATTEMPT_SECONDS).close()
-                timeout = timedelta(seconds=max(self.timeout_seconds - self._waited, _ATTEMPT_SECONDS))
-                return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
-            except (OSError, RuntimeError, dist.DistError) as error:
+                return connect()
+            except (OSError, RuntimeError) as error:
                 reason = reason_of(error)
             if self._waited > self.timeout_seconds:
                 raise RendezvousError(
                     f"cannot connect to rank 0 at {self._where} within {self.timeout_seconds:g} s ({reason}); see its"
                     " messages, check its node and firewalls between nodes, or export another MASTER_PORT"
                 )
-            if self._waited > NOTICE_SECONDS and not noticed and local_rank() == 0:
+            if self._waited > NOTICE_SECONDS and not self._noticed and local_rank() == 0:
                 print_above_bars(f"rank {self.rank} on {node_name()} waits for rank 0 at {self._where} ({reason})")
-                noticed = True
+                self._noticed = True
             time.sleep(_POLL_SECONDS)
 
-    def _wait_for_all(self, store: dist.Store) -> str:
+    def _wait_for_all(self, store: "dist.Store") -> str:
         """Wait on rank 0 until all ranks have connected; return what is wrong if some have not, else an empty string.
 
         PyTorch's own wait would write to the log when it ends in vain.
         """
-        noticed, problem = False, ""
+
+        def present() -> dict[int, str]:
+            ranks = [rank for rank in range(self.size) if store.check([_connected(rank)])]
+            return {rank: store.get(_connected(rank)).decode() for rank in ranks}
+
+        problem = ""
         while not problem and not store.check([_connected(rank) for rank in range(self.size)]):
             time.sleep(_POLL_SECONDS)
-            if self._waited > self.timeout_seconds:
-                problem = (
-                    f"{self._missing(store)} did not connect to rank 0 at {self._where} within"
-                    f" {self.timeout_seconds:g} s; see their messages, or check their nodes and firewalls between nodes"
-                )
-            elif self._waited > NOTICE_SECONDS and not noticed:
-                print_above_bars(f"rank 0 waits for {self._missing(store)} to connect to {self._where}")
-                noticed = True
+            problem = self._overdue(present)
         store.set(_OUTCOME, problem)
         if problem:
             time.sleep(5 * _POLL_SECONDS)  # The store ends with this process; first the others read this.
         return problem
 
-    def _missing(self, store: dist.Store) -> str:
-        """Return the ranks that have not connected, and the nodes from which none has."""
-        missing = [rank for rank in range(self.size) if not store.check([_connected(rank)])]
-        present = {store.get(_connected(rank)).decode() for rank in set(range(self.size)).difference(missing)}
-        silent = [node for node in self.nodes if node not in present]
-        return f"ranks {_few(missing)}" + (f" (all of {_few(silent)})" if silent else "")
+    def _overdue(self, present: Callable[[], Mapping[int, str]]) -> str:
+        """Return what is wrong if the time for ranks to connect is over; say before, once, for whom rank 0 waits.
 
-    def _wait_for_outcome(self, store: dist.Store) -> str:
+        Args:
+            present: returns the ranks that have connected, with their nodes.
+        """
+        is_over = self._waited > self.timeout_seconds
+        if not is_over and (self._noticed or self._waited < NOTICE_SECONDS):
+            return ""
+        missing = self._missing(present())
+        if missing and is_over:
+            return (
+                f"{missing} did not connect to rank 0 at {self._where} within {self.timeout_seconds:g} s;"
+                " see their messages, or check their nodes and firewalls between nodes"
+            )
+        if missing:
+            print_above_bars(f"rank 0 waits for {missing} to connect to {self._where}")
+            self._noticed = True
+        return ""
+
+    def _missing(self, present: Mapping[int, str]) -> str:
+        """Return the ranks that have not connected, and the nodes from which none has; empty if all have."""
+        missing = [rank for rank in range(self.size) if rank not in present]
+        silent = [node for node in self.nodes if node not in present.values()]
+        return f"ranks {_few(missing)}" + (f" (all of {_few(silent)})" if silent else "") if missing else ""
+
+    def _wait_for_outcome(self, store: "dist.Store") -> str:
         """Wait until rank 0 has told what `_wait_for_all` returned, and return it."""
         while not store.check([_OUTCOME]):
             if self._waited > self.timeout_seconds + _GRACE_SECONDS:
@@ -155,7 +267,9 @@ def _connected(rank: int) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason of a failed connection, without places in PyTorch's sources."""
+    """Return the reason of a failed connection, without places in Python's and PyTorch's sources."""
+    if isinstance(error, OSError) and (error.errno or 0) > 0:
+        return os.strerror(error.errno or 0)
     return getattr(error, "strerror", None) or re.sub(r"^\[enforce .*?\] ", "", str(error).partition("\n")[0])
 
 

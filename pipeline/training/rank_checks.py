@@ -1,7 +1,7 @@
 """Checks that need all ranks of a job step: missing ranks, network, clocks, versions, shared folders, locks.
 
-The ranks exchange values through a key-value store (TCPStore) in rank 0. Every wait has a short timeout, so that a job
-with a fault ends within a minute.
+The ranks exchange values through a key-value store (TCPStore) in rank 0. Every wait has a limit that grows with the
+number of ranks: `patience_seconds`.
 """
 
 import hashlib
@@ -18,23 +18,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data_module.errors import InputError
 from data_module.files import FileLock, existing_parent
 from pipeline.config.recipe import Recipe
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.devices import sees_own_gpu_only
-from pipeline.runtime.launch import JobStep, known_nodes, main_address, main_port, node_name, report_mistake_to_script
-from pipeline.runtime.rendezvous import Rendezvous
+from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name, report_mistake_to_script
+from pipeline.runtime.rendezvous import Rendezvous, patience_seconds
 from pipeline.training.checks import CheckResult
 
-WAIT = timedelta(seconds=20)
 MAX_CLOCK_DIFFERENCE_SECONDS = 2.0
 """A larger difference makes times in logs and curves misleading."""
 ALL_REDUCE_BYTES = 1 << 24
 _SAMPLE_BYTES = 1 << 20
 
 
-class UnresponsiveRanksError(Exception):
+class UnresponsiveRanksError(RendezvousError):
     """Ranks that had connected no longer respond."""
 
     def __init__(self, ranks: list[int]) -> None:
@@ -47,36 +45,39 @@ class RankGroup:
 
     def __init__(self, job: JobStep) -> None:
         self.job = job
-        self.location = f"{node_name()} rank {job.rank}"
+        self.location = job.location
         self.is_first_on_node = job.local_rank == 0
         self.pending: str | None = None
         """Message if this rank hangs now; None while a hang would mean that rank 0 does not respond."""
         self._num_gathered = 0
+
+    @property
+    def wait(self) -> timedelta:
+        """How long one wait for other ranks may take."""
+        return timedelta(seconds=patience_seconds(self.job.num_tasks))
 
     def exit_after(self, limit: timedelta) -> None:
         """Exit with an error after this time, whatever this rank waits for: a collective, or a lost rank 0."""
 
         def end() -> None:
             print(f"WRONG {self.pending or UnresponsiveRanksError([0])} [{self.location}]", flush=True)
-            report_mistake_to_script()
-            os._exit(1)
+            if self.pending:
+                report_mistake_to_script()
+            os._exit(1 if self.pending else RANKS_MISSING)
 
         timer = threading.Timer(limit.total_seconds(), end)
         timer.daemon = True
         timer.start()
 
-    def connect(self) -> list[CheckResult]:
-        """Connect to rank 0 and wait for all ranks. Return a result only if that failed."""
-        job = self.job
-        try:
-            host, port, seconds = main_address(), main_port(), WAIT.total_seconds()
-            meeting = Rendezvous(host, port, job.rank, job.num_tasks, seconds, known_nodes())
-            self.store = meeting.connect(serves=job.rank == 0)
-        except (InputError, RendezvousError) as error:
-            return [CheckResult(False, str(error), self.location)]
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    def connect(self, meeting: Rendezvous) -> None:
+        """Connect to rank 0 and wait for all ranks.
+
+        Raises RendezvousError if a rank is missing.
+        """
+        self.store = meeting.connect(serves=self.job.rank == 0)
+        address = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][4][0]
         self.first_node_is_local = _is_loopback(str(address))
-        return []
+        self.exit_after(3 * self.wait)
 
     def all_gather(self, value: object) -> list:
         """Return the values of all ranks, by rank; a value is anything that JSON can hold.
@@ -87,8 +88,8 @@ class RankGroup:
         self._num_gathered += 1
         self.store.set(f"value-{self._num_gathered}/{self.job.rank}", json.dumps(value))
         keys = [f"value-{self._num_gathered}/{rank}" for rank in range(self.job.num_tasks)]
-        # Another rank may first wait WAIT for a collective that fails.
-        if missing := self._wait_for(keys, 2 * WAIT):
+        # Another rank may first wait for a collective that fails.
+        if missing := self._wait_for(keys, 2 * self.wait):
             raise UnresponsiveRanksError([keys.index(key) for key in missing])
         return [json.loads(self.store.get(key)) for key in keys]
 
@@ -100,10 +101,10 @@ class RankGroup:
         """
         keys = [f"leaves/{rank}" for rank in range(self.job.num_tasks)]
         if self.job.rank > 0:
-            self._wait_for(keys[:1], WAIT)
+            self._wait_for(keys[:1], self.wait)
         self.store.set(keys[self.job.rank], "")
         if self.job.rank == 0:
-            self._wait_for(keys, WAIT)
+            self._wait_for(keys, self.wait)
 
     def _wait_for(self, keys: list[str], limit: timedelta) -> list[str]:
         """Wait until these keys of the store are set; return those that are not set in time."""
@@ -284,7 +285,7 @@ def _time_all_reduce(ranks: RankGroup, backend: str) -> tuple[float, float]:
     """Sum ones twice over all ranks; return a value of the result and the seconds of the second all-reduce."""
     device = torch.device("cuda", _own_gpu(ranks.job) or 0) if backend == "nccl" else "cpu"
     # NCCL's watchdog kills the process at the timeout; `exit_after` comes first and prints why.
-    timeout = 4 * WAIT if backend == "nccl" else WAIT
+    timeout = 4 * ranks.wait if backend == "nccl" else ranks.wait
     store = dist.PrefixStore(backend, ranks.store)
     rank, size = ranks.job.rank, ranks.job.num_tasks
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -21,7 +21,7 @@ from data_module.errors import InputError
 from pipeline.commands.doctor import agree_on_context
 from pipeline.config.recipe import load_recipe
 from pipeline.runtime.devices import ONE_GPU_NOTE, gpus_mistake
-from pipeline.runtime.launch import JobStep, node_name
+from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name
 from pipeline.training import rank_checks
 from pipeline.training.checks import CheckContext, CheckResult, check_ignored_keys, check_machine, check_trainer
 from pipeline.training.rank_checks import RankGroup, check_ranks
@@ -44,17 +44,17 @@ ranks.store = dist.TCPStore("127.0.0.1", 0, is_master=True)
 EXIT = "ranks.exit_after(timedelta(seconds=3))"
 
 
-def said(*lines: str) -> str:
+def said(*lines: str, exit_code: int = RANKS_MISSING) -> str:
     """Return the output of a rank that runs these lines and then waits."""
     code = RANK + "\n".join([*lines, "time.sleep(60)"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == exit_code, done.stderr
     return done.stdout
 
 
 def test_a_collective_that_hangs_is_reported() -> None:
     """A sleep replaces NCCL, which needs GPUs and, unlike gloo, has no timeout of its own here."""
-    hanging = said("dist.all_reduce = lambda _: time.sleep(60)", EXIT, "list(_check_all_reduce(ranks))")
+    hanging = said("dist.all_reduce = lambda _: time.sleep(60)", EXIT, "list(_check_all_reduce(ranks))", exit_code=1)
     assert hanging.startswith("WRONG all-reduce over gloo does not finish; export GLOO_SOCKET_IFNAME=")
     assert "rank 0]" in hanging
     # Outside a collective, rank 0 is the one that does not respond.

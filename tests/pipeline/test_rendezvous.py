@@ -3,15 +3,19 @@
 import os
 import shutil
 import socket
+import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from pipeline.__main__ import main
 from pipeline.runtime import rendezvous
 from pipeline.runtime.console import RendezvousError
-from pipeline.runtime.rendezvous import Rendezvous
+from pipeline.runtime.launch import RANKS_MISSING
+from pipeline.runtime.rendezvous import Rendezvous, patience_seconds
 from tests.conftest import pipeline
 
 HOST = "127.0.0.1"
@@ -29,14 +33,23 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "node_name", lambda: "here")
 
 
-def outcomes(port: int, size: int, ranks: list[int], timeout_seconds: float) -> list[str]:
+@pytest.fixture(params=["the roll call", "the store"])
+def way(request: pytest.FixtureRequest) -> str:
+    """How ranks meet: before torch is imported, or in its store."""
+    return request.param
+
+
+def outcomes(port: int, size: int, ranks: list[int], timeout_seconds: float, way: str = "the store") -> list[str]:
     """What some ranks of a run find, each in a thread: an empty string if all have connected."""
     found, stores = [""] * len(ranks), []
 
     def connect(index: int) -> None:
         meeting = Rendezvous(HOST, port, ranks[index], size, timeout_seconds, ["here", "there"])
         try:
-            stores.append(meeting.connect(serves=ranks[index] == 0))
+            if way == "the roll call":
+                meeting.call_roll()
+            else:
+                stores.append(meeting.connect(serves=ranks[index] == 0))
         except RendezvousError as error:
             found[index] = str(error)
 
@@ -49,12 +62,33 @@ def outcomes(port: int, size: int, ranks: list[int], timeout_seconds: float) -> 
 
 
 def test_all_ranks_meet(port: int) -> None:
-    assert outcomes(port, 3, [2, 0, 1], timeout_seconds=60) == ["", "", ""]
+    """One after the other, as in `doctor`, the two ways use the same port."""
+    for way in ("the roll call", "the store"):
+        assert outcomes(port, 3, [2, 0, 1], 60, way) == ["", "", ""]
 
 
-def test_ranks_that_are_missing(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_else_connects_is_not_taken_for_a_rank(port: int) -> None:
+    found: list[str] = []
+    rank_0 = threading.Thread(target=lambda: found.extend(outcomes(port, 2, [0], 60, "the roll call")))
+    rank_0.start()
+    stranger = None
+    while stranger is None:
+        with suppress(ConnectionRefusedError):
+            stranger = socket.create_connection((HOST, port))
+    stranger.sendall(b"GET / HTTP/1.1\n")
+    found += outcomes(port, 2, [1], 60, "the roll call")
+    rank_0.join()
+    stranger.close()
+    assert found == ["", ""]
+
+
+def test_patience_grows_with_the_number_of_ranks() -> None:
+    assert [patience_seconds(ranks) for ranks in (2, 128, 512, 4096)] == [62, 188, 572, 600]
+
+
+def test_ranks_that_are_missing(port: int, way: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 0 names them, after a while and at the end, and the ranks that have connected say the same."""
-    first, second = outcomes(port, 4, [0, 2], timeout_seconds=3)
+    first, second = outcomes(port, 4, [0, 2], 3, way)
     assert first == second
     assert first == (
         f"ranks 1, 3 (all of there) did not connect to rank 0 at {HOST}:{port} within 3 s; see their messages, or"
@@ -65,8 +99,8 @@ def test_ranks_that_are_missing(port: int, capsys: pytest.CaptureFixture[str]) -
     assert len(waiting) == 1
 
 
-def test_rank_0_is_missing(port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    [found] = outcomes(port, 2, [1], timeout_seconds=1.5)
+def test_rank_0_is_missing(port: int, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    [found] = outcomes(port, 2, [1], 1.5, way)
     assert found.startswith(
         f"cannot connect to rank 0 at {HOST}:{port} within 1.5 s (Connection refused); see its mess"
     )
@@ -88,9 +122,23 @@ def test_rank_0_ends_before_all_have_met(port: int) -> None:
     assert found == f"rank 0 at {HOST}:{port} has ended; see its messages, or check its node"
 
 
-def test_a_port_that_is_in_use(port: int) -> None:
+def test_rank_0_ends_during_the_roll_call(port: int) -> None:
+    with socket.create_server((HOST, port)) as server:
+
+        def end() -> None:
+            with server.accept()[0] as reporter:
+                reporter.recv(100)
+
+        ending = threading.Thread(target=end)
+        ending.start()
+        [found] = outcomes(port, 2, [1], 60, "the roll call")
+        ending.join()
+    assert found == f"rank 0 at {HOST}:{port} has ended; see its messages, or check its node"
+
+
+def test_a_port_that_is_in_use(port: int, way: str) -> None:
     with socket.create_server((HOST, port)):
-        [found] = outcomes(port, 2, [0], timeout_seconds=60)
+        [found] = outcomes(port, 2, [0], 60, way)
     assert found.startswith(f"cannot listen on {HOST}:{port} for other ranks (Address already in use); export another")
 
 
@@ -99,19 +147,44 @@ def test_a_name_that_does_not_resolve(port: int) -> None:
         Rendezvous("no.such.node.invalid", port, 1, 2, 60).connect(serves=False)
 
 
+FIRST_OF_TWO = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "node1,node2",
+    "SLURMD_NODENAME": "node1",
+    "MASTER_ADDR": HOST,
+}
+
+
+def test_doctor_calls_the_roll_before_it_imports_torch(
+    port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing rank is no mistake of the user: another exit code, and no file that ends the job."""
+    for name, value in {**FIRST_OF_TWO, "MASTER_PORT": str(port), "MISTAKE_FILE": str(tmp_path / "mistake")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "node_name", lambda: "node1")
+    monkeypatch.setattr(rendezvous, "patience_seconds", lambda ranks: ranks / 2)
+    monkeypatch.setitem(sys.modules, "torch", None)  # An import would fail.
+    assert main(["doctor"]) == RANKS_MISSING
+    assert capsys.readouterr().out == (
+        f"WRONG ranks 1 (all of node2) did not connect to rank 0 at {HOST}:{port} within 1 s; see their messages, or"
+        " check their nodes and firewalls between nodes [node1 rank 0]\n"
+    )
+    assert not (tmp_path / "mistake").exists()
+    monkeypatch.setenv("MASTER_PORT", "none")
+    assert main(["doctor"]) == 1
+    assert (tmp_path / "mistake").exists()
+
+
 def test_fit_says_who_is_missing_in_one_line(recipe_file: Path, tmp_path: Path, port: int) -> None:
     """The first of two tasks. The exit code is that of a failure after which a job starts again."""
     environment = {
         **{name: "" for name in os.environ if name.startswith("SLURM_")},
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "SLURM_STEP_NODELIST": "node1,node2",
-        "SLURMD_NODENAME": "node1",
-        "MASTER_ADDR": HOST,
+        **FIRST_OF_TWO,
         "MASTER_PORT": str(port),
     }
     shutil.rmtree(tmp_path / "run", ignore_errors=True)

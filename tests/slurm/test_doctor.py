@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import NO_GPUS, train
 
@@ -35,7 +36,6 @@ class Fault:
 
 HANGS = """\
 import os, signal, sys, threading, time
-from datetime import timedelta
 def all_gather(ranks, value):
     while True:  # SLURM continues a stopped process before it ends it
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -43,12 +43,21 @@ def wait():
     while not hasattr(sys.modules.get("pipeline.training.rank_checks"), "check_ranks"):
         time.sleep(0.001)
     module = sys.modules["pipeline.training.rank_checks"]
-    module.WAIT = timedelta(seconds=4)
+    module.patience_seconds = lambda ranks: 4
     if os.environ["SLURM_PROCID"] == "1":
         module.RankGroup.all_gather = all_gather
 threading.Thread(target=wait, daemon=True).start()
 """
 """sitecustomize.py of a step in which rank 1 hangs once all ranks are connected; waits are short."""
+LATE = """\
+import os, sys, time
+if "doctor" in sys.argv:
+    from pipeline.runtime import rendezvous
+    rendezvous.patience_seconds = lambda ranks: 8
+    if os.environ["SLURM_PROCID"] == "1" and "RESTARTS_IN_JOB" not in os.environ:
+        time.sleep(30)
+"""
+"""sitecustomize.py of ranks that wait for one another for 8 seconds only; at the first start, rank 1 is late."""
 BROKEN_NODE = 'export GLOO_SOCKET_IFNAME=ib7 PYTHONPATH=OTHER; cd COPY; set -- faketime -f +60s "$@"'
 """Four faults of a node."""
 BROKEN_RECIPE: dict[str, Any] = {
@@ -65,9 +74,9 @@ FAULTS = {
         "export MASTER_ADDR=no.such.node.invalid",
     ),
     "an address where nobody is": Fault(
-        r"ranks 1 \(all of 127\.0\.0\.12\) did not connect to rank 0 at 127\.0\.0\.11:\d+ within 20 s; .* "
+        r"ranks 1 \(all of 127\.0\.0\.12\) did not connect to rank 0 at 127\.0\.0\.11:\d+ within 62 s; .* "
         r"\[127\.0\.0\.11 rank 0\]",
-        "export MASTER_PORT=9; sleep 40 & wait",
+        "export MASTER_PORT=9; sleep 90 & wait",
     ),
     "an interface that is not there": Fault(
         rf"GLOO_SOCKET_IFNAME=ib7: no such interface; set it to one of .*lo.* {SECOND}",
@@ -204,6 +213,18 @@ def test_a_fault_is_found(said: dict[str, str], name: str) -> None:
     assert any(re.search(FAULTS[name].line, line) for line in wrong), said[name]
     assert "=> 0" not in said[name]
     assert "Traceback" not in said[name]
+
+
+def test_a_late_rank_is_no_mistake(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
+    """The job starts again, on the same nodes, and trains."""
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    late = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    job = train(cluster, recipe_file, tmp_path / "run", "--trainer.max_steps", 2, environment=late)
+    assert job.wait() == "COMPLETED", job.log
+    assert re.search(r"WRONG ranks 1 \(all of 127\.0\.0\.12\) did not connect .* within 8 s; .* rank 0\]", job.log)
+    assert job.log.count("starting again on 2 of 2 nodes") == 1
+    assert job.log.count("ok    all-reduce over gloo, 2 ranks") == 1
+    assert job.restarts == 0
 
 
 def test_training_asks_doctor_first(cluster: Cluster, recipe_file: Path, tmp_path: Path) -> None:
