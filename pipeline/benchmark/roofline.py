@@ -3,7 +3,8 @@
 A kernel takes the longer of two times: its arithmetic at an attainable share of the GPU's peak rate, and the bytes that
 it reads and writes at an attainable share of memory bandwidth. Kernels run one after another, so their times add up. A
 step takes at least the time in which the host launches its kernels; then it waits for the part of the all-reduce that
-the backward pass does not hide. docs/roofline.md describes the terms and the assumptions.
+the backward pass does not hide. Each prediction is made twice, with the fast and the slow end of what is assumed.
+docs/roofline.md describes the terms and the assumptions.
 
 Nothing is measured: neither a GPU nor the corpus is needed. The step is compiled, in 16-bit mixed precision, with
 Triton's kernels and sentences end to end in a row without padding.
@@ -25,29 +26,35 @@ from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Numbers that nothing here measures or counts."""
+    """Numbers that nothing here measures or counts; the defaults are the fast end."""
 
-    product_share: float = 0.7
-    """Share of the peak rate that a large matrix product attains."""
+    product_share: float = 0.75
+    """Share of the peak rate that a deep matrix product attains."""
+    half_depth: float = 256
+    """Length of a product's sums at which it attains half of that; for a GPU of 1,000 TFLOP/s, in proportion to it."""
     attention_share: float = 0.15
     """Share of the peak rate that the products of an attention kernel attain."""
     bandwidth_share: float = 0.8
     """Share of memory bandwidth that a kernel attains."""
-    launch_microseconds: float = 9.0
-    """Microseconds in which the host launches a kernel."""
+    kernel_microseconds: float = 2.0
+    """Microseconds between the work of two kernels: one ends, the next begins."""
+    host_microseconds: float = 18.0
+    """Microseconds in which the host launches an operation."""
     backward_share: float = 0.5
     """Share of a micro-batch's time that its backward pass takes."""
     link_share: float = 0.75
     """Share of the links' bandwidth that an all-reduce attains."""
     latency_microseconds: float = 5.0
     """Microseconds from one GPU to the next."""
-    sentence_tokens: int = 27
-    """Tokens of every sentence, its end symbol included."""
 
 
-ASSUMED = Assumptions()
-LAUNCHES, COUNTED_SUB_LAYERS = 704, 30
-"""Kernels of a compiled step of one micro-batch with 6 encoder and 6 decoder layers, and the sub-layers of these."""
+FAST = Assumptions()
+SLOW = Assumptions(product_share=0.65, half_depth=320, kernel_microseconds=4.0, host_microseconds=27.0)
+ENDS = {"fast": FAST, "slow": SLOW}
+SENTENCE_TOKENS = 27
+"""Tokens of every sentence, its end symbol included."""
+OPERATIONS, COUNTED_SUB_LAYERS = 662, 30
+"""Operations of a compiled step of one micro-batch with 6 encoder and 6 decoder layers, and the sub-layers of these."""
 QUERIES_PER_TILE, KEYS_FORWARD, KEYS_BACKWARD = 64, 64, 32
 """Tiles of the attention kernels: consecutive queries, of whatever sentences, and the keys of an iteration of their
 loop. Heads of more than 64 have smaller tiles."""
@@ -73,7 +80,7 @@ class Gpu(NamedTuple):
     """Network adapter, one for each GPU of a node."""
     gpus_per_node: int = 8
 
-    def all_reduce_seconds(self, num_bytes: float, gpus: int, times: int = 1) -> float:
+    def all_reduce_seconds(self, num_bytes: float, gpus: int, times: int = 1, assumed: Assumptions = FAST) -> float:
         """Return the time in which GPUs reduce these bytes in equal parts, in rings or trees, as NCCL chooses.
 
         A ring of n GPUs sends 2 (n - 1) / n of the bytes in 2 (n - 1) hops. A double tree sends all bytes twice, up
@@ -81,7 +88,7 @@ class Gpu(NamedTuple):
         """
         one_node = gpus <= self.gpus_per_node
         bandwidth = self.link_bytes_per_second if one_node else self.gpus_per_node * self.adapter_bytes_per_second
-        once, hop = num_bytes / (ASSUMED.link_share * bandwidth), times * ASSUMED.latency_microseconds / 1e6
+        once, hop = num_bytes / (assumed.link_share * bandwidth), times * assumed.latency_microseconds / 1e6
         ring = 2 * (gpus - 1) / gpus * once + 2 * (gpus - 1) * hop
         return min(ring, 2 * once + 2 * math.ceil(math.log2(gpus)) * hop)
 
@@ -101,13 +108,18 @@ class Work(NamedTuple):
     num_bytes: float
     """That one kernel reads and writes."""
     kernels: int = 1
-    share: float = ASSUMED.product_share
-    """Share of the peak rate that the arithmetic attains."""
+    depth: int = 0
+    """Length of the sums of a matrix product; 0 for attention, which attains another share of the peak rate."""
 
-    def seconds(self, gpu: Gpu) -> float:
+    def seconds(self, gpu: Gpu, assumed: Assumptions) -> float:
         """Return the time of all kernels."""
-        arithmetic = self.flops / (self.share * gpu.flops_per_second)
-        return self.kernels * max(arithmetic, self.num_bytes / (ASSUMED.bandwidth_share * gpu.bytes_per_second))
+        share = assumed.attention_share
+        if self.depth:
+            # To begin and to end a tile takes as long as the arithmetic of `half` terms of its sums.
+            half = assumed.half_depth * gpu.flops_per_second / 1e15
+            share = assumed.product_share * self.depth / (self.depth + half)
+        arithmetic = self.flops / (share * gpu.flops_per_second)
+        return self.kernels * max(arithmetic, self.num_bytes / (assumed.bandwidth_share * gpu.bytes_per_second))
 
 
 class Batch(NamedTuple):
@@ -118,7 +130,7 @@ class Batch(NamedTuple):
     tokens: int
     """Tokens on each side, of all micro-batches."""
     micro_batches: int = 1
-    sentence_tokens: int = ASSUMED.sentence_tokens
+    sentence_tokens: int = SENTENCE_TOKENS
 
     @property
     def head_sizes(self) -> tuple[int, int]:
@@ -139,7 +151,12 @@ def linear(tokens: int, inputs: int, outputs: int, layers: int = 1) -> list[Work
     """
     flops, weights = 2.0 * tokens * inputs * outputs, inputs * outputs
     states = HALF * tokens * (inputs + outputs)
-    return [Work(flops, states + HALF * weights, 2 * layers), Work(flops, states + FLOAT * weights, layers)]
+    # Gradients of weights are sums over all tokens, but of so few tiles that several multiprocessors share a sum.
+    return [
+        Work(flops, states + HALF * weights, layers, depth=inputs),
+        Work(flops, states + HALF * weights, layers, depth=outputs),
+        Work(flops, states + FLOAT * weights, layers, depth=min(tokens, inputs, outputs)),
+    ]
 
 
 def products(batch: Batch) -> list[Work]:
@@ -171,9 +188,9 @@ def attention(batch: Batch) -> list[Work]:
         )
         works += [
             # Queries, keys and values are read; the result is written.
-            Work(forward * (keys + values), 2 * states, layers, ASSUMED.attention_share),
+            Work(forward * (keys + values), 2 * states, layers),
             # These and the result's gradient are read twice, the result once; three gradients are written.
-            Work(backward * (4 * keys + 3 * values), 6 * states, layers, ASSUMED.attention_share),
+            Work(backward * (4 * keys + 3 * values), 6 * states, layers),
         ]
     return works
 
@@ -224,28 +241,41 @@ def optimizer(batch: Batch) -> Work:
     The norm reads its gradient. Adam reads the weight, its gradient and two moments, and writes weight and moments, in
     32 bits. The weight's 16-bit copy is made anew.
     """
-    return Work(0.0, num_weights(batch.network, batch.vocabulary_size) * (FLOAT + 7 * FLOAT + (FLOAT + HALF)))
+    return Work(0.0, count_weights(batch.network, batch.vocabulary_size)[0] * (FLOAT + 7 * FLOAT + (FLOAT + HALF)))
+
+
+def copies(batch: Batch) -> Work:
+    """Return what DDP does to each gradient: it copies it into a bucket."""
+    numbers, tensors = count_weights(batch.network, batch.vocabulary_size)
+    return Work(0.0, 2 * FLOAT * numbers / tensors, tensors)
 
 
 @cache
-def num_weights(network: NetworkSettings, vocabulary_size: int) -> int:
-    """Return the number of trained weights."""
+def count_weights(network: NetworkSettings, vocabulary_size: int) -> tuple[int, int]:
+    """Return the number of trained weights, and of the tensors that they form."""
     import torch
 
     from model.transformer import Transformer
 
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Transformer(vocabulary_size, network).parameters())
+        sizes = [parameter.numel() for parameter in Transformer(vocabulary_size, network).parameters()]
+    return sum(sizes), len(sizes)
 
 
-def terms(batch: Batch, gpu: Gpu) -> dict[str, float]:
-    """Return the seconds of a step's terms on the device, and of the launches."""
+def terms(batch: Batch, gpu: Gpu, assumed: Assumptions, gpus: int = 1) -> dict[str, float]:
+    """Return the seconds of a step's terms on one of the GPUs, and last the host's."""
     micro_batch = batch._replace(tokens=math.ceil(batch.tokens / batch.micro_batches))
     works = {term.__name__: term(micro_batch) for term in (products, attention, loss, pointwise)}
-    seconds = {name: batch.micro_batches * sum(work.seconds(gpu) for work in term) for name, term in works.items()}
-    launches = batch.micro_batches * LAUNCHES * batch.sub_layers / COUNTED_SUB_LAYERS
-    seconds["optimizer"] = optimizer(batch).seconds(gpu)
-    seconds["launches"] = launches * ASSUMED.launch_microseconds / 1e6
+    seconds = {
+        name: batch.micro_batches * sum(work.seconds(gpu, assumed) for work in term) for name, term in works.items()
+    }
+    operations = batch.micro_batches * OPERATIONS * batch.sub_layers / COUNTED_SUB_LAYERS
+    seconds["optimizer"] = optimizer(batch).seconds(gpu, assumed)
+    if gpus > 1:
+        seconds["copies"] = copies(batch).seconds(gpu, assumed)
+        operations += copies(batch).kernels
+    seconds["gaps"] = operations * assumed.kernel_microseconds / 1e6
+    seconds["host"] = operations * assumed.host_microseconds / 1e6
     return seconds
 
 
@@ -262,7 +292,7 @@ class Prediction(NamedTuple):
     """Share of the data sheet's peak rate."""
 
 
-def predict(batch: Batch, gpu: Gpu, gpus: int, is_shared: bool) -> Prediction:
+def predict(batch: Batch, gpu: Gpu, gpus: int, is_shared: bool, assumed: Assumptions) -> Prediction:
     """Predict the step of GPUs that share the batch (strong scaling), or that have such a batch each (weak scaling).
 
     GPUs that share it have whole micro-batches while there are enough of them.
@@ -271,15 +301,15 @@ def predict(batch: Batch, gpu: Gpu, gpus: int, is_shared: bool) -> Prediction:
 
     parts, batches = (gpus, 1) if is_shared else (1, gpus)
     tokens, number = (math.ceil(total / parts) for total in (batch.tokens, batch.micro_batches))
-    *device, launches = terms(batch._replace(tokens=tokens, micro_batches=number), gpu).values()
-    own = max(sum(device), launches)
+    *device, host = terms(batch._replace(tokens=tokens, micro_batches=number), gpu, assumed, gpus).values()
+    own = max(sum(device), host)
     # The shared embedding's gradient is complete only when the last micro-batch's backward pass ends. The others travel
     # during the pass, in DDP's buckets.
     embedding = FLOAT * batch.vocabulary_size * batch.network.d_model
-    others = FLOAT * num_weights(batch.network, batch.vocabulary_size) - embedding
-    during = gpu.all_reduce_seconds(others, gpus, math.ceil(others / BUCKET_BYTES))
-    backward = ASSUMED.backward_share * own / number
-    exposed = max(0.0, during - backward) + gpu.all_reduce_seconds(embedding, gpus)
+    others = FLOAT * count_weights(batch.network, batch.vocabulary_size)[0] - embedding
+    during = gpu.all_reduce_seconds(others, gpus, math.ceil(others / BUCKET_BYTES), assumed)
+    backward = assumed.backward_share * own / number
+    exposed = max(0.0, during - backward) + gpu.all_reduce_seconds(embedding, gpus, assumed=assumed)
     rate = batches * batch.tokens / (own + exposed)
     pair = np.array([batch.sentence_tokens])
     flops = training_flops(batch.network, batch.vocabulary_size, pair, pair) / batch.sentence_tokens
@@ -312,11 +342,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         gpu = gpu._replace(adapter_bytes_per_second=network * 1e9 / per_node)
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     batch = batch_of(recipe)
-    scalings = [[predict(batch, gpu, 2**power, is_shared) for power in range(10)] for is_shared in (True, False)]
-    print(_table(batch, gpu, *scalings), file=sys.stderr)
-    strong, weak = ([prediction._asdict() for prediction in scaling] for scaling in scalings)
-    figures = {"recipe": recipe.name, "gpu": gpu.name, "term_seconds": terms(batch, gpu)}
-    return {**figures, "strong": strong, "weak": weak}
+    figures: dict[str, Any] = {"recipe": recipe.name, "gpu": gpu.name}
+    for end, assumed in ENDS.items():
+        strong, weak = (
+            [predict(batch, gpu, 2**power, is_shared, assumed) for power in range(10)] for is_shared in (True, False)
+        )
+        own = terms(batch, gpu, assumed)
+        times = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in own.items())
+        print(f"{gpu.name}, {end} end, ms: {times}\n{_table(batch, strong, weak)}", file=sys.stderr)
+        figures[end] = {
+            "term_seconds": own,
+            "strong": [prediction._asdict() for prediction in strong],
+            "weak": [prediction._asdict() for prediction in weak],
+        }
+    return figures
 
 
 def batch_of(recipe: Recipe) -> Batch:
@@ -338,14 +377,10 @@ def batch_of(recipe: Recipe) -> Batch:
     return Batch(recipe.network, recipe.corpus.vocabulary_size, tokens, math.ceil(tokens / (limit or tokens)))
 
 
-def _table(batch: Batch, gpu: Gpu, strong: list[Prediction], weak: list[Prediction]) -> str:
-    """Return the terms of one GPU's step, and a table of both ways of scaling.
-
-    Efficiency is relative to perfect scaling from one GPU.
-    """
+def _table(batch: Batch, strong: list[Prediction], weak: list[Prediction]) -> str:
+    """Return a table of both ways of scaling. Efficiency is relative to perfect scaling from one GPU."""
     columns = f"{'ms/step':>10}{'exposed':>9}{'tokens/s':>13}{'MFU':>6}{'efficiency':>12}"
     lines = [
-        f"{gpu.name}, ms: " + ", ".join(f"{name} {1000 * time:.1f}" for name, time in terms(batch, gpu).items()),
         f"{'':4}{f'one batch of {batch.tokens:,} tokens':>50}{f'{batch.tokens:,} tokens a GPU':>50}",
         f"GPUs{columns}{columns}",
     ]

@@ -1,15 +1,16 @@
 """The generated parts of docs/roofline.md: assumptions, terms and predictions of the paper's models."""
 
 from pipeline.benchmark.roofline import (
-    ASSUMED,
+    ENDS,
     GPUS,
-    LAUNCHES,
+    OPERATIONS,
     Assumptions,
     Batch,
-    Prediction,
+    Gpu,
     Work,
     attention,
     batch_of,
+    copies,
     loss,
     optimizer,
     pointwise,
@@ -39,9 +40,10 @@ def assumptions() -> str:
     ):
         values = " | ".join(f"{getattr(gpu, field) / unit:,.0f}" for gpu in GPUS.values())
         rows.append(f"| {meaning} | {values} |")
-    rows += ["", "| assumption | value |", "| --- | --- |"]
-    texts = meanings(Assumptions)
-    rows += [f"| {texts[name].removesuffix('.')} | {value:g} |" for name, value in vars(ASSUMED).items()]
+    rows += ["", f"| assumption | {' | '.join(ENDS)} |", "| --- " * (1 + len(ENDS)) + "|"]
+    for name, text in meanings(Assumptions).items():
+        values = " | ".join(f"{getattr(assumed, name):g}" for assumed in ENDS.values())
+        rows.append(f"| {text.removesuffix('.')} | {values} |")
     return "\n".join(rows)
 
 
@@ -50,11 +52,12 @@ def amounts_and_times() -> str:
     rows = [f"| model, term | amount | {_COLUMNS} |", "| --- " * (2 + len(GPUS)) + "|"]
     for model, batch in _batches().items():
         works = {term.__name__: term(batch) for term in (products, attention, loss, pointwise)}
-        amounts = {name: _amount(work) for name, work in (works | {"optimizer": [optimizer(batch)]}).items()}
-        amounts["launches"] = f"{LAUNCHES:,} kernels"
-        seconds = [terms(batch, gpu) for gpu in GPUS.values()]
+        works |= {"optimizer": [optimizer(batch)], "copies": [copies(batch)]}
+        amounts = {name: _amount(work) for name, work in works.items()}
+        amounts["gaps"] = amounts["host"] = f"{OPERATIONS + copies(batch).kernels:,} operations"
+        seconds = [[terms(batch, gpu, assumed, gpus=8) for assumed in ENDS.values()] for gpu in GPUS.values()]
         for term, amount in amounts.items():
-            times = " | ".join(f"{1000 * one[term]:.1f}" for one in seconds)
+            times = " | ".join(_both(1000 * fast[term], 1000 * slow[term]) for fast, slow in seconds)
             rows.append(f"| {model}, {term} | {amount} | {times} |")
     return "\n".join(rows)
 
@@ -71,12 +74,19 @@ def predictions() -> str:
     for model, batch in _batches().items():
         for is_shared, said in ((False, "a GPU"), (True, "shared")):
             for gpus in (8, 64, 512) if is_shared else (1, 8, 64, 512):
-                cells = " | ".join(_cell(predict(batch, gpu, gpus, is_shared)) for gpu in GPUS.values())
+                cells = " | ".join(_cell(batch, gpu, gpus, is_shared) for gpu in GPUS.values())
                 rows.append(f"| {model} | {gpus} | {batch.tokens:,} {said} | {cells} |")
     return "\n".join(rows)
 
 
-def _cell(prediction: Prediction) -> str:
-    milliseconds, exposed = 1000 * prediction.step_seconds, 1000 * prediction.exposed_seconds
-    rate = prediction.target_tokens_per_second / 1e6
-    return f"{milliseconds:.1f} ({exposed:.1f}); {rate:.3g}; {100 * prediction.mfu:.0f} %"
+def _cell(batch: Batch, gpu: Gpu, gpus: int, is_shared: bool) -> str:
+    fast, slow = (predict(batch, gpu, gpus, is_shared, assumed) for assumed in ENDS.values())
+    step = _both(1000 * fast.step_seconds, 1000 * slow.step_seconds)
+    exposed = _both(1000 * fast.exposed_seconds, 1000 * slow.exposed_seconds)
+    rate = _both(slow.target_tokens_per_second / 1e6, fast.target_tokens_per_second / 1e6, ".3g")
+    return f"{step} ({exposed}); {rate}; {_both(100 * slow.mfu, 100 * fast.mfu, '.0f')} %"
+
+
+def _both(first: float, second: float, form: str = ".1f") -> str:
+    """Return both ends, or one number where they are the same."""
+    return " to ".join(dict.fromkeys([f"{first:{form}}", f"{second:{form}}"]))

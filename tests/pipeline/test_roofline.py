@@ -14,7 +14,7 @@ from model.settings import NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.benchmark import roofline
-from pipeline.benchmark.roofline import BUCKET_BYTES, GPUS, Batch, Gpu, Work, predict, terms
+from pipeline.benchmark.roofline import BUCKET_BYTES, FAST, GPUS, SLOW, Assumptions, Batch, Gpu, Work, predict, terms
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ BIG = Batch(NetworkSettings(d_model=1024, d_ff=4096, num_heads=16), vocabulary_s
 ODD = Batch(NetworkSettings(num_layers=3, d_model=24, d_ff=40, num_heads=2, d_k=6, d_v=10), 50, 60, sentence_tokens=20)
 DEEP = BASE._replace(network=NetworkSettings(num_encoder_layers=12, num_decoder_layers=2))
 ROUND = Gpu("round figures", 1e12, 1e12, 4e9 / 3, 1e9 / 6, gpus_per_node=2)
-"""Attains 0.7 TFLOP/s in products, 0.15 in attention, 0.8 TB/s, and 1 GB/s in a node of two or 0.25 between nodes."""
+"""Attains 0.15 TFLOP/s in attention, 0.8 TB/s, and 1 GB/s in a node of two or 0.25 between nodes."""
 MB = 10**6
 
 
@@ -98,17 +98,47 @@ def test_attention_by_hand() -> None:
     assert num_bytes(backward) == 9 * 128 * 2 * 2 * 6 * (6 + 10)
 
 
+def test_the_rate_of_products_by_hand() -> None:
+    """Half of the peak for sums as long as `half_depth`, which grows with the GPU's rate; else the memory's rate."""
+    assumed = Assumptions(product_share=0.8, half_depth=300)
+    gpu = ROUND._replace(flops_per_second=2e15, bytes_per_second=1e12)
+    assert Work(8e12, 0, 3, depth=600).seconds(gpu, assumed) == pytest.approx(3 * 8e12 / (0.4 * 2e15))
+    assert Work(8e12, 0, depth=1_800).seconds(gpu, assumed) == pytest.approx(8e12 / (0.6 * 2e15))
+    assert Work(8e12, 8e12, depth=1_800).seconds(gpu, assumed) == pytest.approx(8e12 / 0.8e12)
+    assert Work(3e12, 0).seconds(gpu, assumed) == pytest.approx(3e12 / (0.15 * 2e15))
+    # Outputs of 24 numbers, gradients of 40 inputs, and gradients of weights.
+    assert [work.depth for work in roofline.linear(60, inputs=24, outputs=40)] == [24, 40, 24]
+
+
 def test_terms_are_those_of_all_micro_batches() -> None:
-    whole, parts = terms(BASE, GPUS["h100"]), terms(BASE._replace(micro_batches=4), GPUS["h100"])
-    quarter = terms(BASE._replace(tokens=6_250), GPUS["h100"])
-    assert whole["products"] == sum(work.seconds(GPUS["h100"]) for work in roofline.products(BASE))
-    for name in ("products", "attention", "loss", "pointwise", "launches"):
+    gpu = GPUS["h100"]
+    whole, parts = terms(BASE, gpu, FAST), terms(BASE._replace(micro_batches=4), gpu, FAST)
+    quarter = terms(BASE._replace(tokens=6_250), gpu, FAST)
+    assert whole["products"] == sum(work.seconds(gpu, FAST) for work in roofline.products(BASE))
+    for name in ("products", "attention", "loss", "pointwise", "gaps", "host"):
         assert parts[name] == pytest.approx(4 * quarter[name])
     assert parts["optimizer"] == whole["optimizer"]
-    # 704 launches of 9 us with 6 and 6 layers; 12 and 2 have as many sub-layers, 3 and 1 have 9 of 30.
-    assert whole["launches"] == terms(DEEP, GPUS["h100"])["launches"] == pytest.approx(0.006336)
+    # 662 operations of 18 us with 6 and 6 layers; 12 and 2 have as many sub-layers, 3 and 1 have 9 of 30.
+    assert whole["host"] == terms(DEEP, gpu, FAST)["host"] == pytest.approx(0.011916)
+    assert whole["gaps"] == pytest.approx(662 * 2e-6)
     shallow = BASE._replace(network=NetworkSettings(num_encoder_layers=3, num_decoder_layers=1))
-    assert terms(shallow, GPUS["h100"])["launches"] == pytest.approx(0.3 * 0.006336)
+    assert terms(shallow, gpu, FAST)["host"] == pytest.approx(0.3 * 0.011916)
+
+
+def test_several_gpus_copy_each_gradient() -> None:
+    """Base has 63,082,496 weights in 193 tensors: they are read and written, each by an operation of its own."""
+    one, two = (terms(BASE, GPUS["h100"], SLOW, gpus) for gpus in (1, 2))
+    assert two["copies"] == pytest.approx(63_082_496 * 8 / (0.8 * 3.35e12))
+    assert two["host"] - one["host"] == pytest.approx(193 * 27e-6)
+    assert two["gaps"] - one["gaps"] == pytest.approx(193 * 4e-6)
+    assert {name: two[name] for name in ("products", "loss")} == {name: one[name] for name in ("products", "loss")}
+
+
+def test_the_slow_end_is_slower() -> None:
+    for gpu in GPUS.values():
+        fast, slow = terms(BASE, gpu, FAST), terms(BASE, gpu, SLOW)
+        assert all(fast[name] <= slow[name] for name in fast)
+        assert sum(fast.values()) < sum(slow.values())
 
 
 def test_all_reduce_by_hand() -> None:
@@ -129,21 +159,21 @@ def test_exposed_time_is_about_that_of_buckets_of_ddp(batch: Batch, gpus: int) -
         backwards = [p.numel() * 4 for p in Transformer(batch.vocabulary_size, batch.network).parameters()][::-1]
         gradients = [torch.empty(size // 4) for size in backwards]
     buckets, _ = dist._compute_bucket_assignment_by_size(gradients, [1 << 20, BUCKET_BYTES])
-    backward = 0.5 * sum(list(terms(batch, GPUS["h100"]).values())[:-1])
+    backward = 0.5 * sum(list(terms(batch, GPUS["h100"], FAST, gpus).values())[:-1])
     end, done = 0.0, 0
     for bucket in buckets:
         num_bytes_of_bucket = sum(backwards[index] for index in bucket)
         done += num_bytes_of_bucket
         ready = done / sum(backwards[:-1]) if bucket is not buckets[-1] else 1.0
         end = max(end, ready * backward) + GPUS["h100"].all_reduce_seconds(num_bytes_of_bucket, gpus)
-    exposed = predict(batch, GPUS["h100"], gpus, is_shared=False).exposed_seconds
+    exposed = predict(batch, GPUS["h100"], gpus, False, FAST).exposed_seconds
     assert exposed == pytest.approx(end - backward, rel=0.2)
 
 
 def test_a_batch_each_by_hand() -> None:
-    one = predict(BASE, ROUND, 1, is_shared=False)
-    two = predict(BASE._replace(micro_batches=4), ROUND, 2, is_shared=False)
-    assert one.step_seconds == pytest.approx(sum(list(terms(BASE, ROUND).values())[:-1]))
+    one = predict(BASE, ROUND, 1, False, SLOW)
+    two = predict(BASE._replace(micro_batches=4), ROUND, 2, False, SLOW)
+    assert one.step_seconds == pytest.approx(sum(list(terms(BASE, ROUND, SLOW).values())[:-1]))
     assert one.exposed_seconds == 0
     # The products of 25,000 tokens, and 18 attentions of two products with 27 keys, 512 wide.
     needed = 25_000 * 3 * 2 * (6 * 28 * 512**2 + 37_000 * 512 + 18 * 2 * 27 * 512)
@@ -154,8 +184,8 @@ def test_a_batch_each_by_hand() -> None:
     # last of four micro-batches, which takes longer.
     assert two.exposed_seconds == pytest.approx(0.075776 + 10e-6)
     # Four GPUs are two nodes: 4 x 1.5 times the bytes, in 7 buckets of 6 hops.
-    four = predict(BASE._replace(tokens=108, micro_batches=4), ROUND, 4, is_shared=False)
-    others = 4 * (roofline.num_weights(BASE.network, 37_000) - 37_000 * 512)
+    four = predict(BASE._replace(tokens=108, micro_batches=4), ROUND, 4, False, SLOW)
+    others = 4 * (63_082_496 - 37_000 * 512)
     backward = 0.5 * (four.step_seconds - four.exposed_seconds) / 4
     expected = 6 * (others + 75.776e6) / 1e9 + 8 * 30e-6 - backward
     assert four.exposed_seconds == pytest.approx(expected)
@@ -165,13 +195,13 @@ def test_a_shared_batch_by_hand() -> None:
     """Each GPU has as many tokens less, in whole micro-batches while there are enough of them."""
     batch = BASE._replace(micro_batches=4)
     for gpus, tokens, micro_batches in ((2, 12_500, 2), (8, 3_125, 1)):
-        shared = predict(batch, ROUND, gpus, is_shared=True)
-        own = terms(BASE._replace(tokens=tokens, micro_batches=micro_batches), ROUND)
+        shared = predict(batch, ROUND, gpus, True, FAST)
+        own = terms(BASE._replace(tokens=tokens, micro_batches=micro_batches), ROUND, FAST, gpus)
         assert shared.step_seconds - shared.exposed_seconds == pytest.approx(sum(list(own.values())[:-1]))
         assert shared.target_tokens_per_second == pytest.approx(25_000 / shared.step_seconds)
-    # Launches take longer than 391 tokens on a device.
-    shared = predict(BASE, GPUS["h200"], 64, is_shared=True)
-    assert shared.step_seconds == pytest.approx(0.006336 + shared.exposed_seconds)
+    # The host takes longer than 391 tokens on a device.
+    shared = predict(BASE, GPUS["h200"], 64, True, FAST)
+    assert shared.step_seconds == pytest.approx((662 + 193) * 18e-6 + shared.exposed_seconds)
 
 
 PREDICTED = ["--trainer.precision", "bf16-mixed", "--batches.max_tokens_per_device", "100"]
@@ -182,20 +212,23 @@ def test_the_command_needs_no_corpus(gpu: str, recipe_file: Path, capsys: pytest
     command = ["benchmark", "roofline", "--config", str(recipe_file), "--gpu", gpu, *PREDICTED]
     assert main([*command, "--corpus.folder", "nowhere", "--gpus-per-node", "4", "--network-gb-s", "1e-4"]) == 0
     printed = capsys.readouterr()
-    assert f"{GPUS[gpu].name}, ms: products 0.0, " in printed.err
-    assert "optimizer 0.0, launches 4.2\n" in printed.err
+    assert f"{GPUS[gpu].name}, fast end, ms: products 0.0, " in printed.err
+    assert "host 7.9\n" in printed.err
+    assert "slow end" in printed.err
+    assert "host 11.9\n" in printed.err
     figures = json.loads(printed.out)
-    # A tiny network of one layer: the host needs a sixth of 704 x 9 us for each of four micro-batches.
-    one, _, four, eight, *_, last = figures["strong"]
-    assert one["step_seconds"] == figures["term_seconds"]["launches"] == pytest.approx(4 * 0.001056)
-    assert one["target_tokens_per_second"] == pytest.approx(400 / (4 * 0.001056), rel=1e-4)
-    assert four["step_seconds"] == pytest.approx(0.001056 + four["exposed_seconds"], rel=1e-4)
+    # A tiny network of one layer: the host needs a sixth of 662 x 18 us for each of four micro-batches.
+    one, _, four, eight, *_, last = figures["fast"]["strong"]
+    assert one["step_seconds"] == figures["fast"]["term_seconds"]["host"] == pytest.approx(4 * 0.001986)
+    assert figures["slow"]["strong"][0]["step_seconds"] == pytest.approx(1.5 * 4 * 0.001986)
+    assert one["target_tokens_per_second"] == pytest.approx(400 / (4 * 0.001986), rel=1e-4)
+    numbers, tensors = roofline.count_weights(NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2), 60)
+    assert four["step_seconds"] == pytest.approx(0.001986 + tensors * 18e-6 + four["exposed_seconds"], rel=1e-4)
     # Four GPUs are a node; eight are a ring through networks of 100 kB/s, of which they attain three quarters.
-    num_bytes = 4 * roofline.num_weights(NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2), 60)
     assert four["exposed_seconds"] < 0.001
-    assert eight["exposed_seconds"] == pytest.approx(2 * 7 / 8 * num_bytes / 75_000, rel=0.01)
+    assert eight["exposed_seconds"] == pytest.approx(2 * 7 / 8 * 4 * numbers / 75_000, rel=0.01)
     assert last["gpus"] == 512
-    assert [way["gpus"] for way in figures["weak"]] == [2**power for power in range(10)]
+    assert [way["gpus"] for way in figures["slow"]["weak"]] == [2**power for power in range(10)]
 
 
 @pytest.mark.parametrize(
