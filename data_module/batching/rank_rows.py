@@ -21,14 +21,16 @@ _EVEN_COST_LENGTH = 1024
 _CANDIDATES = 4
 """A pair may go to any of this many parts of about the same cost."""
 _BUNDLES, _SINGLES = 16, 48
-"""How many items a part gets of more pairs than that: bundles of pairs, and single pairs."""
+"""Of how many bundles of pairs and of how many single pairs a part consists, if it would have more pairs than these."""
 
 
 class RowShape(NamedTuple):
     """The shape of all micro-batches."""
 
     source_tokens: int
+    """Length of the row of sources, padding included."""
     target_tokens: int
+    """The same for targets."""
     segments: int
     """Maximum number of sentences together with the segments that padding is divided into."""
     longest: int
@@ -80,6 +82,7 @@ def row_shape(
         )
     # A batch that is full on the side with more tokens has this many tokens on each side, on average.
     shares = [batch_tokens * mean / max(mean_lengths) for mean in mean_lengths]
+    # The fewest micro-batches whose rows fit on a device. The loop ends, since a row of just the longest sentence fits.
     per_rank = 1
     while True:
         lengths = [_row_length(share, batch_tokens, world_size * per_rank, longest) for share in shares]
@@ -194,9 +197,9 @@ def _deal(source: NDArray[np.int64], target: NDArray[np.int64], num_parts: int) 
 def _deal_items(costs: NDArray[np.int64], excess: NDArray[np.int64], num_parts: int) -> NDArray[np.intp]:
     """Return the part of each item. The most expensive items go first, because cheap ones even out what they leave.
 
-    In each round the cheapest parts get one item each: the cheaper the part, the more expensive the item. A part is
-    left out that would stay more expensive than the cheapest part will be with its item. Among `_CANDIDATES` parts of
-    about the same cost, items are exchanged so that each part's excess comes nearer to 0.
+    In each round the cheapest parts get one item each: the cheaper the part, the more expensive the item. Parts that
+    cost as much already as the cheapest one will with its item sit out. Among `_CANDIDATES` parts of about the same
+    cost, items are exchanged so that each part's excess comes nearer to 0.
     """
     order = np.argsort(-costs, kind="stable")
     totals, part_excess = np.zeros((2, num_parts), np.int64)
@@ -207,6 +210,7 @@ def _deal_items(costs: NDArray[np.int64], excess: NDArray[np.int64], num_parts: 
         num_open = int(np.searchsorted(totals[parts], totals[parts[0]] + costs[order[first]]))
         items = order[first : first + num_open]
         parts = parts[: len(items)]
+        # Within a group, the item of the least excess goes to the part of the most.
         group = np.arange(len(items)) // _CANDIDATES
         items = items[np.lexsort((excess[items], group))]
         parts = parts[np.lexsort((-part_excess[parts], group))]

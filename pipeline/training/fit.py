@@ -122,8 +122,8 @@ def train(start: Start, further_callbacks: Sequence["Callback"] = ()) -> None:
 
     Args:
         start: the run.
-        further_callbacks: Lightning calls them after those of `build_callbacks`. They see each step that is not the
-            last one before a stop.
+        further_callbacks: called after those of `build_callbacks`. They do not see the step after which the run stops,
+            because `GracefulStop` raises before them.
     """
     import torch
 
