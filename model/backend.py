@@ -5,17 +5,30 @@ The defaults are plain PyTorch, which runs everywhere and which every fast path 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from model.decoding import BeamSearch
 from model.loss import PYTORCH_LOSS, LossFunctions
 from model.packed_attention import PYTORCH_ATTENTION, Attention, Segments
 from model.transformer import Transformer
 
 Forward = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Segments, Segments, Segments]], Tensor]
 """The signature of `Transformer.rows`."""
+
+
+class Search(NamedTuple):
+    """An implementation of greedy and beam search."""
+
+    name: str
+    function: Callable[[Transformer, int, int, int], Any]
+    """Takes a network and the ids of the begin, end and padding symbols, as `BeamSearch` does. It may copy the weights:
+    the result is for the weights as they are."""
+
+
+PYTORCH_SEARCH = Search("PyTorch", BeamSearch)
 
 
 @dataclass(frozen=True)
@@ -33,8 +46,8 @@ class Backend:
     """Returns a compiled `Transformer.rows`; None to call it as it is. Validation is not compiled."""
     cast_weights: Callable[[Transformer, torch.dtype], Any] | None = None
     """Makes 16-bit copies of the weights that `refresh()` brings up to date; None to leave casts to autocast."""
-    search: str = "PyTorch"
-    """What decodes. Validation has PyTorch's search: the compiled one would copy the weights each time."""
+    search: Search = PYTORCH_SEARCH
+    """What validation decodes with."""
     notes: tuple[str, ...] = ()
     """Why something slower was chosen than the device could run."""
 
@@ -52,7 +65,7 @@ class Backend:
             "loss": self.loss.name,
             "compilation": "Inductor" if self.compiled else "none",
             "weights": "cast once a step" if self.cast_weights else "as stored",
-            "search": self.search,
+            "search": self.search.name,
         }
 
     def line(self) -> str:

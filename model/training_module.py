@@ -16,7 +16,6 @@ from torch import Tensor
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
 from model.backend import Backend
-from model.decoding import BeamSearch
 from model.loss import LossSums, label_smoothed_loss
 from model.optimization import LossScaler, build_optimizer, build_schedule, prepare_step
 from model.packed_attention import packed_segments
@@ -64,6 +63,8 @@ class TranslationModule(LightningModule):
         self.compiled_forward = backend.compiled(self.network) if backend.compiled else None
         self.loss_scale = LossScaler() if backend.scales_loss else None
         self._cast_weights: Any = None
+        self._search: tuple[Any, ...] = ()
+        """The search of the current validation. As an attribute, a module would be part of every checkpoint."""
         self.validation_sums: dict[str, Tensor] = {}
         """Sums over target tokens, float64 [sources]."""
         self._validation_sources: list[str] = []
@@ -234,7 +235,8 @@ class TranslationModule(LightningModule):
         self._validation_sources, self._source_of_pair = names, of_pair
 
     def on_validation_epoch_start(self) -> None:
-        """Reset the sums."""
+        """Reset the sums and the search, whose weights may be a copy of those of the last validation."""
+        self._search = ()
         if self._source_of_pair is not None:
             self._source_of_pair = self._source_of_pair.to(self.device)
         self.validation_sums = {
@@ -258,8 +260,9 @@ class TranslationModule(LightningModule):
         sums["likelihood"][source] += losses.negative_log_likelihood
         sums["correct"][source] += losses.num_correct
         sums["tokens"][source] += (batch.target_output != self.special.pad).sum()
-        # As an attribute, the search would add the network's weights to every checkpoint a second time.
-        search = BeamSearch(self.network, self.special.bos, self.special.eos, self.special.pad)
+        if not self._search:  # Made here, once callbacks have put averaged weights in place.
+            special = self.special
+            self._search = (self.backend.search.function(self.network, special.bos, special.eos, special.pad),)
         # A search's memory grows with its answers. A batch of very short sentences is searched in parts, so that it
         # does not need more memory than a training step.
         max_sentences = max(1, batch.source.numel() // SHORTEST)
@@ -267,7 +270,7 @@ class TranslationModule(LightningModule):
         for start in range(0, batch.source.size(0), max_sentences):
             sentences = slice(start, start + max_sentences)
             mask = batch.source_mask[sentences] if batch.source_mask is not None else None
-            answers = search.greedy(batch.source[sentences].long(), mask, self.decoding.max_extra_tokens)
+            answers = self._search[0].greedy(batch.source[sentences].long(), mask, self.decoding.max_extra_tokens)
             tokens.append(answers.tokens)
             lengths.append(answers.lengths)
         longest = max(part.size(1) for part in tokens)
@@ -276,6 +279,7 @@ class TranslationModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log loss, negative log-likelihood, perplexity and accuracy over all ranks' target tokens."""
+        self._search = ()  # Its copy of the weights takes memory.
         names = list(self.validation_sums)
         total = torch.stack([self.validation_sums[name] for name in names])
         total = self.trainer.strategy.reduce(total, reduce_op="sum")

@@ -105,6 +105,7 @@ class Transformer(nn.Module):
         """
         super().__init__()
         d_model = settings.d_model
+        self.settings = settings
         self.vocabulary_size = vocabulary_size
         # The matrix is drawn with the standard deviation D^-0.5 that suits a projection. As embeddings, its rows times
         # sqrt(D) are about as large as the positional encodings that are added to them.

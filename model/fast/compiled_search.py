@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from model.attention import SelfAttention
 from model.decoding import BeamArguments, BeamResult, BeamSearch, GreedyResult, check_search
-from model.layers import DecoderLayer, EncoderLayer
+from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS, DecoderLayer, EncoderLayer
 from model.settings import NetworkSettings
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 
@@ -29,7 +29,7 @@ BEAM_SIZE, LENGTH_PENALTY, EXTRA_TOKENS = 3, 0.6, 6
 _PAD, _BOS, _EOS, _VOCABULARY = 0, 2, 3, 600
 _INVALID, _NO_MEMORY = -1, -2
 _MAGIC = b"SEARCH01"
-_ACTIVATIONS: dict[type[nn.Module], int] = {nn.ReLU: 1, nn.SiLU: 2}
+_ACTIVATIONS: dict[Callable[[], nn.Module], int] = {nn.ReLU: 1, nn.SiLU: 2}
 _Progress = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
 
 
@@ -58,15 +58,14 @@ class _Request(ctypes.Structure):
     )
 
 
-def unsupported(network: Transformer) -> str | None:
-    """Return the part of a network that the program does not have, or None if it has all of it."""
-    layer: Any = network.encoder[0]  # members of a ModuleList are untyped
-    if type(layer.feed_forward.activation) not in _ACTIVATIONS:
-        return f"the activation {type(layer.feed_forward.activation).__name__}"
-    if type(layer.self_attention) is not SelfAttention:
-        return f"the self-attention {type(layer.self_attention).__name__}"
-    if type(layer.self_attention_residual.norm) is not nn.LayerNorm:
-        return f"the norm {type(layer.self_attention_residual.norm).__name__}"
+def unsupported(network: NetworkSettings) -> str | None:
+    """Return the setting that the program does not compute, such as "network.norm rms"; None if it computes all."""
+    if ACTIVATIONS[network.activation] not in _ACTIVATIONS:
+        return f"network.activation {network.activation}"
+    if SELF_ATTENTIONS[network.self_attention] is not SelfAttention:
+        return f"network.self_attention {network.self_attention}"
+    if NORMS[network.norm] is not nn.LayerNorm:
+        return f"network.norm {network.norm}"
     return None
 
 
@@ -92,7 +91,7 @@ def load_library(path: Path) -> ctypes.CDLL:
 
 
 def write_weights(network: Transformer, num_positions: int, file: IO[bytes]) -> None:
-    """Write the weights of a network for which `unsupported` returns None, in the layout that `load_model` reads.
+    """Write the weights of a network in the layout that `load_model` reads; `unsupported` has to return None.
 
     Sinusoidal positions are written up to `num_positions`, learned ones all.
     """
@@ -113,7 +112,7 @@ class CompiledSearch:
     def __init__(
         self, library: ctypes.CDLL, network: Transformer | Path, bos_id: int, eos_id: int, pad_id: int
     ) -> None:
-        """Copy the weights of a network for which `unsupported` returns None, or load a file of `write_weights`.
+        """Copy the weights of a network, for which `unsupported` returns None, or load a file of `write_weights`.
 
         The positions of the file are the longest that a sentence may be. See `BeamSearch` for the ids.
 

@@ -27,7 +27,7 @@ def num_positions(max_positions: int, max_extra_tokens: int) -> int:
 
 def require_compiled(network: Transformer) -> None:
     """Raise InputError if the program lacks a part of the network, or if there is no compiler to compare it with."""
-    if lacking := unsupported(network):
+    if lacking := unsupported(network.settings):
         raise InputError(f"the C++ program lacks {lacking}, which this network has; export other formats")
     try:
         find_compiler()

@@ -16,13 +16,16 @@ from pipeline.runtime.launch import local_rank
 if TYPE_CHECKING:
     import ctypes
 
-    from model.backend import Backend
+    from model.backend import Backend, Search
     from model.fast.compiled_loss import CompiledLoss
     from model.fast.compiled_search import CompiledSearch
+    from model.loss import LossFunctions
     from model.transformer import Transformer
 
 _COMPILED_LOSS = ("bf16-mixed", "32-true", "32")
 """Precisions that the compiled loss computes in."""
+_COMPILED_SEARCH = ("32-true", "32")
+"""Precisions in which validation has the compiled search, which computes in float32 only."""
 
 
 def choose_backend(
@@ -42,7 +45,7 @@ def choose_backend(
         InputError: the machine cannot run what is requested.
     """
 
-    from model.backend import Backend
+    from model.backend import PYTORCH_SEARCH, Backend
     from model.fast.cast_weights import CastWeights
     from model.fast.compilation import CompiledForward
     from model.loss import PYTORCH_LOSS
@@ -52,17 +55,14 @@ def choose_backend(
     precision = str(options["precision"])
     notes: list[str] = []
     compiles = should_compile(compiles, options, notes)  # First, since it refuses at once.
-    attention, loss = PYTORCH_ATTENTION, PYTORCH_LOSS
+    attention, loss, search = PYTORCH_ATTENTION, PYTORCH_LOSS, PYTORCH_SEARCH
     if _use_triton(kernels, options, network, on_gpu, notes):
         from model.fast.triton_attention import TRITON_ATTENTION
         from model.fast.triton_loss import TRITON_LOSS
 
         attention, loss = TRITON_ATTENTION, TRITON_LOSS
-    elif options["accelerator"] == "cpu" and kernels is None and precision in _COMPILED_LOSS:
-        try:
-            loss = load_compiled_loss().functions()
-        except OSError as error:
-            notes.append(f"training without the compiled loss, which is slower: {error}")
+    elif options["accelerator"] == "cpu" and kernels is None:
+        loss, search = _compiled_programs(precision, network, notes)
     in_blocks = attention is PYTORCH_ATTENTION and not (on_gpu and _flash_takes(precision, network))
     return Backend(
         precision,
@@ -71,8 +71,32 @@ def choose_backend(
         loss,
         compiled=CompiledForward if compiles else None,
         cast_weights=CastWeights if on_gpu and precision.endswith("-mixed") else None,
+        search=search,
         notes=tuple(notes),
     )
+
+
+def _compiled_programs(precision: str, network: NetworkSettings, notes: list[str]) -> tuple["LossFunctions", "Search"]:
+    """Return the compiled loss and search, or PyTorch's in their place with a note why."""
+    from model.backend import PYTORCH_SEARCH
+    from model.fast.compiled_search import unsupported
+    from model.loss import PYTORCH_LOSS
+
+    loss, search = PYTORCH_LOSS, PYTORCH_SEARCH
+    lacking: dict[str, list[str]] = {}
+    if precision in _COMPILED_LOSS:
+        try:
+            loss = load_compiled_loss().functions()
+        except OSError as error:
+            lacking.setdefault(str(error), []).append("loss")
+    if precision in _COMPILED_SEARCH and unsupported(network) is None:
+        try:
+            search = compiled_search()
+        except OSError as error:
+            lacking.setdefault(str(error), []).append("search")
+    for reason, parts in lacking.items():
+        notes.append(f"training without the compiled {' and '.join(parts)}, which is slower: {reason}")
+    return loss, search
 
 
 def _use_triton(
@@ -172,14 +196,14 @@ def choose_search(
     """Return what searches fastest on a device. On a CPU, the network can do nothing else afterwards."""
     if device != "cpu":
         return network
-    from model.fast.compiled_search import CompiledSearch, unsupported
+    from model.fast.compiled_search import unsupported
     from model.fast.packed_linear import can_pack, pack_linears
     from pipeline.runtime.memory import limit_onednn_cache
 
-    lacking = unsupported(network)
+    lacking = unsupported(network.settings)
     try:
         if lacking is None:
-            return CompiledSearch(load_compiled_search(), network, bos_id, eos_id, pad_id)
+            return compiled_search().function(network, bos_id, eos_id, pad_id)
         reason = f"it lacks {lacking}"
     except OSError as error:
         reason = str(error)
@@ -207,8 +231,24 @@ def load_compiled_search() -> "ctypes.CDLL":
     Raises:
         OSError: it cannot be compiled here, or finds other translations than PyTorch's operators.
     """
-    from model.fast import compiled_search
+    from model.fast import compiled_search as program
 
-    return load_program(
-        Program("search", compiled_search.SOURCES, compiled_search.load_library, compiled_search.agrees)
-    )
+    return load_program(Program("search", program.SOURCES, program.load_library, program.agrees))
+
+
+def compiled_search() -> "Search":
+    """Return the compiled search as a part of the backend; it copies the weights.
+
+    Raises:
+        OSError: as `load_compiled_search` does.
+    """
+    from model.backend import Search
+    from model.fast.compiled_search import CompiledSearch
+
+    library = load_compiled_search()
+
+    # No partial: EMA copies the module with its backend, and a library cannot be copied.
+    def search(network: "Transformer", bos_id: int, eos_id: int, pad_id: int) -> CompiledSearch:
+        return CompiledSearch(library, network, bos_id, eos_id, pad_id)
+
+    return Search("C++", search)

@@ -22,6 +22,7 @@ from model.fast.compiled_search import (
     unsupported,
 )
 from model.layers import ACTIVATIONS, NORMS
+from model.settings import NetworkSettings
 from pipeline.runtime.compiled_code import find_compiler
 from tests.model.search_truth import (
     BOS,
@@ -210,9 +211,10 @@ def test_the_weights_are_a_copy() -> None:
 def test_layers_that_the_program_lacks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ACTIVATIONS, "tanh", nn.Tanh)
     monkeypatch.setitem(NORMS, "rms", nn.RMSNorm)
-    assert unsupported(make_network(0)) is None
-    assert unsupported(make_network(0, activation="tanh")) == "the activation Tanh"
-    assert unsupported(make_network(0, norm="rms")) == "the norm RMSNorm"
+    for settings in ({}, {"activation": "swish", "pre_norm": True}):
+        assert unsupported(make_network(0, **settings).settings) is None
+    assert unsupported(NetworkSettings(activation="tanh")) == "network.activation tanh"
+    assert unsupported(NetworkSettings(norm="rms")) == "network.norm rms"
 
 
 def test_rounding_cannot_make_the_check_after_compiling_fail() -> None:

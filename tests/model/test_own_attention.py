@@ -155,7 +155,7 @@ def test_what_has_other_arithmetic_refuses_it(tmp_path: Path) -> None:
     network = Transformer(
         50, NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, self_attention="relative")
     )
-    assert unsupported(network) == "the self-attention RelativeAttention"
+    assert unsupported(network.settings) == "network.self_attention relative"
     with pytest.raises(InputError, match=r"SelfAttention as network.self_attention only"):
         require_shape(network)
     assert _unsupported_settings(network) == ["network.self_attention is RelativeAttention, not SelfAttention"]

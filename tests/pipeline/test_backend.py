@@ -1,5 +1,6 @@
 """Which backend `fit` chooses, and what it says where the machine cannot run a part of it."""
 
+import copy
 import json
 import sys
 import sysconfig
@@ -9,14 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import model.fast
+from data_module.batching.batch import PaddedBatch, SpecialIds
 from data_module.errors import InputError
 from model.backend import Backend
+from model.decoding import BeamSearch
+from model.fast.compiled_search import EXTRA_TOKENS, agreement_cases
+from model.layers import NORMS
 from model.loss import PYTORCH_LOSS
 from model.packed_attention import PYTORCH_ATTENTION
-from model.settings import NetworkSettings
-from pipeline.runtime.backend import choose_backend
+from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from model.training_module import TranslationModule
+from pipeline.runtime.backend import choose_backend, compiled_search
 from tests.conftest import pipeline
 from tests.integration.runs import scalars
 
@@ -105,20 +112,51 @@ def test_a_cpu(recipe_file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "precision", "kernels", "expected"),
+    ("accelerator", "precision", "kernels", "loss", "search"),
     [
-        ("cpu", "bf16-mixed", None, "C++"),
-        ("cpu", "32-true", None, "C++"),
-        ("cpu", "32-true", "pytorch", "PyTorch"),
-        ("cpu", "64-true", None, "PyTorch"),
-        ("cpu", "16-mixed", None, "PyTorch"),
-        ("mps", "32-true", None, "PyTorch"),
+        ("cpu", "bf16-mixed", None, "C++", "PyTorch"),
+        ("cpu", "32-true", None, "C++", "C++"),
+        ("cpu", "32-true", "pytorch", "PyTorch", "PyTorch"),
+        ("cpu", "64-true", None, "PyTorch", "PyTorch"),
+        ("cpu", "16-mixed", None, "PyTorch", "PyTorch"),
+        ("mps", "32-true", None, "PyTorch", "PyTorch"),
     ],
 )
-def test_where_the_loss_is_compiled(accelerator: str, precision: str, kernels: str | None, expected: str) -> None:
+def test_where_loss_and_search_are_compiled(
+    accelerator: str, precision: str, kernels: str | None, loss: str, search: str
+) -> None:
     backend = choose_backend(kernels, None, {"accelerator": accelerator, "precision": precision}, NETWORK)
-    assert (backend.loss.name, backend.in_blocks, backend.notes) == (expected, True, ())
+    assert (backend.loss.name, backend.search.name, backend.in_blocks, backend.notes) == (loss, search, True, ())
     assert backend.scales_loss == (precision == "16-mixed")
+
+
+def test_a_network_that_the_compiled_search_lacks_has_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NORMS, "rms", nn.RMSNorm)
+    network = NetworkSettings(norm="rms")
+    backend = choose_backend(None, None, {"accelerator": "cpu", "precision": "32-true"}, network)
+    assert (backend.loss.name, backend.search.name) == ("C++", "PyTorch")
+
+
+@pytest.mark.filterwarnings("ignore:.*Trainer")
+def test_validation_searches_with_the_weights_as_they_are() -> None:
+    """The compiled search copies them. Of these two networks, rounding changes no choice."""
+    module = TranslationModule(
+        *(600, SpecialIds(pad=0, bos=2, eos=3), NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1)),
+        *(TrainingSettings(), DecodingSettings(max_extra_tokens=EXTRA_TOKENS), 1, Backend(search=compiled_search())),
+    ).eval()
+    answers = []
+    for network, source, lengths in agreement_cases():
+        mask = torch.arange(source.size(1)) < torch.tensor(lengths).unsqueeze(1)
+        module.on_validation_epoch_start()
+        module.network = network  # as EMA does after the start of a validation
+        with torch.no_grad():
+            _, tokens, _ = module.validation_step(PaddedBatch(source, mask, source, source, torch.arange(7)), 0)
+            expected = BeamSearch(network, 2, 3, 0).greedy(source, mask, EXTRA_TOKENS).tokens
+        assert torch.equal(tokens, expected)
+        answers.append(tokens)
+    assert not torch.equal(*answers)
+    module.on_validation_epoch_start()
+    assert list(copy.deepcopy(module).state_dict()) == [f"network.{name}" for name in network.state_dict()]
 
 
 def test_training_with_the_compiled_loss_is_training_with_pytorchs(recipe_file: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from model.backend import PYTORCH_SEARCH
 from model.fast import compiled_loss, compiled_search
 from model.loss import PYTORCH_LOSS
 from model.settings import NetworkSettings
@@ -149,9 +150,9 @@ def test_without_a_program_pytorch_computes_and_one_line_says_so(
     monkeypatch.setenv("CXX", "no-such-compiler")
     settings = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1)
     backend = choose_backend(None, None, {"accelerator": "cpu", "precision": "32-true"}, settings)
-    assert backend.loss is PYTORCH_LOSS
+    assert (backend.loss, backend.search) == (PYTORCH_LOSS, PYTORCH_SEARCH)
     reason = "CXX names no-such-compiler, which is not installed"
-    assert backend.notes == (f"training without the compiled loss, which is slower: {reason}",)
+    assert backend.notes == (f"training without the compiled loss and search, which is slower: {reason}",)
     network = Transformer(10, settings)
     assert choose_search("cpu", network, 1, 2, 0) is network
     assert capsys.readouterr().err == f"{WITHOUT_SEARCH}{reason}\n"
