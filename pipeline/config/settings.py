@@ -154,6 +154,8 @@ def validate_trainer_keys(options: dict[str, Any]) -> None:
         raise InputError(f"trainer.val_check_interval {every} is not a number of steps; give 1 or more")
     if precision in ("16-true", "16", "bf16-true", "bf16"):
         raise InputError(f"trainer.precision {precision} is too coarse for Adam's updates; use 16-mixed or bf16-mixed")
+    if precision.startswith("transformer-engine"):
+        raise InputError(f"trainer.precision {precision} is not supported; use bf16-mixed")
     for key, choices in CHOICES.items():
         if (value := options.get(key, choices[0])) not in choices:
             several = ", and DDP is used on several devices" if key == "strategy" else ""

@@ -108,7 +108,11 @@ def _use_triton(
     if obstacle is None:
         return True
     if requested is not None:
-        raise InputError(f"run.kernels {requested}: {obstacle}; set it to pytorch, or to null")
+        instead = "PyTorch's" if on_gpu else "PyTorch's attention and the compiled loss"
+        raise InputError(
+            f"run.kernels {requested}: Triton's attention and loss cannot run: {obstacle}; set it to null to train with"
+            f" {instead}"
+        )
     notes.append(f"training with PyTorch's kernels instead of Triton's: {obstacle}")
     return False
 
@@ -175,7 +179,8 @@ def should_compile(requested: bool | None, options: dict[str, Any], notes: list[
     if missing is None:
         return True
     if requested:
-        raise InputError(f"run.compile: torch.compile {missing}; install what is missing, or set run.compile to false")
+        hint = "install what is missing, or set run.compile to false to train without it"
+        raise InputError(f"run.compile: torch.compile {missing}; {hint}")
     notes.append(f"training without torch.compile, which is slower: it {missing}")
     return False
 

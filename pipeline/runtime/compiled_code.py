@@ -213,7 +213,10 @@ def missing_compiler(on_gpu: bool) -> str | None:
     # On a GPU the compiler is needed for the code that launches kernels.
     variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Where Triton looks for it, too.
-    if not os.environ.get(variable) and not any(map(shutil.which, names)):
+    given = os.environ.get(variable, "").split()
+    if given and not shutil.which(given[0]):
+        return f"needs a compiler, and {variable} names {given[0]}, which is not installed"
+    if not given and not any(map(shutil.which, names)):
         return f"needs one of {', '.join(names)}, or {variable} set to a compiler"
     if not header.exists():
         return f"needs Python's C headers, python3-dev or python3-devel, and {header} is missing"

@@ -51,7 +51,8 @@ def assert_impossible(obstacle: str) -> None:
     with pytest.raises(InputError) as refused:
         choose_backend("triton", False, ON_GPU, NETWORK)
     assert obstacle in str(refused.value)
-    assert str(refused.value).endswith("; set it to pytorch, or to null")
+    assert str(refused.value).startswith("run.kernels triton: Triton's attention and loss cannot run: ")
+    assert str(refused.value).endswith("; set it to null to train with PyTorch's")
     assert choose_backend("pytorch", False, ON_GPU, NETWORK).notes == ()
 
 
@@ -99,7 +100,7 @@ def test_no_triton(gpu: pytest.MonkeyPatch) -> None:
 
 def test_a_cpu(recipe_file: Path, tmp_path: Path) -> None:
     """Has no Triton kernels: `fit` and `doctor` refuse them."""
-    message = "run.kernels triton: they need a GPU; set it to pytorch, or to null"
+    message = "cannot run: they need a GPU; set it to null to train with PyTorch's attention and the compiled loss"
     arguments = ["--config", recipe_file, "--run.folder", tmp_path / "run", "--run.kernels"]
     refused = pipeline("fit", *arguments, "triton")
     assert refused.returncode == 2
@@ -226,7 +227,9 @@ def test_when_to_compile(gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert note.startswith("training without torch.compile, which is slower: it needs one of gcc")
     with pytest.raises(InputError, match=r"run\.compile: .*g\+\+"):
         chosen(True, "cpu")
-    gpu.setenv("CC", "/opt/bin/cc")
+    gpu.setenv("CC", "/nowhere/cc")
+    assert chosen(None, "gpu").notes[0].endswith("needs a compiler, and CC names /nowhere/cc, which is not installed")
+    gpu.setenv("CC", sys.executable)
     assert chosen(None, "gpu").compiled
     gpu.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))  # Python without its headers
     backend = chosen(None, "gpu")

@@ -124,7 +124,7 @@ def test_invalid_trainer_options(options: dict[str, Any], message: str) -> None:
         ("num_nodes: 0", "trainer.num_nodes 0: `num_nodes` must be a positive integer"),
         ("num_nodes: 2", "trainer.num_nodes 2: nothing starts ranks on other nodes here; use srun"),
         ("accelerator: tpu", "trainer.accelerator tpu is not supported; remove it, or give one of auto, cpu, gpu"),
-        ("precision: transformer-engine", "trainer.precision transformer-engine: Requirement"),
+        ("precision: transformer-engine", "trainer.precision transformer-engine is not supported; use bf16-mixed"),
         ("max_time: 45", "trainer.max_time 45 is not a duration; give days:hours:minutes:seconds"),
         ("profiler: xla", "trainer.profiler xla is not supported; remove it, or give one of simple, advanced"),
         ("limit_test_batches: 1.5", "trainer.limit_test_batches 1.5: You have passed invalid value"),
