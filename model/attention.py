@@ -73,6 +73,18 @@ def append(cache: Tensor, new: Tensor, start: int) -> Tensor:
     return cache.narrow(2, 0, start + new.size(2))
 
 
+def initialize_projections(linear: nn.Linear, *sizes: int) -> None:
+    """Initialize a module that computes several projections at once, of these sizes.
+
+    The weight's attribute `projections` lists the sizes, for optimizers that treat each projection by itself.
+    """
+    # Xavier's bound for the fused matrix would be smaller.
+    for part in linear.weight.split(sizes):
+        nn.init.xavier_uniform_(part)
+    nn.init.zeros_(linear.bias)
+    vars(linear.weight)["projections"] = sizes
+
+
 class Attention(nn.Module):
     """What self-attention and cross-attention share."""
 
@@ -94,12 +106,8 @@ class SelfAttention(Attention):
         d_model, num_heads, d_k, d_v = settings.d_model, self.num_heads, self.d_k, self.d_v
         self.query_key_value = nn.Linear(d_model, num_heads * (2 * d_k + d_v))
         self.output = nn.Linear(num_heads * d_v, d_model)
-        # Initialize each projection by itself. Xavier's bound for the fused matrix would be smaller.
-        for part in self.query_key_value.weight.split([num_heads * d_k, num_heads * d_k, num_heads * d_v]):
-            nn.init.xavier_uniform_(part)
-        nn.init.xavier_uniform_(self.output.weight)
-        nn.init.zeros_(self.query_key_value.bias)
-        nn.init.zeros_(self.output.bias)
+        initialize_projections(self.query_key_value, num_heads * d_k, num_heads * d_k, num_heads * d_v)
+        initialize_projections(self.output, d_model)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [B, T, D] to queries and keys [B, H, T, K] and values [B, H, T, V]."""
@@ -150,12 +158,9 @@ class CrossAttention(Attention):
         self.query = nn.Linear(d_model, num_heads * d_k)
         self.key_value = nn.Linear(d_model, num_heads * (d_k + d_v))
         self.output = nn.Linear(num_heads * d_v, d_model)
-        nn.init.xavier_uniform_(self.query.weight)
-        for part in self.key_value.weight.split([num_heads * d_k, num_heads * d_v]):
-            nn.init.xavier_uniform_(part)
-        nn.init.xavier_uniform_(self.output.weight)
-        for linear in (self.query, self.key_value, self.output):
-            nn.init.zeros_(linear.bias)
+        initialize_projections(self.query, num_heads * d_k)
+        initialize_projections(self.key_value, num_heads * d_k, num_heads * d_v)
+        initialize_projections(self.output, d_model)
 
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Project memory [B, S, D] to keys [B, H, S, K] and values [B, H, S, V], once per sentence."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from data_module.registry import Registry
-from model.attention import CrossAttention, SelfAttention
+from model.attention import CrossAttention, SelfAttention, initialize_projections
 from model.fast.cast_weights import cast_linear
 from model.fast.dropout import Dropout
 from model.packed_attention import Segments
@@ -38,8 +38,7 @@ class FeedForward(nn.Module):
         self.activation = ACTIVATIONS[settings.activation]()
         self.dropout = Dropout(settings.activation_dropout)
         for linear in (self.inner, self.outer):
-            nn.init.xavier_uniform_(linear.weight)
-            nn.init.zeros_(linear.bias)
+            initialize_projections(linear, linear.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to [..., D]."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from data_module.registry import Registry
+from model.muon import Muon
 from model.settings import TrainingSettings
 from model.torch_private import set_gradient_scaling, skips_non_finite_steps
 
@@ -126,8 +127,23 @@ def adam(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> Opti
     return AdamW(groups, weight_decay=settings.weight_decay, **options)
 
 
+def muon(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> Optimizer:
+    """Return Muon for the projections of attention and feed-forward networks, and `adam` for all other parameters.
+
+    Raises:
+        ValueError: no parameter is such a projection.
+    """
+    parameters = list(parameters)
+    projections = [parameter for parameter in parameters if hasattr(parameter, "projections")]
+    if not projections:
+        raise ValueError("training.optimizer muon finds no projection in this network; choose adam")
+    others = adam([parameter for parameter in parameters if not hasattr(parameter, "projections")], settings)
+    momentum = 0.95 if settings.muon_momentum is None else settings.muon_momentum
+    return Muon(projections, others, momentum, settings.weight_decay)
+
+
 OPTIMIZERS: Registry[Callable[[Iterable[nn.Parameter], TrainingSettings], Optimizer]] = Registry(
-    "training.optimizer", adam=adam
+    "training.optimizer", adam=adam, muon=muon
 )
 """Functions with the arguments of `build_optimizer`, by the name that `training.optimizer` holds."""
 

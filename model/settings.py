@@ -138,13 +138,15 @@ class TrainingSettings:
     learning_rate_factor: float = 1.0
     """Factor on all learning rates; 1 in the paper."""
     optimizer: str = "adam"
-    """`adam`, or a name registered in `model.optimization.OPTIMIZERS`."""
+    """`adam`, `muon`, or a name registered in `model.optimization.OPTIMIZERS`."""
     adam_beta1: float = 0.9
     """Decay of Adam's mean of gradients."""
     adam_beta2: float = 0.98
     """Decay of Adam's mean of squared gradients."""
     adam_epsilon: float = 1e-9
     """Added to the denominator of Adam's update."""
+    muon_momentum: float | None = None
+    """Decay of Muon's mean of gradients. If null, 0.95."""
     weight_decay: float = 0.0
     """Share of a weight, times the learning rate, that each step subtracts (Loshchilov and Hutter 2019); not of biases
     and norms. The paper has none."""
@@ -164,6 +166,11 @@ class TrainingSettings:
         for name in ("adam_beta1", "adam_beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"training.{name} {getattr(self, name)} is not in [0, 1)")
+        if self.muon_momentum is not None:
+            if self.optimizer == "adam":
+                raise ValueError("training.muon_momentum has no effect on training.optimizer adam; give adam_beta1")
+            if not 0.0 <= self.muon_momentum < 1.0:
+                raise ValueError(f"training.muon_momentum {self.muon_momentum} is not in [0, 1)")
         for name in ("learning_rate_factor", "r_drop_alpha", "weight_decay"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"training.{name} {getattr(self, name)} is not a finite number of 0 or more")

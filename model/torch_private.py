@@ -65,7 +65,7 @@ def skips_non_finite_steps(optimizer: Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def set_gradient_scaling(optimizer: Any, scale: Tensor | None, found_inf: Tensor) -> None:
+def set_gradient_scaling(optimizer: Any, scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Let the optimizer's next step divide gradients by `scale`, and do nothing if `found_inf` is 1.
 
     The optimizer reads both on its own device, so the host does not wait for it.

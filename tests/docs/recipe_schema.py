@@ -42,7 +42,7 @@ _NEUTRAL: dict[type, dict[str, Any]] = {
     CorpusSettings: {"folder": "corpus", "train": [], "validation": []},
     TextSource: {"tsv": "text"},
     NetworkSettings: {"d_k": 1, "d_v": 1},
-    TrainingSettings: {"schedule": "registered elsewhere"},
+    TrainingSettings: {"schedule": "registered elsewhere", "optimizer": "registered elsewhere"},
 }
 """Values with which any value of another key is allowed, unless it is out of that key's own range."""
 

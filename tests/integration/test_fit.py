@@ -75,6 +75,7 @@ def test_killed_and_resumed_equals_uninterrupted(recipe_file: Path, tmp_path: Pa
         options += ["--network.attention_dropout", 0.2, "--network.activation_dropout", 0.1]
         options += ["--training.r_drop_alpha", 5, "--training.weight_decay", 0.1, "--training.ema_decay", 0.9]
         options += ["--training.schedule", "cosine", "--training.peak_learning_rate", 0.01]
+        options += ["--training.optimizer", "muon"]
         options += ["--trainer.precision", "bf16-mixed"]
     whole = fit(recipe_file, tmp_path / "whole", *options)
     run = tmp_path / "killed"

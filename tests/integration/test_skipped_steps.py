@@ -23,13 +23,14 @@ def fit_with_nan_loss(recipe: Path, run: Path, first: int, last: int, *arguments
     return process.returncode, stderr.decode()
 
 
-@pytest.mark.parametrize(("devices", "precision"), [(1, "32-true"), (2, "16-mixed")])
+@pytest.mark.parametrize(("devices", "precision", "optimizer"), [(1, "32-true", "adam"), (2, "16-mixed", "muon")])
 def test_a_skipped_step_changes_nothing_but_the_count(
-    recipe_file: Path, tmp_path: Path, devices: int, precision: str
+    recipe_file: Path, tmp_path: Path, devices: int, precision: str, optimizer: str
 ) -> None:
     run = tmp_path / "run"
     options = ["--run.checkpoint_every_steps", 1, "--run.keep_last", 12, "--run.log_every_steps", 1]
     options += ["--trainer.devices", devices, "--trainer.precision", precision, "--training.gradient_clip_norm", 0.5]
+    options += ["--training.optimizer", optimizer]
     code, stderr = fit_with_nan_loss(recipe_file, run, 5, 6, *options)
     assert code == 0, stderr
     states = [torch.load(path, weights_only=True) for path in checkpoints(run)]

@@ -53,6 +53,13 @@ def test_the_peak_of_a_schedule() -> None:
     TrainingSettings(schedule="registered elsewhere", peak_learning_rate=1e-3)
 
 
+def test_momentum_is_muons() -> None:
+    TrainingSettings(optimizer="muon", muon_momentum=0.9)
+    TrainingSettings(optimizer="registered elsewhere", muon_momentum=0.9)
+    with pytest.raises(ValueError, match=r"muon_momentum has no effect on training.optimizer adam; give"):
+        TrainingSettings(muon_momentum=0.9)
+
+
 def test_changed_keys_are_those_that_make_another_network() -> None:
     deep = NetworkSettings(num_encoder_layers=12, num_decoder_layers=2)
     for same in (

@@ -21,7 +21,7 @@ from data_module.settings import TextSource
 from data_module.tokenization.tokenizer import Tokenizer
 from model.attention import SelfAttention
 from model.layers import NORMS, SELF_ATTENTIONS
-from model.optimization import OPTIMIZERS, adam
+from model.optimization import OPTIMIZERS, muon
 from model.transformer import LearnedPositions, Transformer
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.config.recipe import Recipe, recipe_from_dict
@@ -90,7 +90,7 @@ class OwnAttention(SelfAttention):
 
 
 def own_optimizer(*arguments: Any) -> Any:
-    optimizer: Any = adam(*arguments)
+    optimizer: Any = muon(*arguments)
     optimizer.registered_as = "own"
     return optimizer
 
@@ -201,10 +201,11 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
     "training.warmup_steps": (3, lambda b: 1 + b.rates().index(max(b.rates()))),
     "training.learning_rate_factor": (2.0, lambda b: max(b.rates()) / 1.25),
     "training.optimizer": ("own", lambda b: b.optimizer.registered_as),
-    "training.adam_beta1": (0.8, lambda b: same(group["betas"][0] for group in b.optimizer.param_groups)),
-    "training.adam_beta2": (0.99, lambda b: same(group["betas"][1] for group in b.optimizer.param_groups)),
-    "training.adam_epsilon": (1e-8, lambda b: same(group["eps"] for group in b.optimizer.param_groups)),
-    "training.weight_decay": (0.01, lambda b: b.optimizer.param_groups[0]["weight_decay"]),
+    "training.adam_beta1": (0.8, lambda b: same(group["betas"][0] for group in b.optimizer.param_groups[1:])),
+    "training.adam_beta2": (0.99, lambda b: same(group["betas"][1] for group in b.optimizer.param_groups[1:])),
+    "training.adam_epsilon": (1e-8, lambda b: same(group["eps"] for group in b.optimizer.param_groups[1:])),
+    "training.muon_momentum": (0.8, lambda b: b.optimizer.param_groups[0]["momentum"]),
+    "training.weight_decay": (0.01, lambda b: same(group["weight_decay"] for group in b.optimizer.param_groups[:2])),
     "training.gradient_clip_norm": (3.0, lambda b: b.module.training_settings.gradient_clip_norm),
     "training.ema_decay": (0.9, lambda b: b.callbacks["EMA"]._decay),
     "decoding.beam_size": (3, lambda b: b.search[2]),
