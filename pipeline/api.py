@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from data_module.errors import InputError
 from data_module.files import user_path
-from data_module.tokenization.tokenizer import SPACE_MARK
+from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from model.decoding import penalty
 from model.padded_transformer import PaddedTransformer, attention_maps
 from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.bundle import bundle_of, load_bundle
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.text_io import SPACE_MARK_MESSAGE, progress_bar
+from pipeline.inference.text_io import SPACE_MARK_MESSAGE, UNKNOWN_MESSAGE, progress_bar
 from pipeline.inference.translator import EMPTY, Hypothesis, Translator, encode_sources, load_translator, score_pairs
 from pipeline.runtime import signals
 from pipeline.runtime.console import lightning_noise_restored, user_message
@@ -171,8 +171,8 @@ class Model:
     def translate(self, sentences: str | list[str], n_best: int | None = None, *, progress: bool = True) -> Any:
         """Translate a sentence or a list of sentences. An empty sentence has an empty translation.
 
-        Warns of sentences that are too long for the model, without a prefix that it needs, or with U+2581, which is
-        read as a space.
+        Warns of sentences that are too long for the model, without a prefix that it needs, with characters that it has
+        never seen, or with U+2581, which is read as a space.
 
         Args:
             sentences: one sentence or a list.
@@ -195,7 +195,8 @@ class Model:
         _warn_of_marks(texts)
         with _mistakes_in_one_line():
             translations = self._translator.translate(texts, count, progress=progress)
-        self._warn_of_cut([number for number, translation in enumerate(translations, 1) if translation.truncated])
+        self._warn_of_cut([number for number, made in enumerate(translations, 1) if made.truncated])
+        _warn([number for number, made in enumerate(translations, 1) if made.has_unknown], UNKNOWN_MESSAGE)
         answers: list[Any] = [
             translation.text if n_best is None else translation.hypotheses for translation in translations
         ]
@@ -286,6 +287,7 @@ class Model:
         translator = self._translator
         sources, is_cut = encode_sources(translator.tokenizer, sentences, translator.max_source_tokens)
         self._warn_of_cut([number for number, cut in enumerate(is_cut, 1) if cut])
+        _warn_of_unknown(sources)
         return sources
 
     def _target_ids(self, sentences: list[str]) -> list[list[int]]:
@@ -293,6 +295,7 @@ class Model:
         _warn_of_marks(sentences)
         longest = self._translator.search.max_positions
         rows, _ = encode_sources(self._translator.tokenizer, sentences, None)
+        _warn_of_unknown(rows)
         for number, ids in enumerate(rows, 1):
             if longest and len(ids) > longest:
                 raise InputError(f"target {number}: has {len(ids)} pieces and the network {longest} positions; cut it")
@@ -325,6 +328,10 @@ def _texts(given: str | list[str], name: str) -> list[str]:
 
 def _warn_of_marks(sentences: list[str]) -> None:
     _warn([number for number, sentence in enumerate(sentences, 1) if SPACE_MARK in sentence], SPACE_MARK_MESSAGE)
+
+
+def _warn_of_unknown(rows: list[list[int]]) -> None:
+    _warn([number for number, ids in enumerate(rows, 1) if Tokenizer.unk_id in ids], UNKNOWN_MESSAGE)
 
 
 def _warn(numbers: list[int], what: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from data_module.errors import InputError
 from data_module.files import user_path
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments
-from pipeline.inference.text_io import SentenceWarnings
+from pipeline.inference.text_io import UNKNOWN_MESSAGE, LineWarning, SentenceWarnings
 
 if TYPE_CHECKING:
     from pipeline.inference.evaluation_text import EvaluationText
@@ -154,7 +154,12 @@ def translations(translator: "Translator", text: "EvaluationText") -> list[str]:
     for number, line in enumerate(sources, 1):
         warnings.add(number, line)
     warnings.print()
-    return [translation.text for translation in translator.translate(sources, progress=True)]
+    unread, answers = LineWarning(UNKNOWN_MESSAGE, translator.name), translator.translate(sources, progress=True)
+    for number, answer in enumerate(answers, 1):
+        if answer.has_unknown:
+            unread.add(number)
+    unread.print()
+    return [answer.text for answer in answers]
 
 
 def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, text: "EvaluationText") -> str:

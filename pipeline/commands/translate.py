@@ -1,7 +1,8 @@
 """Translate sentences: one output line for each input line, in order; an empty line stays empty.
 
 Reads --input or standard input. Standard error names the checkpoint that was chosen from a run folder, and at the end
-the number of lines that were not UTF-8, were cut, lack a prefix or have U+2581, with the first three of them. With
+the number of lines that were not UTF-8, were cut, lack a prefix, have characters that the model has never seen or have
+U+2581, with the first three of them. With
 --n-best, up to N translations are printed for a line, best first, each after the line's number and a tab. With
 --scores, each translation follows its score (log-probability divided by the length penalty) and a tab.
 """
@@ -16,6 +17,7 @@ from data_module.files import user_path
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments, with_prefix
 from pipeline.inference.text_io import (
     CHUNK,
+    UNKNOWN_MESSAGE,
     LineWarning,
     SentenceWarnings,
     count_lines,
@@ -94,18 +96,21 @@ def _translate(
     arguments: argparse.Namespace, translator: "Translator | ParallelTranslator", stream: BinaryIO, chunk: int
 ) -> None:
     truncated = LineWarning(f"longer than the {translator.max_source_tokens} tokens that the network reads; cut")
-    warnings = SentenceWarnings(translator.prefixes)
+    unknown, warnings = LineWarning(UNKNOWN_MESSAGE), SentenceWarnings(translator.prefixes)
     lines = _checked(with_prefix(arguments.prefix, sentences(stream)), warnings)
     total = count_lines(arguments.input) if arguments.input else None
     translations = translator.translate_lines(lines, chunk, arguments.n_best or 1, total)
     for number, translation in enumerate(translations, 1):
         if translation.truncated:
             truncated.add(number)
+        if translation.has_unknown:
+            unknown.add(number)
         for hypothesis in translation.hypotheses:
             line_number = [] if arguments.n_best is None else [str(number)]
             score = [f"{hypothesis.score:.4f}"] if arguments.scores else []
             print(*line_number, *score, hypothesis.text, sep="\t", flush=chunk == 1)
     truncated.print()
+    unknown.print()
     warnings.print()
 
 

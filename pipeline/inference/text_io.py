@@ -19,6 +19,7 @@ CHUNK = 2048
 
 _MAX_NAMED_LINES = 3
 SPACE_MARK_MESSAGE = f"U+2581 ({SPACE_MARK}), by which sentencepiece marks spaces, was read as a space"
+UNKNOWN_MESSAGE = "characters that the model has never seen, and cannot read"
 
 
 def progress_bar(

@@ -129,6 +129,8 @@ class Translation(NamedTuple):
     """The n best hypotheses, best first; fewer if the search found fewer."""
     truncated: bool
     """Whether the sentence was cut to `Translator.max_source_tokens`."""
+    has_unknown: bool = False
+    """Whether the vocabulary lacks a character of the sentence."""
 
     @property
     def text(self) -> str:
@@ -228,7 +230,8 @@ class Translator:
                 answers = self._search([sources[i] for i in batch], n_best, finished or bar.update)
                 for index, hypotheses in zip(batch, answers, strict=True):
                     results[index] = hypotheses
-        return [Translation(*result) for result in zip(results, is_cut, strict=True)]
+        has_unknown = [self.tokenizer.unk_id in source for source in sources]
+        return [Translation(*result) for result in zip(results, is_cut, has_unknown, strict=True)]
 
     def translate_lines(
         self, lines: Iterable[str], chunk: int, n_best: int = 1, total: int | None = None

@@ -267,7 +267,21 @@ def test_half_of_a_surrogate_pair_is_named(model: pipeline.Model) -> None:
     assert refusal(lambda: model.score(["a", "a"], ["a", half])) == f"targets: {mistake}"
     assert "half of a surrogate pair" in refusal(lambda: model.attention(half))
     assert "half of a surrogate pair" in refusal(lambda: model.attention("a", half))
-    assert model.translate("\U0001f600") == model.translate(["\U0001f600"])[0]
+    with pytest.warns(UserWarning, match="never seen"):
+        assert model.translate("\U0001f600") == model.translate(["\U0001f600"])[0]
+
+
+def test_characters_without_a_piece_are_warned_of(model: pipeline.Model) -> None:
+    for call in (
+        lambda: model.translate(["a", "the Dog", "the dog"]),
+        lambda: model.score(["a", "the Dog"], ["a", "a"]),
+        lambda: model.score(["a", "a"], ["a", "the Dog"]),
+    ):
+        with pytest.warns(
+            UserWarning, match=r"1 sentence\(s\), number 2: characters that the model has never"
+        ) as caught:
+            call()
+        assert [one.filename for one in caught] == [__file__]
 
 
 def test_marks_of_spaces_are_warned_of(model: pipeline.Model) -> None:

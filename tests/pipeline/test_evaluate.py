@@ -27,7 +27,9 @@ class Repeat:
 
     def translate(self, sentences: list[str], *, progress: bool) -> list[Any]:
         drops = self.name == "other"
-        return [SimpleNamespace(text=line.removesuffix(" .") if drops else line) for line in sentences]
+        return [
+            SimpleNamespace(text=line.removesuffix(" .") if drops else line, has_unknown=False) for line in sentences
+        ]
 
 
 @pytest.fixture

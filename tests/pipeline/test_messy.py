@@ -160,7 +160,7 @@ class Repeat:
     tokenizer = SimpleNamespace(lowercase=False, user_symbols=SYMBOLS)
 
     def translate(self, sentences: list[str], *, progress: bool) -> list[Any]:
-        return [SimpleNamespace(text=line.replace("@", "")) for line in sentences]
+        return [SimpleNamespace(text=line.replace("@", ""), has_unknown=False) for line in sentences]
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_the_numbers_are_those_of_sacrebleu(repeated: Any) -> None:
 
 def test_lost_tags_are_counted(repeated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def translate(self: Repeat, sentences: list[str], *, progress: bool) -> list[Any]:
-        return [SimpleNamespace(text=line.replace("</b>", "")) for line in sentences]
+        return [SimpleNamespace(text=line.replace("</b>", ""), has_unknown=False) for line in sentences]
 
     monkeypatch.setattr(Repeat, "translate", translate)
     scores = repeated()[1]["messy"]["scores"]
@@ -225,7 +225,7 @@ def test_the_prefix_stays_in_front(repeated: Any, monkeypatch: pytest.MonkeyPatc
 
     def translate(self: Repeat, sentences: list[str], *, progress: bool) -> list[Any]:
         lines = [line.removeprefix(">>de<<").strip() if line.startswith(">>de<< ") else "" for line in sentences]
-        return [SimpleNamespace(text=line.replace("@", "")) for line in lines]
+        return [SimpleNamespace(text=line.replace("@", ""), has_unknown=False) for line in lines]
 
     monkeypatch.setattr(Repeat, "translate", translate)
     assert repeated("--prefix", ">>de<<")[1]["messy"]["scores"].keys() == plain["scores"].keys()

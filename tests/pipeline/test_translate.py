@@ -19,7 +19,7 @@ from model.settings import DecodingSettings
 from pipeline.__main__ import main, parse
 from pipeline.commands.translate import _translator
 from pipeline.inference import translator
-from pipeline.inference.text_io import CHUNK, count_lines, progress_bar, read_sentences, sentences
+from pipeline.inference.text_io import CHUNK, UNKNOWN_MESSAGE, count_lines, progress_bar, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
 from tests.conftest import ROOT, pipeline
 
@@ -58,14 +58,16 @@ def test_a_line_for_every_line(answer: Any) -> None:
 def test_warnings_have_line_numbers(answer: Any) -> None:
     """One line for each kind of defect, however many lines have it."""
     numbers = {name: 2 + place for place, name in enumerate(BAD_LINES)}
-    invalid, longer = ([numbers[name] for name in names] for names in (
+    invalid, longer, unknown = ([numbers[name] for name in names] for names in (
         ("invalid UTF-8", "lone surrogate"), ("long", "one long word"),
+        ("control characters", "invalid UTF-8", "lone surrogate"),
     ))  # fmt: skip
     chosen, *warnings = answer.stderr.decode().splitlines()
     assert "best.ckpt" in chosen
     assert warnings == [
         f"2 lines, {invalid[0]}, {invalid[1]}: not valid UTF-8; invalid bytes were replaced",
         f"2 lines, {longer[0]}, {longer[1]}: longer than the 1024 tokens that the network reads; cut",
+        f"4 lines, the first are {', '.join(map(str, unknown))}: {UNKNOWN_MESSAGE}",
         f"line {numbers['marks of spaces']}: U+2581 (▁), by which sentencepiece marks spaces, was read as a space",
     ]
 
