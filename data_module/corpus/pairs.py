@@ -29,8 +29,8 @@ class PairChunk:
     prefix, if it has one, except for empty ones.
     """
 
-    name: str
-    """The file or data set that line numbers refer to."""
+    names: tuple[str, str]
+    """The files or data sets of source and target that line numbers refer to."""
     first_line: int
     source: list[str]
     target: list[str]
@@ -98,7 +98,7 @@ def read_pairs(text: TextSource, settings: CorpusSettings) -> Iterator[PairChunk
             invalid.update(undecodable)
         if text.prefix is not None:
             decoded[0] = [f"{text.prefix} {sentence}" if sentence else "" for sentence in decoded[0]]
-        yield PairChunk(reader.names[0], first_line, decoded[0], decoded[1], sorted(invalid))
+        yield PairChunk(reader.names, first_line, decoded[0], decoded[1], sorted(invalid))
         first_line += len(decoded[0])
 
 
@@ -156,7 +156,9 @@ class PairAccount:
         """Count the pairs with the indices `pairs` of a chunk as dropped, `repeat` times."""
         self.dropped[reason] += len(pairs) * repeat
         room = _MAX_LINES - len(self.lines[reason])
-        self.lines[reason] += [f"{chunk.name}:{chunk.first_line + i}" for i in pairs[:room].tolist()]
+        for i in pairs[:room].tolist():
+            only_target_is_empty = bool(chunk.source[i]) and not chunk.target[i]
+            self.lines[reason].append(f"{chunk.names[only_target_is_empty]}:{chunk.first_line + i}")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the account as in the manifest, with the first few lines that were dropped for each reason."""

@@ -126,7 +126,10 @@ def test_any_text_is_kept_or_dropped_for_its_first_reason(
         for line, sides in enumerate(lines, 1):
             # A byte order mark is not part of a file's first line.
             sides = tuple(side.removeprefix(b"\xef\xbb\xbf") if line == 1 else side for side in sides)
-            read.append(((words(sides[0]), words(sides[1])), f"{number}.source:{line}", repeat))
+            source, target = map(words, sides)
+            # Only a target that alone has no text is named instead of the source.
+            side = "target" if source and not target else "source"
+            read.append(((source, target), f"{number}.{side}:{line}", repeat))
     validation, test = (
         {
             tuple(" ".join(side or ()) for side in pair)

@@ -75,6 +75,9 @@ def test_an_empty_source_sentence_stays_empty(settings: CorpusSettings, tmp_path
     text = replace(write_pairs(tmp_path, "some", [("", "the"), ("the", ""), ("a", "a")]), prefix=DE)
     manifest = made(replace(settings, train=[*settings.train, text]))
     assert dropped(manifest["train"]) == {"empty_side": 2}
+    # Each is reported under the name of the file that it is in.
+    empty = manifest["train"]["pairs_dropped"]["empty_side"]
+    assert empty["first_lines"] == [f"{text.source}:1", f"{text.target}:2"]
     assert manifest["train"]["sources"][2] == {"name": DE, "pairs": 1, "repeat": 1}
 
 
