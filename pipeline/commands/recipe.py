@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions.add_parser("list", help="print names and descriptions", allow_abbrev=False)
     copy = actions.add_parser("copy", help="copy a recipe", allow_abbrev=False)
     copy.add_argument("name", help="a name of `recipe list`")
-    copy.add_argument("to", type=user_path, nargs="?", help="a file or a folder (default: NAME.yaml in this folder)")
+    copy.add_argument("to", type=user_path, nargs="?", help="a .yaml file or a folder (default: this folder)")
     add_recipe_arguments(actions.add_parser("paths", help="print a recipe's paths", allow_abbrev=False))
 
 

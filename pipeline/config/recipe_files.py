@@ -180,7 +180,8 @@ def copy_recipe(name: str, to: Path | None) -> list[Path]:
 
     Args:
         name: one of `shipped_recipes`.
-        to: the file to write, or a folder; None for a file of the recipe's name in the working folder.
+        to: the file to write, or a folder, which a name without .yaml is; None for a file of the recipe's name in the
+            working folder. Folders are made.
 
     Returns:
         The files written, the recipe first. A recipe that it extends is left out if it is there already.
@@ -193,7 +194,8 @@ def copy_recipe(name: str, to: Path | None) -> list[Path]:
         way_out = did_you_mean(name, recipes, f"`{PROGRAM} recipe list` lists them")
         raise InputError(f"'{name}' is not a shipped recipe; {way_out}")
     path = recipes[name]
-    target = Path(path.name) if to is None else to / path.name if to.is_dir() else to
+    to = Path() if to is None else to
+    target = to if to.is_file() or (to.suffix in (".yaml", ".yml") and not to.is_dir()) else to / path.name
     if target.exists():
         raise InputError(f"{target}: exists already; give another file, as in: {PROGRAM} recipe copy {name} FILE")
     texts = _with_bases(path, target)
@@ -201,6 +203,7 @@ def copy_recipe(name: str, to: Path | None) -> list[Path]:
         if copy.exists() and copy.read_text(encoding="utf-8") != text:
             raise InputError(f"{copy}: {name} extends it, and it is not the shipped one; copy to another folder")
     written = [copy for copy in texts if not copy.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
     for copy in written:
         copy.write_text(texts[copy], encoding="utf-8")
     # It is generated, and the newest version suits all recipes.

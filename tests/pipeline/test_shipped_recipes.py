@@ -31,6 +31,13 @@ def test_a_recipe_is_copied_with_those_that_it_extends(tmp_path: Path, capsys: p
     assert [Path(line).name for line in capsys.readouterr().out.splitlines()] == ["a_heads_1.yaml", SCHEMA]
 
 
+def test_folders_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for to, written in (("new/folder", "new/folder/demo.yaml"), ("other/own.yaml", "other/own.yaml")):
+        assert main(["recipe", "copy", "demo", str(tmp_path / to)]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / written)
+        assert {path.name for path in (tmp_path / written).parent.iterdir()} == {Path(written).name, SCHEMA}
+
+
 def test_the_list_has_every_recipe_and_overlay(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -64,6 +71,5 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     )
     assert not (tmp_path / "multi30k_best.yaml").exists()
     assert "extends one of that name" in error("copy", "wmt14_en_de_big", "wmt14_en_de_base.yaml")
-    assert "check that path" in error("copy", "demo", "no/folder.yaml")
     assert "invalid choice" in error("remove", "demo")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.yaml", "multi30k_tiny.yaml"]
