@@ -6,6 +6,7 @@ machine's rate is not a vendor's figure: it is measured with a large matrix prod
 
 import statistics
 import time
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 
 from data_module.corpus.store import ParallelCorpus
 from model.settings import NetworkSettings
-from pipeline.runtime.launch import node_name
+from pipeline.runtime.rendezvous import few
+
+Value = TypeVar("Value")
 
 _MAX_PAIRS = 1_000_000
 _MEASURE_SECONDS = 0.2
@@ -176,10 +179,40 @@ def slowest_rank(step_seconds: list[float]) -> tuple[int, float]:
     return rank, step_seconds[rank] / statistics.median_low(step_seconds)
 
 
-def node_of_each_rank() -> list[str]:
-    """Return the name of each rank's node; all ranks call it."""
-    nodes = [node_name()]
+def value_of_each_rank(value: Value) -> list[Value]:
+    """Return the value that each rank gives; all ranks call it."""
+    values = [value]
     if dist.is_initialized():
-        nodes *= dist.get_world_size()
-        dist.all_gather_object(nodes, node_name())
-    return nodes
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
+class RankBackend(NamedTuple):
+    """Where a rank runs, and how it computes."""
+
+    node: str
+    parts: dict[str, str]
+    """`Backend.summary()`."""
+    notes: tuple[str, ...]
+    """`Backend.notes`."""
+
+
+def other_backends(ranks: list[RankBackend]) -> list[str]:
+    """Return a line for each backend that is not rank 0's: which ranks have it, what differs, and why.
+
+    Ranks need not compute alike: however a rank does, its gradient is that of its part of the batch up to rounding, and
+    all ranks take the same optimizer step.
+    """
+    expected = ranks[0].parts
+    names: dict[str, list[str]] = {}
+    for rank, (node, parts, notes) in enumerate(ranks):
+        differences = [f"{part} {own}, not {expected[part]}" for part, own in parts.items() if own != expected[part]]
+        if differences:
+            reasons = f" ({'; '.join(notes)})" if notes else ""
+            names.setdefault("; ".join(differences) + reasons, []).append(f"rank {rank} on {node}")
+    return [
+        f"another backend than rank 0's on {few(theirs)}: {what}; results agree up to rounding, and all ranks wait for"
+        " the slowest one"
+        for what, theirs in names.items()
+    ]

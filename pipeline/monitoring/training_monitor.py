@@ -18,9 +18,18 @@ from tqdm import tqdm
 
 from data_module.batching.batch import RankBatch
 from data_module.errors import InputError
+from model.backend import Backend
 from pipeline.compat.pytorch import call_after_backward
-from pipeline.monitoring.performance import Stragglers, matmul_rate, node_of_each_rank, slowest_rank
+from pipeline.monitoring.performance import (
+    RankBackend,
+    Stragglers,
+    matmul_rate,
+    other_backends,
+    slowest_rank,
+    value_of_each_rank,
+)
 from pipeline.runtime.console import say
+from pipeline.runtime.launch import node_name
 from pipeline.runtime.step_clock import OWN, StepClock
 
 ANNOUNCE_AFTER_SECONDS = 10.0
@@ -120,11 +129,18 @@ class TrainingMonitor(Callback):
     Args:
         every_steps: steps between two points of a curve.
         flops_per_target_token: for the MFU, which is not logged if this is 0.
+        backend: this rank's; it is compared with that of rank 0.
     """
 
-    def __init__(self, every_steps: int, flops_per_target_token: float = 0.0) -> None:
+    def __init__(
+        self,
+        every_steps: int,
+        flops_per_target_token: float = 0.0,
+        backend: Backend = Backend(),  # noqa: B008
+    ) -> None:
         self._every_steps = every_steps
         self._flops_per_token = flops_per_target_token
+        self._backend = backend
         self.submitted = time.time()
         """When the run was first submitted, in seconds since the epoch."""
         self.clock = StepClock()
@@ -142,7 +158,7 @@ class TrainingMonitor(Callback):
         self._own_steps, self._own_step_seconds = 0, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the machine's rate and start the clock."""
+        """Measure the machine's rate, name ranks that compute otherwise than rank 0, and start the clock."""
         if self._flops_per_token:
             self._matmul_rate = matmul_rate(pl_module.device, str(trainer.precision))
         if trainer.is_global_zero:
@@ -151,7 +167,10 @@ class TrainingMonitor(Callback):
             self._progress = Progress(trainer.global_step, trainer.max_steps, int(every) if validates else None)
             self._progress.validation_seconds = self._validation_seconds
             self._announce_at = time.monotonic() + ANNOUNCE_AFTER_SECONDS
-        self.nodes = node_of_each_rank()
+        ranks = value_of_each_rank(RankBackend(node_name(), self._backend.summary(), self._backend.notes))
+        self.nodes = [rank.node for rank in ranks]
+        for line in other_backends(ranks):
+            say(line)
         model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel) and trainer.world_size > 1:
             self._ddp, self._stragglers = model, Stragglers(self.nodes)

@@ -250,7 +250,7 @@ class Rendezvous:
         """Return the ranks that have not connected, and the nodes from which none has; empty if all have."""
         missing = [rank for rank in range(self.size) if rank not in present]
         silent = [node for node in self.nodes if node not in present.values()]
-        return f"ranks {_few(missing)}" + (f" (all of {_few(silent)})" if silent else "") if missing else ""
+        return f"ranks {few(missing)}" + (f" (all of {few(silent)})" if silent else "") if missing else ""
 
     def _wait_for_outcome(self, store: "dist.Store") -> str:
         """Wait until rank 0 has told what `_wait_for_all` returned, and return it."""
@@ -273,7 +273,7 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or re.sub(r"^\[enforce .*?\] ", "", str(error).partition("\n")[0])
 
 
-def _few(names: Sequence[object]) -> str:
+def few(names: Sequence[object]) -> str:
     """Return the first names, and the number of the others."""
     more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
     return ", ".join([*map(str, names[:_MOST_NAMED]), *more])

@@ -162,7 +162,7 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
     samples = ValidationSamples(sources, references, tokenizer, bleu_tokenizer=bleu, text_sources=text_sources)
     num_passes = 2 if recipe.training.r_drop_alpha else 1
     flops = num_passes * flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
-    monitor = TrainingMonitor(recipe.run.log_every_steps, flops)
+    monitor = TrainingMonitor(recipe.run.log_every_steps, flops, backend)
     callbacks: list[Callback] = [
         MemoryProbe(data),
         RunFolderSetup(start, backend),

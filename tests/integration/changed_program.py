@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,21 @@ from torch import Tensor
 from torch.profiler import profile
 
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch
-from model.loss import LossSums
+from model import packed_attention
+from model.backend import Backend
+from model.loss import PYTORCH_LOSS, LossSums
 from model.training_module import TranslationModule
 from pipeline.__main__ import main
 from pipeline.checkpointing import run_folder
+from pipeline.runtime import backend
 from pipeline.runtime.launch import process_rank
+from tests.model.sentence_batches import sentence_by_sentence
 
 training_step = TranslationModule.training_step
 losses = TranslationModule.losses
 cast_weights = TranslationModule.cast_weights
 all_reduce = dist.all_reduce
+choose_backend = backend.choose_backend
 
 
 def nan_loss() -> None:
@@ -82,6 +88,10 @@ def slow_rank() -> None:
     TranslationModule.on_train_batch_end = sleep_last  # type: ignore[method-assign]
 
 
+def nothing() -> None:
+    """The program as it is."""
+
+
 def stale_checkpoint() -> None:
     """Rank 1 finds the oldest checkpoint instead of the newest.
 
@@ -89,6 +99,20 @@ def stale_checkpoint() -> None:
     """
     if process_rank() == 1:
         run_folder.latest_valid = lambda run: (run_folder.step_checkpoints(run)[0], [])
+
+
+def other_backend() -> None:
+    """Rank 1 has PyTorch's loss, and the other layout of rows."""
+
+    def changed(*arguments: Any) -> Backend:
+        chosen = choose_backend(*arguments)
+        if process_rank() == 0:
+            return chosen
+        return replace(chosen, loss=PYTORCH_LOSS, in_blocks=not chosen.in_blocks, notes=("no compiler",))
+
+    backend.choose_backend = changed
+    # PyTorch's kernel for rows end to end runs on GPUs only.
+    packed_attention._flash = sentence_by_sentence
 
 
 COUNTED_FROM, NUM_COUNTED = 3, 6
