@@ -159,28 +159,40 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: TrainingSettin
     return OPTIMIZERS[settings.optimizer](parameters, settings)
 
 
-def prepare_step(optimizer: Optimizer, skip: Tensor, scale: Tensor | None) -> None:
-    """Make the optimizer's next step divide gradients by `scale`, and change nothing if `skip` is 1.
+def take_step(
+    optimizer: Optimizer, step: Callable[[], object], rate: Tensor, skip: Tensor, loss_scale: Tensor | None
+) -> None:
+    """Take an optimizer step over gradients that are multiplied by `loss_scale`; change nothing if `skip` is 1.
 
-    A fused optimizer of PyTorch does both on its own device. For any other one the gradients are divided here, and are
-    removed if the step is to be skipped, since optimizers ignore parameters without a gradient. To know that, the host
-    waits for the device.
+    A fused optimizer of PyTorch reads the tensors on its own device, so that the host does not wait for it. For any
+    other one the rate is that of its groups, the gradients are divided here, and they are removed if the step is to be
+    skipped, since optimizers ignore parameters without a gradient. To know that, the host waits for the device.
 
     Args:
-        optimizer: its parameters have gradients.
-        skip: 1 if a gradient is not finite, else 0; a scalar on the gradients' device.
-        scale: the factor that the loss was multiplied by, a scalar; None for 1.
+        optimizer: its parameters have gradients, and its groups the rate as a number.
+        step: takes the optimizer's step.
+        rate: the learning rate, a float32 scalar on the gradients' device.
+        skip: 1 if a gradient is not finite, else 0; like the rate.
+        loss_scale: the factor that the loss was multiplied by, a scalar; None for 1.
     """
+    groups = optimizer.param_groups
     if skips_non_finite_steps(optimizer):
-        set_gradient_scaling(optimizer, scale, skip)
+        set_gradient_scaling(optimizer, loss_scale, skip)
+        numbers = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = rate
+        step()
+        for group, number in zip(groups, numbers, strict=True):
+            group["lr"] = number  # as checkpoints have it
         return
     if bool(skip):
         optimizer.zero_grad()
-    elif scale is not None:
-        for group in optimizer.param_groups:
+    elif loss_scale is not None:
+        for group in groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.grad.div_(scale)
+                    parameter.grad.div_(loss_scale)
+    step()
 
 
 class LossScaler:
@@ -195,12 +207,16 @@ class LossScaler:
         self._finite = torch.zeros(())
         """Number of steps since the factor changed."""
 
+    def to(self, device: torch.device) -> None:
+        """Move the state to a device, where `update` changes it in place."""
+        self.factor, self._finite = self.factor.to(device), self._finite.to(device)
+
     def update(self, skipped: Tensor) -> None:
         """Update the factor after a step; `skipped` is 1 if its gradient was not finite, else 0."""
         finite = (self._finite + 1.0) * (1.0 - skipped)
         grows = (finite >= _GROWTH_INTERVAL).float()
-        self.factor = self.factor * (1.0 - 0.5 * skipped) * (1.0 + grows)
-        self._finite = finite * (1.0 - grows)
+        self.factor.mul_((1.0 - 0.5 * skipped) * (1.0 + grows))
+        self._finite.copy_(finite * (1.0 - grows))
 
     def state(self) -> list[float]:
         """Return the state as plain values, for a checkpoint."""
@@ -208,4 +224,5 @@ class LossScaler:
 
     def load_state(self, state: list[float]) -> None:
         """Restore what `state` returned."""
-        self.factor, self._finite = torch.tensor(state)
+        self.factor.fill_(state[0])
+        self._finite.fill_(state[1])

@@ -5,8 +5,9 @@ gradients once per step. The loss is a sum over target tokens, divided by the nu
 batch. The gradient therefore does not depend on the number of ranks and micro-batches.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor
 from data_module.batching.batch import PackedBatch, PaddedBatch, RankBatch, SpecialIds
 from model.backend import Backend
 from model.loss import LossSums, label_smoothed_loss
-from model.optimization import LossScaler, build_optimizer, build_schedule, prepare_step
+from model.optimization import LossScaler, build_optimizer, build_schedule, take_step
 from model.packed_attention import packed_segments
 from model.padded_transformer import PaddedTransformer
 from model.settings import SHORTEST, DecodingSettings, NetworkSettings, TrainingSettings
@@ -25,6 +26,25 @@ from model.torch_private import default_generator, total_norm
 from model.transformer import Transformer
 
 _SEED_RANGE = 1 << 63
+
+
+class StepTensors(NamedTuple):
+    """What a training step reads and writes beside weights and gradients: on the device, always in the same places.
+
+    A number or a new tensor would be a constant or another place in a CUDA graph of the step.
+    """
+
+    scale: Tensor
+    """Factor on the loss, a scalar."""
+    rate: Tensor
+    """The learning rate, a scalar."""
+    sums: Tensor
+    """[4]: sums of loss, negative log-likelihood and correct predictions over this rank's target tokens; and the number
+    of target tokens of all ranks."""
+    skipped: Tensor
+    """Number of skipped steps, a scalar."""
+    skipped_in_a_row: Tensor
+    """Number of skipped steps in the current unbroken sequence, a scalar."""
 
 
 class TranslationModule(LightningModule):
@@ -69,8 +89,8 @@ class TranslationModule(LightningModule):
         """Sums over target tokens, float64 [sources]."""
         self._validation_sources: list[str] = []
         self._source_of_pair: Tensor | None = None
-        self._skipped, self._skipped_in_a_row = torch.zeros(()), torch.zeros(())
-        """Number of skipped steps, in total and in the current unbroken sequence; on the CPU before the first step."""
+        self._step = StepTensors(*(torch.zeros(size) for size in ((), (), (4,), (), ())))
+        """On the CPU before the first step."""
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copy the batch to the device. Unlike Lightning's default, this does not block the host."""
@@ -123,49 +143,13 @@ class TranslationModule(LightningModule):
             target tokens. `tokens` is the number of target tokens of all ranks. These are 0 if the step is skipped.
         """
         step = self.global_step + 1
-        sums = self._accumulate_gradients(rank_batch, step)
         optimizer = self.optimizers()
         assert not isinstance(optimizer, list)
         learning_rate = self._schedule(step)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        # By now all ranks have the same gradients, so they compute the same norm, and clip and skip alike. Walking
-        # through the network's modules for its parameters takes longer than the norm.
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.loss_scale is not None:
-            norm = norm / self.loss_scale.factor
-        clip_norm = self.training_settings.gradient_clip_norm
-        if clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
-        # A tensor, since a condition would make the host wait for the device.
-        skip = 1.0 - norm.isfinite().float()
-        prepare_step(optimizer.optimizer, skip, self.loss_scale.factor if self.loss_scale is not None else None)
-        optimizer.step()
-        optimizer.zero_grad()
-        if self.loss_scale is not None:
-            self.loss_scale.update(skip)
-        self._skipped = self._skipped + skip
-        self._skipped_in_a_row = (self._skipped_in_a_row + 1.0) * skip
-        sums["tokens"] = torch.full_like(norm, rank_batch.num_target_tokens)
-        return {
-            **{name: value.where(skip == 0.0, 0.0) for name, value in sums.items()},
-            "gradient_norm": norm,
-            "skipped": self._skipped,
-            "skipped_in_a_row": self._skipped_in_a_row,
-            "learning_rate": learning_rate,
-        }
-
-    def _accumulate_gradients(self, rank_batch: RankBatch, step: int) -> dict[str, Tensor]:
-        """Run the forward and backward passes of a step, and return the sums over its target tokens."""
-        # The step follows the gradient of the sum of all ranks' losses, divided by their number of target tokens. DDP
-        # averages gradients over ranks, which divides that sum by world_size; this factor makes up for it.
-        scale: float | Tensor = self.trainer.world_size / rank_batch.num_target_tokens
-        if self.loss_scale is not None:
-            scale = scale * self.loss_scale.factor
-        sums = {name: torch.zeros((), device=self.device) for name in ("smoothed", "likelihood", "correct")}
+        self._begin_step(rank_batch.num_target_tokens, learning_rate)
         batches = rank_batch.micro_batches
-        self.cast_weights()
         for number, batch in enumerate(batches):
             # Dropout follows from (seed, step, rank, micro-batch) alone. A resumed run therefore drops what an
             # uninterrupted one drops, although no random state is saved, and no two micro-batches drop alike.
@@ -174,28 +158,72 @@ class TranslationModule(LightningModule):
             # Gradients of the micro-batches before the last one add up on this rank. The backward pass of the last one
             # reduces the sums over ranks, once a step.
             with nullcontext() if last else self._no_synchronization():
-                losses = self._add_gradients(batch, scale)
-            sums["smoothed"] += losses.smoothed.detach() / scale
-            sums["likelihood"] += losses.negative_log_likelihood
-            sums["correct"] += losses.num_correct
-        return sums
+                self._add_gradients(batch)
+        metrics = self._end_step(optimizer.optimizer, optimizer.step)
+        optimizer.zero_grad()
+        names = ("smoothed", "likelihood", "correct", "tokens", "gradient_norm", "skipped", "skipped_in_a_row")
+        return {**dict(zip(names, metrics.unbind(), strict=True)), "learning_rate": learning_rate}
 
-    def _add_gradients(self, batch: PackedBatch, scale: float | Tensor) -> LossSums:
+    def _begin_step(self, num_target_tokens: int, learning_rate: float) -> None:
+        """Write what the step depends on to its tensors, and cast the weights."""
+        if self._step.rate.device != self.device:
+            self._step = StepTensors(*(tensor.to(self.device) for tensor in self._step))
+            if self.loss_scale is not None:
+                self.loss_scale.to(self.device)
+        # The step follows the gradient of the sum of all ranks' losses, divided by their number of target tokens. DDP
+        # averages gradients over ranks, which divides that sum by world_size; this factor makes up for it.
+        self._step.scale.fill_(self.trainer.world_size / num_target_tokens)
+        if self.loss_scale is not None:
+            self._step.scale.mul_(self.loss_scale.factor)
+        self._step.rate.fill_(learning_rate)
+        self._step.sums.zero_()[3].fill_(num_target_tokens)
+        self.cast_weights()
+
+    def _add_gradients(self, batch: PackedBatch) -> None:
         """Run the forward and backward passes of a micro-batch."""
+        scale = self._step.scale
         with _weights_cast_once(self.device.type):
             losses = self.losses(batch, scale)
         self.manual_backward(losses.smoothed)
-        return losses
+        sums = losses.smoothed.detach() / scale, losses.negative_log_likelihood, losses.num_correct
+        self._step.sums[:3].add_(torch.stack(sums))
+
+    def _end_step(self, optimizer: torch.optim.Optimizer, take: Callable[[], object]) -> Tensor:
+        """Clip the gradients and take the optimizer's step.
+
+        Returns:
+            [7]: `sums` of the step's tensors, all 0 if the step was skipped; the gradient's norm; and both numbers of
+            skipped steps.
+        """
+        _, rate, sums, skipped, in_a_row = self._step
+        # By now all ranks have the same gradients, so they compute the same norm, and clip and skip alike. Walking
+        # through the network's modules for its parameters takes longer than the norm.
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = total_norm([p.grad for p in parameters if p.grad is not None])
+        loss_scale = self.loss_scale.factor if self.loss_scale is not None else None
+        if loss_scale is not None:
+            norm = norm / loss_scale
+        clip_norm = self.training_settings.gradient_clip_norm
+        if clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        # A tensor, since a condition would make the host wait for the device.
+        skip = 1.0 - norm.isfinite().float()
+        take_step(optimizer, take, rate, skip, loss_scale)
+        if self.loss_scale is not None:
+            self.loss_scale.update(skip)
+        skipped.add_(skip)
+        in_a_row.add_(1.0).mul_(skip)
+        return torch.cat([sums.where(skip == 0.0, 0.0), torch.stack([norm, skipped, in_a_row])])
 
     def warm_up(self, rank_batch: RankBatch) -> None:
         """Do what a training step does before the optimizer step, but do not synchronize gradients between ranks.
 
         Under DDP this has to be called inside the wrapper's forward pass.
         """
-        self.cast_weights()
+        self._begin_step(rank_batch.num_target_tokens, 0.0)
         with self._no_synchronization():
             for batch in rank_batch.micro_batches:
-                self._add_gradients(batch, 1.0)
+                self._add_gradients(batch)
 
     def cast_weights(self) -> None:
         """Bring the 16-bit copies of the weights up to date, if the backend has them."""
@@ -208,13 +236,15 @@ class TranslationModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the numbers of skipped steps and the loss scale."""
-        checkpoint["skipped_steps"] = [self._skipped.item(), self._skipped_in_a_row.item()]
+        checkpoint["skipped_steps"] = [self._step.skipped.item(), self._step.skipped_in_a_row.item()]
         if self.loss_scale is not None:
             checkpoint["loss_scale"] = self.loss_scale.state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore what `on_save_checkpoint` saved; a run that had another precision has saved no loss scale."""
-        self._skipped, self._skipped_in_a_row = torch.tensor(checkpoint["skipped_steps"])
+        skipped, in_a_row = checkpoint["skipped_steps"]
+        self._step.skipped.fill_(skipped)
+        self._step.skipped_in_a_row.fill_(in_a_row)
         if self.loss_scale is not None and "loss_scale" in checkpoint:
             self.loss_scale.load_state(checkpoint["loss_scale"])
 
