@@ -83,6 +83,7 @@ class TranslationModule(LightningModule):
         self.compiled_forward = backend.compiled(self.network) if backend.compiled else None
         self.loss_scale = LossScaler() if backend.scales_loss else None
         self._cast_weights: Any = None
+        self._captured: Any = None
         self._search: tuple[Any, ...] = ()
         """The search of the current validation. As an attribute, a module would be part of every checkpoint."""
         self.validation_sums: dict[str, Tensor] = {}
@@ -158,9 +159,16 @@ class TranslationModule(LightningModule):
             # Gradients of the micro-batches before the last one add up on this rank. The backward pass of the last one
             # reduces the sums over ranks, once a step.
             with nullcontext() if last else self._no_synchronization():
-                self._add_gradients(batch)
-        metrics = self._end_step(optimizer.optimizer, optimizer.step)
-        optimizer.zero_grad()
+                if self._captured is None:
+                    self._add_gradients(batch)
+                else:
+                    self._captured.add_gradients(batch, number == 0)
+        if self._captured is None:
+            metrics = self._end_step(optimizer.optimizer, optimizer.step)
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+            metrics = self._captured.metrics
         names = ("smoothed", "likelihood", "correct", "tokens", "gradient_norm", "skipped", "skipped_in_a_row")
         return {**dict(zip(names, metrics.unbind(), strict=True)), "learning_rate": learning_rate}
 
@@ -182,7 +190,8 @@ class TranslationModule(LightningModule):
     def _add_gradients(self, batch: PackedBatch) -> None:
         """Run the forward and backward passes of a micro-batch."""
         scale = self._step.scale
-        with _weights_cast_once(self.device.type):
+        # A graph cannot use what another one, or none, has cast.
+        with _weights_cast_once(self.device.type) if self._captured is None else nullcontext():
             losses = self.losses(batch, scale)
         self.manual_backward(losses.smoothed)
         sums = losses.smoothed.detach() / scale, losses.negative_log_likelihood, losses.num_correct
@@ -337,7 +346,10 @@ class TranslationModule(LightningModule):
         """Build the learning-rate schedule and the optimizer."""
         width = self.network_settings.d_model
         self._schedule = build_schedule(self.training_settings, width, self.trainer.max_steps)
-        return build_optimizer(self.network.parameters(), self.training_settings)
+        optimizer = build_optimizer(self.network.parameters(), self.training_settings)
+        if self.backend.captured_step is not None:
+            self._captured = self.backend.captured_step(self._add_gradients, self._end_step, optimizer)
+        return optimizer
 
 
 def _weights_cast_once(device: str) -> torch.autocast:

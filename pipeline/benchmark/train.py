@@ -131,7 +131,8 @@ def recipe_comparison(
             f"training.r_drop_alpha {recipe.training.r_drop_alpha}: the benchmark has steps of one pass; give "
             "--training.r_drop_alpha 0; with R-Drop a step takes about twice as long"
         )
-    backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
+    run = recipe.run
+    backend = choose_backend(run.kernels, run.compile, options, recipe.network, run.cuda_graphs)
     for line in (*backend.notes, backend.line()):
         say(line)
     module = build_module(recipe, tokenizer, backend)

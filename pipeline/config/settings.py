@@ -34,6 +34,9 @@ class RunSettings:
     kernels: Literal["triton", "pytorch"] | None = None
     """Kernels of attention and the loss. If null, the project's own where they can run: those in Triton on a GPU, and
     the loss in C++ on a CPU. Else PyTorch's."""
+    cuda_graphs: bool | None = None
+    """Record a training step in CUDA graphs, so that the host launches all its kernels at once; not if null. For small
+    batches on one GPU."""
     timeout_seconds: int = 600
     """How long a rank waits for another one before it ends with an error that names it."""
 

@@ -29,7 +29,11 @@ _COMPILED_SEARCH = ("32-true", "32")
 
 
 def choose_backend(
-    kernels: str | None, compiles: bool | None, options: dict[str, Any], network: NetworkSettings
+    kernels: str | None,
+    compiles: bool | None,
+    options: dict[str, Any],
+    network: NetworkSettings,
+    cuda_graphs: bool | None = None,
 ) -> "Backend":
     """Return how training steps are computed: as the recipe says, or else as this process's device can do it fastest.
 
@@ -40,12 +44,14 @@ def choose_backend(
         compiles: `run.compile`.
         options: accelerator, precision and devices, as `trainer_options` returns them.
         network: the recipe's `network:`.
+        cuda_graphs: `run.cuda_graphs`.
 
     Raises:
         InputError: the machine cannot run what is requested.
     """
 
     from model.backend import PYTORCH_SEARCH, Backend
+    from model.fast.captured_step import CapturedStep
     from model.fast.cast_weights import CastWeights
     from model.fast.compilation import CompiledForward
     from model.loss import PYTORCH_LOSS
@@ -54,7 +60,8 @@ def choose_backend(
     on_gpu = _on_gpu(options)
     precision = str(options["precision"])
     notes: list[str] = []
-    compiles = should_compile(compiles, options, notes)  # First, since it refuses at once.
+    refuse_cuda_graphs(cuda_graphs, options)  # First, since these two refuse at once.
+    compiles = should_compile(compiles, options, notes)
     attention, loss, search = PYTORCH_ATTENTION, PYTORCH_LOSS, PYTORCH_SEARCH
     if _use_triton(kernels, options, network, on_gpu, notes):
         from model.fast.triton_attention import TRITON_ATTENTION
@@ -64,6 +71,7 @@ def choose_backend(
     elif options["accelerator"] == "cpu" and kernels is None:
         loss, search = _compiled_programs(precision, network, notes)
     in_blocks = attention is PYTORCH_ATTENTION and not (on_gpu and _flash_takes(precision, network))
+    refuse_cuda_graphs(cuda_graphs, options, in_blocks)
     return Backend(
         precision,
         in_blocks,
@@ -71,6 +79,7 @@ def choose_backend(
         loss,
         compiled=CompiledForward if compiles else None,
         cast_weights=CastWeights if on_gpu and precision.endswith("-mixed") else None,
+        captured_step=CapturedStep if cuda_graphs else None,
         search=search,
         notes=tuple(notes),
     )
@@ -183,6 +192,25 @@ def should_compile(requested: bool | None, options: dict[str, Any], notes: list[
         raise InputError(f"run.compile: torch.compile {missing}; {hint}")
     notes.append(f"training without torch.compile, which is slower: it {missing}")
     return False
+
+
+def refuse_cuda_graphs(requested: bool | None, options: dict[str, Any], in_blocks: bool = False) -> None:
+    """Raise InputError where `run.cuda_graphs` is true and steps cannot be recorded.
+
+    Args:
+        requested: `run.cuda_graphs`.
+        options: accelerator and devices, as `trainer_options` returns them.
+        in_blocks: the layout of rows, if it is known already.
+    """
+    obstacle = None
+    if not _on_gpu(options):
+        obstacle = "they need a GPU"
+    elif len(device_indices(options)) * int(options.get("num_nodes", 1)) > 1:
+        obstacle = "they are for one GPU, since DDP exchanges gradients within a step"
+    elif in_blocks:
+        obstacle = "rows in blocks, which no kernel here can avoid, differ in shape from step to step"
+    if requested and obstacle:
+        raise InputError(f"run.cuda_graphs: {obstacle}; set it to false, and steps run kernel by kernel")
 
 
 def _flash_takes(precision: str, network: NetworkSettings) -> bool:

@@ -238,7 +238,7 @@ def check_trainer(context: CheckContext) -> Iterable[CheckResult]:
     """Check that the machine can train as the recipe asks for: what Lightning and the choice of a backend refuse."""
     import torch
 
-    from pipeline.runtime.backend import choose_backend, should_compile
+    from pipeline.runtime.backend import choose_backend, refuse_cuda_graphs, should_compile
     from pipeline.runtime.devices import gpus_mistake
     from pipeline.training.trainer import complete_options, make_trainer
 
@@ -256,8 +256,9 @@ def check_trainer(context: CheckContext) -> Iterable[CheckResult]:
     if run.kernels != "triton" and not (context.for_doctor and is_alone):
         # Nothing else can be wrong; the whole choice, which takes time, is made and said when training starts.
         should_compile(run.compile, options, [])
+        refuse_cuda_graphs(run.cuda_graphs, options)
         return ()
-    backend = choose_backend(run.kernels, run.compile, options, recipe.network)
+    backend = choose_backend(run.kernels, run.compile, options, recipe.network, run.cuda_graphs)
     if not context.for_doctor:
         return ()
     return [

@@ -134,7 +134,8 @@ def train(start: Start, further_callbacks: Sequence["Callback"] = ()) -> None:
 
     recipe = start.recipe
     options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
-    backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
+    run = recipe.run
+    backend = choose_backend(run.kernels, run.compile, options, recipe.network, run.cuda_graphs)
     for line in (*backend.notes, backend.line()):
         say(line)
     module = build_module(recipe, start.tokenizer, backend)

@@ -117,10 +117,15 @@ def make_trainer(rank: int = 0, num_ranks: int = 1, strategy: Strategy | None = 
 
 
 def fit(
-    module: TranslationModule, shares: list[RankBatch], rank: int = 0, num_ranks: int = 1, **options: Any
+    module: TranslationModule,
+    shares: list[RankBatch],
+    rank: int = 0,
+    num_ranks: int = 1,
+    callbacks: Iterable[Callback] = (),
+    **options: Any,
 ) -> list[Step]:
     recorder = Recorder()
-    trainer = make_trainer(rank, num_ranks, max_steps=len(shares), callbacks=[recorder], **options)
+    trainer = make_trainer(rank, num_ranks, max_steps=len(shares), callbacks=[*callbacks, recorder], **options)
     trainer.fit(module, DataLoader(shares, batch_size=None))
     return recorder.steps
 

@@ -250,6 +250,22 @@ def test_tritons_kernels_run_where_the_check_finds_no_fault(gpu: pytest.MonkeyPa
             assert (backend.in_blocks, backend.attention.name, backend.loss.name) == (False, "Triton", "Triton")
 
 
+def test_where_steps_cannot_be_recorded_in_cuda_graphs(gpu: pytest.MonkeyPatch) -> None:
+    def chosen(**options: Any) -> Backend:
+        return choose_backend("pytorch", False, {**ON_GPU, **options}, NETWORK, cuda_graphs=True)
+
+    assert chosen(devices=1).summary()["steps"] == "in CUDA graphs"
+    assert choose_backend("pytorch", False, ON_GPU, NETWORK).summary()["steps"] == "kernel by kernel"
+    for options, obstacle in (
+        ({"accelerator": "cpu"}, "they need a GPU"),
+        ({"devices": 2}, "they are for one GPU"),
+        ({"devices": 1, "num_nodes": 2}, "they are for one GPU"),
+        ({"precision": "32-true"}, "rows in blocks"),
+    ):
+        with pytest.raises(InputError, match=rf"^run\.cuda_graphs: {obstacle}.*; set it to false, and "):
+            chosen(**options)
+
+
 def test_fit_and_doctor_say_what_was_chosen(recipe_file: Path, tmp_path: Path) -> None:
     """And the run folder has it, for each start."""
     options = ["--config", recipe_file, "--run.folder", tmp_path / "run", "--trainer.precision", "32-true"]

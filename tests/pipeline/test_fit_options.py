@@ -146,6 +146,13 @@ def test_what_lightning_would_refuse_late(recipe_file: Path, tmp_path: Path, lin
     assert not (tmp_path / "corpus").exists()
 
 
+def test_cuda_graphs_on_a_cpu_are_refused_early(recipe_file: Path, tmp_path: Path) -> None:
+    options = ["--run.cuda_graphs", "true", "--corpus.folder", str(tmp_path / "corpus")]
+    with pytest.raises(InputError, match=r"^command line: run\.cuda_graphs: they need a GPU; set it to false, and"):
+        fit([recipe_file], options, False, None)
+    assert not (tmp_path / "corpus").exists()
+
+
 def test_compilation_without_a_compiler_is_refused_early(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
