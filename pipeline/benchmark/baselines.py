@@ -8,6 +8,7 @@ without statistics, on padded batches of their own.
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,7 +170,8 @@ class Baseline:
     ) -> None:
         """Prepare to train "torch" or "marian" with the recipe's loss, schedule, optimizer and clipping.
 
-        A schedule that decays to a last step ends at `max_steps`.
+        A schedule that decays to a last step ends at `max_steps`. Adam takes the place of Muon, which knows the
+        projections of this project's networks only.
 
         Raises:
             InputError: the baseline does not support a setting or is not installed.
@@ -177,9 +179,12 @@ class Baseline:
         self._device, self._dtype = precision
         network = baseline_network(name, vocabulary_size, recipe.network, data.special, data.longest)
         self.network = network.to(self._device).train()
-        self.optimizer = build_optimizer(self.network.parameters(), recipe.training)
-        self._settings, self._pad = recipe.training, data.special.pad
-        self._schedule = build_schedule(recipe.training, recipe.network.d_model, max_steps)
+        settings = recipe.training
+        if settings.optimizer == "muon":
+            settings = replace(settings, optimizer="adam", muon_momentum=None)
+        self.optimizer = build_optimizer(self.network.parameters(), settings)
+        self._settings, self._pad = settings, data.special.pad
+        self._schedule = build_schedule(settings, recipe.network.d_model, max_steps)
         self._batches = _padded_steps(data, self._device)
         self._num_steps = 0
 

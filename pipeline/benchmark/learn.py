@@ -43,7 +43,7 @@ UNTIMED, TIMED = 5, 25
 TURN_SECONDS = 30.0
 MARIAN = (
     *("label_smoothing=0.1", "r_drop_alpha=0", "optimizer=adam", "adam_beta1=0.9", "adam_beta2=0.98"),
-    *("adam_epsilon=1e-9", "weight_decay=0", "gradient_clip_norm=1", "ema_decay=null"),
+    *("muon_momentum=null", "adam_epsilon=1e-9", "weight_decay=0", "gradient_clip_norm=1", "ema_decay=null"),
     *("schedule=linear", "peak_learning_rate=1e-3", "learning_rate_factor=1"),
 )
 """The baseline's `training:`, but for its warm-up."""

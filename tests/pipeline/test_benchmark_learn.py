@@ -59,6 +59,7 @@ def test_curves_in_turns(
 def test_minutes(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "output"
     command = ["benchmark", "learn", "--config", str(recipe_file), "--minutes", "1e-5", "--output", str(output)]
+    command += ["--training.optimizer", "muon", "--training.muon_momentum", "0.9"]  # of ours, not of the baseline
     assert main([*command, "--baseline", "marian"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["ours"]["update"] == figures["marian"]["update"] == 1

@@ -43,6 +43,7 @@ NETWORK_FIGURES = {"target_tokens_per_second", "step_seconds", "peak_memory_byte
 @pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
 def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["benchmark", "train", "--config", str(recipe_file), "--steps", "3"]
+    command += ["--training.optimizer", "muon"]  # of which the baselines take the part of Adam
     assert main([*command, "--baseline", "torch", "--baseline", "marian", "--network.dropout", "0.1"]) == 0
     printed = capsys.readouterr()
     figures = json.loads(printed.out.splitlines()[-1])
