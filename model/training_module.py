@@ -190,7 +190,7 @@ class TranslationModule(LightningModule):
     def _add_gradients(self, batch: PackedBatch) -> None:
         """Run the forward and backward passes of a micro-batch."""
         scale = self._step.scale
-        # A graph cannot use what another one, or none, has cast.
+        # No cache of casts in a captured step: a graph must not read a tensor that was cast outside of it.
         with _weights_cast_once(self.device.type) if self._captured is None else nullcontext():
             losses = self.losses(batch, scale)
         self.manual_backward(losses.smoothed)
