@@ -72,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     translators[0].prefixes.check(arguments.prefix)
     text = text or text_of_model(translators[0], arguments)
     references = text.references
-    for message in reference_warnings(references):
-        print(f"{text.name}: its lines {message}", file=sys.stderr)
     tokenizer = scoring_tokenizer(translators[0], arguments, text)
     hypotheses, *others = [translations(translator, text) for translator in translators]
+    for message in reference_warnings(references, hypotheses):
+        print(f"{text.name}: its lines {message}", file=sys.stderr)
     if arguments.output:
         write_lines(arguments.output, hypotheses)
     if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES:

@@ -246,18 +246,23 @@ def compare(
     return figures
 
 
-def reference_warnings(references: list[str]) -> list[str]:
-    """Return warnings about references that look tokenized or lower-cased."""
+def reference_warnings(references: list[str], hypotheses: list[str]) -> list[str]:
+    """Return warnings about references that look tokenized, or lower-cased where the model's translations do not."""
     messages = []
     punctuated = sum(bool(_PUNCTUATED.search(line)) for line in references)
     tokenized = sum(bool(_TOKENIZED.search(line)) for line in references)
     if 2 * tokenized > punctuated:
         messages.append("look tokenized: scores on them do not compare; give them detokenized")
-    cased = sum(line.upper() != line.lower() for line in references)
-    upper = sum(line != line.lower() for line in references)
-    if cased and upper < 0.02 * cased:
+    # A model of text that has no capitals, such as phonemes, has none in its translations either.
+    if _looks_lower_cased(references) and not _looks_lower_cased(hypotheses):
         messages.append("look lower-cased: bleu counts case; give them as they were written, or read bleu_lowercase")
     return messages
+
+
+def _looks_lower_cased(lines: list[str]) -> bool:
+    cased = sum(line.upper() != line.lower() for line in lines)
+    upper = sum(line != line.lower() for line in lines)
+    return upper < 0.02 * cased
 
 
 def _statistics(metric: Metric, hypotheses: list[str], references: list[str]) -> NDArray[np.int64]:

@@ -135,9 +135,16 @@ def test_scores_are_rounded_to_four_places_and_sacrebleu_is_silent(caplog: pytes
     ],
 )
 def test_reference_warnings(references: list[str], words: list[str]) -> None:
-    messages = reference_warnings(references)
+    messages = reference_warnings(references, REFERENCES)
     assert len(messages) == len(words)
     assert all(word in message for word, message in zip(words, messages, strict=True))
+
+
+def test_references_may_be_in_lower_case_where_the_translations_are() -> None:
+    lower = [line.lower() for line in REFERENCES]
+    assert reference_warnings(lower, lower) == []
+    assert reference_warnings(lower, ["EIN HUND" for _ in lower]) != []
+    assert reference_warnings(lower, ["" for _ in lower]) != []
 
 
 def test_exact_match_ignores_white_space() -> None:
