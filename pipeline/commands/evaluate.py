@@ -27,7 +27,7 @@ TOKENIZED_LINES = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("checkpoint", type=user_path, help="a .ckpt file or a run folder")
+    parser.add_argument("checkpoint", type=user_path, help="a .ckpt file, a run folder or a bundle")
     parser.add_argument("--source", type=user_path, help="sentences to translate (plain or .gz)")
     parser.add_argument("--reference", type=user_path, help="their reference translations (plain or .gz)")
     parser.add_argument(
@@ -56,9 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Translate, score and print."""
+    from pipeline.export.bundle import load_checkpoint_or_bundle
     from pipeline.inference.messy import messy_scores
     from pipeline.inference.metrics import reference_warnings, require_sacremoses
-    from pipeline.inference.translator import load_translator
 
     if arguments.messy and arguments.versus:
         raise InputError("--messy: cannot be given with --versus; run evaluate --messy for each of the two checkpoints")
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.paper:
         require_sacremoses()
     checkpoints = [arguments.checkpoint, *([arguments.versus] if arguments.versus else [])]
-    translators = [load_translator(path, SearchOptions.given(arguments)) for path in checkpoints]
+    translators = [load_checkpoint_or_bundle(path, SearchOptions.given(arguments)) for path in checkpoints]
     translators[0].prefixes.check(arguments.prefix)
     text = text or text_of_model(translators[0], arguments)
     references = text.references

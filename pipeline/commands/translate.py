@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("checkpoint", type=user_path, help="a .ckpt file or a run folder")
+    parser.add_argument("checkpoint", type=user_path, help="a .ckpt file, a run folder or a bundle")
     parser.add_argument("--input", type=user_path, help="a file of sentences, plain or .gz (default: standard input)")
     add_prefix_argument(parser)
     add_search_arguments(parser)
@@ -80,14 +80,17 @@ def _standard_input() -> BinaryIO:
 @contextmanager
 def _translator(arguments: argparse.Namespace, one_process: bool) -> Iterator["Translator | ParallelTranslator"]:
     """Load the checkpoint, in this process or in one for each device."""
+    from data_module.errors import InputError
+    from pipeline.export.bundle import bundle_of, load_checkpoint_or_bundle
     from pipeline.inference.parallel import ParallelTranslator, choose_devices
-    from pipeline.inference.translator import load_translator
 
     options = SearchOptions.given(arguments)
     devices = choose_devices(arguments.devices)
     if len(devices) == 1 or one_process:
-        yield load_translator(arguments.checkpoint, options)
+        yield load_checkpoint_or_bundle(arguments.checkpoint, options)
         return
+    if bundle_of(arguments.checkpoint) is not None:
+        raise InputError(f"--devices {len(devices)}: a bundle has one process; omit it, or give the checkpoint")
     with ParallelTranslator(arguments.checkpoint, devices, options) as translator:
         yield translator
 

@@ -207,6 +207,14 @@ def bundle_of(path: Path) -> Path | None:
     return folder if (folder / "card.json").is_file() else None
 
 
+def load_checkpoint_or_bundle(path: Path, options: "SearchOptions") -> "Translator":
+    """Load a checkpoint, a run folder's or a bundle's network for translation; see `load_translator`, `load_bundle`."""
+    from pipeline.inference.translator import load_translator
+
+    folder = bundle_of(path)
+    return load_translator(path, options) if folder is None else load_bundle(folder, options)
+
+
 def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":
     """Load `model.ts` of a bundle for translation, on the GPU if there is one. That file is a program.
 

@@ -215,6 +215,24 @@ def test_a_bundle_translates_as_its_checkpoint(model: pipeline.Model, bundle: Pa
     assert greedy.recipe == model.recipe
 
 
+def test_commands_take_a_bundle(
+    trained_run: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("".join(line + "\n" for line in TEXTS))
+    printed = []
+    for path in (trained_run, bundle):
+        assert main(["evaluate", str(path), "--source", str(text), "--reference", str(text), "--beam", "2"]) == 0
+        figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert figures.pop("checkpoint").endswith("best.ckpt" if path == trained_run else "model.ts")
+        printed.append((figures, run_command("translate", path, "--input", text, "--beam", 2).stdout))
+    assert printed[0] == printed[1]
+    assert printed[0][1].count(b"\n") == len(TEXTS)
+    several = run_command("translate", bundle, "--input", text, "--devices", 2)
+    assert (several.returncode, several.stdout) == (2, b"")
+    assert b"error: --devices 2: a bundle has one process" in several.stderr
+
+
 def test_damaged_bundles(bundle: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(bundle, tmp_path / "bundle"))
     of_format_2 = (
