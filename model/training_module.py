@@ -306,12 +306,14 @@ class TranslationModule(LightningModule):
         # does not need more memory than a training step.
         max_sentences = max(1, batch.source.numel() // SHORTEST)
         tokens, lengths = [], []
-        for start in range(0, batch.source.size(0), max_sentences):
-            sentences = slice(start, start + max_sentences)
-            mask = batch.source_mask[sentences] if batch.source_mask is not None else None
-            answers = self._search[0].greedy(batch.source[sentences].long(), mask, self.decoding.max_extra_tokens)
-            tokens.append(answers.tokens)
-            lengths.append(answers.lengths)
+        # Under inference mode, in which validation runs, autocast would cast the weights again for each token.
+        with torch.inference_mode(False), torch.no_grad(), _weights_cast_once(self.device.type):
+            for start in range(0, batch.source.size(0), max_sentences):
+                sentences = slice(start, start + max_sentences)
+                mask = batch.source_mask[sentences] if batch.source_mask is not None else None
+                answers = self._search[0].greedy(batch.source[sentences].long(), mask, self.decoding.max_extra_tokens)
+                tokens.append(answers.tokens)
+                lengths.append(answers.lengths)
         longest = max(part.size(1) for part in tokens)
         padded = [F.pad(part, [0, longest - part.size(1)], value=self.special.pad) for part in tokens]
         return batch.pairs, torch.cat(padded), torch.cat(lengths)
@@ -353,7 +355,7 @@ class TranslationModule(LightningModule):
 
 
 def _weights_cast_once(device: str) -> torch.autocast:
-    """Return an autocast context that caches cast weights for all micro-batches of a step.
+    """Return an autocast context that caches cast weights for all micro-batches of a step, or all tokens of a search.
 
     Lightning's own context around the step disables the cache, and clears it when the step ends.
     """

@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from data_module.batching.batch import PaddedBatch, RankBatch, SpecialIds
@@ -489,6 +491,35 @@ def test_validation_gives_the_loss_of_each_source() -> None:
         assert found["validation/loss"] == pytest.approx(sum(smoothed) / (20 * 9 + 30 * 4 + 10 * 8), rel=1e-5)
         assert "validation/loss/it" not in found
         assert len(found) == 5 + 2
+
+
+class _Casts(TorchDispatchMode):
+    """Counts how often each tensor is converted to another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy):
+            self.counts[args[0].data_ptr()] += result.dtype != args[0].dtype
+        return result
+
+
+def test_validation_casts_weights_once_a_batch() -> None:
+    """Not for every token of the search."""
+    module = make_module().eval()
+    module.on_validation_epoch_start()
+    layer = module.network.decoder[0]
+    linears = [layer.self_attention.query_key_value, layer.cross_attention.query, layer.feed_forward.inner]
+    for _ in range(2):
+        # As Lightning's context around a step.
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False), _Casts() as casts:
+            _, tokens, _ = module.validation_step(padded([(5, 6), (4, 3)]), 0)
+        assert tokens.size(1) > 2
+        # Once for the loss, and once for the search.
+        assert [casts.counts[linear.weight.data_ptr()] for linear in linears] == [2, 2, 2]
 
 
 def test_validation_answers_are_those_of_greedy_search() -> None:
