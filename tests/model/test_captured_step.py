@@ -109,7 +109,7 @@ def train(settings: TrainingSettings, precision: str, record: Any = None) -> tup
     ("precision", "options"),
     [
         ("32-true", {"gradient_clip_norm": 0.2, "weight_decay": 0.1}),
-        ("bf16-mixed", {"r_drop_alpha": 2.0}),
+        ("bf16-mixed", {"r_drop_alpha": 2.0, "optimizer": "muon"}),
         ("16-mixed", {"gradient_clip_norm": 0.2}),
     ],
 )

@@ -48,12 +48,18 @@ def take_steps(
 
 
 def test_steps_are_those_of_pytorchs_muon_and_adam(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64, where PyTorch's computes in it too; matrices of equal shapes are orthogonalized together."""
+    """In float64, where PyTorch's computes in it too; matrices of equal shapes are orthogonalized together.
+
+    As there, a parameter without a gradient stays.
+    """
     shapes = [(6, 10), (10, 6), (6, 10), (8, 8), (30, 8), (8,)]
     ours, theirs = parameters(*shapes), parameters(*shapes)
-    projections(*ours[:4])
+    [unused] = parameters((6, 10))
+    before = unused.detach().clone()
+    projections(unused, *ours[:4])
     gradients = gradients_of(ours)
-    take_steps(build_optimizer(ours, SETTINGS), ours, gradients)
+    take_steps(build_optimizer([unused, *ours], SETTINGS), ours, gradients)
+    assert torch.equal(unused, before)
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
     reference = torch.optim.Muon(theirs[:4], momentum=0.8, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     take_steps(reference, theirs[:4], [step[:4] for step in gradients])
