@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from data_module.errors import InputError
 from data_module.files import user_path
 from pipeline.config.recipe import add_recipe_arguments
-from pipeline.training.checks import CheckContext, CheckResult, check_machine, check_recipe
+from pipeline.training.checks import CheckContext, CheckResult, check_backend, check_machine, check_recipe
 
 if TYPE_CHECKING:
     from pipeline.runtime.launch import JobStep
@@ -85,6 +85,10 @@ def _run_on_all_ranks(job: "JobStep", load: Load) -> int:
     results = [CheckResult(*result) for theirs in gathered for result in theirs]
     code = print_results(results) if job.rank == 0 else exit_code(results)
     ranks.leave()
+    if job.rank == 0 and code == 0:
+        # Programs may have to be compiled first, and no rank waits any more.
+        context, _ = load(job)
+        return print_results(list(check_backend(context))) if context is not None else code
     return code
 
 

@@ -238,7 +238,7 @@ def check_trainer(context: CheckContext) -> Iterable[CheckResult]:
     """Check that the machine can train as the recipe asks for: what Lightning and the choice of a backend refuse."""
     import torch
 
-    from pipeline.runtime.backend import choose_backend, refuse_cuda_graphs, should_compile
+    from pipeline.runtime.backend import refuse_cuda_graphs, should_compile
     from pipeline.runtime.devices import gpus_mistake
     from pipeline.training.trainer import complete_options, make_trainer
 
@@ -253,18 +253,30 @@ def check_trainer(context: CheckContext) -> Iterable[CheckResult]:
     with warnings.catch_warnings(action="ignore"):  # They are shown when training starts.
         make_trainer(options, job, logger=False)
     run, is_alone = recipe.run, job is None or job.num_tasks == 1
-    if run.kernels != "triton" and not (context.for_doctor and is_alone):
-        # Nothing else can be wrong; the whole choice, which takes time, is made and said when training starts.
-        should_compile(run.compile, options, [])
-        refuse_cuda_graphs(run.cuda_graphs, options)
-        return ()
-    backend = choose_backend(run.kernels, run.compile, options, recipe.network, run.cuda_graphs)
-    if not context.for_doctor:
-        return ()
-    return [
-        CheckResult(True, backend.line()),
-        *(CheckResult(True, note, is_warning=True) for note in backend.notes),
-    ]
+    if run.kernels == "triton" or (context.for_doctor and is_alone):
+        described = list(check_backend(context))
+        return described if context.for_doctor and is_alone else [one for one in described if not one.ok]
+    # Nothing else can be wrong; the whole choice, which takes time, is made and said when training starts.
+    should_compile(run.compile, options, [])
+    refuse_cuda_graphs(run.cuda_graphs, options)
+    return ()
+
+
+def check_backend(context: CheckContext) -> Iterator[CheckResult]:
+    """Choose this process's backend, which may have to compile programs, and describe it."""
+    from pipeline.runtime.backend import choose_backend
+    from pipeline.training.trainer import complete_options
+
+    recipe, run = context.recipe, context.recipe.run
+    options = complete_options(recipe.trainer, context.job, run.timeout_seconds)
+    try:
+        with recipe.naming_places():
+            backend = choose_backend(run.kernels, run.compile, options, recipe.network, run.cuda_graphs)
+    except InputError as error:
+        yield CheckResult(False, str(error))
+        return
+    yield CheckResult(True, backend.line())
+    yield from (CheckResult(True, note, is_warning=True) for note in backend.notes)
 
 
 def check_bleu_tokenizer(context: CheckContext) -> Iterable[CheckResult]:

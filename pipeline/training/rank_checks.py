@@ -65,9 +65,9 @@ class RankGroup:
                 report_mistake_to_script()
             os._exit(1 if self.pending else RANKS_MISSING)
 
-        timer = threading.Timer(limit.total_seconds(), end)
-        timer.daemon = True
-        timer.start()
+        self._timer = threading.Timer(limit.total_seconds(), end)
+        self._timer.daemon = True
+        self._timer.start()
 
     def connect(self, meeting: Rendezvous) -> None:
         """Connect to rank 0 and wait for all ranks.
@@ -105,6 +105,7 @@ class RankGroup:
         self.store.set(keys[self.job.rank], "")
         if self.job.rank == 0:
             self._wait_for(keys, self.wait)
+        self._timer.cancel()
 
     def _wait_for(self, keys: list[str], limit: timedelta) -> list[str]:
         """Wait until these keys of the store are set; return those that are not set in time."""

@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,28 @@ def test_doctor_in_a_job_of_one_task(recipe_file: Path) -> None:
     done = pipeline("doctor", "--config", recipe_file, "--trainer.devices", 2, environment=environment)
     assert done.returncode == 0, done.stdout
     assert b"ok    trainer.devices 2 is ignored: the job sets it to 1" in done.stdout
+
+
+def test_doctor_in_a_job_of_two_tasks_describes_the_backend_once(recipe_file: Path) -> None:
+    """The first rank does, when the others no longer wait for it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def doctor(rank: str) -> subprocess.CompletedProcess:
+        job = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": rank, "LOCALID": rank, "NTASKS": "2"}
+        job |= {"STEP_TASKS_PER_NODE": "2", "STEP_NODELIST": "host"}
+        environment = {f"SLURM_{name}": value for name, value in job.items()}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return pipeline("doctor", "--config", recipe_file, environment=environment)
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(doctor, "01")
+    assert (first.returncode, second.returncode) == (0, 0), first.stdout
+    lines = first.stdout.decode().splitlines()
+    [place] = [place for place, line in enumerate(lines) if line.startswith("ok    backend: precision 32-true, ")]
+    assert "all-reduce" in "".join(lines[:place])
+    assert second.stdout == b""
 
 
 @pytest.mark.slow
