@@ -186,7 +186,7 @@ def _deal(source: NDArray[np.int64], target: NDArray[np.int64], num_parts: int) 
         item_of[is_single] = num_bundles + np.arange(num_singles)
         # Sorted pairs go to bundles in turn, so that bundles differ by less than the most expensive pair.
         item_of[~is_single] = np.arange(len(order) - num_singles) % num_bundles
-    items = np.zeros((2, item_of.max(initial=-1) + 1), np.int64)
+    items = np.zeros((2, item_of.max() + 1), np.int64)
     np.add.at(items[0], item_of, costs)
     np.add.at(items[1], item_of, excess)
     part_of = _deal_items(items[0], items[1], num_parts)[item_of]
