@@ -142,6 +142,11 @@ def test_what_does_not_fit_gets_another_row() -> None:
     for sides in ((source, target), (source, short), (short, target)):
         ranks = divided(*sides, row, 2)
         assert [[len(one) for one in rows] for rows in ranks] == [[1, 1, 1], [1, 1, 1]]
+    # Three sentences of 50 tokens fill a row, two of 51 leave room, on either side.
+    for length, fitting in ((50, [3, 3]), (51, [2, 2, 2])):
+        full = np.full(6, length)
+        for sides in ((full, short), (short, full)):
+            assert [len(one) for one in divided(*sides, row, 1)[0]] == fitting
     # So do more sentences than a row has segments for.
     short = np.full(10, 1)
     narrow = RowShape(150 + MIN_PADDING_TOKENS, 150 + MIN_PADDING_TOKENS, segments=8, longest=100, per_rank=1)
