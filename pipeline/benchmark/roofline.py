@@ -367,6 +367,8 @@ def batch_of(recipe: Recipe) -> Batch:
         raise InputError(f"trainer.precision {precision}: only 16-bit precision is predicted; set it to bf16-mixed")
     if recipe.run.kernels == "pytorch":
         raise InputError("run.kernels pytorch: only Triton's kernels are predicted; set it to null")
+    if recipe.training.optimizer != "adam":
+        raise InputError(f"training.optimizer {recipe.training.optimizer}: only adam is predicted; set it to adam")
     d_k, d_v = recipe.network.key_size, recipe.network.value_size
     if not can_run(d_k, d_v):
         raise InputError(

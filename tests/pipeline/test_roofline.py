@@ -240,6 +240,7 @@ def test_the_command_needs_no_corpus(gpu: str, recipe_file: Path, capsys: pytest
         (["--gpu", "v100"], "--gpu"),
         (["--trainer.precision", "32-true"], "trainer.precision 32-true"),
         (["--run.kernels", "pytorch"], "run.kernels pytorch"),
+        (["--training.optimizer", "muon"], "training.optimizer muon"),
         (["--network.d_v", "129"], "d_k 8 and d_v 129"),
     ],
 )
