@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 import model.packed_attention
 from data_module.batching.batch import RankBatch
@@ -26,7 +27,7 @@ from model.settings import TrainingSettings
 from pipeline.runtime.devices import precision_plugin
 from tests.model.sentence_batches import Lengths, packed, row_shape
 from tests.model.test_compilation import masked_attention
-from tests.model.test_training_module import TRAINING, Step, fit, make_module, pytestmark  # noqa: F401
+from tests.model.test_training_module import TRAINING, Recorder, Step, fit, make_module, pytestmark  # noqa: F401
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
 
@@ -131,6 +132,30 @@ def test_a_recorded_step_repeated_is_every_step(
         torch.testing.assert_close(ours.output, theirs.output, rtol=0, atol=0, equal_nan=True)
     assert len(recordings) == 3  # of a step's first micro-batch, of the others, and of the optimizer's step
     assert addresses[3] == addresses[4] == addresses[5]
+
+
+@pytest.mark.gpu
+def test_graphs_on_a_gpu_compute_the_same_steps() -> None:
+    """To rounding, since gradients of the embedding are added up by atomic operations."""
+    results = []
+    for captured_step in (None, CapturedStep):
+        module = make_module(dropout=0.3)
+        module.backend = replace(module.backend, cast_weights=CastWeights, captured_step=captured_step)
+        recorder = Recorder()
+        trainer = Trainer(
+            accelerator="cuda",
+            devices=1,
+            precision="bf16-mixed",
+            max_steps=6,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[recorder],
+        )
+        trainer.fit(module, DataLoader(make_shares(), batch_size=None, pin_memory=True))
+        results.append([step.weights for step in recorder.steps])
+    torch.testing.assert_close(*results, rtol=0.01, atol=1e-3)
 
 
 def test_an_optimizer_that_waits_for_the_device_is_refused() -> None:
