@@ -16,9 +16,10 @@ from data_module.files import disk_full_error, exception_chain
 from pipeline.runtime.launch import process_rank
 
 _LIGHTNING_LOGGERS = (
-    # Lightning sets the level of its two packages itself when it is imported.
+    # Lightning sets the level of its two packages itself when it is imported, which may be later.
     "lightning.pytorch",
     "lightning.fabric",
+    "lightning.pytorch.accelerators.cuda",
     "lightning.pytorch.utilities.rank_zero",
     "lightning.fabric.utilities.distributed",
 )

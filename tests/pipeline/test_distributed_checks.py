@@ -220,6 +220,7 @@ def test_a_task_that_sees_one_gpu_trains_on_it(local_rank: int, one_gpu: pytest.
     assert trainer.strategy.root_device == torch.device("cuda", 0)
     assert (trainer.num_devices, trainer.world_size, trainer.local_rank) == (4, 4, local_rank)
     assert trainer.strategy.determine_ddp_device_ids() == [0]
+    assert rank_checks._own_gpu(step) == 0  # of doctor's all-reduce
 
 
 def test_a_part_of_a_nodes_gpus_is_refused_by_fit(one_gpu: pytest.MonkeyPatch) -> None:

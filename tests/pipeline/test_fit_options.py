@@ -1,5 +1,6 @@
 """Options that `fit` chooses: precision and strategy; and which Trainer keys a recipe may set."""
 
+import logging
 import re
 import sys
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch.accelerators import CUDAAccelerator
 
 from data_module.errors import InputError
 from pipeline.commands.doctor import load_context
 from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.config.settings import max_seconds, validate_trainer_keys
+from pipeline.runtime.console import lightning_noise_restored, quiet_lightning
 from pipeline.runtime.devices import best_precision, precision_plugin
 from pipeline.runtime.launch import JobStep
 from pipeline.training.checks import check_machine, check_recipe
@@ -99,6 +102,16 @@ def test_unusable_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     results = {result.message: result.ok for result in check_machine(step)}
     assert [ok for message, ok in results.items() if "8 GPUs on this node and torch sees 0" in message] == [False]
     assert any("8 GPUs that torch cannot use" in message for message in results)
+
+
+def test_lightning_is_quiet_on_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if it is imported later, and then sets the level of its package."""
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # which Lightning sets
+    with lightning_noise_restored():
+        quiet_lightning()
+        logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+        CUDAAccelerator.set_nvidia_flags(0)
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(
