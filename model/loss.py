@@ -29,6 +29,9 @@ Fewer chunks add fewer times to the gradient of the weight. This is a share of a
 that a resumed run adds in the same order."""
 _CHUNK_MULTIPLE = 128
 """A chunk on a GPU has a multiple of this many tokens, for efficient products."""
+_ALIGNED_CLASSES, _PADDED_CLASSES = 8, 64
+"""Unless V is a multiple of the first number, rows of 16-bit logits do not begin at multiples of 16 bytes. They are
+padded to a multiple of the second one then, if the functions of the loss allow it."""
 _CACHED_LOGITS = 1 << 18
 """Logits per thread that a CPU processes at a time after the product, so that they stay in its cache."""
 
@@ -43,6 +46,8 @@ class LossFunctions(NamedTuple):
     """Has the signature of `read_logit_pairs`. It may overwrite the logits."""
     in_place: bool
     """Whether the gradient takes the place of the logits, so that a chunk needs no other memory."""
+    allows_padding: bool = False
+    """Whether the logits may be columns of a wider tensor. Its other columns are zeros and have to become zeros."""
 
 
 class _Options(NamedTuple):
@@ -138,7 +143,7 @@ def _forward(
     epsilon, ignored_id, product_dtype, with_gradient, scale = options[:5]
     vocabulary_size, passes = weight.size(0), 2 if options.alpha else 1
     sum_dtype = torch.promote_types(states.dtype, torch.float32)
-    projection = weight.to(product_dtype)
+    projection = _projection(weight, product_dtype, options.functions)
     # The smoothing term needs the sum of each token's logits. sum_v h . w_v is h . (sum_v w_v), so the logits need not
     # be read for it, nor for its gradient, which is -epsilon / V for every class and is added after the loop.
     weight_sum = weight.to(sum_dtype).sum(0)
@@ -161,8 +166,9 @@ def _forward(
     if with_gradient:
         # The gradient of the weight adds up over chunks, in 32 bits: in bfloat16 a sum stops growing where a term is
         # below 1 / 256 of it.
-        gradients = torch.empty_like(product_states), torch.zeros_like(weight, dtype=sum_dtype)
-    results = _over_chunks(product_states, weighted_states, projection, target, sum_dtype, gradients, options)
+        gradients = torch.empty_like(product_states), torch.zeros_like(projection, dtype=sum_dtype)
+    chunked = product_states, weighted_states, projection, vocabulary_size, target
+    results = _over_chunks(*chunked, sum_dtype, gradients, options)
     largest, target_logits, max_probability, *divergence = results
     # max_v p_v = exp(max_v z_v) / Z for the logits z, so the logarithm of the normalizer Z is the largest logit minus
     # the logarithm of the largest probability. That one is at least 1 / V, so its logarithm is finite.
@@ -176,7 +182,7 @@ def _forward(
     if factor is not None:
         smoothed, kept = smoothed * factor, kept * factor
     if gradients is not None:
-        grad_states, grad_weight = gradients
+        grad_states, grad_weight = gradients[0], gradients[1][:vocabulary_size]
         # The term -epsilon / V of d loss / d z is the same for all classes and tokens. Its products with the projection
         # and with the states are the sums of their rows.
         mean_gradient = weight_sum * (epsilon / vocabulary_size)
@@ -189,10 +195,22 @@ def _forward(
     return smoothed, likelihood, num_correct
 
 
+def _projection(weight: Tensor, dtype: torch.dtype, functions: LossFunctions) -> Tensor:
+    """Return the weight [V, D] in another dtype, with zeros for classes that only align the products."""
+    vocabulary_size = weight.size(0)
+    if vocabulary_size % _ALIGNED_CLASSES == 0 or not functions.allows_padding:
+        return weight.to(dtype)
+    width = math.ceil(vocabulary_size / _PADDED_CLASSES) * _PADDED_CLASSES
+    padded = weight.new_zeros(width, weight.size(1), dtype=dtype)
+    padded[:vocabulary_size] = weight
+    return padded
+
+
 def _over_chunks(
     states: Tensor,
     weighted_states: Tensor,
     projection: Tensor,
+    vocabulary_size: int,
     target: Tensor,
     sum_dtype: torch.dtype,
     gradients: tuple[Tensor, Tensor] | None,
@@ -203,7 +221,8 @@ def _over_chunks(
     Args:
         states: of the tokens [N, D].
         weighted_states: the same times the factor on each token's loss.
-        projection: [V, D].
+        projection: [V or more, D].
+        vocabulary_size: V.
         target: int64 [N, 1].
         sum_dtype: dtype of the probabilities and of sums.
         gradients: those of the states, and of the projection in `sum_dtype`, to write and to add to; without the terms
@@ -225,13 +244,16 @@ def _over_chunks(
         # Keep only work on logits in this loop: every operation costs a kernel launch per chunk. Gradients are computed
         # here, since the backward pass would have to project every chunk again.
         chunk = slice(start, min(start + size, len(target)))
-        logits = states[chunk] @ projection.t()
+        product = states[chunk] @ projection.t()
+        logits = product[:, :vocabulary_size]
         *results, difference = compute(logits, target[chunk], sum_dtype, options.epsilon, gradients is not None, *alpha)
         columns.append(results)
         if gradients is not None and difference is not None:
+            if in_place:
+                difference = product  # with its padding, if there is any
             torch.mm(difference, projection, out=gradients[0][chunk])
             _add_product(gradients[1], difference.t(), weighted_states[chunk])
-        del logits, difference  # free them before the next chunk allocates its own
+        del product, logits, difference  # free them before the next chunk allocates its own
     return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 

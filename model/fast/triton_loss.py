@@ -2,6 +2,10 @@
 
 PyTorch's operations would read or write a chunk of logits about eight times, and those of R-Drop about twenty times.
 The kernels read it twice and overwrite it with its gradient, so that a chunk of logits needs no second buffer.
+
+The number of classes and the distance between rows are compile-time constants: only then does the compiler know that
+rows begin at multiples of 16 bytes and that masks are the same for neighbors, and reads 16 bytes at a time. It compiles
+the kernels once for a vocabulary.
 """
 
 import torch
@@ -12,27 +16,45 @@ from torch import Tensor
 from model.loss import LossFunctions
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_BLOCK = 8192
-"""Logits of a row that a program processes at a time."""
+_BLOCK = 4096
+"""Logits of a row that a program processes at a time. With 8192 a thread may need 80 registers in place of 48."""
+
+
+@triton.jit
+def _load(row, columns, VOCABULARY_SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """Load logits of a row in float32, and -inf past its classes.
+
+    Padding up to the next row is read too, since masks that end within 16 bytes would make the compiler read numbers
+    one by one.
+    """
+    x = tl.load(row + columns, mask=columns < STRIDE, other=float("-inf")).to(tl.float32)
+    if VOCABULARY_SIZE < STRIDE:
+        x = tl.where(columns < VOCABULARY_SIZE, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _store(row, columns, gradient, STRIDE: tl.constexpr):
+    """Overwrite logits of a row, and the padding up to the next row."""
+    tl.store(row + columns, gradient.to(row.dtype.element_ty), mask=columns < STRIDE)
 
 
 @triton.jit
 def _row(
     logits, targets, largest_logits, target_logits, max_probability,
-    vocabulary_size, epsilon,
-    HAS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    epsilon,
+    VOCABULARY_SIZE: tl.constexpr, STRIDE: tl.constexpr, HAS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    logits += row * vocabulary_size
+    logits += row * STRIDE
     columns = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
     # The reductions below synchronize the program, so this is read before any thread overwrites it.
     target_logit = tl.load(logits + target).to(tl.float32)
     largest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
-    for first in range(0, vocabulary_size, BLOCK):
-        x = tl.load(logits + first + columns, mask=first + columns < vocabulary_size, other=float("-inf"))
-        x = x.to(tl.float32)
+    for first in range(0, VOCABULARY_SIZE, BLOCK):
+        x = _load(logits, first + columns, VOCABULARY_SIZE, STRIDE)
         new_largest = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp2((largest - new_largest) * _LOG2_E) + tl.sum(tl.exp2((x - new_largest) * _LOG2_E), 0)
         largest = new_largest
@@ -40,24 +62,23 @@ def _row(
     tl.store(target_logits + row, target_logit)
     tl.store(max_probability + row, 1.0 / total)
     if HAS_GRADIENT:
-        for first in range(0, vocabulary_size, BLOCK):
-            mask = first + columns < vocabulary_size
-            x = tl.load(logits + first + columns, mask=mask, other=float("-inf")).to(tl.float32)
+        for first in range(0, VOCABULARY_SIZE, BLOCK):
+            x = _load(logits, first + columns, VOCABULARY_SIZE, STRIDE)
             gradient = tl.exp2((x - largest) * _LOG2_E) / total
             gradient = tl.where(first + columns == target, gradient + (epsilon - 1.0), gradient)
-            tl.store(logits + first + columns, gradient.to(logits.dtype.element_ty), mask=mask)
+            _store(logits, first + columns, gradient, STRIDE)
 
 
 @triton.jit
 def _row_pair(
     logits, targets, largest_logits, target_logits, max_probability, divergences,
-    vocabulary_size, epsilon, alpha,
-    HAS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    epsilon, alpha,
+    VOCABULARY_SIZE: tl.constexpr, STRIDE: tl.constexpr, HAS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first_row, second_row = 2 * row, 2 * row + 1
-    logits += first_row * vocabulary_size
-    others = logits + vocabulary_size
+    logits += first_row * STRIDE
+    others = logits + STRIDE
     columns = tl.arange(0, BLOCK)
     target = tl.load(targets + first_row)
     # The reductions below synchronize the program, so these are read before any thread overwrites them.
@@ -70,11 +91,10 @@ def _row_pair(
     # Sums of the difference of the logits, weighted by the exponentials of either side.
     by_x = tl.full([], 0.0, tl.float32)
     by_y = tl.full([], 0.0, tl.float32)
-    for first in range(0, vocabulary_size, BLOCK):
-        mask = first + columns < vocabulary_size
-        x = tl.load(logits + first + columns, mask=mask, other=float("-inf")).to(tl.float32)
-        y = tl.load(others + first + columns, mask=mask, other=float("-inf")).to(tl.float32)
-        difference = tl.where(mask, x - y, 0.0)
+    for first in range(0, VOCABULARY_SIZE, BLOCK):
+        x = _load(logits, first + columns, VOCABULARY_SIZE, STRIDE)
+        y = _load(others, first + columns, VOCABULARY_SIZE, STRIDE)
+        difference = tl.where(first + columns < VOCABULARY_SIZE, x - y, 0.0)
         new_x = tl.maximum(largest_x, tl.max(x, 0))
         new_y = tl.maximum(largest_y, tl.max(y, 0))
         shrink_x, shrink_y = tl.exp2((largest_x - new_x) * _LOG2_E), tl.exp2((largest_y - new_y) * _LOG2_E)
@@ -96,31 +116,34 @@ def _row_pair(
     tl.store(max_probability + second_row, 1.0 / total_y)
     tl.store(divergences + row, 0.5 * (mean_x - mean_y))
     if HAS_GRADIENT:
-        for first in range(0, vocabulary_size, BLOCK):
-            mask = first + columns < vocabulary_size
-            x = tl.load(logits + first + columns, mask=mask, other=0.0).to(tl.float32)
-            y = tl.load(others + first + columns, mask=mask, other=0.0).to(tl.float32)
+        for first in range(0, VOCABULARY_SIZE, BLOCK):
+            x = _load(logits, first + columns, VOCABULARY_SIZE, STRIDE)
+            y = _load(others, first + columns, VOCABULARY_SIZE, STRIDE)
+            difference = tl.where(first + columns < VOCABULARY_SIZE, x - y, 0.0)
             p = tl.exp2((x - largest_x) * _LOG2_E) / total_x
             q = tl.exp2((y - largest_y) * _LOG2_E) / total_y
-            gradient_x = p + 0.5 * alpha * (p * (x - y - mean_x) + p - q)
-            gradient_y = q + 0.5 * alpha * (q * (y - x + mean_y) + q - p)
+            gradient_x = p + 0.5 * alpha * (p * (difference - mean_x) + p - q)
+            gradient_y = q + 0.5 * alpha * (q * (mean_y - difference) + q - p)
             one_hot = tl.where(first + columns == target, epsilon - 1.0, 0.0)
-            tl.store(logits + first + columns, (gradient_x + one_hot).to(logits.dtype.element_ty), mask=mask)
-            tl.store(others + first + columns, (gradient_y + one_hot).to(logits.dtype.element_ty), mask=mask)
+            _store(logits, first + columns, gradient_x + one_hot, STRIDE)
+            _store(others, first + columns, gradient_y + one_hot, STRIDE)
 
 
 def read_logits(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Do what `model.loss.read_logits` does; `logits`, which must be contiguous, are overwritten by their gradient.
+    """Do what `model.loss.read_logits` does; `logits` are overwritten by their gradient.
 
-    `sum_dtype` must be float32, and so are the first three results.
+    They must be contiguous, or the first columns of a contiguous tensor, whose other columns are not read as logits and
+    may be overwritten by zeros. `sum_dtype` must be float32, and so are the first three results.
     """
     rows, vocabulary_size = logits.shape
     largest, target_logits, max_probability = logits.new_empty(3, rows, 1, dtype=sum_dtype)
     block = min(_BLOCK, triton.next_power_of_2(vocabulary_size))
     _row[(rows,)](
-        *(logits, target, largest, target_logits, max_probability, vocabulary_size, epsilon),
+        *(logits, target, largest, target_logits, max_probability, epsilon),
+        VOCABULARY_SIZE=vocabulary_size,
+        STRIDE=logits.stride(0),
         HAS_GRADIENT=with_gradient,
         BLOCK=block,
         num_warps=8,
@@ -131,7 +154,7 @@ def read_logits(
 def read_logit_pairs(
     logits: Tensor, target: Tensor, sum_dtype: torch.dtype, epsilon: float, with_gradient: bool, alpha: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Do what `model.loss.read_logit_pairs` does; `logits`, which must be contiguous, are overwritten.
+    """Do what `model.loss.read_logit_pairs` does; for the rest, see `read_logits`.
 
     `sum_dtype` must be float32, and so are the first four results.
     """
@@ -141,7 +164,9 @@ def read_logit_pairs(
     # A program holds parts of two rows at a time.
     block = min(_BLOCK // 2, triton.next_power_of_2(vocabulary_size))
     _row_pair[(rows // 2,)](
-        *(logits, target, largest, target_logits, max_probability, divergences, vocabulary_size, epsilon, alpha),
+        *(logits, target, largest, target_logits, max_probability, divergences, epsilon, alpha),
+        VOCABULARY_SIZE=vocabulary_size,
+        STRIDE=logits.stride(0),
         HAS_GRADIENT=with_gradient,
         BLOCK=block,
         num_warps=8,
@@ -149,4 +174,4 @@ def read_logit_pairs(
     return largest, target_logits, max_probability, divergences, logits if with_gradient else None
 
 
-TRITON_LOSS = LossFunctions("Triton", read_logits, read_logit_pairs, in_place=True)
+TRITON_LOSS = LossFunctions("Triton", read_logits, read_logit_pairs, in_place=True, allows_padding=True)

@@ -1,8 +1,9 @@
-"""Compiles the Triton kernels for GPUs that are not here, and reads what they use of a multiprocessor."""
+"""Compiles the Triton kernels for GPUs that are not here, and reads from the code what they use of a multiprocessor."""
 
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from model.fast import triton_attention, triton_loss
+from model.loss import _projection
 
 KERNELS = {
     "forward": triton_attention._forward,
@@ -22,13 +24,19 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-class Usage(NamedTuple):
-    """What a compiled kernel uses."""
+class Build(NamedTuple):
+    """A compiled kernel."""
 
+    registers: int
+    """Of a thread."""
     spilled: int
     """Bytes of a thread's registers that are in memory instead."""
     shared: int
     """Bytes of shared memory of a program."""
+    accesses: Counter[int]
+    """Numbers of instructions that read or write global memory, by bits of a thread."""
+    ttir: str
+    """Triton's own code of the kernel."""
 
 
 class Options(NamedTuple):
@@ -43,7 +51,7 @@ class Options(NamedTuple):
     """Of products in float32."""
 
 
-def attention_usage(name: str, options: Options, capability: int) -> Usage:
+def build_attention(name: str, options: Options, capability: int) -> Build:
     """Compile a kernel of `KERNELS` for a compute capability."""
     kernel, pointer = KERNELS[name], "*" + TYPES[options.dtype]
     types = dict.fromkeys(kernel.arg_names, pointer)
@@ -61,22 +69,29 @@ def attention_usage(name: str, options: Options, capability: int) -> Usage:
         **{"UPCAST": False, "PRECISION": options.precision, **tiles},
         "SCALE": 0.125,
     }
-    return _usage(kernel, types, constants, launch, capability)
+    return _build(kernel, types, constants, launch, capability)
 
 
-def loss_usage(dtype: torch.dtype, has_gradient: bool, capability: int, of_pairs: bool = False) -> Usage:
+def build_loss(
+    vocabulary_size: int, dtype: torch.dtype, has_gradient: bool, capability: int, of_pairs: bool = False
+) -> Build:
     """Compile the loss kernel, or that of R-Drop, for a compute capability."""
     kernel = triton_loss._row_pair if of_pairs else triton_loss._row
     types = dict.fromkeys(kernel.arg_names, "*fp32")
-    types |= {"logits": "*" + TYPES[dtype], "targets": "*i64", "vocabulary_size": "i32"}
-    types |= {"epsilon": "fp32", "alpha": "fp32"}
-    constants = {"HAS_GRADIENT": has_gradient, "BLOCK": triton_loss._BLOCK // (2 if of_pairs else 1)}
-    return _usage(kernel, types, constants, {"num_warps": 8}, capability)
+    types |= {"logits": "*" + TYPES[dtype], "targets": "*i64", "epsilon": "fp32", "alpha": "fp32"}
+    weight = torch.empty(vocabulary_size, 1, device="meta")
+    constants = {
+        "VOCABULARY_SIZE": vocabulary_size,
+        "STRIDE": _projection(weight, dtype, triton_loss.TRITON_LOSS).size(0),
+        "HAS_GRADIENT": has_gradient,
+        "BLOCK": triton_loss._BLOCK // (2 if of_pairs else 1),
+    }
+    return _build(kernel, types, constants, {"num_warps": 8}, capability)
 
 
-def _usage(
+def _build(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], launch: dict[str, int], capability: int
-) -> Usage:
+) -> Build:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     # What a launch knows of tensors, and of widths that are multiples of 16.
@@ -90,6 +105,14 @@ def _usage(
         file.flush()
         command = [_CUOBJDUMP, "--dump-resource-usage", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
     assert found is not None, said
-    return Usage(sum(map(int, found.groups())), built.metadata.shared)
+    registers, *spilled = map(int, found.groups())
+    return Build(registers, sum(spilled), built.metadata.shared, _accesses(built.asm["ptx"]), built.asm["ttir"])
+
+
+def _accesses(ptx: str) -> Counter[int]:
+    direct = re.findall(r"\b(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bf](\d+)\s", ptx)
+    # Copies to shared memory, whose size in bytes is the third operand.
+    copied = re.findall(r"\bcp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+|\d+)", ptx)
+    return Counter([int(count or 1) * int(bits) for count, bits in direct] + [8 * int(size, 0) for size in copied])
