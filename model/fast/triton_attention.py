@@ -34,6 +34,13 @@ def _bounds(ids, offsets, num_segments):
 
 
 @triton.jit
+def _first(start, HAS_DROPOUT: tl.constexpr):
+    """Return where the loop over the other side begins; see `_kept`."""
+    first = tl.min(start, 0)
+    return first // 16 * 16 if HAS_DROPOUT else first
+
+
+@triton.jit
 def _load(tensor, stride, column, rows, is_read, SIZE: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
     """Load SIZE columns of rows, and zeros up to BLOCK columns and where `is_read` is false.
 
@@ -57,16 +64,35 @@ def _store(tensor, stride, column, rows, num_rows, values, SIZE: tl.constexpr, B
 
 
 @triton.jit
-def _drop(values, dropout, query_rows, key_rows, head, num_heads):
-    """Drop weights as a function of seed, offset, head, query and key alone, and divide the others by 1 - p."""
-    first = (query_rows * num_heads + head + key_rows * 0).to(tl.uint32)
-    second = (key_rows + query_rows * 0).to(tl.uint32)
-    zero = first * 0
+def _kept_scale(dropout):
+    """Return the factor 1 / (1 - p) on weights that are kept."""
+    return 1.0 / (1.0 - tl.load(dropout).to(tl.uint32).to(tl.float32) * 2.0**-32)
+
+
+@triton.jit
+def _pairs(first, SIZE: tl.constexpr):
+    """Return the numbers from `first`, a multiple of 16, to first + SIZE whose bit of 8 is 0."""
+    numbers = tl.arange(0, SIZE // 2)
+    return (first + numbers // 8 * 16 + numbers % 8).to(tl.uint32)
+
+
+@triton.jit
+def _kept(dropout, first_row, first_key, head, num_heads, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Return which weights of a tile dropout keeps [ROWS, KEYS], as a function of seed, query, key and head alone.
+
+    One call of Philox returns four numbers: for queries q and q + 8, each with keys k and k + 8. A thread of a matrix
+    product holds these four weights in both directions, of queries by keys and of keys by queries, so that no number
+    has to move between threads. Tiles begin at multiples of 16 therefore.
+    """
+    zero = tl.zeros([ROWS // 2, KEYS // 2], tl.uint32)
+    first = zero + (_pairs(first_row, ROWS) * num_heads + head)[:, None].to(tl.uint32)
+    second = zero + _pairs(first_key, KEYS)[None, :]
     threshold = tl.load(dropout).to(tl.uint32)
-    seed = tl.load(dropout + 1)
     offset = zero + tl.load(dropout + 2).to(tl.uint32)
-    number, _, _, _ = tl.philox(seed, first, second, offset, zero, 7)
-    return tl.where(number >= threshold, values / (1.0 - threshold.to(tl.float32) * 2.0**-32), 0.0)
+    a, b, c, d = tl.philox(tl.load(dropout + 1), first, second, offset, zero, 7)
+    kept = tl.join(tl.join(a >= threshold, b >= threshold), tl.join(c >= threshold, d >= threshold))
+    kept = tl.reshape(kept, [ROWS // 16, 8, KEYS // 16, 8, 2, 2])
+    return tl.reshape(tl.permute(kept, [0, 5, 1, 2, 4, 3]), [ROWS, KEYS])
 
 
 @triton.jit
@@ -89,7 +115,7 @@ def _forward(
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, BLOCK_V], tl.float32)
-    for first_key in range(tl.min(start, 0), last, KEYS):
+    for first_key in range(_first(start, HAS_DROPOUT), last, KEYS):
         keys = first_key + tl.arange(0, KEYS)
         k = _load(key_value, key_stride, key_column + head * D_K, keys, keys < last, D_K, BLOCK_K, UPCAST)
         v = _load(key_value, key_stride, value_column + head * D_V, keys, keys < last, D_V, BLOCK_V, UPCAST)
@@ -103,12 +129,15 @@ def _forward(
         shrink = tl.exp2(largest - finite)
         total = total * shrink + tl.sum(weights, 1)
         if HAS_DROPOUT:
-            weights = _drop(weights, dropout, rows[:, None], keys[None, :], head, num_heads)
+            is_kept = _kept(dropout, tl.program_id(0) * QUERIES, first_key, head, num_heads, QUERIES, KEYS)
+            weights = tl.where(is_kept, weights, 0.0)
         sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         largest = new_largest
     has_keys = total > 0.0
     divisor = tl.where(has_keys, total, 1.0)
     sums = sums / divisor[:, None]
+    if HAS_DROPOUT:
+        sums = sums * _kept_scale(dropout)
     _store(result, result_stride, head * D_V, rows, num_queries, sums, D_V, BLOCK_V)
     log_sum = tl.where(has_keys, largest + tl.log2(divisor), 0.0)
     tl.store(log_sums + head * num_queries + rows, log_sum, mask=rows < num_queries)
@@ -138,7 +167,7 @@ def _backward_queries(
     product = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(products + head * num_queries + rows, product, mask=rows < num_queries)
     sums = tl.zeros([QUERIES, BLOCK_K], tl.float32)
-    for first_key in range(tl.min(start, 0), last, KEYS):
+    for first_key in range(_first(start, HAS_DROPOUT), last, KEYS):
         keys = first_key + tl.arange(0, KEYS)
         k = _load(key_value, key_stride, key_column + head * D_K, keys, keys < last, D_K, BLOCK_K, UPCAST)
         v = _load(key_value, key_stride, value_column + head * D_V, keys, keys < last, D_V, BLOCK_V, UPCAST)
@@ -147,7 +176,8 @@ def _backward_queries(
         weights = tl.where(is_own, tl.exp2(scores - log_sum[:, None]), 0.0)
         grad_weights = tl.dot(g, tl.trans(v), input_precision=PRECISION)
         if HAS_DROPOUT:
-            grad_weights = _drop(grad_weights, dropout, rows[:, None], keys[None, :], head, num_heads)
+            is_kept = _kept(dropout, tl.program_id(0) * QUERIES, first_key, head, num_heads, QUERIES, KEYS)
+            grad_weights = tl.where(is_kept, grad_weights * _kept_scale(dropout), 0.0)
         grad_scores = weights * (grad_weights - product[:, None])
         sums += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
     # `SCALE` includes 1 / ln 2, since powers of two are cheaper; the gradient of the scores does not have this factor.
@@ -174,7 +204,7 @@ def _backward_keys(
     v = _load(key_value, key_stride, value_column + head * D_V, keys, start < end, D_V, BLOCK_V, UPCAST)
     grad_k = tl.zeros([KEYS, BLOCK_K], tl.float32)
     grad_v = tl.zeros([KEYS, BLOCK_V], tl.float32)
-    for first_row in range(tl.min(start, 0), last, QUERIES):
+    for first_row in range(_first(start, HAS_DROPOUT), last, QUERIES):
         rows = first_row + tl.arange(0, QUERIES)
         q = _load(query, query_stride, head * D_K, rows, rows < last, D_K, BLOCK_K, UPCAST)
         g = _load(gradient, result_stride, head * D_V, rows, rows < last, D_V, BLOCK_V, UPCAST)
@@ -186,8 +216,9 @@ def _backward_keys(
         grad_weights = tl.dot(v, tl.trans(g), input_precision=PRECISION)
         dropped = weights
         if HAS_DROPOUT:
-            dropped = _drop(weights, dropout, rows[None, :], keys[:, None], head, num_heads)
-            grad_weights = _drop(grad_weights, dropout, rows[None, :], keys[:, None], head, num_heads)
+            is_kept = tl.trans(_kept(dropout, first_row, tl.program_id(0) * KEYS, head, num_heads, QUERIES, KEYS))
+            dropped = tl.where(is_kept, weights * _kept_scale(dropout), 0.0)
+            grad_weights = tl.where(is_kept, grad_weights * _kept_scale(dropout), 0.0)
         grad_v += tl.dot(dropped.to(g.dtype), g, input_precision=PRECISION)
         grad_scores = weights * (grad_weights - product[None, :])
         grad_k += tl.dot(grad_scores.to(q.dtype), q, input_precision=PRECISION)

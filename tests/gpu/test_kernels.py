@@ -48,11 +48,12 @@ def test_attention_of_other_heads(heads: Heads, kind: str, dtype: torch.dtype) -
     check_attention(heads, CROSS if kind == "cross" else RAGGED, kind, dtype, "cuda")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "causal" else pytest.mark.slow) for kind in KINDS]
 )
-def test_dropout(kind: str) -> None:
-    check_dropout(kind, "cuda")
+def test_dropout(kind: str, dtype: torch.dtype) -> None:
+    check_dropout(kind, dtype, "cuda")
 
 
 def test_two_runs_have_the_same_bits() -> None:

@@ -7,16 +7,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.library import opcheck
 from torch.nn.utils import parameters_to_vector
 from triton.runtime.jit import JITFunction
 
+import model.loss
 from data_module.batching.batch import PackedBatch, PaddedBatch
 from model.fast import triton_attention
 from model.fast.triton_attention import TRITON_ATTENTION, segment_attention, segment_attention_backward
 from model.fast.triton_check import failure
+from model.fast.triton_loss import TRITON_LOSS
 from model.loss import label_smoothed_loss
 from model.packed_attention import PYTORCH_ATTENTION, Attention
 from model.padded_transformer import PaddedTransformer
@@ -34,9 +37,12 @@ from tests.model.kernel_cases import (
     check_logits_that_are_not_finite,
     dropout_state,
     inputs,
+    kept_weights,
+    philox,
     run,
     segments,
 )
+from tests.model.loss_truth import problem, two_passes
 from tests.model.sentence_batches import PAD, VOCABULARY, arguments, packed, padded
 
 # NumPy, which Triton's interpreter computes with, warns of -inf - -inf and the like.
@@ -71,9 +77,27 @@ def test_no_sentence_at_all(kind: str) -> None:
     assert not any(one.any() for one in (result, *gradients))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_dropout(kind: str) -> None:
-    check_dropout(kind, "cpu")
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*((kind, torch.float32) for kind in KINDS), ("causal", torch.float16)], ids=str
+)
+def test_dropout(kind: str, dtype: torch.dtype) -> None:
+    check_dropout(kind, dtype, "cpu")
+
+
+def test_weights_are_kept_at_random() -> None:
+    """By the authors' own numbers for Philox with 7 rounds; and other seeds, steps and heads keep others."""
+    zero = np.zeros((), np.uint64)
+    assert [int(x) for x in philox(0, [zero] * 4)] == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+    masks = [kept_weights(0.3, *state, 2, 100, 100) for state in ((5, 7), (6, 7), (5, 8), (5 + 2**32, 7))]
+    several = [head for mask in masks for head in mask]
+    for number, mask in enumerate(several):
+        assert float(mask.double().mean()) == pytest.approx(0.7, abs=0.02)
+        for other in several[:number]:
+            # Two independent masks differ in 2 p (1 - p) of the weights.
+            assert float((mask != other).double().mean()) == pytest.approx(0.42, abs=0.02)
+        for shift in (1, 8):
+            for one, other in ((mask[shift:], mask[:-shift]), (mask[:, shift:], mask[:, :-shift])):
+                assert float((one != other).double().mean()) == pytest.approx(0.42, abs=0.02)
 
 
 @pytest.mark.parametrize("kind", ["self", "cross"])
@@ -134,6 +158,32 @@ def test_the_network_is_that_of_blocks_and_of_padded_batches() -> None:
 
 def test_logits_that_are_not_finite() -> None:
     check_logits_that_are_not_finite("cpu")
+
+
+@pytest.mark.parametrize("alpha", [0.0, 5.0])
+def test_the_whole_loss_in_chunks_of_padded_rows(alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 classes, which products pad to 64; 33 tokens, or twice as many with R-Drop, in chunks of 14."""
+    monkeypatch.setattr(model.loss, "_CHUNK_LOGITS", 14 * 64)
+    states, weight, targets = two_passes(torch.float32) if alpha else problem(torch.float32)
+    chunks = []
+
+    def noted(function: Callable[..., Any], logits: torch.Tensor, *rest: Any) -> Any:
+        chunks.append((*logits.shape, logits.stride(0)))
+        return function(logits, *rest)
+
+    functions = TRITON_LOSS._replace(
+        over_classes=partial(noted, TRITON_LOSS.over_classes),
+        over_class_pairs=partial(noted, TRITON_LOSS.over_class_pairs),
+    )
+    found = label_smoothed_loss(states, weight, targets, 0.1, 0, 0.25, functions, alpha)
+    assert chunks == [(14, 50, 64)] * (4 if alpha else 2) + [(10 if alpha else 5, 50, 64)]
+    exact = [x.detach().double().requires_grad_() for x in (states, weight)]
+    expected = label_smoothed_loss(*exact, targets, 0.1, 0, 0.25, None, alpha)
+    gradients = torch.autograd.grad(found.smoothed, [states, weight])
+    for one, other in zip(found, expected, strict=True):
+        assert one.item() == pytest.approx(other.item(), rel=1e-5)
+    for one, other in zip(gradients, torch.autograd.grad(expected.smoothed, exact), strict=True):
+        assert (one - other).norm() < 1e-5 * other.norm()
 
 
 def test_the_check_before_training_accepts_the_kernels_and_names_those_that_are_wrong(

@@ -3,16 +3,20 @@
 Used in Triton's interpreter (`interpreted_kernels.py`) and on a GPU (`tests/gpu/test_kernels.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model.fast.triton_attention import segment_attention
 from model.fast.triton_loss import read_logits
 from tests.model.sentence_batches import attention_of_parts
 
+_WEYL = 0x9E3779B9, 0xBB67AE85
+"""What a round of Philox adds to the halves of the seed."""
 UNUSED = 5
 """Number of padding tokens, after the last sentence."""
 KINDS = ["self", "causal", "cross"]
@@ -125,57 +129,56 @@ def dropout_state(probability: float, seed: int, offset: int, device: str) -> Te
     return torch.tensor([round(probability * 2**32), seed, offset], dtype=torch.int64, device=device)
 
 
-def check_dropout(kind: str, device: str) -> None:
-    """Read off which weights are kept, by values that are rows of an identity, and compare with that mask."""
-    probability, heads, seed = 0.3, Heads(2, 16, 32), 2**40 + 123
-    sentences = Sentences([20, 7, 0, 32, 1], [9, 32, 3, 20, 5])
-    lengths = sentences.keys if kind == "cross" else sentences.queries
-    tensors = inputs(heads, sentences, kind, torch.float32, device)
-    eye = torch.cat([torch.eye(heads.d_v)[:length] for length in lengths]).repeat(1, heads.count)
-    with torch.no_grad():
-        tensors[-1][:-UNUSED, -heads.count * heads.d_v :] = eye
-    plain, _ = run(tensors, heads, sentences, kind)
-
-    def kept(state: Tensor) -> Tensor:
-        dropped, _ = run(tensors, heads, sentences, kind, state)
-        return _factors(plain, dropped, heads, sentences, kind) * (1 - probability)
-
-    state = dropout_state(probability, seed, offset=7, device=device)
-    mask, count = kept(state), _num_weights(heads, sentences, kind)
-    torch.testing.assert_close(mask, (mask > 0.5).double(), rtol=0, atol=1e-4)
-    assert abs(float(mask.sum()) / count - (1 - probability)) < 0.04
-    check_attention(heads, sentences, kind, torch.float32, device, (mask > 0.5) / (1 - probability), state)
-    for other in ((seed, 8), (seed + 1, 7)):
-        changed = ((kept(dropout_state(probability, *other, device=device)) > 0.5) != (mask > 0.5)).sum()
-        # Two independent masks differ in 2 p (1 - p) of the weights.
-        assert abs(float(changed) / count - 2 * probability * (1 - probability)) < 0.05
-    assert torch.equal(run(tensors, heads, sentences, kind, dropout_state(0.0, 1, 2, device))[0], plain)
+def philox(seed: int, counters: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.uint64]]:
+    """Return four 32-bit numbers for each counter of four: Philox 4x32 with 7 rounds (Salmon et al. 2011)."""
+    low, size = np.uint64(2**32 - 1), np.uint64(32)
+    a, b, c, d = counters
+    for number in range(7):
+        keys = [
+            np.uint64((half + number * step) % 2**32)
+            for half, step in zip((seed % 2**32, seed >> 32), _WEYL, strict=True)
+        ]
+        left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = (right >> size) ^ b ^ keys[0], right & low, (left >> size) ^ d ^ keys[1], left & low
+    return [a, b, c, d]
 
 
-def _num_weights(heads: Heads, sentences: Sentences, kind: str) -> int:
-    total = 0
-    for own, other in each(sentences, kind):
-        queries, keys = own.stop - own.start, other.stop - other.start
-        total += queries * (queries + 1) // 2 if kind == "causal" else queries * keys
-    return total * heads.count
+def kept_weights(probability: float, seed: int, offset: int, num_heads: int, rows: int, keys: int) -> Tensor:
+    """Return which weights dropout keeps [H, R, M]: four neighbors at a distance of 8 have one counter."""
+    query, key = np.arange(rows, dtype=np.uint64)[:, None], np.arange(keys, dtype=np.uint64)[None, :]
+    eight, bits = np.uint64(8), np.uint64(3)
+    which = (query >> bits) % np.uint64(2) * np.uint64(2) + (key >> bits) % np.uint64(2)
+    kept = []
+    for head in range(num_heads):
+        first = (query & ~eight) * np.uint64(num_heads) + np.uint64(head)
+        counters = np.broadcast_arrays(first, key & ~eight, np.uint64(offset), np.uint64(0))
+        numbers = np.choose(which.astype(np.int64), philox(seed, counters))
+        kept.append(torch.from_numpy(numbers >= round(probability * 2**32)))
+    return torch.stack(kept)
 
 
-def _factors(plain: Tensor, dropped: Tensor, heads: Heads, sentences: Sentences, kind: str) -> Tensor:
-    """Return the factors on the weights [H, R, M]: results are weights, since values are rows of an identity."""
-    ratios = (
-        (dropped.detach().cpu().double() / plain.detach().cpu().double()).nan_to_num().unflatten(1, (heads.count, -1))
-    )
-    factors = ratios.new_zeros(heads.count, plain.size(0), max(map(sum, sentences)) + UNUSED)
-    for own, other in each(sentences, kind):
-        factors[:, own, other] = ratios[own, :, : other.stop - other.start].transpose(0, 1)
-    return factors
+def check_dropout(kind: str, dtype: torch.dtype, device: str) -> None:
+    """Forward and backward pass keep the weights of the formula, also in sentences that are longer than a tile."""
+    probability, heads, seed, offset = 0.3, Heads(2, 16, 16), 2**40 + 123, 7
+    sentences = Sentences([20, 70, 0, 33, 1], [9, 75, 3, 20, 5])
+    rows = max(map(sum, sentences)) + UNUSED
+    kept = kept_weights(probability, seed, offset, heads.count, rows, rows)
+    state = dropout_state(probability, seed, offset, device)
+    check_attention(heads, sentences, kind, dtype, device, kept / (1 - probability), state)
+    if kind == "causal":
+        check_attention(heads, sentences, kind, dtype, device, None, dropout_state(0.0, seed, offset, device))
 
 
 def check_logits_that_are_not_finite(device: str) -> None:
-    """The loss is then not finite either, so that the step is skipped: PyTorch's softmax has the same results."""
+    """The loss is then not finite either, so that the step is skipped: PyTorch's softmax has the same results.
+
+    What is in the padding of a row is not read as logits, and becomes zero.
+    """
     for value in (float("nan"), float("inf")):
-        for column in (0, 8191, 8192, 9000):
-            logits = torch.randn(2, 9001, device=device)
+        for column in (0, 4095, 4096, 9000):
+            padded = torch.full((2, 9024), value, device=device)
+            logits = padded[:, :9001]
+            logits[:] = torch.randn(2, 9001)
             logits[1, column] = value
             targets = torch.tensor([[3], [5]], device=device)
             expected = logits.cpu().softmax(1)
@@ -186,3 +189,4 @@ def check_logits_that_are_not_finite(device: str) -> None:
             assert gradient is not None
             assert gradient[0].isfinite().all()
             assert gradient[1].isnan().any() == expected[1].isnan().any()
+            assert not padded[0, 9001:].any()
