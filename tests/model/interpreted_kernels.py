@@ -172,8 +172,8 @@ def test_the_whole_loss_in_chunks_of_padded_rows(alpha: float, monkeypatch: pyte
         return function(logits, *rest)
 
     functions = TRITON_LOSS._replace(
-        over_classes=partial(noted, TRITON_LOSS.over_classes),
-        over_class_pairs=partial(noted, TRITON_LOSS.over_class_pairs),
+        read_logits=partial(noted, TRITON_LOSS.read_logits),
+        read_logit_pairs=partial(noted, TRITON_LOSS.read_logit_pairs),
     )
     found = label_smoothed_loss(states, weight, targets, 0.1, 0, 0.25, functions, alpha)
     assert chunks == [(14, 50, 64)] * (4 if alpha else 2) + [(10 if alpha else 5, 50, 64)]
