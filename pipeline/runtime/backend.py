@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _COMPILED_LOSS = ("bf16-mixed", "32-true", "32")
 """Precisions that the compiled loss computes in."""
-_COMPILED_SEARCH = ("32-true", "32")
-"""Precisions in which validation has the compiled search, which computes in float32 only."""
+_SEARCHES_IN_FLOAT32 = 256
+"""Up to this d_model, the compiled search, which computes in float32, is faster than PyTorch's in bfloat16, too."""
 
 
 def choose_backend(
@@ -98,7 +98,10 @@ def _compiled_programs(precision: str, network: NetworkSettings, notes: list[str
             loss = load_compiled_loss().functions()
         except OSError as error:
             lacking.setdefault(str(error), []).append("loss")
-    if precision in _COMPILED_SEARCH and unsupported(network) is None:
+    is_faster = precision in ("32-true", "32") or (
+        precision == "bf16-mixed" and network.d_model <= _SEARCHES_IN_FLOAT32
+    )
+    if is_faster and unsupported(network) is None:
         try:
             search = compiled_search()
         except OSError as error:

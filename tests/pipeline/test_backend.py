@@ -113,20 +113,22 @@ def test_a_cpu(recipe_file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "precision", "kernels", "loss", "search"),
+    ("accelerator", "precision", "kernels", "d_model", "loss", "search"),
     [
-        ("cpu", "bf16-mixed", None, "C++", "PyTorch"),
-        ("cpu", "32-true", None, "C++", "C++"),
-        ("cpu", "32-true", "pytorch", "PyTorch", "PyTorch"),
-        ("cpu", "64-true", None, "PyTorch", "PyTorch"),
-        ("cpu", "16-mixed", None, "PyTorch", "PyTorch"),
-        ("mps", "32-true", None, "PyTorch", "PyTorch"),
+        ("cpu", "bf16-mixed", None, 512, "C++", "PyTorch"),
+        ("cpu", "bf16-mixed", None, 256, "C++", "C++"),
+        ("cpu", "32-true", None, 512, "C++", "C++"),
+        ("cpu", "32-true", "pytorch", 512, "PyTorch", "PyTorch"),
+        ("cpu", "64-true", None, 256, "PyTorch", "PyTorch"),
+        ("cpu", "16-mixed", None, 256, "PyTorch", "PyTorch"),
+        ("mps", "32-true", None, 256, "PyTorch", "PyTorch"),
     ],
 )
 def test_where_loss_and_search_are_compiled(
-    accelerator: str, precision: str, kernels: str | None, loss: str, search: str
+    accelerator: str, precision: str, kernels: str | None, d_model: int, loss: str, search: str
 ) -> None:
-    backend = choose_backend(kernels, None, {"accelerator": accelerator, "precision": precision}, NETWORK)
+    options = {"accelerator": accelerator, "precision": precision}
+    backend = choose_backend(kernels, None, options, NetworkSettings(d_model=d_model))
     assert (backend.loss.name, backend.search.name, backend.in_blocks, backend.notes) == (loss, search, True, ())
     assert backend.scales_loss == (precision == "16-mixed")
 
