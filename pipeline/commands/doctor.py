@@ -52,15 +52,16 @@ def run_checks(configs: list[Path], overrides: list[str], reset: bool, init_from
     from pipeline.runtime.launch import current_step, mistakes
 
     load = partial(load_context, configs, overrides, reset, init_from)
-    launch_mistakes = [CheckResult(False, mistake) for mistake in mistakes()]
-    job = None if launch_mistakes else current_step()
+    # Printed before anything takes time: another rank that misses this one ends the step.
+    code = print_results([CheckResult(False, mistake) for mistake in mistakes()])
+    job = None if code else current_step()
     if job is not None and job.num_tasks > 1:
         return _run_on_all_ranks(job, load)
     context, loaded = load(job)
-    results = [*launch_mistakes, *check_machine(job), loaded]
+    results = [*check_machine(job), loaded]
     if context is not None:
         results += check_recipe(context)
-    return print_results(results)
+    return print_results(results) or code
 
 
 def _run_on_all_ranks(job: "JobStep", load: Load) -> int:
