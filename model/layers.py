@@ -46,7 +46,7 @@ class FeedForward(nn.Module):
 
     def rows(self, x: Tensor) -> Tensor:
         """Map the tokens x [R, D] of packed rows to [R, D]."""
-        return cast_linear(self.outer, self.dropout(self.activation(cast_linear(self.inner, x))))
+        return cast_linear(self.outer, self.dropout(cast_linear(self.inner, x, self.activation)))
 
 
 class Residual(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.torch_private import copy_all
+from model.torch_private import copy_all, linear_relu
 
 
 class CastWeights:
@@ -31,29 +31,38 @@ class CastWeights:
             copy_all(self._copies, self._weights)
 
 
-def cast_linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """Apply a module to rows [R, in], by its 16-bit copies if it has some; return [R, out].
+def cast_linear(module: nn.Linear, x: Tensor, activation: nn.Module | None = None) -> Tensor:
+    """Apply a module and an activation to rows [R, in], by the module's 16-bit copies if it has some; return [R, out].
 
-    The gradients of weight and bias are float32, in the weight's dtype.
+    With copies, ReLU is part of the product. The gradients of weight and bias are float32, in the weight's dtype.
     """
     cast: Any = getattr(module, "cast", None)
     if cast is None:
-        return module(x)
-    result: Any = _CastLinear.apply(x, module.weight, module.bias, *cast)
-    return result
+        result = module(x)
+    else:
+        with_relu = type(activation) is nn.ReLU
+        result = _CastLinear.apply(x, module.weight, module.bias, *cast, with_relu)
+        if with_relu:
+            return result
+    return result if activation is None else activation(result)
 
 
 class _CastLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, cast_weight: Tensor, cast_bias: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, cast_weight: Tensor, cast_bias: Tensor, with_relu: bool
+    ) -> Tensor:
         x = x.to(cast_weight.dtype)
-        ctx.save_for_backward(x, cast_weight)
-        return F.linear(x, cast_weight, cast_bias)
+        result = linear_relu(x, cast_weight, cast_bias) if with_relu else F.linear(x, cast_weight, cast_bias)
+        ctx.save_for_backward(x, cast_weight, *([result] if with_relu else []))
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, *result = ctx.saved_tensors
+        if result:
+            gradient = gradient.where(result[0] > 0, 0.0)
         # CPUs have no product of 16-bit matrices in float32.
         on_gpu = x.device.type == "cuda"
         grad_weight = torch.mm(gradient.t(), x, out_dtype=torch.float32) if on_gpu else (gradient.t() @ x).float()
-        return gradient @ weight, grad_weight, gradient.sum(0, dtype=torch.float32), None, None
+        return gradient @ weight, grad_weight, gradient.sum(0, dtype=torch.float32), None, None, None

@@ -56,6 +56,20 @@ def test_results_are_autocasts_and_gradients_are_float32(dtype: torch.dtype, inp
     assert (found[2] - exact[2]).norm() < 1e-5 * exact[2].norm()  # summed in float32
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU()])
+def test_an_activation_after_the_product(activation: nn.Module) -> None:
+    """Whether or not it is part of the product."""
+    module, x, upstream = linear()
+    x, upstream = x.bfloat16().requires_grad_(), upstream.bfloat16()
+    CastWeights(nn.Sequential(module), torch.bfloat16).refresh()
+    inputs = [x, module.weight, module.bias]
+    expected = activation(cast_linear(module, x))
+    found = cast_linear(module, x, activation)
+    torch.testing.assert_close(found, expected)
+    gradients = (torch.autograd.grad(result, inputs, upstream) for result in (found, expected))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
 def test_copies_follow_the_weights_when_they_are_refreshed() -> None:
     module, x, _ = linear()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)

@@ -18,6 +18,14 @@ def test_packed_products() -> None:
     torch.testing.assert_close(torch_private.packed_linear(x, packed, None), F.linear(x, weight))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_with_relu(dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(size).to(dtype) for size in ((6, 30), (40, 30), (40,)))
+    found = torch_private.linear_relu(x, weight, bias)
+    torch.testing.assert_close(found, F.linear(x, weight, bias).relu())
+    assert 0 < int((found == 0).sum()) < found.numel()
+
+
 @pytest.fixture
 def _restored_limit() -> Iterator[None]:
     before = torch._dynamo.config.recompile_limit
