@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -61,14 +62,24 @@ def run_rates(job: Job) -> None:
     for name, sizes in PRODUCTS.items():
         rows, inputs, outputs = sizes = tuple(size // 100 for size in sizes) if job.tiny else sizes
         x, weight, gradient = _draw(job, rows, inputs), _draw(job, outputs, inputs), _draw(job, rows, outputs)
-        for kind, left, right in (
-            ("forward", x, weight.t()),
-            ("weight gradient", gradient.t(), x),
-            ("input gradient", gradient, weight),
-        ):
-            milliseconds = job.milliseconds(lambda left=left, right=right: left @ right, head_start=1.0)
+        products: dict[str, Callable[[], Any]] = {
+            "forward": partial(torch.mm, x, weight.t()),
+            "weight gradient": _weight_gradient(job, name, gradient, x),
+            "input gradient": partial(torch.mm, gradient, weight),
+        }
+        for kind, work in products.items():
+            milliseconds = job.milliseconds(work, head_start=1.0)
             rate = per_second(2 * rows * inputs * outputs, milliseconds)
             job.record(f"{name}, {kind}", sizes=sizes, milliseconds=milliseconds, flops_per_second=rate)
+
+
+def _weight_gradient(job: Job, name: str, gradient: Tensor, x: Tensor) -> Callable[[], Any]:
+    """Return the product that training does: its result is float32, and that of the loss is added to a sum."""
+    if name == "output projection":
+        total = torch.zeros(gradient.size(1), x.size(1), device=job.device)
+        return partial(model.loss._add_product, total, gradient.t(), x)
+    options = {"out_dtype": torch.float32} if job.device.type == "cuda" else {}
+    return partial(torch.mm, gradient.t(), x, **options)
 
 
 def _draw(job: Job, *shape: int) -> Tensor:
