@@ -29,6 +29,7 @@ from data_module.files import user_path
 from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.config.settings import trainer_signature
 from pipeline.runtime.console import quiet_lightning, say
+from pipeline.runtime.signals import Stopped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,6 +48,10 @@ MARIAN = (
     *("schedule=linear", "peak_learning_rate=1e-3", "learning_rate_factor=1"),
 )
 """The baseline's `training:`, but for its warm-up."""
+BASELINE_KEYS = ("network.", "training.", "batches.batch_tokens", "run.seed", "trainer.precision")
+"""What `--baseline-setting` may change: whole sections and single keys."""
+UNUSED = ("training.ema_decay", "training.muon_momentum", "training.r_drop_alpha", "training.warmup_steps")
+"""Keys of these sections that the baseline does not use."""
 SCORES = {"negative_log_likelihood": "nats a token", "bleu": "BLEU"}
 Rows = list[dict[str, float]]
 """A network's validations: `update`, `minutes` and the scores."""
@@ -74,6 +79,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ("minutes", "updates"):
         if (value := getattr(arguments, name)) is not None and not 0 < value < math.inf:
             raise InputError(f"--{name} {value:g}: must be more than 0")
+    refuse_unused(arguments.baseline, arguments.baseline_setting)
     quiet_lightning()
     recipes = {"ours": load_recipe(arguments.config, arguments.overrides, trainer_signature())}
     folder = arguments.output or Path("runs") / f"{recipes['ours'].name}_learn"
@@ -112,6 +118,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "minutes_to_baseline": minutes_until(curves["ours"], curves["marian"][-1]) if arguments.baseline else None,
         "curves": curves,
     }
+
+
+def refuse_unused(baseline: str | None, settings: list[str]) -> None:
+    """Raise InputError for settings of a baseline that is not trained, or that does not use them."""
+    for setting in settings:
+        if baseline is None:
+            raise InputError(f"--baseline-setting {setting}: has no effect without --baseline marian")
+        key = setting.partition("=")[0]
+        allowed = any(key.startswith(name) if name.endswith(".") else key == name for name in BASELINE_KEYS)
+        if key in UNUSED or not allowed:
+            raise InputError(f"--baseline-setting {setting}: the baseline takes no {key}; leave it out")
 
 
 class Curve:
@@ -211,7 +228,10 @@ def train_recipe(
             run=replace(recipe.run, folder=str(run), patience=None),
             trainer=options,
         )
-        fit_recipe(changed, reset=False, init_from=None, further_callbacks=[callback])
+        try:
+            fit_recipe(changed, reset=False, init_from=None, further_callbacks=[callback])
+        except Stopped:  # Its message says how to resume `fit`.
+            raise Stopped(f"asked to stop: a benchmark cannot resume; remove {folder} to start again") from None
 
     def only_for_time(updates: int, curve: Curve) -> None:
         # So few updates have no warm-up, so that a rate other than 0 might be too high.

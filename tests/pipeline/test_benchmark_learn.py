@@ -1,6 +1,7 @@
 """`benchmark learn`: its curves, its turns, how long it trains, and the score of the baseline."""
 
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +18,13 @@ from pipeline.__main__ import main
 from pipeline.benchmark import learn
 from pipeline.benchmark.learn import TIMED, UNTIMED, Curve, Marian, minutes_until, spaced
 from pipeline.config.recipe import load_recipe
+from pipeline.runtime import signals
 from tests.conftest import refusal
 
 SILENT = ("ignore:You have overridden `transfer_batch_to_device`", "ignore:.*many workers", "ignore:.*LeafSpec")
 pytestmark = [pytest.mark.filterwarnings(message) for message in SILENT]
+
+MARIAN = ("--baseline", "marian", "--baseline-setting")
 
 
 def test_curves_in_turns(
@@ -29,8 +33,7 @@ def test_curves_in_turns(
     monkeypatch.setattr(learn, "TURN_SECONDS", 0.0)
     output = tmp_path / "output"
     command = ["benchmark", "learn", "--config", str(recipe_file), "--updates", "4", "--output", str(output)]
-    given = ["--baseline", "marian", "--baseline-setting", "training.peak_learning_rate=2e-3"]
-    assert main([*command, *given, "--training.label_smoothing", "0.2"]) == 0
+    assert main([*command, *MARIAN, "training.peak_learning_rate=2e-3", "--training.label_smoothing", "0.2"]) == 0
     printed = capsys.readouterr()
     figures = json.loads(printed.out)
     # After each of our updates the baseline has a turn.
@@ -64,6 +67,25 @@ def test_minutes(recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     figures = json.loads(capsys.readouterr().out)
     assert figures["ours"]["update"] == figures["marian"]["update"] == 1
     assert {path.name for path in output.iterdir()} == {"learning.jsonl", "learning.png", "run"}
+
+
+@pytest.mark.parametrize("length", [["--updates", "4"], ["--minutes", "1"]])
+def test_a_stopped_benchmark_does_not_claim_to_resume(
+    length: list[str],
+    recipe_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Curve, "update", lambda _: signal.raise_signal(signal.SIGINT))
+    output = tmp_path / "output"
+    try:
+        assert main(["benchmark", "learn", "--config", str(recipe_file), *length, "--output", str(output)]) == 130
+    finally:
+        signals.forget()
+    said = capfd.readouterr().err
+    assert said.endswith(f"asked to stop: a benchmark cannot resume; remove {output} to start again\n")
+    assert "run the same command" not in said
 
 
 def test_as_many_updates_as_fit_into_the_minutes() -> None:
@@ -124,7 +146,10 @@ def test_minutes_until_the_likelihood_of_the_other() -> None:
         (["--updates", "4", "--training.schedule", "cosine", "--training.peak_learning_rate", "1e-3"], "warmup_steps"),
         (["--updates", "4", "--corpus.folder", "corpus", "--corpus.validation", "[]"], "corpus.validation"),
         (["--updates", "4", "--baseline", "marian", "--network.pre_norm", "true"], "network.pre_norm"),
-        (["--updates", "4", "--baseline", "marian", "--baseline-setting", "network.depth=1"], "network.depth"),
+        (["--updates", "4", *MARIAN, "network.depth=1"], "network.depth"),
+        (["--updates", "4", "--baseline-setting", "network.dropout=0"], "without --baseline marian"),
+        (["--updates", "4", *MARIAN, "corpus.folder=other"], "the baseline takes no corpus.folder"),
+        (["--updates", "4", *MARIAN, "training.warmup_steps=2"], "the baseline takes no training.warmup_steps"),
     ],
 )
 def test_mistakes(
