@@ -51,13 +51,13 @@ threading.Thread(target=wait, daemon=True).start()
 """sitecustomize.py of a step in which rank 1 hangs once all ranks are connected; waits are short."""
 LATE = """\
 import os, sys, time
-if "doctor" in sys.argv:
+if "doctor" in sys.argv and "RESTARTS_IN_JOB" not in os.environ:
     from pipeline.runtime import rendezvous
     rendezvous.patience_seconds = lambda ranks: 8
-    if os.environ["SLURM_PROCID"] == "1" and "RESTARTS_IN_JOB" not in os.environ:
+    if os.environ["SLURM_PROCID"] == "1":
         time.sleep(30)
 """
-"""sitecustomize.py of ranks that wait for one another for 8 seconds only; at the first start, rank 1 is late."""
+"""sitecustomize.py of ranks of which, at the first start, rank 1 is late and the other waits for 8 seconds only."""
 BROKEN_NODE = 'export GLOO_SOCKET_IFNAME=ib7 PYTHONPATH=OTHER; cd COPY; set -- faketime -f +60s "$@"'
 """Four faults of a node."""
 BROKEN_RECIPE: dict[str, Any] = {
