@@ -66,7 +66,7 @@ def run_checks(configs: list[Path], overrides: list[str], reset: bool, init_from
 
 def _run_on_all_ranks(job: "JobStep", load: Load) -> int:
     """Run the checks on this rank; rank 0 prints the results of all ranks."""
-    from pipeline.runtime.console import RendezvousError
+    from pipeline.runtime.console import RendezvousError, UnusableAddressError
     from pipeline.runtime.launch import RANKS_MISSING
     from pipeline.runtime.rendezvous import Rendezvous
 
@@ -78,7 +78,7 @@ def _run_on_all_ranks(job: "JobStep", load: Load) -> int:
         ranks = RankGroup(job)
         ranks.connect(replace(meeting))  # whose time begins now
         gathered = ranks.all_gather(_results_of(ranks, load))
-    except InputError as error:
+    except (InputError, UnusableAddressError) as error:
         return print_results([CheckResult(False, str(error), job.location)])
     except RendezvousError as error:
         print_results([CheckResult(False, str(error), job.location)])

@@ -75,6 +75,10 @@ class RendezvousError(Exception):
     """Ranks could not connect to one another: one line, as for a mistake, but the same start may succeed later."""
 
 
+class UnusableAddressError(RendezvousError):
+    """The address or port given for rank 0 cannot be used, which would recur at the next start."""
+
+
 def user_message(error: Exception) -> str | None:
     """Return the line to print for a user's mistake, unreadable input, a full disk or a missing package.
 

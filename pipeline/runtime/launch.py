@@ -41,6 +41,8 @@ MIN_NODES = "MIN_NODES"
 RANKS_MISSING = 69
 """Exit code of `doctor` if ranks are missing or do not respond. It is no mistake of the user, so the job starts again.
 
+Also if name servers do not answer or rank 0's port is in use, which may be over at the next start.
+
 In sysexits.h it stands for a service that is not available.
 """
 

@@ -1,5 +1,6 @@
 """Connects the ranks of a run through a key-value store in rank 0, and names the ranks that are missing."""
 
+import errno
 import os
 import re
 import socket
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from pipeline.runtime.console import RendezvousError, print_above_bars
+from pipeline.runtime.console import RendezvousError, UnusableAddressError, print_above_bars
 from pipeline.runtime.launch import JobStep, known_nodes, local_rank, main_address, main_port, node_name
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Rendezvous:
 
         Raises:
             RendezvousError: a rank is missing. It names the rank, the address and what to do.
+            UnusableAddressError: the name of rank 0's node does not exist, or this process may not use the port.
         """
         import torch.distributed as dist
 
@@ -117,9 +119,13 @@ class Rendezvous:
     def _check_host(self) -> None:
         try:
             socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            name = f"the first node's name {self.host} does not resolve ({error.strerror})"
-            raise RendezvousError(f"{name}; add it to DNS or /etc/hosts, or export MASTER_ADDR=its address") from None
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name at all, such as one with two dots in a row
+            # Other errors, such as EAI_AGAIN, come from name servers that do not answer now but may at the next start.
+            no_such_name = isinstance(error, UnicodeError) or error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
+            name = f"the first node's name {self.host} does not resolve ({reason_of(error)})"
+            raise (UnusableAddressError if no_such_name else RendezvousError)(
+                f"{name}; add it to DNS or /etc/hosts, or export MASTER_ADDR=its address"
+            ) from None
 
     def _take_reports(self) -> str:
         """Wait on rank 0 for the report of every rank, and tell them the outcome, which is returned."""
@@ -174,7 +180,11 @@ class Rendezvous:
 
     def _cannot_listen(self, error: Exception) -> RendezvousError:
         problem = f"cannot listen on {self._where} for other ranks ({reason_of(error)})"
-        return RendezvousError(f"{problem}; export another MASTER_PORT, or MASTER_ADDR=an address of this node")
+        # Who uses the port may have ended at the next start: a step that was killed, or another job.
+        recurs = isinstance(error, OSError) and error.errno != errno.EADDRINUSE
+        return (UnusableAddressError if recurs else RendezvousError)(
+            f"{problem}; export another MASTER_PORT, or MASTER_ADDR=an address of this node"
+        )
 
     def _rank_0_has_ended(self) -> str:
         return f"rank 0 at {self._where} has ended; see its messages, or check its node"

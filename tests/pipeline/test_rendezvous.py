@@ -1,5 +1,6 @@
 """Ranks that connect to one another, and what is said of those that do not."""
 
+import errno
 import os
 import shutil
 import socket
@@ -178,6 +179,33 @@ def test_doctor_calls_the_roll_before_it_imports_torch(
     monkeypatch.setenv("MASTER_PORT", "none")
     assert main(["doctor"]) == 1
     assert (tmp_path / "mistake").exists()
+
+
+@pytest.mark.parametrize(
+    ("patched", "error", "code"),
+    [
+        ("getaddrinfo", socket.gaierror(socket.EAI_NONAME, "Name or service not known"), 1),
+        ("getaddrinfo", UnicodeError("label empty or too long"), 1),
+        ("getaddrinfo", socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), RANKS_MISSING),
+        ("create_server", PermissionError(errno.EACCES, "Permission denied"), 1),
+        ("create_server", OSError(errno.EADDRINUSE, "Address already in use"), RANKS_MISSING),
+    ],
+)
+def test_an_address_is_a_mistake_if_it_would_fail_again(
+    patched: str, error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Name servers that do not answer now, and a port that is in use, may be there at the next start."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    for name, value in {**FIRST_OF_TWO, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket, patched, fail)
+    assert main(["doctor"]) == code
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("WRONG ")
+    assert f"({rendezvous.reason_of(error)}); " in line
 
 
 def test_fit_says_who_is_missing_in_one_line(recipe_file: Path, tmp_path: Path, port: int) -> None:
