@@ -197,11 +197,14 @@ end_steps() {
 }
 
 # Print the job's nodes that answer within 30 s, with all their GPUs. SLURM may not have noticed yet that a node is lost.
+# The one task has to see all GPUs of its node: options that divide them among the job's tasks would hide some from it, and
+# no node would answer.
 answering_nodes() {
-    local node
+    local node undivided=(env -u SLURM_GPUS -u SLURM_GPUS_PER_TASK -u SLURM_NTASKS_PER_GPU)
+    undivided+=(-u SLURM_GPU_BIND -u SLURM_TRES_BIND)
     for node in $(scontrol show hostnames "$(patiently squeue --noheader --jobs="$(job_id)" --format=%N)"); do
         {
-            timeout --kill-after=5 30 env -u SLURM_GPUS srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \
+            timeout --kill-after=5 30 "${undivided[@]}" srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \
                 --input=none --quiet bash -c "$SEES_ITS_GPUS" &>/dev/null && echo "$node"
         } &
     done | sort --version-sort
