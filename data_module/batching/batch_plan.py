@@ -91,11 +91,11 @@ def plan_epoch(
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
     order = np.arange(len(source_lengths), dtype=np.uint32) if pairs is None else pairs.astype(np.uint32)
     random.shuffle(order)
-    # A batch ends before the first pair with which its tokens exceed `batch_tokens` on either side. Running sums grow,
-    # so a binary search finds that pair. They are computed for a window of pairs at a time. A batch that the window
-    # cuts off is planned again at the beginning of the next one, so that the plan does not depend on windows.
+    # A batch ends before the first pair with which its tokens exceed `batch_tokens` on either side: a binary search in
+    # running sums, computed for a window of pairs at a time. A batch that the window cuts off is planned again at the
+    # beginning of the next one. A window of more pairs than a batch has tokens holds at least one whole batch.
     mean = max(1.0, float(max(source_lengths.mean(), target_lengths.mean())))
-    window = int(_WINDOW_BATCHES * batch_tokens / mean) + 1
+    window = max(int(_WINDOW_BATCHES * batch_tokens / mean), batch_tokens) + 1
     starts, target_tokens = [0], []
     while starts[-1] < len(order):
         first = starts[-1]

@@ -41,6 +41,14 @@ def test_only_the_pairs_that_are_named() -> None:
     assert sorted(pair for i in range(len(built)) for pair in built[i].tolist()) == [2, 7, 7, 11, 2999]
 
 
+def test_pairs_that_are_far_shorter_than_the_mean_of_the_corpus() -> None:
+    lengths = np.full(1100, 2000, dtype=np.uint16)
+    lengths[:100] = 1
+    pairs = np.arange(10_000) % 100
+    built = plan_epoch(lengths, lengths, batch_tokens=BATCH, seed=1, epoch=0, pairs=pairs)
+    assert [built[i].size for i in range(len(built))] == [BATCH] * 5
+
+
 def test_a_plan_takes_four_bytes_a_pair() -> None:
     assert plan_epoch(*lengths(), batch_tokens=BATCH, seed=1, epoch=0).numbers.dtype == np.uint32
 
