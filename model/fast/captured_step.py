@@ -7,7 +7,7 @@ tensors that stay where they are. Random numbers follow the generator's seed.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,10 +28,16 @@ Recorder = Callable[[Callable[[], object]], Callable[[], object]]
 def record_graph(function: Callable[[], object]) -> Callable[[], object]:
     """Record what a function launches, without computing it; return what launches it all."""
     graph = torch.cuda.CUDAGraph()
-    # The loader's threads allocate memory meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # All graphs of a process share memory: they are launched one after another, and none reads what another one leaves
+    # there but tensors that are kept. The loader's threads allocate memory meanwhile.
+    with torch.cuda.graph(graph, pool=_memory_of_graphs(), capture_error_mode="thread_local"):
         function()
     return graph.replay
+
+
+@cache
+def _memory_of_graphs() -> Any:  # The class of a handle is private.
+    return torch.cuda.graph_pool_handle()
 
 
 class CapturedStep:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from data_module.batching.batch import RankBatch
 from data_module.errors import InputError
 from model.backend import Backend
+from model.training_module import TranslationModule
 from pipeline.compat.pytorch import call_after_backward
 from pipeline.monitoring.performance import (
     RankBackend,
@@ -29,6 +30,7 @@ from pipeline.monitoring.performance import (
     value_of_each_rank,
 )
 from pipeline.runtime.console import say
+from pipeline.runtime.devices import mixed_processors_mistake, processor_name
 from pipeline.runtime.launch import node_name
 from pipeline.runtime.step_clock import OWN, StepClock
 
@@ -167,7 +169,12 @@ class TrainingMonitor(Callback):
             self._progress = Progress(trainer.global_step, trainer.max_steps, int(every) if validates else None)
             self._progress.validation_seconds = self._validation_seconds
             self._announce_at = time.monotonic() + ANNOUNCE_AFTER_SECONDS
-        ranks = value_of_each_rank(RankBackend(node_name(), self._backend.summary(), self._backend.notes))
+        processor = processor_name(pl_module.device.index if pl_module.device.type == "cuda" else None)
+        ranks = value_of_each_rank(RankBackend(node_name(), processor, self._backend.summary(), self._backend.notes))
+        assert isinstance(pl_module, TranslationModule)
+        optimizer = pl_module.training_settings.optimizer
+        if mistake := mixed_processors_mistake(optimizer, [rank.processor for rank in ranks]):
+            raise InputError(mistake)
         self.nodes = [rank.node for rank in ranks]
         for line in other_backends(ranks):
             say(line)

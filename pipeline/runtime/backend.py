@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from data_module.errors import InputError
 from model.settings import NetworkSettings
 from pipeline.runtime.compiled_code import Program, load_program, missing_compiler
-from pipeline.runtime.devices import device_indices
+from pipeline.runtime.devices import device_indices, num_ranks
 from pipeline.runtime.launch import local_rank
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def refuse_cuda_graphs(requested: bool | None, options: dict[str, Any], in_block
     obstacle = None
     if not _on_gpu(options):
         obstacle = "they need a GPU"
-    elif len(device_indices(options)) * int(options.get("num_nodes", 1)) > 1:
+    elif num_ranks(options) > 1:
         obstacle = "they are for one GPU, since DDP exchanges gradients within a step"
     elif in_blocks:
         obstacle = "rows in blocks, which no kernel here can avoid, differ in shape from step to step"

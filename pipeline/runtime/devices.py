@@ -1,7 +1,7 @@
 """Devices and numeric precision: what the hardware supports, and how float16 and TF32 are set up."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data_module.errors import InputError
@@ -104,6 +104,30 @@ def precision_plugin(options: dict[str, Any]) -> Any:
     return plugin
 
 
+def processor_name(gpu: int | None) -> str:
+    """Return what decides how this process's products are rounded: a GPU's name, or the CPU and its instructions."""
+    import torch
+
+    if gpu is not None:
+        return torch.cuda.get_device_name(gpu)
+    products = " with bfloat16" if torch.cpu.get_capabilities().get("avx512_bf16", False) else ""
+    return f"{torch.cpu.get_capabilities().get('cpu_name', 'CPU')}, {torch.backends.cpu.get_cpu_capability()}{products}"
+
+
+def mixed_processors_mistake(optimizer: str, processors: Sequence[str]) -> str | None:
+    """Return the mistake if ranks on different processors would let their weights drift apart; None if not.
+
+    The arithmetic of Adam is the same to the bit everywhere. Muon multiplies matrices, on each rank by itself.
+    """
+    kinds = sorted(set(processors))
+    if optimizer != "muon" or len(kinds) == 1:
+        return None
+    return (
+        f"training.optimizer muon: ranks compute on {' and '.join(kinds)}, which round products otherwise, so that"
+        " their weights would drift apart; use nodes of one kind, or adam"
+    )
+
+
 def best_precision(accelerator: Any) -> Any:
     """Return bf16 mixed precision if the hardware has bfloat16 matrix products, else float32."""
     import torch
@@ -137,3 +161,10 @@ def device_indices(options: dict[str, Any]) -> list[int]:
             problem = "cannot be used on a CPU; give a number of processes, or auto"
         raise InputError(f"trainer.devices {given}: {problem}")
     return indices
+
+
+def num_ranks(options: dict[str, Any]) -> int:
+    """Return the number of processes that train with these options of Lightning's Trainer."""
+    # Tasks that see one GPU each say how many they are on a node by the strategy's devices.
+    devices = getattr(options.get("strategy"), "parallel_devices", None) or device_indices(options)
+    return len(devices) * int(options.get("num_nodes", 1))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from data_module.files import FileLock, existing_parent
 from pipeline.config.recipe import Recipe
 from pipeline.runtime.console import RendezvousError
-from pipeline.runtime.devices import sees_own_gpu_only
+from pipeline.runtime.devices import mixed_processors_mistake, processor_name, sees_own_gpu_only
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name, report_mistake_to_script
 from pipeline.runtime.rendezvous import Rendezvous, patience_seconds
 from pipeline.training.checks import CheckResult
@@ -125,6 +125,11 @@ def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult
     if recipe is not None:
         yield from _check_shared_corpus(ranks, recipe.corpus_folder())
         yield from _check_shared_run_folder(ranks, recipe.run_folder())
+        on_cpu = recipe.trainer.get("accelerator") == "cpu"
+        processors = ranks.all_gather(processor_name(None if on_cpu else _own_gpu(ranks.job)))
+        mistake = mixed_processors_mistake(recipe.training.optimizer, processors)
+        if mistake is not None and ranks.job.rank == 0:
+            yield CheckResult(False, mistake)
     shared = list(_check_own_gpus(ranks))
     yield from shared
     if not unreachable and not shared:  # It would fail for the reason already reported.

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from data_module.errors import InputError
 from pipeline.commands.doctor import agree_on_context
 from pipeline.config.recipe import load_recipe
-from pipeline.runtime.devices import ONE_GPU_NOTE, gpus_mistake
+from pipeline.runtime.backend import refuse_cuda_graphs
+from pipeline.runtime.devices import ONE_GPU_NOTE, gpus_mistake, mixed_processors_mistake
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name
 from pipeline.training import rank_checks
 from pipeline.training.checks import CheckContext, CheckResult, check_ignored_keys, check_machine, check_trainer
@@ -183,7 +184,7 @@ def test_two_ranks_with_the_same_gpu(tiny_corpus: Path, tmp_path: Path) -> None:
 
     def fault() -> None:
         torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-        torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid="GPU-3")
+        torch.cuda.get_device_properties = lambda _: SimpleNamespace(name="H100", uuid="GPU-3")
 
     first, second = found(tmp_path, [tiny_corpus] * 2, [tmp_path / "run"] * 2, [fault] * 2)
     [(ok, message, _)] = first
@@ -201,7 +202,9 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "This GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=0, uuid="GPU-3"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H100", total_memory=0, uuid="GPU-3")
+    )
     return monkeypatch
 
 
@@ -221,6 +224,15 @@ def test_a_task_that_sees_one_gpu_trains_on_it(local_rank: int, one_gpu: pytest.
     assert (trainer.num_devices, trainer.world_size, trainer.local_rank) == (4, 4, local_rank)
     assert trainer.strategy.determine_ddp_device_ids() == [0]
     assert rank_checks._own_gpu(step) == 0  # of doctor's all-reduce
+    with pytest.raises(InputError, match=r"^run\.cuda_graphs: they are for one GPU"):
+        refuse_cuda_graphs(True, options)
+
+
+def test_ranks_on_processors_of_several_kinds_cannot_share_muons_updates() -> None:
+    assert mixed_processors_mistake("adam", ["H100", "A100"]) is None
+    assert mixed_processors_mistake("muon", ["H100", "H100"]) is None
+    mistake = mixed_processors_mistake("muon", ["H100", "A100", "H100"])
+    assert str(mistake).startswith("training.optimizer muon: ranks compute on A100 and H100, which ")
 
 
 def test_a_part_of_a_nodes_gpus_is_refused_by_fit(one_gpu: pytest.MonkeyPatch) -> None:
