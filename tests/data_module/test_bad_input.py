@@ -179,7 +179,7 @@ def test_invalid_utf8(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None
     assert str(caught.value) == message
     account = place.works(drop_invalid_utf8=True)["train"]
     assert account["pairs_dropped"]["invalid_utf8"]["pairs"] == 1
-    assert account["pairs_dropped"]["invalid_utf8"]["first_lines"][0].endswith("train.en:3")
+    assert account["pairs_dropped"]["invalid_utf8"]["first_lines"][0].endswith("train.de:3")
     assert place.source_text() == [*SOURCE[:2], SOURCE[3]]
 
 

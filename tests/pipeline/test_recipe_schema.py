@@ -206,5 +206,7 @@ def test_the_ranges_are_those_that_the_code_checks(key: str, part: Any, tmp_path
             recipe.setdefault("network", {}).setdefault(other.partition(".")[2], 8)
         if key == "training.peak_learning_rate":
             recipe["training"]["schedule"] = "linear"
+        if key == "training.muon_momentum":
+            recipe["training"]["optimizer"] = "muon"
         schema, doctor = judgements(yaml.safe_dump(recipe), tmp_path)
         assert schema == doctor, f"{key} {value}"
