@@ -174,8 +174,10 @@ class TranslationModule(LightningModule):
 
     def _begin_step(self, num_target_tokens: int, learning_rate: float) -> None:
         """Write what the step depends on to its tensors, and cast the weights."""
-        if self._step.rate.device != self.device:
+        if self._step.rate.device != self.device or self._step.scale.dtype != self.dtype:
             self._step = StepTensors(*(tensor.to(self.device) for tensor in self._step))
+            # In float64, float32 would round a factor that is another one for each number of ranks.
+            self._step = self._step._replace(scale=self._step.scale.to(self.dtype))
             if self.loss_scale is not None:
                 self.loss_scale.to(self.device)
         # The step follows the gradient of the sum of all ranks' losses, divided by their number of target tokens. DDP
