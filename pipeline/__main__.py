@@ -46,6 +46,11 @@ COMMANDS = {
     "demo": Command("prepare to export on a generated corpus, in minutes", "pipeline.commands.demo"),
     "doctor": Command("check the machine, the job and a recipe before running", "pipeline.commands.doctor"),
 }
+GONE_OPTIONS = {
+    "translate --input": "is now called --source",
+    "benchmark --checkpoint": "has gone; give the checkpoint right after `decode`",
+}
+"""What serves instead of an option of an earlier version, by command and option."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -95,6 +100,9 @@ def parse(command: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
     )
     module.add_arguments(parser)
     known, unknown = parser.parse_known_args(words)
+    option = unknown[0].partition("=")[0] if unknown else ""
+    if instead := GONE_OPTIONS.get(f"{command} {option}"):
+        raise InputError(f"{option}: {instead}; see {parser.prog} --help")
     if unknown and not hasattr(known, "config"):
         raise InputError(f"argument '{unknown[0]}' is unknown; see {parser.prog} --help")
     known.overrides = unknown

@@ -78,7 +78,7 @@ class Round(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's arguments."""
-    parser.add_argument("--checkpoint", type=user_path, required=True, help="a .ckpt file or a run folder")
+    parser.add_argument("checkpoint", type=user_path, help="a .ckpt file or a run folder")
     parser.add_argument("--bundle", type=user_path, help="exported bundle of the checkpoint; compare with its model.ts")
     parser.add_argument("--source", type=user_path, required=True, help="sentences to translate (plain or .gz)")
     add_search_arguments(parser)

@@ -1,6 +1,6 @@
 """Translate sentences: one output line for each input line, in order; an empty line stays empty.
 
-Reads --input or standard input. Standard error names the checkpoint that was chosen from a run folder, and at the end
+Reads --source or standard input. Standard error names the checkpoint that was chosen from a run folder, and at the end
 the number of lines that were not UTF-8, were cut, lack a prefix, have characters that the model has never seen or have
 U+2581, with the first three of them. With
 --n-best, up to N translations are printed for a line, best first, each after the line's number and a tab. With
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("checkpoint", type=user_path, help="a .ckpt file, a run folder or a bundle")
-    parser.add_argument("--input", type=user_path, help="a file of sentences, plain or .gz (default: standard input)")
+    parser.add_argument("--source", type=user_path, help="a file of sentences, plain or .gz (default: standard input)")
     add_prefix_argument(parser)
     add_search_arguments(parser)
     parser.add_argument("--n-best", type=int, metavar="N", help="print the N best translations; at most the beam size")
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if n_best < 1:
         raise InputError(f"--n-best {n_best}: must be 1 or more")
     # Before the checkpoint is loaded, so that a missing file is reported at once.
-    stream = open_text(arguments.input) if arguments.input else _standard_input()
+    stream = open_text(arguments.source) if arguments.source else _standard_input()
     # Someone who types sentences needs each translation at once.
     chunk = 1 if stream.isatty() else CHUNK
     try:
@@ -101,7 +101,7 @@ def _translate(
     truncated = LineWarning(f"longer than the {translator.max_source_tokens} tokens that the network reads; cut")
     unknown, warnings = LineWarning(UNKNOWN_MESSAGE), SentenceWarnings(translator.prefixes)
     lines = _checked(with_prefix(arguments.prefix, sentences(stream)), warnings)
-    total = count_lines(arguments.input) if arguments.input else None
+    total = count_lines(arguments.source) if arguments.source else None
     translations = translator.translate_lines(lines, chunk, arguments.n_best or 1, total)
     for number, translation in enumerate(translations, 1):
         if translation.truncated:

@@ -99,7 +99,7 @@ def test_errors_of_the_command_line(trained_run: Path, tmp_path: Path, monkeypat
     assert "--n-best 0" in refusal("translate", trained_run, "--n-best", 0)
     assert "is more than the beam, 2; raise --beam" in refusal("translate", trained_run, "--n-best", 3, "--beam", 2)
     assert "--length-penalty -1" in refusal("translate", trained_run, "--length-penalty", -1)
-    assert "none.txt" in refusal("translate", trained_run, "--input", tmp_path / "none.txt")
+    assert "none.txt" in refusal("translate", trained_run, "--source", tmp_path / "none.txt")
     truncated = tmp_path / "cut.ckpt"
     truncated.write_bytes((trained_run / "checkpoints" / "best.ckpt").read_bytes()[:5000])
     assert "truncated" in refusal("translate", truncated)

@@ -52,7 +52,7 @@ class Place(NamedTuple):
                 [*fit, "--run.folder", self.run],
                 [*fit, "--run.folder", self.run.with_name("new"), "--init-from", self.checkpoint],
             ],
-            "card": [["benchmark", "decode", "--checkpoint", self.checkpoint, "--bundle", self.bundle, *with_text[:2]]],
+            "card": [["benchmark", "decode", self.checkpoint, "--bundle", self.bundle, *with_text[:2]]],
             "model.ts": [],
         }[kind]
 

@@ -225,10 +225,10 @@ def test_commands_take_a_bundle(
         assert main(["evaluate", str(path), "--source", str(text), "--reference", str(text), "--beam", "2"]) == 0
         figures = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert figures.pop("checkpoint").endswith("best.ckpt" if path == trained_run else "model.ts")
-        printed.append((figures, run_command("translate", path, "--input", text, "--beam", 2).stdout))
+        printed.append((figures, run_command("translate", path, "--source", text, "--beam", 2).stdout))
     assert printed[0] == printed[1]
     assert printed[0][1].count(b"\n") == len(TEXTS)
-    several = run_command("translate", bundle, "--input", text, "--devices", 2)
+    several = run_command("translate", bundle, "--source", text, "--devices", 2)
     assert (several.returncode, several.stdout) == (2, b"")
     assert b"error: --devices 2: a bundle has one process" in several.stderr
 

@@ -19,7 +19,7 @@ def test_figures_beside_a_baseline(trained_run: Path, bundle: Path, tiny_corpus:
     lines = (tiny_corpus.parent / "validation.source").read_text().split("\n")[:20]
     text.write_text("\n".join([*lines, "", ""]))
     engines = ["--bundle", bundle, "--baseline", "ctranslate2", "--baseline", "huggingface"]
-    answer = pipeline(*COMMAND, "--checkpoint", trained_run, "--source", text, *engines)
+    answer = pipeline(*COMMAND, trained_run, "--source", text, *engines)
     assert answer.returncode == 0, answer.stderr
     figures = json.loads(answer.stdout.splitlines()[-1])
     assert len(answer.stdout.splitlines()) == 1
@@ -56,10 +56,10 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("\n\n")
     for arguments, words in (
-        (["--checkpoint", trained_run, "--source", empty], f"{empty}: has no sentences"),
-        (["--checkpoint", trained_run, "--source", tmp_path / "none"], "none: cannot be read"),
-        (["--checkpoint", tmp_path / "none.ckpt", "--source", __file__], "no such checkpoint"),
-        (["--checkpoint", trained_run, "--source", __file__, "--beam", 0], "--beam 0: must be 1 or more"),
-        (["--checkpoint", trained_run, "--source", __file__, "--bundle", tmp_path], "holds no model.ts"),
+        ([trained_run, "--source", empty], f"{empty}: has no sentences"),
+        ([trained_run, "--source", tmp_path / "none"], "none: cannot be read"),
+        ([tmp_path / "none.ckpt", "--source", __file__], "no such checkpoint"),
+        ([trained_run, "--source", __file__, "--beam", 0], "--beam 0: must be 1 or more"),
+        ([trained_run, "--source", __file__, "--bundle", tmp_path], "holds no model.ts"),
     ):
         assert words in refusal("benchmark", "decode", *arguments)

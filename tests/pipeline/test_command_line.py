@@ -56,4 +56,18 @@ def test_every_command_that_takes_a_recipe() -> None:
 
 
 def test_a_command_without_recipes_takes_yaml_files_as_they_are() -> None:
-    assert parse("translate", ["run", "--input", "one.yaml"])[1].input == ONE
+    assert parse("translate", ["run", "--source", "one.yaml"])[1].source == ONE
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("translate run --input text", "--input: is now called --source"),
+        ("translate --input=text run", "--input: is now called --source"),
+        ("benchmark decode --checkpoint run --source text", "--checkpoint: has gone; give the checkpoint right after"),
+    ],
+)
+def test_gone_options_say_what_serves_instead(words: str, message: str) -> None:
+    command, *rest = words.split()
+    with pytest.raises(InputError, match=f"^{message}"):
+        parse(command, rest)

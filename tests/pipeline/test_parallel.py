@@ -153,7 +153,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_output_and_warnings_are_those_of_one_process(trained_run: Path, text: Path) -> None:
-    words = ("translate", trained_run, "--input", text, "--beam", 2, "--n-best", 2, "--scores")
+    words = ("translate", trained_run, "--source", text, "--beam", 2, "--n-best", 2, "--scores")
     words += ("--stop-rule", "first", "--length-penalty", 1.3)
     one, two = (pipeline(*words, "--devices", count) for count in (1, 2))
     assert one.returncode == two.returncode == 0, two.stderr
@@ -260,7 +260,7 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_killed_process_is_named(start: Callable[..., Command], long_text: Path) -> None:
-    command = start("--input", long_text)
+    command = start("--source", long_text)
     command.wait_for_output()
     os.kill(command.workers()[1], signal.SIGKILL)
     code, errors = command.end()
@@ -272,7 +272,7 @@ def test_a_killed_process_is_named(start: Callable[..., Command], long_text: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["loading", "waiting for input", "translating"])
 def test_ctrl_c(start: Callable[..., Command], long_text: Path, moment: str) -> None:
-    command = start(*(("--input", long_text) if moment == "translating" else ("--beam", 1)))
+    command = start(*(("--source", long_text) if moment == "translating" else ("--beam", 1)))
     if moment == "loading":
         command.wait_for(lambda: len(command.workers()) == 2)
     elif moment == "translating":
@@ -287,14 +287,14 @@ def test_ctrl_c(start: Callable[..., Command], long_text: Path, moment: str) -> 
 
 
 def test_no_process_outlives_a_killed_one(start: Callable[..., Command], long_text: Path) -> None:
-    command = start("--input", long_text)
+    command = start("--source", long_text)
     command.wait_for_output()
     command.process.kill()
     assert command.end() == (-signal.SIGKILL, [])
 
 
 def test_a_closed_output_pipe(trained_run: Path, long_text: Path) -> None:
-    words = f"'{sys.executable}' -m pipeline translate '{trained_run}' --devices 2 --beam 1 --input '{long_text}'"
+    words = f"'{sys.executable}' -m pipeline translate '{trained_run}' --devices 2 --beam 1 --source '{long_text}'"
     # The last `cat` ends when no process has standard error open any more.
     script = f"set -o pipefail; {{ {words} | head -n 1; echo $?; }} 2>&1 | cat"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
