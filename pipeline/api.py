@@ -21,8 +21,9 @@ from model.padded_transformer import PaddedTransformer, attention_maps
 from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.bundle import bundle_of, load_bundle
 from pipeline.inference.options import SearchOptions
+from pipeline.inference.scoring import score_pairs
 from pipeline.inference.text_io import SPACE_MARK_MESSAGE, UNKNOWN_MESSAGE, progress_bar
-from pipeline.inference.translator import EMPTY, Hypothesis, Translator, encode_sources, load_translator, score_pairs
+from pipeline.inference.translator import EMPTY, Hypothesis, Translator, encode_sources, load_translator
 from pipeline.runtime import signals
 from pipeline.runtime.console import lightning_noise_restored, user_message
 

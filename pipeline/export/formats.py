@@ -18,8 +18,9 @@ from pipeline.export.ctranslate2_model import require_ctranslate2, write_ctransl
 from pipeline.export.exported_program import load_exported_program, load_onnx, write_exported_program, write_onnx
 from pipeline.export.huggingface_model import require_transformers, write_huggingface
 from pipeline.export.torchscript import load_torchscript, write_int8, write_torchscript
+from pipeline.inference.scoring import score_pairs
 from pipeline.inference.text_io import progress_bar
-from pipeline.inference.translator import LONGEST, length_batches, padded, score_pairs
+from pipeline.inference.translator import LONGEST, length_batches, padded
 
 BATCH_TOKENS = 4096
 Ids = list[int]

@@ -27,7 +27,8 @@ from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.formats import FORMATS, Answer, Bundle, Ids, Runner, SearchRunner
 from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.inference.metrics import Bleu, corpus_score
-from pipeline.inference.translator import LONGEST, encode_sources, score_pairs
+from pipeline.inference.scoring import score_pairs
+from pipeline.inference.translator import LONGEST, encode_sources
 
 BLEU = 0.1
 ENOUGH_SENTENCES = 500
