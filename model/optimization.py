@@ -136,7 +136,7 @@ def muon(parameters: Iterable[nn.Parameter], settings: TrainingSettings) -> Opti
     parameters = list(parameters)
     projections = [parameter for parameter in parameters if hasattr(parameter, "projections")]
     if not projections:
-        raise ValueError("training.optimizer muon finds no projection in this network; choose adam")
+        raise ValueError("it finds no projection in this network; choose adam")
     others = adam([parameter for parameter in parameters if not hasattr(parameter, "projections")], settings)
     momentum = 0.95 if settings.muon_momentum is None else settings.muon_momentum
     return Muon(projections, others, momentum, settings.weight_decay)
@@ -157,6 +157,15 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: TrainingSettin
         ValueError: no optimizer of that name is registered.
     """
     return OPTIMIZERS[settings.optimizer](parameters, settings)
+
+
+def require_recordable(optimizer: Optimizer) -> None:
+    """Raise ValueError if the host has to know whether a step of the optimizer is skipped."""
+    if not skips_non_finite_steps(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} is no fused optimizer of PyTorch, so its step cannot be recorded; set"
+            " run.cuda_graphs to false, and steps run kernel by kernel"
+        )
 
 
 def take_step(

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data_module.batching.batch import PackedBatch
-from model.torch_private import copy_all, skips_non_finite_steps
+from model.optimization import require_recordable
+from model.torch_private import copy_all
 
 _FIRST_RECORDED = 3
 """Steps before this one, counted from 0, run kernel by kernel: they compile, allocate the optimizer's state, and let
@@ -58,14 +59,9 @@ class CapturedStep:
             optimizer: its method `step` does all of `end_step` from here on.
             record: what records.
 
-        Raises:
-            ValueError: the optimizer needs the host to know whether a step is skipped.
+        Raises ValueError as `require_recordable` does.
         """
-        if not skips_non_finite_steps(optimizer):
-            raise ValueError(
-                f"run.cuda_graphs: {type(optimizer).__name__} is no fused optimizer of PyTorch, so its step cannot be"
-                " recorded; set it to false, and steps run kernel by kernel"
-            )
+        require_recordable(optimizer)
         self._record = record
         self._add_gradients, self._end_step, self._optimizer = add_gradients, end_step, optimizer
         self._step = -1

@@ -123,7 +123,7 @@ def recipe_comparison(
     from pipeline.benchmark.side_by_side import SideBySide
     from pipeline.runtime.backend import choose_backend
     from pipeline.runtime.console import say
-    from pipeline.training.build import build_data, build_module
+    from pipeline.training.build import build_data, build_module, refuse_optimizer
     from pipeline.training.trainer import make_trainer
 
     if recipe.training.r_drop_alpha:
@@ -135,6 +135,7 @@ def recipe_comparison(
     backend = choose_backend(run.kernels, run.compile, options, recipe.network, run.cuda_graphs)
     for line in (*backend.notes, backend.line()):
         say(line)
+    refuse_optimizer(recipe)
     module = build_module(recipe, tokenizer, backend)
     data = build_data(recipe, tokenizer, backend.in_blocks)
     others = {name: Baseline(name, recipe, tokenizer.vocabulary_size, data, precision) for name in baselines}

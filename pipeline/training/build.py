@@ -4,6 +4,7 @@ Each `build_*` function can be read alone; `fit.py` calls them.
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from data_module.files import atomic_file
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from model.backend import Backend
+from model.optimization import build_optimizer, require_recordable
 from model.training_module import TranslationModule
+from model.transformer import Transformer
 from pipeline.checkpointing.callback import EMA, CheckpointCallback
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.checkpointing.run_folder import STOPPED_EARLY
@@ -87,6 +90,21 @@ class ResumableEarlyStopping(EarlyStopping):
 def special_ids(tokenizer: Tokenizer) -> SpecialIds:
     """Return the ids of the padding, begin and end symbols."""
     return SpecialIds(pad=tokenizer.pad_id, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
+
+
+def refuse_optimizer(recipe: Recipe) -> None:
+    """Raise InputError where `training.optimizer` does not fit the network, or its steps not `run.cuda_graphs`.
+
+    A network of one layer each shows it, which takes a fraction of a second.
+    """
+    settings = replace(recipe.network, num_layers=1, num_encoder_layers=None, num_decoder_layers=None)
+    network = Transformer(1, settings)
+    try:
+        optimizer = build_optimizer(network.parameters(), recipe.training)
+        if recipe.run.cuda_graphs:
+            require_recordable(optimizer)
+    except ValueError as error:
+        raise InputError(f"training.optimizer {recipe.training.optimizer}: {error}") from error
 
 
 def build_module(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> TranslationModule:

@@ -279,6 +279,14 @@ def check_backend(context: CheckContext) -> Iterator[CheckResult]:
     yield from (CheckResult(True, note, is_warning=True) for note in backend.notes)
 
 
+def check_optimizer(context: CheckContext) -> Iterable[CheckResult]:
+    """Check that the recipe's network can be trained with its optimizer."""
+    from pipeline.training.build import refuse_optimizer
+
+    refuse_optimizer(context.recipe)
+    return ()
+
+
 def check_bleu_tokenizer(context: CheckContext) -> Iterable[CheckResult]:
     """Check that the tokenizer of validation BLEU is installed."""
     from pipeline.inference.bleu_tokenizer import require_tokenizer
@@ -324,6 +332,7 @@ CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
     check_initial_state,
     check_corpus,
     check_trainer,
+    check_optimizer,
     check_bleu_tokenizer,
     check_shared_cpu,
 )

@@ -160,5 +160,5 @@ def test_graphs_on_a_gpu_compute_the_same_steps() -> None:
 
 def test_an_optimizer_that_waits_for_the_device_is_refused() -> None:
     optimizer = SGD([torch.nn.Parameter(torch.zeros(2))])
-    with pytest.raises(ValueError, match=r"^run\.cuda_graphs: SGD .*; set it to false, and"):
+    with pytest.raises(ValueError, match=r"^SGD .*; set run\.cuda_graphs to false, and"):
         CapturedStep(print, print, optimizer)  # type: ignore[arg-type]

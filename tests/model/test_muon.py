@@ -124,7 +124,7 @@ def test_which_parameters_are_projections() -> None:
     assert found == {f"{path}.{name}.weight": rows for path, parts in modules.items() for name, rows in parts.items()}
     others = [names[id(one)] for group in optimizer.param_groups[1:] for one in group["params"]]
     assert sorted([*found, *others]) == sorted(names.values())
-    with pytest.raises(ValueError, match="muon finds no projection in this network; choose adam"):
+    with pytest.raises(ValueError, match="it finds no projection in this network; choose adam"):
         build_optimizer(nn.Linear(3, 3).parameters(), SETTINGS)
 
 

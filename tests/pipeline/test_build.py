@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import SGD
 
 from data_module.corpus.manifest import read_manifest
 from data_module.corpus.preparation import prepare
+from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.backend import Backend
+from model.optimization import OPTIMIZERS, muon
 from pipeline.config.recipe import load_recipe
+from pipeline.config.settings import trainer_signature
 from pipeline.training.build import build_callbacks, build_data, build_module
+from pipeline.training.checks import CheckContext, check_recipe
+from pipeline.training.fit import fit
 from pipeline.training.start import ResumePoint, Start
 from tests.conftest import sentences
 
@@ -90,3 +97,27 @@ def test_a_resumed_run_keeps_the_tokenizer_of_bleu(recipe_file: Path, capsys: py
         samples = callbacks(make_start(recipe_file, "--run.bleu_tokenizer", "intl", resume=began))["ValidationSamples"]
         assert samples.state_dict()["bleu_tokenizer"] == tokenizer
         assert ("validation keeps BLEU on char tokens" in capsys.readouterr().err) == (began is not None)
+
+
+@pytest.mark.parametrize(
+    ("build", "mistake"),
+    [
+        (lambda _, settings: muon([nn.Parameter(torch.ones(2))], settings), "it finds no projection in this network; "),
+        (lambda parameters, _: SGD(parameters), "SGD is no fused optimizer .*; set run.cuda_graphs to false, "),
+    ],
+)
+def test_an_optimizer_that_cannot_train_is_refused_before_anything_is_prepared(
+    build: Any, mistake: str, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `fit` and `doctor`."""
+    monkeypatch.setitem(OPTIMIZERS, "own", build)
+    monkeypatch.setattr("pipeline.runtime.backend.refuse_cuda_graphs", lambda *_: None)  # as on a GPU
+    corpus = tmp_path / "corpus"
+    overrides = ["--training.optimizer", "own", "--run.cuda_graphs", "true", "--corpus.folder", str(corpus)]
+    overrides += ["--run.folder", str(tmp_path / "run")]
+    with pytest.raises(InputError, match=f"^command line: training.optimizer own: {mistake}") as refused:
+        fit([recipe_file], overrides, reset=False, init_from=None)
+    assert not corpus.exists()
+    recipe = load_recipe([recipe_file], overrides, trainer_signature())
+    found = [result.message for result in check_recipe(CheckContext(recipe, None, False, None)) if not result.ok]
+    assert found == [str(refused.value)]
