@@ -2,11 +2,14 @@
 
 import json
 import re
+from collections import defaultdict
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 from data_module.batching.batch import RankBatch, SpecialIds
@@ -88,6 +91,20 @@ def test_tokens_are_those_of_all_ranks_without_padding(
         assert line["train_perf/padding_share"] == pytest.approx(1 - real / padded)
         last = shares[end - 1]
         assert line["train_perf/epoch"] == pytest.approx(last.epoch + (last.index + 1) / len(epoch))
+
+
+def test_steps_without_any_token_are_logged(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, 0, writes=True)
+    strategy = SimpleNamespace(reduce=lambda sums, reduce_op: sums)
+    trainer = SimpleNamespace(global_step=1, global_rank=0, world_size=1, logger=log, strategy=strategy)
+    zeros = defaultdict(lambda: torch.tensor(0.0))
+    batch = RankBatch(torch.tensor([]), [], 0, num_target_tokens=0, epoch=0, index=0, num_batches=1)
+    monitor = TrainingMonitor(1)
+    monitor.nodes = ["node"]
+    monitor.clock.start(torch.device("cpu"))
+    monitor.on_train_batch_end(trainer, None, zeros, batch, 0)  # type: ignore[arg-type]
+    [line] = (tmp_path / METRICS).read_text(encoding="utf-8").splitlines()
+    assert "train_perf/padding_share" in json.loads(line)
 
 
 def test_a_resumed_run_knows_how_long_a_validation_takes() -> None:
