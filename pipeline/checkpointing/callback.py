@@ -4,7 +4,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,7 +36,7 @@ _COPY_SLACK = 1 << 20
 
 
 class CheckpointCallback(Callback):
-    """Save a checkpoint at step or time intervals and at the end; keep the newest ones and the best by BLEU.
+    """Save a checkpoint at step or time intervals and at the end; keep the newest ones and the best by `run.best_by`.
 
     As many checkpoints as the newest ones are also kept around the best validation, so that they can be averaged after
     the run has gone on without improving. They move to a folder of their own when they leave the newest.
@@ -46,8 +46,12 @@ class CheckpointCallback(Callback):
     the next checkpoint, at a stop and at the end.
     """
 
-    def __init__(self, run: Path, recipe: Recipe, tokenizer: Tokenizer, clock: StepClock) -> None:
+    def __init__(
+        self, run: Path, recipe: Recipe, tokenizer: Tokenizer, clock: StepClock, mode: Literal["max", "min"] = "max"
+    ) -> None:
+        """`mode` says which score of `run.best_by` is the best."""
         self._run = run
+        self._sign = 1.0 if mode == "max" else -1.0
         self._settings = recipe.run
         self._clock = clock
         self._with_average = recipe.training.ema_decay is not None
@@ -58,7 +62,7 @@ class CheckpointCallback(Callback):
         self._save_after_validation = False
         self._temporary_step: int | None = None
         """Step of a checkpoint between two intervals, saved only because the run had to stop there."""
-        self.best_bleu = -1.0
+        self.best_score: float | None = None
         self._best_step: int | None = None
         """Step of the best validation; None before the first one."""
 
@@ -77,16 +81,19 @@ class CheckpointCallback(Callback):
             self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save `best.ckpt` if BLEU improved, then the checkpoint that was waiting for this validation."""
-        bleu = trainer.callback_metrics.get("validation/bleu")
-        improved = bleu is not None and not trainer.sanity_checking and float(bleu) > self.best_bleu
-        if bleu is not None and improved:
-            self.best_bleu, self._best_step = float(bleu), trainer.global_step
+        """Save `best.ckpt` if `run.best_by` improved, then the checkpoint that was waiting for this validation."""
+        score = trainer.callback_metrics.get(f"validation/{self._settings.best_by}")
+        improved = score is not None and not trainer.sanity_checking and self._is_better(float(score))
+        if score is not None and improved:
+            self.best_score, self._best_step = float(score), trainer.global_step
         if self._save_after_validation:
             self._save_after_validation = False
             self.save(trainer, best=improved)
         elif improved:
             self._write(trainer, best_path(self._run), WriteOptions())
+
+    def _is_better(self, score: float) -> bool:
+        return self.best_score is None or self._sign * score > self._sign * self.best_score
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step; wait until it is on disk."""
@@ -172,7 +179,7 @@ class CheckpointCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run continues with."""
-        return {"best_bleu": self.best_bleu, "best_step": self._best_step, "temporary_step": self._temporary_step}
+        return {"best_score": self.best_score, "best_step": self._best_step, "temporary_step": self._temporary_step}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reserve the memory that checkpoints are copied to, before the memory of training is measured."""
@@ -194,7 +201,9 @@ class CheckpointCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the callback's state."""
-        self.best_bleu, self._best_step = state_dict["best_bleu"], state_dict["best_step"]
+        # Earlier revisions knew BLEU only, and called it so.
+        self.best_score = state_dict["best_score"] if "best_score" in state_dict else state_dict["best_bleu"]
+        self._best_step = state_dict["best_step"]
         self._temporary_step = state_dict["temporary_step"]
 
 

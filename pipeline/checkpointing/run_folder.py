@@ -28,6 +28,7 @@ from data_module.files import (
 )
 from model.settings import DECAY_TO_LAST_STEP, changed_keys
 from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.settings import RunSettings
 from pipeline.runtime.launch import JobStep, versions
 from pipeline.runtime.signals import Stopped, raise_if_stopped
 
@@ -44,6 +45,8 @@ MAY_CHANGE = ("name", "decoding", "run", "monitoring", "trainer")
 """Sections of the recipe that may change when a run is resumed."""
 MAY_CHANGE_KEYS = ("batches.max_tokens_per_device", "batches.workers", "corpus.folder")
 """Keys of other sections that may change."""
+MAY_NOT_CHANGE = ("run.seed", "run.best_by")
+"""Keys of these sections that may not."""
 
 MAX_STARTS = 3
 """How often a job may start from the same checkpoint: once, and twice more after failures."""
@@ -143,6 +146,12 @@ def _config(path: Path) -> dict[str, Any] | None:
         return None
     is_recipe = isinstance(config, dict) and {"corpus", "batches", "network", "training", "run"} <= config.keys()
     return config if is_recipe else None
+
+
+def best_by(path: Path) -> str:
+    """Return the metric by which a run chooses its best validation."""
+    config = _config(path) or {}
+    return config.get("run", {}).get("best_by", RunSettings.best_by)
 
 
 def check_writable(path: Path) -> None:
@@ -274,7 +283,7 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
     allowed: list[str] = []
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
-            may_change = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key != "run.seed")
+            may_change = key in MAY_CHANGE_KEYS or (key.split(".")[0] in MAY_CHANGE and key not in MAY_NOT_CHANGE)
             change = _change(key, before.get(key), now.get(key))
             if key == "trainer.max_steps" and recipe.training.schedule in DECAY_TO_LAST_STEP:
                 may_change, change = False, f"{change}, where training.schedule {recipe.training.schedule} ends"

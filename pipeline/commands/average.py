@@ -16,6 +16,7 @@ from pipeline.checkpointing.run_folder import (
     METRICS,
     around_best_checkpoints,
     around_best_path,
+    best_by,
     best_path,
     is_valid,
     nearest_steps,
@@ -88,17 +89,19 @@ def average_best(run: Path, count: int, output: Path) -> list[str]:
     Returns the checkpoints' names. Raises InputError when there are fewer checkpoints or no validation scores.
     """
     from pipeline.checkpointing.checkpoint import average, write_atomic
+    from pipeline.inference.metrics import title
 
     saved = saved_checkpoints(run)
     require_enough(run, "--best", count, len(saved))
-    step, bleu = best_validation(run)
-    print(f"best validation: step {step}: BLEU {bleu:.2f}", file=sys.stderr)
+    metric = best_by(run)
+    step, score = best_validation(run, metric)
+    print(f"best validation: step {step}: {title(metric)} {score:.2f}", file=sys.stderr)
     chosen = {saved[near]: near for near in nearest_steps(saved, step, count)}
     averaged = average(list(chosen), lambda path: read_saved(run, path, chosen[path]))
     selection = {
         "option": f"--best {count}",
         "run_step": max(saved),
-        "best_validation": {"step": step, "bleu": bleu},
+        "best_validation": {"step": step, metric: score},
         "steps": list(chosen.values()),
     }
     # The record comes first, so that no average lacks it.
@@ -146,17 +149,19 @@ def read_saved(run: Path, path: Path, step: int) -> dict[str, Any]:
     raise InputError(f"{path}: fit has removed it since this command began; run the same command again")
 
 
-def best_validation(run: Path) -> tuple[int, float]:
-    """Return step and BLEU of the best validation that the run has logged.
+def best_validation(run: Path, metric: str) -> tuple[int, float]:
+    """Return step and score of the best validation that the run has logged.
 
-    Raises InputError when it has logged none.
+    Raises InputError when it has logged none, or when the metric is not registered.
     """
-    key = "validation/bleu"
+    from pipeline.inference.metrics import mode_of
+
+    best, key = (max if mode_of(metric) == "max" else min), f"validation/{metric}"
     lines = list(read_metrics(run)) if (run / METRICS).is_file() else []
     scores = [(line["step"], float(line[key])) for line in lines if key in line]
     if not scores:
         raise InputError(f"{run}: {METRICS} has no validation scores to choose checkpoints by; give --last N")
-    return max(scores, key=lambda score: score[1])  # The first of equal ones, as for best.ckpt.
+    return best(scores, key=lambda score: score[1])  # The first of equal ones, as for best.ckpt.
 
 
 def require_enough(run: Path, option: str, count: int, available: int) -> None:

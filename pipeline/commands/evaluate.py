@@ -1,4 +1,4 @@
-"""Score translations with BLEU and chrF: values, 95 % bootstrap intervals and signatures.
+"""Score translations with BLEU, chrF and exact match: values, 95 % bootstrap intervals and signatures.
 
 Source and reference are plain, detokenized texts with one sentence a line. Without files, the text is a test set of
 sacreBLEU (`--test-set`), or `corpus.test` of the checkpoint's recipe; several sources of it are also scored apart. The
@@ -227,7 +227,6 @@ def print_scores(
     for name in [name for name in figures if f"{name}_interval" in figures]:
         low, high = figures[f"{name}_interval"]
         print(f"{name:20} {figures[name]:6.2f}  [{low:.2f}, {high:.2f}]  {figures[f'{name}_signature']}")
-    print(f"{'exact_match':20} {figures['exact_match']:6.2f}  % of {len(references):,} sentences")
     for checkpoint, other in others:
         figures["versus"] = {"checkpoint": checkpoint, **compare(hypotheses, other, references, tokenizer)}
         print_comparison(figures["versus"])
@@ -249,7 +248,9 @@ def print_messy(messy: dict[str, Any]) -> None:
     names = list(messy["signatures"])
     print("\n" + " ".join([f"{'text':20}", *(f"{name:>8} {'of clean':>9}" for name in names), f"{'copied':>8}"]))
     for kind, scores in messy["scores"].items():
-        cells = [f"{scores[name]:8.2f} {_percent(scores.get(f'{name}_of_clean')):>9}" for name in names]
+        cells = [
+            f"{scores[name]:{max(8, len(name))}.2f} {_percent(scores.get(f'{name}_of_clean')):>9}" for name in names
+        ]
         print(" ".join([f"{kind:20}", *cells, f"{_percent(scores.get('copied')):>8}"]).rstrip())
     for name, signature in messy["signatures"].items():
         print(f"{name:20} {signature}")

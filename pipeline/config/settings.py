@@ -23,8 +23,11 @@ class RunSettings:
     """Time between checkpoints, checked every `log_every_steps` steps; in addition to `checkpoint_every_steps`."""
     keep_last: int = 5
     """Number of newest checkpoints kept, and of checkpoints around the best validation; the best one is kept too."""
+    best_by: str = "bleu"
+    """The validation metric that chooses `best.ckpt`, and that `patience` and `average --best` follow: bleu, chrf,
+    exact_match, or one that you have registered. It may not change on resume."""
     patience: int | None = None
-    """Stop after this many validations without a better BLEU; never if null."""
+    """Stop after this many validations without a better score of `best_by`; never if null."""
     bleu_tokenizer: Literal["13a", "intl", "char", "zh", "ja-mecab", "ko-mecab"] | None = None
     """sacreBLEU's tokenizer; by `corpus.target_language` if null. A resumed run keeps the one it began with."""
     log_every_steps: int = 50

@@ -6,7 +6,7 @@
 import re
 import statistics
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import sacrebleu
@@ -31,7 +31,10 @@ _PUNCTUATED = re.compile(r"[.,](\s|$)|&(apos|quot|amp);|@-@|@@ ")
 
 
 class Metric(Protocol):
-    """A metric whose score for a text is a function of summed sentence statistics."""
+    """A metric whose score for a text is a function of summed sentence statistics.
+
+    A higher score is better, unless the class sets `higher_is_better = False`, as in torchmetrics.
+    """
 
     def signature(self) -> str:
         """Return the options and versions that scores depend on, as `key:value` pairs joined by `|`."""
@@ -98,11 +101,27 @@ class ChrF:
         return chrf_score(self._chrf, statistics)
 
 
+class ExactMatch:
+    """Percentage of lines that equal their reference apart from white space. It suits tasks with one right answer."""
+
+    def signature(self) -> str:
+        """Return the options and versions that scores depend on."""
+        return "nrefs:1|case:mixed|space:ignored"
+
+    def statistics(self, hypothesis: str, reference: str) -> list[int]:
+        """Return whether the line matches, and 1."""
+        return [hypothesis.split() == reference.split(), 1]
+
+    def score(self, statistics: Any) -> float:
+        """Return the percentage of matches."""
+        return 100.0 * statistics[0] / max(statistics[1], 1)
+
+
 class MetricRegistry(Registry[Metric]):
     """Metrics by name. To add one from outside: `METRICS["word_error_rate"] = WordErrorRate()`."""
 
     RESERVED = (
-        *("bleu_lowercase", "bleu_paper", "bleu_moses_lowercase", "exact_match"),
+        *("bleu_lowercase", "bleu_paper", "bleu_moses_lowercase"),
         *(
             "beam_size",
             "length_penalty",
@@ -114,7 +133,7 @@ class MetricRegistry(Registry[Metric]):
             "messy",
             "copied",
         ),
-        *("loss", "negative_log_likelihood", "perplexity", "accuracy", "best_bleu", "length_ratio", "repetition"),
+        *("loss", "negative_log_likelihood", "perplexity", "accuracy", "length_ratio", "repetition"),
     )
     """Other keys of `evaluate`'s JSON and other tags under `validation/`."""
 
@@ -122,12 +141,12 @@ class MetricRegistry(Registry[Metric]):
         """Raise ValueError if the name is taken or is not an identifier."""
         if not name.isidentifier():
             raise ValueError(f"metric {name!r}: is not an identifier; use letters, digits and underscores")
-        if name in self or name in self.RESERVED:
+        if name in self or name in self.RESERVED or name.startswith("best_"):
             raise ValueError(f"metric {name!r}: the name is taken; choose another")
         super().__setitem__(name, metric)
 
 
-METRICS = MetricRegistry("metric", bleu=Bleu(), chrf=ChrF())
+METRICS = MetricRegistry("run.best_by", bleu=Bleu(), chrf=ChrF(), exact_match=ExactMatch())
 """Metrics that `evaluate` and validation compute.
 
 The name is the key in the JSON of `evaluate`; the TensorBoard tag is `validation/<name>`. Every process that computes
@@ -140,17 +159,32 @@ def metrics_on(tokenizer: str) -> dict[str, Metric]:
     return {**METRICS, "bleu": Bleu(tokenize=tokenizer)}
 
 
+def title(name: str) -> str:
+    """Return a metric's name as it is printed."""
+    return {"bleu": "BLEU", "chrf": "chrF", "exact_match": "exact match"}.get(name, name)
+
+
+def mode_of(name: str) -> Literal["max", "min"]:
+    """Return which score of a registered metric is the best.
+
+    Raises:
+        InputError: there is no such metric.
+    """
+    if name not in METRICS:
+        raise InputError(METRICS.unknown(name))
+    return "max" if getattr(METRICS[name], "higher_is_better", True) else "min"
+
+
 def corpus_score(metric: Metric, hypotheses: list[str], references: list[str]) -> float:
     """Return the score of a text."""
     return _total_score(metric, _statistics(metric, hypotheses, references))
 
 
 def score(hypotheses: list[str], references: list[str], tokenizer: str = DEFAULT) -> dict[str, Any]:
-    """Return the registered metrics' scores, `bleu_lowercase` and `exact_match`.
+    """Return the registered metrics' scores and `bleu_lowercase`.
 
     Each metric has its score, its 95 % bootstrap interval as `<name>_interval` and its signature as `<name>_signature`.
-    `exact_match` is the percentage of lines that equal their reference apart from white space. It suits tasks with one
-    right answer. `tokenizer` is BLEU's.
+    `tokenizer` is BLEU's.
     """
     scores: dict[str, Any] = {}
     for name, metric in metrics_on(tokenizer).items():
@@ -158,8 +192,7 @@ def score(hypotheses: list[str], references: list[str], tokenizer: str = DEFAULT
         if name == "bleu":
             lowercase = Bleu(lowercase=True, tokenize=tokenizer)
             scores |= _with_interval("bleu_lowercase", lowercase, hypotheses, references)
-    matches = sum(ours.split() == theirs.split() for ours, theirs in zip(hypotheses, references, strict=True))
-    return scores | {"exact_match": 100.0 * matches / len(references)}
+    return scores
 
 
 def paper_score(hypotheses: list[str], references: list[str], language: str) -> dict[str, Any]:

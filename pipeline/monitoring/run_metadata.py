@@ -16,19 +16,19 @@ from torch import nn
 from data_module.corpus.manifest import split_sources
 from pipeline.checkpointing.run_folder import STARTS, SUMMARY, read_metrics
 from pipeline.config.recipe import Recipe
+from pipeline.inference.metrics import mode_of
 from pipeline.monitoring.run_log import RunLog, code_block, key_value_table, table
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.runtime.launch import JobStep, node_name, versions
 
 COMPARED_METRICS = (
-    "validation/best_bleu",
     "validation/bleu",
     "validation/chrf",
     "validation/loss",
     "validation/perplexity",
     "train_perf/target_tokens_per_second",
 )
-"""Metrics of the HParams tab."""
+"""Metrics of the HParams tab, besides `run.best_by`."""
 _HYPERPARAMETER_SECTIONS = {"network": (), "training": (), "batches": ("workers", "max_tokens_per_device")}
 """Section of a recipe -> its settings that are no hyperparameters, because they do not change the result."""
 LAYOUT = {
@@ -36,7 +36,7 @@ LAYOUT = {
         "loss": ["^train/loss$", "^validation/loss$"],
         "negative log-likelihood": ["^train/negative_log_likelihood$", "^validation/negative_log_likelihood$"],
         "accuracy": ["^train/accuracy$", "^validation/accuracy$"],
-        "BLEU and chrF": ["^validation/bleu$", "^validation/chrf$"],
+        "BLEU, chrF and exact match": ["^validation/bleu$", "^validation/chrf$", "^validation/exact_match$"],
         "BLEU by source length": ["^validation_bleu_by_length/"],
         "length ratio and repetition": ["^validation/length_ratio$", "^validation/repetition$"],
     },
@@ -92,7 +92,7 @@ class RunMetadata(Callback):
         for name, page in pages.items():
             log.add_text(f"run/{name}", page, trainer.global_step + 1)
         # Step 0 at every start of the run: TensorBoard shows the first one that it finds.
-        log.add_hyperparameters(self._hyperparameters(), list(COMPARED_METRICS), 0)
+        log.add_hyperparameters(self._hyperparameters(), compared_metrics(self._recipe.run.best_by), 0)
         log.add_layout(_layout(self._manifest), 0)
 
     def _hyperparameters(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class RunMetadata(Callback):
         if isinstance(log, RunLog) and log.writes:
             summary = {
                 "step": trainer.global_step,
-                **final_metrics(log),
+                **final_metrics(log, self._recipe.run.best_by),
                 "goodput": self._monitor.goodput(),
                 "seconds_since_submission": time.time() - first_submission(self.starts),
                 "starts": len(self.starts),
@@ -125,8 +125,13 @@ class RunMetadata(Callback):
             log.write(SUMMARY, (json.dumps(summary, indent=2) + "\n").encode())
 
 
-def final_metrics(log: RunLog) -> dict[str, Any]:
-    """Return the last value of each metric, the validation with the best BLEU, and the median throughput.
+def compared_metrics(best_by: str) -> list[str]:
+    """Return the metrics of the HParams tab, the one that validations are chosen by first."""
+    return list(dict.fromkeys([f"validation/best_{best_by}", f"validation/{best_by}", *COMPARED_METRICS]))
+
+
+def final_metrics(log: RunLog, best_by: str) -> dict[str, Any]:
+    """Return the last value of each metric, the best validation by a metric, and the median throughput.
 
     Empty if metrics.jsonl cannot be read.
     """
@@ -137,12 +142,13 @@ def final_metrics(log: RunLog) -> dict[str, Any]:
     last: dict[str, Any] = {}
     for line in lines:
         last |= line
-    validations = [line for line in lines if "validation/bleu" in line]
+    tag, best = f"validation/{best_by}", max if mode_of(best_by) == "max" else min
+    validations = [line for line in lines if tag in line]
     throughput = "train_perf/target_tokens_per_second"
     rates = [line[throughput] for line in lines if throughput in line]
     return {
         "last": {name: value for name, value in last.items() if name not in ("step", "time")},
-        "best_validation": max(validations, key=lambda line: line["validation/bleu"], default=None),
+        "best_validation": best(validations, key=lambda line: line[tag], default=None),
         "target_tokens_per_second": statistics.median(rates) if rates else None,
     }
 

@@ -21,6 +21,7 @@ from data_module.errors import InputError
 from model.backend import Backend
 from model.training_module import TranslationModule
 from pipeline.compat.pytorch import call_after_backward
+from pipeline.inference.metrics import title
 from pipeline.monitoring.performance import (
     RankBackend,
     Stragglers,
@@ -29,6 +30,7 @@ from pipeline.monitoring.performance import (
     slowest_rank,
     value_of_each_rank,
 )
+from pipeline.monitoring.validation_metrics import quality
 from pipeline.runtime.console import say
 from pipeline.runtime.devices import mixed_processors_mistake, processor_name
 from pipeline.runtime.launch import node_name
@@ -132,6 +134,7 @@ class TrainingMonitor(Callback):
         every_steps: steps between two points of a curve.
         flops_per_target_token: for the MFU, which is not logged if this is 0.
         backend: this rank's; it is compared with that of rank 0.
+        best_by: the metric beside the progress bar.
     """
 
     def __init__(
@@ -139,10 +142,12 @@ class TrainingMonitor(Callback):
         every_steps: int,
         flops_per_target_token: float = 0.0,
         backend: Backend = Backend(),  # noqa: B008
+        best_by: str = "bleu",
     ) -> None:
         self._every_steps = every_steps
         self._flops_per_token = flops_per_target_token
         self._backend = backend
+        self._best_by = best_by
         self.submitted = time.time()
         """When the run was first submitted, in seconds since the epoch."""
         self.clock = StepClock()
@@ -316,14 +321,13 @@ class TrainingMonitor(Callback):
             self._progress.validation_seconds = self._validation_seconds
         metrics = trainer.callback_metrics
         if "validation/bleu" in metrics and not trainer.sanity_checking and self._progress is not None:
-            bleu, chrf, loss, perplexity = (
-                float(metrics[f"validation/{name}"]) for name in ("bleu", "chrf", "loss", "perplexity")
-            )
+            loss, perplexity = (float(metrics[f"validation/{name}"]) for name in ("loss", "perplexity"))
             say(
-                f"step {trainer.global_step}: validation BLEU {bleu:.2f}, chrF {chrf:.2f}, loss {loss:.4f}, "
+                f"step {trainer.global_step}: validation {quality(metrics)}, loss {loss:.4f}, "
                 f"perplexity {perplexity:.3f}"
             )
-            self._progress.show({"BLEU": f"{bleu:.2f}"}, self.clock.median_step_seconds())
+            best = f"{float(metrics[f'validation/{self._best_by}']):.2f}"
+            self._progress.show({title(self._best_by): best}, self.clock.median_step_seconds())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the progress bar."""

@@ -1,6 +1,6 @@
 """Quality of validation's translations, from statistics summed over batches and ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ LENGTHS = (10, 20, 30, 40, 60)
 """Upper bounds of the source-length buckets, in pieces; longer sources belong to one more bucket."""
 REPEATED = 4
 """Number of consecutive pieces that count as a repetition if they occurred before in the same translation."""
-_TITLES = {"bleu": "BLEU", "chrf": "chrF"}
 
 
 class ValidationMetrics(torchmetrics.Metric):
@@ -75,8 +74,8 @@ class ValidationMetrics(torchmetrics.Metric):
     def compute(self) -> dict[str, float]:
         """Return `validation/<name>` for each metric, BLEU by source length, and ratios.
 
-        With sources, also `validation/<name>/<source>`. BLEU and chrF are in percent. Buckets and sources without a
-        sentence are left out.
+        With sources, also `validation/<name>/<source>`. BLEU, chrF and exact match are in percent. Buckets
+        and sources without a sentence are left out.
         """
         totals = {name: self._sum(name).sum((0, 1)).tolist() for name in self._metrics}
         hypothesis_length, reference_length = totals["bleu"][:2]
@@ -103,11 +102,16 @@ class ValidationMetrics(torchmetrics.Metric):
 
     def signatures(self) -> str:
         """Return the signature of every metric."""
-        return "; ".join(f"{_TITLES.get(name, name)} {metric.signature()}" for name, metric in self._metrics.items())
+        return "; ".join(f"{metrics.title(name)} {metric.signature()}" for name, metric in self._metrics.items())
 
     def _sum(self, name: str) -> Tensor:
         """Return a metric's summed statistics by text source and source length [sources, buckets, statistics]."""
         return getattr(self, _state(name))
+
+
+def quality(scores: Mapping[str, Any]) -> str:
+    """Return the scores of a validation by registered metrics as text."""
+    return ", ".join(f"{metrics.title(name)} {float(scores[f'validation/{name}']):.2f}" for name in metrics.METRICS)
 
 
 def _state(name: str) -> str:

@@ -11,8 +11,9 @@ from data_module.corpus.manifest import SplitSources
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.inference.bleu_tokenizer import DEFAULT
+from pipeline.inference.metrics import mode_of
 from pipeline.monitoring.run_log import RunLog, table
-from pipeline.monitoring.validation_metrics import ValidationMetrics
+from pipeline.monitoring.validation_metrics import ValidationMetrics, quality
 
 NUM_SAMPLES, NUM_WORST, NUM_LONGEST = 12, 6, 4
 _COLUMN_PADDING = 40 * "\u00a0"
@@ -48,6 +49,7 @@ class ValidationSamples(Callback):
         tokenizer: turns translations into text.
         bleu_tokenizer: sacreBLEU's tokenizer for BLEU.
         text_sources: which pairs come from which text source, to score each apart as well.
+        best_by: the metric whose best score so far is logged.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ValidationSamples(Callback):
         tokenizer: Tokenizer,
         bleu_tokenizer: str = DEFAULT,
         text_sources: SplitSources | None = None,
+        best_by: str = "bleu",
     ) -> None:
         self._sources, self._references, self._tokenizer = sources, references, tokenizer
         self._lengths = [len(ids) for ids in tokenizer.encode(sources)]
@@ -68,7 +71,8 @@ class ValidationSamples(Callback):
         self._metrics = self._new_metrics()
         self._kept: dict[int, Translation] = {}
         self._worst: list[Translation] = []
-        self.best_bleu = -1.0
+        self._best_by = best_by
+        self.best_score: float | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that all ranks count the same tokens.
@@ -122,14 +126,13 @@ class ValidationSamples(Callback):
         self._gather()
         if trainer.sanity_checking:
             return
-        self.best_bleu = max(self.best_bleu, scores["validation/bleu"])
-        pl_module.log_dict({**scores, "validation/best_bleu": self.best_bleu})
+        score = scores[f"validation/{self._best_by}"]
+        best = max if mode_of(self._best_by) == "max" else min
+        self.best_score = score if self.best_score is None else best(self.best_score, score)
+        pl_module.log_dict({**scores, f"validation/best_{self._best_by}": self.best_score})
         log = trainer.logger
         if isinstance(log, RunLog):
-            heading = (
-                f"BLEU {scores['validation/bleu']:.2f}, chrF {scores['validation/chrf']:.2f} "
-                f"({self._metrics.signatures()}); the table shows the chrF of each sentence\n\n"
-            )
+            heading = f"{quality(scores)} ({self._metrics.signatures()}); the table shows the chrF of each sentence\n\n"
             pages = {
                 "translations": [self._kept[pair] for pair in self.samples],
                 "translations_worst": self._worst,
@@ -147,12 +150,13 @@ class ValidationSamples(Callback):
         return self._kept[pair]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: the best BLEU so far, and its tokenizer."""
-        return {"best_bleu": self.best_bleu, "bleu_tokenizer": self._bleu_tokenizer}
+        """Return the state to save: the best score so far, and BLEU's tokenizer."""
+        return {"best_score": self.best_score, "bleu_tokenizer": self._bleu_tokenizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best BLEU; `bleu_tokenizer_of` reads the tokenizer before the callback is made."""
-        self.best_bleu = state_dict["best_bleu"]
+        """Restore the best score; `bleu_tokenizer_of` reads the tokenizer before the callback is made."""
+        # Earlier revisions knew BLEU only, and called it so.
+        self.best_score = state_dict["best_score"] if "best_score" in state_dict else state_dict["best_bleu"]
 
     def _gather(self) -> None:
         """Collect the translations of all ranks."""

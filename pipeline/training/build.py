@@ -27,6 +27,7 @@ from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import max_seconds
 from pipeline.inference.bleu_tokenizer import spacing_warning
+from pipeline.inference.metrics import mode_of, title
 from pipeline.monitoring.attention_plots import AttentionPlots
 from pipeline.monitoring.performance import flops_per_target_token
 from pipeline.monitoring.run_log import RunLog
@@ -64,13 +65,14 @@ class RunFolderSetup(Callback):
 
 
 class ResumableEarlyStopping(EarlyStopping):
-    """Lightning's EarlyStopping, with the recipe's patience also when the resumed run had another.
+    """Lightning's EarlyStopping by `run.best_by`, with the recipe's patience also when the resumed run had another.
 
     It leaves a note in the run folder if it has ended the run, so that the next start does not resume it.
     """
 
     def __init__(self, start: Start, patience: int) -> None:
-        super().__init__("validation/bleu", mode="max", patience=patience)
+        self._metric = start.recipe.run.best_by
+        super().__init__(f"validation/{self._metric}", mode=mode_of(self._metric), patience=patience)
         self._folder = start.folder
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -84,7 +86,8 @@ class ResumableEarlyStopping(EarlyStopping):
         note = {"step": trainer.global_step, "patience": self.patience}
         with atomic_file(self._folder.path / STOPPED_EARLY) as file:
             file.write(json.dumps(note).encode())
-        say(f"stopped early at step {trainer.global_step} after {self.patience} validations without a better BLEU")
+        without = f"{self.patience} validations without a better {title(self._metric)}"
+        say(f"stopped early at step {trainer.global_step} after {without}")
 
 
 def special_ids(tokenizer: Tokenizer) -> SpecialIds:
@@ -177,10 +180,11 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
     elif warning := spacing_warning(references, bleu):
         say(f"the validation text's references {warning}")
     text_sources = data.validation_sources()
-    samples = ValidationSamples(sources, references, tokenizer, bleu_tokenizer=bleu, text_sources=text_sources)
+    best_by = recipe.run.best_by
+    samples = ValidationSamples(sources, references, tokenizer, bleu, text_sources, best_by)
     num_passes = 2 if recipe.training.r_drop_alpha else 1
     flops = num_passes * flops_per_target_token(recipe.network, tokenizer.vocabulary_size, data.train_corpus)
-    monitor = TrainingMonitor(recipe.run.log_every_steps, flops, backend)
+    monitor = TrainingMonitor(recipe.run.log_every_steps, flops, backend, best_by)
     callbacks: list[Callback] = [
         MemoryProbe(data),
         RunFolderSetup(start, backend),
@@ -193,7 +197,7 @@ def build_callbacks(start: Start, data: TranslationDataModule, backend: Backend)
         callbacks.append(ResumableEarlyStopping(start, recipe.run.patience))
     if recipe.training.ema_decay is not None:
         callbacks.append(EMA(decay=recipe.training.ema_decay))
-    checkpoints = CheckpointCallback(recipe.run_folder(), recipe, tokenizer, monitor.clock)
+    checkpoints = CheckpointCallback(recipe.run_folder(), recipe, tokenizer, monitor.clock, mode_of(best_by))
     limit = max_seconds(recipe.trainer.get("max_time"))
     return [*callbacks, checkpoints, GracefulStop(checkpoints, recipe.run.timeout_seconds, limit)]
 

@@ -304,6 +304,14 @@ def check_bleu_tokenizer(context: CheckContext) -> Iterable[CheckResult]:
     return [CheckResult(True, note or f"validation BLEU on {tokenizer} tokens")]
 
 
+def check_best_by(context: CheckContext) -> Iterable[CheckResult]:
+    """Check that the metric that chooses the best validation is registered."""
+    from pipeline.inference.metrics import mode_of
+
+    mode_of(context.recipe.run.best_by)
+    return ()
+
+
 def check_shared_cpu(context: CheckContext) -> Iterable[CheckResult]:
     """Warn if several devices were asked for and would be CPU processes, because there is no GPU."""
     options = {"accelerator": "auto", "devices": "auto", **context.recipe.trainer}
@@ -333,6 +341,7 @@ CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
     check_corpus,
     check_trainer,
     check_optimizer,
+    check_best_by,
     check_bleu_tokenizer,
     check_shared_cpu,
 )

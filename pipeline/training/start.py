@@ -206,7 +206,9 @@ def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:
     if (path / STOPPED_EARLY).exists():
         stop = json.loads((path / STOPPED_EARLY).read_text(encoding="utf-8"))
         if stop["step"] == step and recipe.run.patience is not None and recipe.run.patience <= stop["patience"]:
-            without = f"{stop['patience']} validations without a better BLEU"
+            from pipeline.inference.metrics import title
+
+            without = f"{stop['patience']} validations without a better {title(recipe.run.best_by)}"
             return f"stopped early at step {step} after {without}; raise run.patience to continue"
     return None
 

@@ -206,6 +206,8 @@ def test_layers_and_heads_that_the_network_does_not_have(place: Path) -> None:
     assert layers == "command line: monitoring.attention_layers: 1 does not exist; give numbers up to 0"
     heads = refusal(place, "--monitoring.attention_heads", 2)
     assert heads == "command line: monitoring.attention_heads: 2 does not exist; give numbers up to 1"
+    metric = refusal(place, "--run.best_by", "exact_mach")
+    assert metric == "command line: run.best_by 'exact_mach' is not registered; did you mean exact_match?"
     assert not (place / "corpus").exists()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from data_module.errors import InputError
 from pipeline.__main__ import main
@@ -19,9 +20,16 @@ from pipeline.checkpointing.run_folder import (
     step_path,
 )
 from pipeline.commands import average as command
+from pipeline.inference.metrics import METRICS, ExactMatch
 from tests.conftest import refusal
 
 EVERY = 20
+
+
+class WordErrors(ExactMatch):
+    """A metric whose lowest score is the best."""
+
+    higher_is_better = False
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +125,23 @@ def test_the_first_of_equal_validations_is_the_best(run: Path) -> None:
     record = best(run, 3)
     assert record["best_validation"] == {"step": 3 * EVERY, "bleu": 50.0}
     assert record["steps"] == [2 * EVERY, 3 * EVERY, 4 * EVERY]
+
+
+def test_another_metric_chooses_where_the_run_says_so(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["run"]["best_by"] = "word_error_rate"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = [
+        {"step": step * EVERY, "validation/bleu": step, "validation/word_error_rate": abs(step - 4)}
+        for step in (2, 4, 6)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["average", str(run), "--best", "1"]) == 2
+    assert "run.best_by 'word_error_rate' is not registered" in capsys.readouterr().err
+    monkeypatch.setitem(METRICS, "word_error_rate", WordErrors())
+    assert best(run, 1)["best_validation"] == {"step": 4 * EVERY, "word_error_rate": 0}
 
 
 def test_the_best_checkpoint_counts_if_its_step_was_not_saved(run: Path) -> None:

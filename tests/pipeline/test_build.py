@@ -17,6 +17,7 @@ from model.backend import Backend
 from model.optimization import OPTIMIZERS, muon
 from pipeline.config.recipe import load_recipe
 from pipeline.config.settings import trainer_signature
+from pipeline.inference.metrics import METRICS, ExactMatch
 from pipeline.training.build import build_callbacks, build_data, build_module
 from pipeline.training.checks import CheckContext, check_recipe
 from pipeline.training.fit import fit
@@ -81,6 +82,19 @@ def test_a_tokenizer_in_lower_case_is_scored_on_references_in_lower_case(recipe_
     prepare(corpus, progress=False)
     start = make_start(recipe_file, "--corpus.folder", corpus.folder)
     assert callbacks(start)["ValidationSamples"]._references == [line.lower() for line in lines]
+
+
+@pytest.mark.parametrize(("lower_is_better", "mode"), [(False, "max"), (True, "min")])
+def test_a_metric_chooses_in_its_direction(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, lower_is_better: bool, mode: str
+) -> None:
+    metric = ExactMatch()
+    monkeypatch.setattr(metric, "higher_is_better", not lower_is_better, raising=False)
+    monkeypatch.setitem(METRICS, "own", metric)
+    built = callbacks(make_start(recipe_file, "--run.best_by", "own", "--run.patience", 3))
+    stopping = built["ResumableEarlyStopping"]
+    assert (stopping.monitor, stopping.mode) == ("validation/own", mode)
+    assert built["CheckpointCallback"]._sign == (-1 if lower_is_better else 1)
 
 
 def test_r_drop_counts_as_two_passes(recipe_file: Path) -> None:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,12 +34,12 @@ AVERAGES = [1.0, 0.9 * 1 + 0.1 * 3, 0.9 * 1.2 + 0.1 * 7, 0.9 * 1.78 + 0.1 * 15, 
 
 
 class OneWeight(LightningModule):
-    """A module with one weight, whose validation BLEU by step is given."""
+    """A module with one weight, whose validation scores by step are given as BLEU or another metric."""
 
-    def __init__(self, bleu: dict[int, float] | None = None) -> None:
+    def __init__(self, bleu: dict[int, float] | None = None, metric: str = "bleu") -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.bleu = bleu
+        self.bleu, self.metric = bleu, metric
         self.validated: list[float] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ class OneWeight(LightningModule):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.validated.append(self.weight.item())
         if self.bleu is not None:
-            self.log("validation/bleu", self.bleu.get(self.global_step, 0.0))
+            self.log(f"validation/{self.metric}", self.bleu.get(self.global_step, 0.0))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -71,13 +71,14 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
         validate_every: int = 1000,
         is_validated: bool = True,
         clock: StepClock | None = None,
+        mode: Literal["max", "min"] = "max",
         **settings: Any,
     ) -> OneWeight:
         settings = {"checkpoint_every_steps": 1, "keep_last": 10, **settings}
         overrides = [f"--run.{name}={'null' if value is None else value}" for name, value in settings.items()]
         recipe = load_recipe([ROOT / "configs" / "demo.yaml"], overrides)
-        module = OneWeight(bleu)
-        checkpoint_callback = CheckpointCallback(tmp_path, recipe, tokenizer, clock or StepClock())
+        module = OneWeight(bleu, recipe.run.best_by)
+        checkpoint_callback = CheckpointCallback(tmp_path, recipe, tokenizer, clock or StepClock(), mode)
         before = [callback for callback in others if not isinstance(callback, StopAt)]
         after = [callback for callback in others if isinstance(callback, StopAt)]
         for callback in after:
@@ -184,6 +185,16 @@ def test_the_best_bleu_is_kept_when_resuming(train: Train, tmp_path: Path) -> No
     assert step_in(best) == 4
     train(12, bleu=bleu, validate_every=2, ckpt_path=newest(tmp_path))
     assert step_in(best) == 12
+
+
+def test_the_best_is_the_lowest_of_a_metric_that_should_be_low(train: Train, tmp_path: Path) -> None:
+    best = tmp_path / "checkpoints" / "best.ckpt"
+    scores = {2: 40.0, 4: 10.0, 6: 20.0, 8: 5.0}
+    options: dict[str, Any] = {"bleu": scores, "validate_every": 2, "mode": "min", "best_by": "error_rate"}
+    train(6, **options)
+    assert step_in(best) == 4
+    train(8, **options, ckpt_path=newest(tmp_path))
+    assert step_in(best) == 8
 
 
 def test_the_first_validation_is_the_best_so_far(train: Train, tmp_path: Path) -> None:

@@ -220,6 +220,15 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
         lambda b: b.callbacks["CheckpointCallback"]._settings.checkpoint_every_minutes,
     ),
     "run.keep_last": (2, lambda b: b.callbacks["CheckpointCallback"]._settings.keep_last),
+    "run.best_by": (
+        "exact_match",
+        lambda b: same(
+            [
+                b.callbacks["CheckpointCallback"]._settings.best_by,
+                *(b.callbacks[name]._best_by for name in ("ValidationSamples", "TrainingMonitor")),
+            ]
+        ),
+    ),
     "run.patience": (8, lambda b: b.callbacks["ResumableEarlyStopping"].patience),
     "run.bleu_tokenizer": ("char", lambda b: b.callbacks["ValidationSamples"].state_dict()["bleu_tokenizer"]),
     "run.log_every_steps": (4, lambda b: b.callbacks["TrainingMonitor"]._every_steps),

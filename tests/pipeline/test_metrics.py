@@ -215,8 +215,9 @@ def test_names_that_cannot_be_registered() -> None:
         ("chrf", "is taken"),
         ("exact_match", "is taken"),
         ("accuracy", "is taken"),
+        ("best_bleu", "is taken"),
         ("a b", "ident"),
     ):
         with pytest.raises(ValueError, match=message):
             METRICS[name] = Lines()
-    assert list(METRICS) == ["bleu", "chrf"]
+    assert list(METRICS) == ["bleu", "chrf", "exact_match"]
