@@ -24,7 +24,7 @@ SLURM_OPTIONS = {
     "--account", "--array", "--cpus-per-task", "--gpus-per-node", "--mem", "--nodes", "--ntasks", "--ntasks-per-node",
     "--partition", "--time",
 }  # fmt: skip
-SHELL = {"cd", "cp", "echo", "export", "grep", "mkdir", "ssh"}
+SHELL = {"cd", "cp", "do", "done", "echo", "export", "for", "grep", "mkdir", "perl", "ssh"}
 """Programs whose arguments are not looked at."""
 
 
