@@ -374,7 +374,7 @@ def train(recipe: Mapping[str, Any]) -> Path:
             if signals.first_signal() is not None:
                 raise KeyboardInterrupt(str(stop)) from None
             print(stop, file=sys.stderr)
-        except SystemExit:  # by Lightning, after a second interrupt
+        except SystemExit:  # by Lightning, on a KeyboardInterrupt
             raise KeyboardInterrupt from None
     return checked.run_folder()
 

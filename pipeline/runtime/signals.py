@@ -32,8 +32,13 @@ def record(signum: int, _frame: FrameType | None) -> None:
     """Record a signal; this is the handler."""
     _received.append(signum)
     if signum == signal.SIGINT:
-        # A second Ctrl-C ends the program at once.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _stop_at_once)
+
+
+def _stop_at_once(_signum: int, _frame: FrameType | None) -> None:
+    """Handle the second Ctrl-C. Lightning ends a program with code 1 on a KeyboardInterrupt, and says nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # A third one ends the program without any cleaning up.
+    raise Stopped("interrupted twice: ended without saving; run the same command to resume from the last checkpoint")
 
 
 def install() -> None:

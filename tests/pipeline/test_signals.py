@@ -44,7 +44,7 @@ def test_the_first_signal_is_recorded(signum: signal.Signals) -> None:
     assert stopped.value.exit_code == 75
 
 
-def test_the_second_ctrl_c_interrupts() -> None:
+def test_the_second_ctrl_c_stops_at_once() -> None:
     before = signal.getsignal(signal.SIGINT)
     with keyboard_interrupt_recorded():
         assert signal.getsignal(signal.SIGINT) != before
@@ -55,8 +55,10 @@ def test_the_second_ctrl_c_interrupts() -> None:
         with pytest.raises(Stopped) as stopped:
             raise_if_stopped("here")
         assert stopped.value.exit_code == 130
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Stopped, match="interrupted twice: ended without saving") as stopped:
             os.kill(os.getpid(), signal.SIGINT)
+        assert stopped.value.exit_code == 130
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) == before
 
 
