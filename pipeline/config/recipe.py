@@ -15,7 +15,7 @@ from data_module.files import user_path
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.recipe_files import RecipeLoader, extended, merge, read_extended
-from pipeline.config.schema import Checker, Signature, annotation, place_of, takes_text
+from pipeline.config.schema import Checker, Signature, annotation, place_in, takes_text
 from pipeline.config.settings import RESERVED_KEYS, MonitoringSettings, RunSettings
 
 
@@ -66,7 +66,7 @@ class Recipe:
         except InputError as error:
             message = str(error)
             key = message.partition(" ")[0].rstrip(":,")
-            place = place_of(key, self.places) if re.fullmatch(r"\w+(\.\w+)+", key) else None
+            place = place_in(message, self.places, key) if re.fullmatch(r"\w+(\.\w+)+", key) else None
             error.args = (f"{place}: {message}" if place else message,)
             raise
 
@@ -139,8 +139,17 @@ def recipe_from_dict(recipe: Mapping[str, Any], trainer_signature: Signature | N
     except RecursionError:
         raise InputError("the recipe: values are nested too deeply, or one contains itself; write them out") from None
     # Named as a file of the current folder would be.
-    values = extended(values, {}, Path("the recipe"), places, ())
+    own_places = _places(values) if "extends" in values else {}
+    values = extended(values, own_places, Path("the recipe"), places, ())
     return _checked(values, places, trainer_signature, [])
+
+
+def _places(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the place of each dotted key of a dictionary, whose file has keys of the same names."""
+    places = {f"{prefix}{name}": "the recipe" for name in values}
+    for name, value in values.items():
+        places |= _places(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {}
+    return places
 
 
 def _plain(value: Any) -> Any:
@@ -242,6 +251,8 @@ def _override(
                 inner = section[name] = {}
             section = inner
         section[last] = _parse(text, annotation(key, Recipe, {"trainer": trainer_signature}))
+        for inside in [other for other in places if other.startswith(f"{key}.")]:
+            del places[inside]  # They are those of a value that this one replaces.
         places[key] = "command line"
     return mistakes
 

@@ -1,5 +1,6 @@
 """Checks plain values against typed settings; a mistake names its file and line and the nearest valid key."""
 
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -47,6 +48,15 @@ def place_of(key: str, places: Mapping[str, str]) -> str | None:
     return places.get(key)
 
 
+def place_in(message: str, places: Mapping[str, str], section: str) -> str | None:
+    """Return the place of the first key that a message names and that was read; that of a section if there is none.
+
+    A message about two keys may begin with one that was not given.
+    """
+    keys = re.findall(r"\w+(?:\.\w+)+", message)
+    return next((places[key] for key in keys if key in places), place_of(section, places))
+
+
 class Checker:
     """Converts plain values to typed ones and collects the mistakes."""
 
@@ -80,8 +90,8 @@ class Checker:
         try:
             return kind(**arguments)
         except ValueError as error:
-            key = str(error).split()[0].rstrip(":")
-            self._wrong(key if key in self._places else prefix.rstrip("."), str(error))
+            place = place_in(str(error), self._places, prefix.rstrip("."))
+            self.mistakes.append(f"{place}: {error}" if place else str(error))
             return None
 
     def signature(self, values: dict[str, Any], signature: Signature, prefix: str) -> None:

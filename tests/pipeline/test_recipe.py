@@ -329,6 +329,19 @@ def test_a_recipe_extends_another(tmp_path: Path) -> None:
     assert (recipe.run.checkpoint_every_steps, recipe.run.seed) == (5, 3)
 
 
+def test_a_mistake_is_blamed_on_the_file_that_has_its_key(tmp_path: Path) -> None:
+    base = write(tmp_path, MINIMAL + "network:\n  num_heads: 7\n", "base.yaml")
+    line = base.read_text().count("\n")
+    own = write(tmp_path, "extends: base.yaml\nnetwork: {dropout: 0.2}\n")
+    # The message begins with the width, which has its default.
+    assert error_message(own).startswith(f"{base}:{line}: network.d_model 512 is not a multiple of network.num_heads 7")
+    source = error_message(base, "--corpus.train", "{source: 1.5, target: [a]}", "--network.num_heads", "4")
+    assert source == "command line: corpus.train.target must be text, not ['a']; put it in quotes"
+    given = {"name": "mine", "extends": str(base), "network": {"d_model": "wide", "num_heads": 4}}
+    with pytest.raises(InputError, match=r"^the recipe: network\.d_model must be a whole number"):
+        recipe_from_dict(given)
+
+
 def test_invalid_extends(tmp_path: Path) -> None:
     path = write(tmp_path, "\nextends: none.yaml\n")
     assert error_message(path).startswith(f"{path}:2: extends none.yaml, which does not exist")
