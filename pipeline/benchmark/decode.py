@@ -1,9 +1,8 @@
 """Measure how fast a checkpoint translates a text, the latency of single sentences, and memory.
 
 Times include encoding and decoding of text. With --baseline, other programs translate the same text in float32 with the
-same network, beam size and number of threads, in alternating rounds. A search that stops earlier takes fewer steps;
-seconds_per_sentence_step is therefore reported as well: the total time divided by the number of decoder steps, summed
-over sentences. OMP_NUM_THREADS sets the number of threads.
+same network, beam size and number of threads, in alternating rounds. They stop a search as --stop-rule first does.
+OMP_NUM_THREADS sets the number of threads.
 """
 
 import argparse
@@ -27,11 +26,7 @@ BASELINES = ("ctranslate2", "huggingface")
 ROUNDS = 3
 SINGLE_SENTENCES = 40
 """Number of sentences, spread over the text, that are translated alone in each round."""
-RATIOS = {
-    "ratio": "seconds",
-    "step_ratio": "seconds_per_sentence_step",
-    "latency_ratio": "latency_median_seconds",
-}
+RATIOS = {"ratio": "seconds", "latency_ratio": "latency_median_seconds"}
 """Figures in which engines are compared, by the name of the ratio: theirs divided by ours."""
 BATCH_TOKENS = 4096
 """Upper bound on the padded source tokens of a batch, for every engine."""
@@ -43,8 +38,6 @@ class EngineSettings(NamedTuple):
     checkpoint: Path
     folder: Path
     """Folder to which `prepare` wrote the tokenizer and the network in the baselines' formats."""
-    bundle: Path | None
-    """Exported bundle of the checkpoint."""
     decoding: DecodingSettings
     threads: int
     device: str
@@ -57,8 +50,6 @@ class EngineOutput(NamedTuple):
     texts: list[str]
     num_tokens: int
     """Number of pieces of the best translations, including their end symbols."""
-    sentence_steps: int
-    """Sum over sentences of the decoder steps in which the sentence took part; 0 if they are not counted."""
 
 
 Translate = Callable[[list[str]], EngineOutput]
@@ -79,7 +70,6 @@ class Round(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's arguments."""
     parser.add_argument("checkpoint", type=user_path, help="a .ckpt file or a run folder")
-    parser.add_argument("--bundle", type=user_path, help="exported bundle of the checkpoint; compare with its model.ts")
     parser.add_argument("--source", type=user_path, required=True, help="sentences to translate (plain or .gz)")
     add_search_arguments(parser)
     parser.add_argument(
@@ -95,10 +85,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if not sentences:
         raise InputError(f"{arguments.source}: has no sentences; give a text to translate")
     baselines = list(dict.fromkeys(arguments.baseline))
-    names = ["pipeline", *(["bundle"] if arguments.bundle else []), *baselines]
-    options = SearchOptions.given(arguments)
+    names, options = ["pipeline", *baselines], SearchOptions.given(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        settings = prepare(arguments.checkpoint, Path(folder), arguments.bundle, baselines, options)
+        settings = prepare(arguments.checkpoint, Path(folder), baselines, options)
         rounds = _take_turns(names, settings, sentences)
     figures = {name: _figures(rounds[name]) for name in names}
     result: dict[str, Any] = {
@@ -111,8 +100,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in names[1:]:
         result[name] = figures[name]
         for ratio, figure in RATIOS.items():
-            if figure in figures[name]:
-                result[f"{ratio}_to_{name}"] = figures[name][figure] / figures["pipeline"][figure]
+            result[f"{ratio}_to_{name}"] = figures[name][figure] / figures["pipeline"][figure]
         pairs = zip(rounds["pipeline"][0].output.texts, rounds[name][0].output.texts, strict=True)
         result[f"same_as_{name}"] = sum(ours == theirs for ours, theirs in pairs) / len(sentences)
     _print_table(figures)
@@ -175,7 +163,7 @@ def _figures(rounds: list[Round]) -> dict[str, float]:
     """Return an engine's figures: the median round and the latencies of all rounds."""
     seconds, output = statistics.median(measured.seconds for measured in rounds), rounds[0].output
     latencies = sorted(latency for measured in rounds for latency in measured.latencies)
-    figures = {
+    return {
         "seconds": seconds,
         "target_tokens_per_second": output.num_tokens / seconds,
         "sentences_per_second": len(output.texts) / seconds,
@@ -183,9 +171,6 @@ def _figures(rounds: list[Round]) -> dict[str, float]:
         "latency_p95_seconds": latencies[int(0.95 * (len(latencies) - 1))],
         "peak_memory_bytes": max(measured.peak_memory_bytes for measured in rounds),
     }
-    if steps := output.sentence_steps:
-        figures |= {"sentence_steps": steps, "seconds_per_sentence_step": seconds / steps}
-    return figures
 
 
 def _print_table(figures: dict[str, dict[str, float]]) -> None:
@@ -199,18 +184,12 @@ def _print_table(figures: dict[str, dict[str, float]]) -> None:
         )
 
 
-def prepare(
-    checkpoint: Path,
-    folder: Path,
-    bundle: Path | None,
-    baselines: list[str],
-    options: SearchOptions,
-) -> EngineSettings:
+def prepare(checkpoint: Path, folder: Path, baselines: list[str], options: SearchOptions) -> EngineSettings:
     """Write the tokenizer and the baselines' files to a folder.
 
     Raises:
-        InputError: the checkpoint cannot be read, a setting is out of bounds, a baseline is not installed or does not
-            support the network, or the bundle has no model.ts or belongs to another checkpoint.
+        InputError: the checkpoint cannot be read, a setting is out of bounds, or a baseline is not installed or does
+            not support the network.
     """
     import torch
 
@@ -226,8 +205,6 @@ def prepare(
             f"{path}: has two tokenizers with one vocabulary, which no baseline reads; leave out --baseline"
         )
     decoding = options.in_place_of(model.decoding)
-    if bundle is not None:
-        _require_bundle(bundle, model)
     (folder / "tokenizer.model").write_bytes(tokenizer.model)
     if "ctranslate2" in baselines:
         write_ctranslate2(network, tokenizer, folder / "ctranslate2")
@@ -235,74 +212,23 @@ def prepare(
         languages = corpus["source_language"], corpus["target_language"]
         write_huggingface(network, tokenizer, decoding, decoding.length_penalty, languages, folder / "huggingface")
     device = "cuda" if torch.cuda.is_available() else "cpu"  # as `load_translator` chooses
-    return EngineSettings(path, folder, bundle, decoding, torch.get_num_threads(), device)
-
-
-def _require_bundle(bundle: Path, model: Any) -> None:
-    """Raise InputError if a bundle has no model.ts or was made from another checkpoint than `model`."""
-    from pipeline.export.card import read_card
-
-    if not (bundle / "model.ts").is_file():
-        raise InputError(f"{bundle}: holds no model.ts; give a folder that export has made")
-    card = read_card(bundle / "card.json")
-    if (card["tokenizer_sha256"], card["step"]) != (model.tokenizer.sha256, model.step):
-        raise InputError(
-            f"{bundle}: was made from {card['checkpoint']}, another checkpoint than {model.path}; give that checkpoint "
-            "or export this one"
-        )
+    return EngineSettings(path, folder, decoding, torch.get_num_threads(), device)
 
 
 def pipeline_engine(settings: EngineSettings) -> Translate:
     """Return this project's engine, as `translate` runs it."""
-    from model.fast.compiled_search import CompiledSearch
     from pipeline.inference.translator import load_translator
 
     decoding = settings.decoding
     options = SearchOptions(decoding.beam_size, decoding.length_penalty, decoding.stop_rule)
     translator = load_translator(settings.checkpoint, options)
-    search: Any = translator.search
-    steps: list[int] = []
-    if isinstance(search, CompiledSearch):
-        _observe(search, "search", lambda arguments, result: steps.append(int(result[1].sum())))
-    else:
-        _observe(search.network, "step", lambda arguments, result: steps.append(len(arguments[0])))
 
     def translate(sentences: list[str]) -> EngineOutput:
-        steps.clear()
         translations = translator.translate(sentences)
-        return _output(translations, sum(steps))
+        num_tokens = sum(translation.hypotheses[0].num_tokens for translation in translations)
+        return EngineOutput([translation.text for translation in translations], num_tokens)
 
     return translate
-
-
-def _observe(program: Any, method: str, observer: Callable[[Any, Any], None]) -> None:
-    """Call `observer` with arguments and result of every call of a method."""
-    original = getattr(program, method)
-
-    def observed(*arguments: Any, **options: Any) -> Any:
-        result = original(*arguments, **options)
-        observer(arguments, result)
-        return result
-
-    setattr(program, method, observed)
-
-
-def bundle_engine(settings: EngineSettings) -> Translate:
-    """Return the engine of an exported model.ts, with this project's tokenization and batches; it counts no steps."""
-    from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.export.torchscript import load_torchscript
-    from pipeline.inference.translator import LONGEST, Translator
-
-    assert settings.bundle is not None
-    search = load_torchscript(settings.bundle / "model.ts", settings.device)
-    tokenizer = Tokenizer((settings.folder / "tokenizer.model").read_bytes())
-    translator = Translator(search, tokenizer, settings.decoding, max_source_tokens=LONGEST)
-    return lambda sentences: _output(translator.translate(sentences), 0)
-
-
-def _output(translations: list[Any], sentence_steps: int) -> EngineOutput:
-    num_tokens = sum(translation.hypotheses[0].num_tokens for translation in translations)
-    return EngineOutput([translation.text for translation in translations], num_tokens, sentence_steps)
 
 
 def ctranslate2_engine(settings: EngineSettings) -> Translate:
@@ -328,10 +254,8 @@ def ctranslate2_engine(settings: EngineSettings) -> Translate:
             max_batch_size=BATCH_TOKENS,
             batch_type="tokens",
         )
-        # The search of a sentence takes as many steps as its longest hypothesis has tokens.
-        steps = sum(max(map(len, result.hypotheses)) + 1 for result in results)
         best = [result.hypotheses[0] for result in results]
-        return EngineOutput(tokenizer.decode(best), sum(len(pieces) + 1 for pieces in best), steps)
+        return EngineOutput(tokenizer.decode(best), sum(len(pieces) + 1 for pieces in best))
 
     return translate
 
@@ -345,9 +269,6 @@ def huggingface_engine(settings: EngineSettings) -> Translate:
     decoding, tokenizer = settings.decoding, _load_tokenizer(settings)
     model = require_transformers().MarianMTModel.from_pretrained(settings.folder / "huggingface")
     model.eval().to(settings.device)
-    rows: list[int] = []
-    # Each hypothesis of a sentence is a row of the batch.
-    _observe(model.model.decoder, "forward", lambda arguments, result: rows.append(len(result[0])))
     special = {tokenizer.pad_id(), tokenizer.bos_id(), tokenizer.eos_id()}
     # Plain search, without the restrictions that `export` saves with the model, which cost time in each step.
     options: dict[str, Any] = {"do_sample": False, "suppress_tokens": None, "forced_eos_token_id": None}
@@ -358,7 +279,6 @@ def huggingface_engine(settings: EngineSettings) -> Translate:
         encoded = tokenizer.encode([normalize_white_space(sentence) for sentence in sentences])
         sources = [[*ids, tokenizer.eos_id()] for ids in encoded]
         answers: list[list[int]] = [[] for _ in sources]
-        rows.clear()
         for batch in length_batches([len(source) for source in sources], BATCH_TOKENS):
             ids, is_token = padded([sources[index] for index in batch], tokenizer.pad_id())
             output = model.generate(
@@ -370,8 +290,7 @@ def huggingface_engine(settings: EngineSettings) -> Translate:
             )
             for index, row in zip(batch, output.tolist(), strict=True):
                 answers[index] = [piece for piece in row if piece not in special]
-        num_tokens = sum(len(ids) + 1 for ids in answers)
-        return EngineOutput(tokenizer.decode(answers), num_tokens, sum(rows) // decoding.beam_size)
+        return EngineOutput(tokenizer.decode(answers), sum(len(ids) + 1 for ids in answers))
 
     return translate
 
@@ -385,7 +304,6 @@ def _load_tokenizer(settings: EngineSettings) -> Any:
 
 ENGINES: dict[str, Callable[[EngineSettings], Translate]] = {
     "pipeline": pipeline_engine,
-    "bundle": bundle_engine,
     "ctranslate2": ctranslate2_engine,
     "huggingface": huggingface_engine,
 }

@@ -52,7 +52,7 @@ class Place(NamedTuple):
                 [*fit, "--run.folder", self.run],
                 [*fit, "--run.folder", self.run.with_name("new"), "--init-from", self.checkpoint],
             ],
-            "card": [["benchmark", "decode", self.checkpoint, "--bundle", self.bundle, *with_text[:2]]],
+            "card": [["evaluate", self.bundle, *with_text]],
             "model.ts": [],
         }[kind]
 
@@ -128,8 +128,7 @@ def test_another_format_is_refused(kind: str, found: str, place: Place) -> None:
     version, message = VERSIONS["old" if (kind, found) == ("run", "missing") else found]
     path = KINDS[kind].change(place, None if found == "missing" else version)
     expected = f"{path}: {message.format(start_over=KINDS[kind].start_over)}"
-    # The benchmark starts another interpreter, which takes time.
-    for command in place.commands(kind) if kind != "card" or found == "old" else []:
+    for command in place.commands(kind):
         assert refusal(*command) == f"error: {expected}"
     if kind in ("checkpoint", "card", "model.ts"):
         with pytest.raises(pipeline.InputError) as caught:
