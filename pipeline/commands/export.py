@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=list(FILES),
         help=f"may be given several times (default: all formats but {', '.join(sorted(ON_REQUEST))})",
     )
-    parser.add_argument("--quantize", choices=["int8"], help="add int8 models for CPUs beside those in float32")
+    parser.add_argument("--quantize", choices=["int8"], help="add CTranslate2's model in int8, for CPUs")
     parser.add_argument(
         "--parity-source",
         type=user_path,

@@ -30,9 +30,6 @@ FILES = {
 ON_REQUEST = {"onnx", "cpp"}
 """Formats that are written only if they are asked for by name."""
 
-INT8 = {"model.ts": "model.int8.ts", "ctranslate2": "ctranslate2-int8"}
-"""The int8 version of a file or folder."""
-
 PARITY_SENTENCES = 100
 """Sentences of the validation text to compare formats on."""
 
@@ -73,16 +70,18 @@ def bundle_files(formats: list[str] | None, quantize: str | None) -> list[str]:
 
     Args:
         formats: keys of `FILES`; None for all but those of `ON_REQUEST`.
-        quantize: "int8" to add int8 versions.
+        quantize: "int8" to add `ctranslate2-int8`.
 
     Raises:
-        InputError: none of the formats has an int8 version.
+        InputError: CTranslate2, the only format with an int8 version, is not among the formats.
     """
 
     names = [name for key, name in FILES.items() if key in (formats or FILES.keys() - ON_REQUEST)]
-    if quantize and not INT8.keys() & names:
-        raise InputError(f"--quantize {quantize}: is for torchscript and ctranslate2; add one of them as --format")
-    return [file for name in names for file in (name, *([INT8[name]] if quantize and name in INT8 else []))]
+    if not quantize:
+        return names
+    if "ctranslate2" not in names:
+        raise InputError(f"--quantize {quantize}: is for ctranslate2; add --format ctranslate2")
+    return [*names, f"ctranslate2-{quantize}"]
 
 
 def obstacles(model: "TrainedModel", names: list[str]) -> dict[str, str]:

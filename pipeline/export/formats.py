@@ -17,7 +17,7 @@ from pipeline.export.cpp_program import WEIGHTS, compile_cpp, num_positions, wri
 from pipeline.export.ctranslate2_model import require_ctranslate2, write_ctranslate2
 from pipeline.export.exported_program import load_exported_program, load_onnx, write_exported_program, write_onnx
 from pipeline.export.huggingface_model import require_transformers, write_huggingface
-from pipeline.export.torchscript import load_torchscript, write_int8, write_torchscript
+from pipeline.export.torchscript import load_torchscript, write_torchscript
 from pipeline.inference.scoring import score_pairs
 from pipeline.inference.text_io import progress_bar
 from pipeline.inference.translator import LONGEST, length_batches, padded
@@ -288,10 +288,6 @@ def _load_torchscript(bundle: Bundle, path: Path) -> Loaders:
     return {**loaders, "bfloat16": bfloat16}
 
 
-def _load_int8(bundle: Bundle, path: Path) -> Loaders:
-    return {"int8": lambda: SearchRunner(load_torchscript(path), bundle.model, path.name)}
-
-
 def _load_cpp(bundle: Bundle, path: Path) -> Loaders:
     library, tokenizer = compile_cpp(path), bundle.model.tokenizer
     ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
@@ -329,7 +325,6 @@ def _write_huggingface(bundle: Bundle, path: Path) -> None:
 
 FORMATS = {
     "model.ts": Format(lambda bundle, path: write_torchscript(*bundle.contents, bundle.card, path), _load_torchscript),
-    "model.int8.ts": Format(lambda bundle, path: write_int8(*bundle.contents, bundle.card, path), _load_int8),
     "model.pt2": Format(
         lambda bundle, path: write_exported_program(bundle.model.network, bundle.card, path),
         _load_programs(load_exported_program),

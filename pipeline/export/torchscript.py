@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from data_module.files import atomic_file, check_format
 from data_module.tokenization.tokenizer import Tokenizer
@@ -27,20 +26,6 @@ def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, pat
         extra["packed.ts"] = _saved(strip_weights(network), tokenizer, {})
     with atomic_file(path) as file:
         file.write(_saved(network, tokenizer, extra))
-
-
-def write_int8(network: Transformer, tokenizer: Tokenizer, card: str, path: Path) -> None:
-    """Write the file for CPUs with int8 weights in all linear layers except the output projection.
-
-    A layer's inputs are rounded to int8 by the range of each call.
-    """
-    with warnings.catch_warnings():
-        # PyTorch deprecates this function in favour of a package that does not support TorchScript.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.filterwarnings("ignore", "torch.quantize_per_tensor|.*reduce_range", UserWarning)
-        quantized = torch.ao.quantization.quantize_dynamic(network, {nn.Linear}, dtype=torch.qint8)
-    with atomic_file(path) as file:
-        file.write(_saved(quantized, tokenizer, {"card.json": card, "tokenizer.model": tokenizer.model}))
 
 
 def _saved(network: Transformer, tokenizer: Tokenizer, extra: dict[str, Any]) -> bytes:

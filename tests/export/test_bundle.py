@@ -40,8 +40,8 @@ def expected(trained_run: Path) -> list[str]:
 
 
 def test_files_of_a_bundle(bundle: Path, tiny_corpus: Path) -> None:
-    names = ["README.md", "card.json", "ctranslate2", "ctranslate2-int8", "huggingface", "model.int8.ts", "model.pt2"]
-    names += ["model.ts", "onnx"]
+    names = ["README.md", "card.json", "ctranslate2", "ctranslate2-int8", "huggingface", "model.pt2", "model.ts"]
+    names += ["onnx"]
     assert sorted(path.name for path in bundle.iterdir()) == [*names, "parity.json", "tokenizer.model"]
     card = json.loads((bundle / "card.json").read_text())
     assert card["data_licences"] == ["CC0 (made up)"]
@@ -61,7 +61,6 @@ def test_files_of_a_bundle(bundle: Path, tiny_corpus: Path) -> None:
         assert exact["target_tokens_per_second"] > 0
         assert parity[name]["size_bytes"] > 1000
     assert "share_equal" in parity["model.ts"]["bfloat16"]
-    assert "share_equal" in parity["model.int8.ts"]["int8"]
     assert "share_equal" in parity["ctranslate2-int8"]["int8"]
 
 
@@ -167,9 +166,9 @@ def test_a_consumer_in_a_fresh_environment(bundle: Path, expected: list[str], tm
         [python, "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
     )
     assert not {"lightning", "attention-pipeline", "numpy"} & {line.split("==")[0] for line in listed.stdout.split()}
-    for name, options in (("model.ts", []), ("model.ts", ["packed"]), ("model.int8.ts", [])):
+    for options in ([], ["packed"]):
         done = subprocess.run(
-            [python, "-I", "-W", "ignore", HERE / "consumer.py", bundle / name, *options],
+            [python, "-I", "-W", "ignore", HERE / "consumer.py", bundle / "model.ts", *options],
             input="".join(sentence + "\n" for sentence in SENTENCES),
             capture_output=True,
             text=True,
@@ -177,7 +176,4 @@ def test_a_consumer_in_a_fresh_environment(bundle: Path, expected: list[str], tm
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         )
         assert done.returncode == 0, done.stderr
-        if name == "model.ts":
-            assert done.stdout.splitlines() == expected
-        else:
-            assert len(done.stdout.splitlines()) == len(expected)
+        assert done.stdout.splitlines() == expected

@@ -187,9 +187,7 @@ def test_what_export_refuses(
     empty.write_text("\u2581\n", encoding="utf-8")
     assert f"{empty}: has no sentences" in refused(best, "--parity-source", empty)
     assert "give --parity-source" in refused(best, "--parity-reference", empty)
-    assert "--quantize int8: is for torchscript and ctranslate2" in refused(
-        best, "--format", "pt2", "--quantize", "int8"
-    )
+    assert "--quantize int8: is for ctranslate2" in refused(best, "--format", "pt2", "--quantize", "int8")
     folder.mkdir()
     (folder / "letter.txt").write_text("mine")
     assert "not empty and not a bundle" in refused(best, "--force")
