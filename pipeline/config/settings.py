@@ -108,8 +108,11 @@ RESERVED_KEYS = {
     "limit_val_batches": "give a smaller validation text",
     "overfit_batches": "give a small corpus",
     "fast_dev_run": "use trainer.max_steps",
+    **dict.fromkeys(
+        ("limit_test_batches", "limit_predict_batches", "benchmark", "sync_batchnorm"), "remove it: it has no effect"
+    ),
 }
-"""Keys of Lightning's Trainer that this program sets, with what to use instead."""
+"""Keys of Lightning's Trainer that this program sets or does not use, with what to use instead."""
 _SIGNATURE: dict[str, Any] = {
     "accelerator": str,
     "strategy": str,
@@ -131,15 +134,11 @@ _SIGNATURE: dict[str, Any] = {
     "max_steps": int,
     "min_steps": int | None,
     "max_time": str | timedelta | dict[str, int] | None,
-    "limit_test_batches": int | float | None,
-    "limit_predict_batches": int | float | None,
     "val_check_interval": int | float | str | timedelta | dict[str, int] | None,
     "deterministic": bool | Literal["warn"] | None,
-    "benchmark": bool | None,
     "inference_mode": bool,
     "profiler": str | None,
     "detect_anomaly": bool,
-    "sync_batchnorm": bool,
 }
 """The other keys of Lightning's Trainer, without the classes that a recipe cannot contain.
 

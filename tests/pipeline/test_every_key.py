@@ -49,7 +49,6 @@ class Built:
     callbacks: dict[str, Any] = field(default_factory=dict)
     """By the names of their classes."""
     deterministic: bool = False
-    benchmark: bool = True
     optimizer: Any = None
     search: list[Any] = field(default_factory=list)
     """Arguments of the search."""
@@ -253,15 +252,11 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
     "trainer.max_steps": (7, lambda b: b.trainer.max_steps),
     "trainer.min_steps": (5, lambda b: b.trainer.min_steps),
     "trainer.max_time": ({"minutes": 45}, lambda b: {"minutes": b.callbacks["GracefulStop"]._max_seconds / 60}),
-    "trainer.limit_test_batches": (3, lambda b: b.trainer.limit_test_batches),
-    "trainer.limit_predict_batches": (4, lambda b: b.trainer.limit_predict_batches),
     "trainer.val_check_interval": (6, lambda b: b.trainer.val_check_interval),
     "trainer.deterministic": ("warn", lambda b: "warn" if b.deterministic else None),
-    "trainer.benchmark": (False, lambda b: b.benchmark),
     "trainer.inference_mode": (False, lambda b: b.trainer.fit_loop.epoch_loop.val_loop.inference_mode),
     "trainer.profiler": ("simple", lambda b: type(b.trainer.profiler).__name__.removesuffix("Profiler").lower()),
     "trainer.detect_anomaly": (True, lambda b: b.trainer._detect_anomaly),
-    "trainer.sync_batchnorm": (True, lambda b: b.trainer.strategy._layer_sync is not None),
 }
 """Key -> its value in the recipe, and that value read from the object that uses it.
 
@@ -293,7 +288,6 @@ def build(recipe: Recipe) -> Built:
         built.trainer, built.module, built.data = trainer, module, datamodule
         built.callbacks = {type(callback).__name__: callback for callback in trainer.callbacks}
         built.deterministic = torch.is_deterministic_algorithms_warn_only_enabled()
-        built.benchmark = torch.backends.cudnn.benchmark
         torch.use_deterministic_algorithms(False)
         module.trainer = trainer
         built.optimizer = module.configure_optimizers()

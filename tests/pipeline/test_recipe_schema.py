@@ -114,7 +114,6 @@ RIGHT = [
     "trainer.strategy: ddp",
     "trainer.max_time: '00:01:00:00'",
     "trainer.deterministic: warn",
-    "trainer.limit_test_batches: 0.5",
 ]
 WRONG = [
     "netwerk: {}",
