@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from data_module.worker_processes import num_processors
 
 # Enough for the frequent words of a large corpus; about 300 MB.
@@ -18,7 +18,6 @@ MAX_SEGMENTATIONS = 16
 """Largest number of segmentations of a word in one call; a rarer word has as many as occurrences."""
 MAX_CHARACTERS = 500
 """A longer word gets its plain segmentation, because time grows with the square of its length."""
-_SPACE = "\u2581"
 _NO_MERGE = float("inf")
 
 
@@ -103,7 +102,7 @@ class DropoutEncoder:
         options: dict[str, list[list[int]]] = {}
         plain = []
         for word, normalized, count in zip(counts, spellings, counts.values(), strict=True):
-            pieces = [_SPACE, *normalized.removeprefix(_SPACE)]
+            pieces = [SPACE_MARK, *normalized.removeprefix(SPACE_MARK)]
             is_spelled = 1 < len(pieces) <= MAX_CHARACTERS and self._characters.issuperset(pieces)
             if not is_spelled or self._symbols.search(normalized):
                 plain.append(word)

@@ -14,7 +14,8 @@ from data_module.errors import InputError
 
 SOURCE_FIELD, TARGET_FIELD = 1001, 1002
 """Numbers of the fields; sentencepiece leaves those from 200 on to others."""
-SPACE = "\u2581"
+SPACE_MARK = "\u2581"
+"""What sentencepiece represents a space by. Text that contains it gets a space in its place."""
 
 
 def join_models(source: bytes, target: bytes, pieces: Sequence[str]) -> bytes:
@@ -101,7 +102,7 @@ class PairEncoder:
     def decode(self, pieces: Sequence[Sequence[str]]) -> list[str]:
         """Return the text of each sentence's pieces."""
         texts: list[str] = self.processor.decode([list(sentence) for sentence in pieces]) if pieces else []
-        return [text.replace(SPACE, " ").strip() for text in texts]
+        return [text.replace(SPACE_MARK, " ").strip() for text in texts]
 
 
 def is_code(piece: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from data_module.errors import InputError
-from data_module.tokenization.pair import PairEncoder, is_code, proto_of, split_models
+from data_module.tokenization.pair import SPACE_MARK, PairEncoder, is_code, proto_of, split_models
 
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 NUM_SPECIAL_IDS = 4
@@ -27,8 +27,6 @@ SPECIAL_NAMES = ("<pad>", "<unk>", "<s>", "</s>")
 """The pieces of the special ids."""
 BYTE_NAMES = tuple(f"<0x{byte:02X}>" for byte in range(NUM_BYTES))
 """The pieces of the bytes, with byte fallback."""
-SPACE_MARK = "\u2581"
-"""What sentencepiece represents a space by. Text that contains it gets a space in its place."""
 # All characters that some program treats as the end of a line or column; NUL; U+001F, which sentencepiece does not
 # learn; and its mark of a space. Other white space, such as U+00A0, is part of the text.
 SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029" + SPACE_MARK
@@ -159,7 +157,7 @@ class Tokenizer:
 
     def lower(self, sentences: Sequence[str]) -> list[str]:
         """Return sentences in lower case as a tokenizer that lower-cases decodes them: user symbols keep their case."""
-        return [text.removeprefix("\u2581").replace("\u2581", " ") for text in self.normalize(sentences)]
+        return [text.removeprefix(SPACE_MARK).replace(SPACE_MARK, " ") for text in self.normalize(sentences)]
 
     @cached_property
     def is_bpe(self) -> bool:

@@ -1,12 +1,11 @@
 """Training of tokenizers: counts of a text's words, byte-pair encoding, and models for other programs."""
 
 import io
-import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -109,7 +108,7 @@ def train_on_words(
         InputError: the text is too small, or has too many characters, for this vocabulary size.
     """
     options = _options(words, vocabulary_size, lowercase, character_coverage, byte_fallback, user_symbols)
-    with RuleFile(lowercase_rules() if lowercase else {}) as rules:
+    with rule_file(lowercase_rules() if lowercase else {}) as rules:
         options |= rules
         try:
             model = _train(words, options)
@@ -204,26 +203,17 @@ def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
     return model.getvalue()
 
 
-class RuleFile:
-    """A context manager that returns the training options for replacing characters, or none if there are no rules."""
-
-    def __init__(self, rules: Mapping[str, str]) -> None:
-        """`rules` maps characters to the text that takes their place."""
-        self._path = ""
-        self._rules = rules
-
-    def __enter__(self) -> dict[str, Any]:
-        if not self._rules:
-            return {}
-        descriptor, self._path = tempfile.mkstemp(suffix=".tsv")
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            for character, text in self._rules.items():
-                file.write(f"{ord(character):X}\t{' '.join(f'{ord(other):X}' for other in text)}\n")
-        return {"normalization_rule_tsv": self._path}
-
-    def __exit__(self, *_: object) -> None:
-        if self._path:
-            Path(self._path).unlink()
+@contextmanager
+def rule_file(rules: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield the training options for replacing characters by the text that `rules` maps them to; none without rules."""
+    if not rules:
+        yield {}
+        return
+    with tempfile.NamedTemporaryFile("w", suffix=".tsv", encoding="ascii") as file:
+        for character, text in rules.items():
+            file.write(f"{ord(character):X}\t{' '.join(f'{ord(other):X}' for other in text)}\n")
+        file.flush()
+        yield {"normalization_rule_tsv": file.name}
 
 
 def lowercase_rules() -> dict[str, str]:
@@ -248,7 +238,7 @@ def standalone_model(tokenizer: Tokenizer) -> bytes:
     rules = lowercase_rules() if tokenizer.lowercase else {}
     rules |= {character: " " for character in SPACE_LIKE + "\n" if character != "\0"}
     rules_only = io.BytesIO()
-    with RuleFile(rules) as options:
+    with rule_file(rules) as options:
         # sentencepiece compiles rules only when it trains a model.
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(["a"]),

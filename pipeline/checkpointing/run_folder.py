@@ -221,19 +221,15 @@ class RunFolder:
     def _open_lock(self) -> FileLock:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            return FileLock(self._lock_path)
+            return FileLock(self.path / _LOCK)
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written ({error.strerror}); give another run.folder") from error
-
-    @property
-    def _lock_path(self) -> Path:
-        return self.path / _LOCK
 
     def close(self) -> None:
         """Release the lock, and remove a folder that holds nothing else."""
         with suppress(OSError):
-            if [entry.name for entry in self.path.iterdir()] == [self._lock_path.name]:
-                self._lock_path.unlink()
+            if [entry.name for entry in self.path.iterdir()] == [_LOCK]:
+                (self.path / _LOCK).unlink()
                 self.path.rmdir()
         self._lock.close()
 

@@ -115,8 +115,7 @@ def write_exported_program(network: Transformer, card: str, path: Path) -> None:
     """Write the programs `encode` and `step` and the card into one file."""
     programs = {"encode": encode_program(network).exported, "step": step_program(network).exported}
     buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quiet():
         save_programs(buffer, programs, {"card.json": card})
     with atomic_file(path) as file:
         file.write(buffer.getvalue())
@@ -124,8 +123,7 @@ def write_exported_program(network: Transformer, card: str, path: Path) -> None:
 
 def load_exported_program(path: Path) -> dict[str, Any]:
     """Load the programs `encode` and `step` as callable modules."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quiet():
         programs = load_programs(path)
     return {name: program.module() for name, program in programs.items()}
 
@@ -161,8 +159,7 @@ def _length(network: Transformer, name: str, more: int = 0) -> Any:
 
 
 def _exported(module: nn.Module, arguments: tuple[Any, ...], dimensions: tuple[dict[int, Any], ...]) -> Program:
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.no_grad(), _quiet():
         return Program(torch.export.export(module.eval(), arguments, dynamic_shapes=dimensions), dimensions)
 
 

@@ -3,7 +3,6 @@
 import heapq
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.batching.batch import PaddedBatch
@@ -12,6 +11,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.inference.metrics import mode_of
+from pipeline.monitoring.performance import value_of_each_rank
 from pipeline.monitoring.run_log import RunLog, table
 from pipeline.monitoring.validation_metrics import ValidationMetrics, quality
 
@@ -80,10 +80,7 @@ class ValidationSamples(Callback):
         Raises:
             InputError: tokenizers differ, because nodes have different packages.
         """
-        if not dist.is_initialized():
-            return
-        names: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(names, self._bleu_tokenizer)
+        names = value_of_each_rank(self._bleu_tokenizer)
         if len(set(names)) > 1:  # All ranks raise, so that all end in the same way.
             counted = ", ".join(f"{name} on rank {names.index(name)}" for name in sorted(set(names), key=names.index))
             raise InputError(f"BLEU's tokenizers differ: {counted}; install the same packages on all nodes")
@@ -160,10 +157,7 @@ class ValidationSamples(Callback):
 
     def _gather(self) -> None:
         """Collect the translations of all ranks."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (self._kept, self._worst))
+        gathered = value_of_each_rank((self._kept, self._worst))
         for kept, _ in gathered:
             self._kept |= kept
         self._worst = heapq.nsmallest(NUM_WORST, [translation for _, worst in gathered for translation in worst])
