@@ -53,24 +53,24 @@ def test_swapped_sides_are_named(sides: tuple[list[str], list[str]], tmp_path: P
     assert warning.endswith("; exchange the sides of one of them")
 
 
-def test_emoji_that_the_tokenizer_does_not_know(sides: tuple[list[str], list[str]], tmp_path: Path) -> None:
-    english, german = sides
-    held_out = text_of(tmp_path, "held_out", english[300:], german[300:])
-    train = [text_of(tmp_path, "train", english[:300], german[:300])]
-    settings = replace(settings_of(tmp_path, train, held_out), noise=NoiseSettings(emoji=0.01), variants=2)
-    [warning] = warnings_of(settings)
-    assert warning.startswith("corpus.noise.emoji: without corpus.byte_fallback, ")
-    assert warnings_of(replace(settings, byte_fallback=True)) == []
-
-
-def test_noise_that_is_the_same_in_all_epochs(sides: tuple[list[str], list[str]], tmp_path: Path) -> None:
-    english, german = sides
-    held_out = text_of(tmp_path, "held_out", english[300:], german[300:])
-    train = [text_of(tmp_path, "train", english[:300], german[:300])]
-    settings = replace(settings_of(tmp_path, train, held_out), noise=NoiseSettings(typos=0.1))
-    [warning] = warnings_of(settings)
-    assert warning.startswith("corpus.variants 1: all epochs train on the same noise and segmentation; raise it")
-    assert warnings_of(replace(settings, variants=2)) == []
+def test_noise_that_the_tokenizer_does_not_know_or_that_is_the_same_in_all_epochs(tmp_path: Path) -> None:
+    text = text_of(tmp_path, "train", ["a house"] * 9, ["ein Haus"] * 9)
+    plain = settings_of(tmp_path, [text], text)
+    for settings, said, way_out in (
+        (
+            replace(plain, noise=NoiseSettings(emoji=0.01), variants=2),
+            "corpus.noise.emoji: without corpus.byte_fallback, ",
+            {"byte_fallback": True},
+        ),
+        (
+            replace(plain, noise=NoiseSettings(typos=0.1)),
+            "corpus.variants 1: all epochs train on the same noise and segmentation; raise it",
+            {"variants": 2},
+        ),
+    ):
+        [warning] = warnings_of(settings)
+        assert warning.startswith(said)
+        assert warnings_of(replace(settings, **way_out)) == []
 
 
 def test_sides_of_one_language_are_not_called_swapped(sides: tuple[list[str], list[str]], tmp_path: Path) -> None:

@@ -303,16 +303,6 @@ def test_a_disk_with_too_little_room_is_refused(
     made(settings, tmp_path / "enough")
 
 
-def test_other_settings_need_another_corpus(settings: CorpusSettings) -> None:
-    for change, message in (
-        ({"noise": NoiseSettings(typos=0.1)}, r"corpus\.noise\.typos was 0\.0, now 0\.1"),
-        ({"bpe_dropout": BpeDropout(source=0.3)}, r"corpus\.bpe_dropout\.target was 0\.3, now 0\.0"),
-        ({"variants": 2}, r"corpus\.variants was 3, now 2"),
-    ):
-        with pytest.raises(InputError, match=message + r"; name another corpus\.folder, or rebuild"):
-            prepare(replace(settings, **change), progress=False)
-
-
 def test_refusals(settings: CorpusSettings, tmp_path: Path) -> None:
     for change, message in (
         ({"variants": 0}, r"corpus\.variants: must be 1 or more; it is 0"),

@@ -4,7 +4,6 @@ import logging
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from data_module.errors import InputError
 from pipeline.commands.doctor import load_context
 from pipeline.compat.lightning import SingleStreamDDP
-from pipeline.config.settings import max_seconds, validate_trainer_keys
+from pipeline.config.settings import max_seconds
 from pipeline.runtime.console import lightning_noise_restored, quiet_lightning
 from pipeline.runtime.devices import best_precision, precision_plugin
 from pipeline.runtime.launch import JobStep
@@ -115,20 +114,6 @@ def test_lightning_is_quiet_on_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"precision": "16-true"}, "use 16-mixed"),
-        ({"strategy": "fsdp"}, "DDP is used"),
-        ({"max_steps": -1}, "max_steps -1 is not a number of steps"),
-        ({"val_check_interval": 0.5}, "val_check_interval 0.5 is not a number of steps"),
-    ],
-)
-def test_invalid_trainer_options(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        validate_trainer_keys({"max_steps": 1, **options})
-
-
-@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("devices: -1", "trainer.devices -1: cannot be used on a CPU; give a number of processes"),
@@ -137,6 +122,13 @@ def test_invalid_trainer_options(options: dict[str, Any], message: str) -> None:
         ("num_nodes: 0", "trainer.num_nodes 0: `num_nodes` must be a positive integer"),
         ("num_nodes: 2", "trainer.num_nodes 2: nothing starts ranks on other nodes here; use srun"),
         ("accelerator: tpu", "trainer.accelerator tpu is not supported; remove it, or give one of auto, cpu, gpu"),
+        (
+            "precision: 16-true",
+            "trainer.precision 16-true is too coarse for Adam's updates; use 16-mixed",
+        ),
+        ("strategy: fsdp", "trainer.strategy fsdp is not supported; remove it, and DDP is used on several devices"),
+        ("max_steps: -1", "trainer.max_steps -1 is not a number of steps; give 1 or more"),
+        ("val_check_interval: 0.5", "trainer.val_check_interval 0.5 is not a number of steps; give 1 or more"),
         ("precision: transformer-engine", "trainer.precision transformer-engine is not supported; use bf16-mixed"),
         ("max_time: 45", "trainer.max_time 45 is not a duration; give days:hours:minutes:seconds"),
         ("profiler: xla", "trainer.profiler xla is not supported; remove it, or give one of simple, advanced"),
