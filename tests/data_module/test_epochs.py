@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -102,27 +101,6 @@ def test_a_killed_process_leaves_no_lock_and_no_partial_file(tmp_path: Path) -> 
     make_slowly(tmp_path, record)
     assert record.read_text() == "made\nmade\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "one.plan", "record"]
-
-
-def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A worker that starts meanwhile inherits the locked file."""
-    record = tmp_path / "record"
-    computing = threading.Thread(target=make_slowly, args=(tmp_path, record))
-    computing.start()
-    while not record.exists():
-        time.sleep(0.01)
-    worker = FORK.Process(target=time.sleep, args=(60,))
-    worker.start()
-    computing.join()
-    try:
-        later = FORK.Process(target=shared_plan, args=(tmp_path, "two", lambda: EpochPlan(np.zeros(2, np.uint32))))
-        later.start()
-        later.join(timeout=20)
-        assert later.exitcode == 0, "the lock outlived its owner"
-    finally:
-        worker.kill()
-        worker.join()
-        later.kill()
 
 
 def test_old_plans_are_removed_and_stay_readable(source: Epochs, tmp_path: Path) -> None:
