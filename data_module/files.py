@@ -71,7 +71,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync(path.parent)
+        sync_to_disk(path.parent)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ def replace_folder(new: Path, folder: Path, old: Path) -> None:
     `old`.
     """
     for path in (*new.rglob("*"), new):
-        _sync(path)
+        sync_to_disk(path)
     if folder.exists():
         folder.rename(old)
     try:
@@ -111,10 +111,11 @@ def replace_folder(new: Path, folder: Path, old: Path) -> None:
         if old.exists():
             old.rename(folder)
         raise
-    _sync(folder.parent)
+    sync_to_disk(folder.parent)
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -145,6 +145,23 @@ train() {
     done
 }
 
+# Translate a text together with the other tasks of an array, then exit: translate CHECKPOINT [ARGUMENT ...]
+translate() {
+    count_from_here
+    # `translate` removes the first file when it has written a shard.
+    export FAILURES_FILE MISTAKE_FILE
+    GOAL="the first shard was written"
+    step translate "$@"
+    local code=$?
+    if [[ $code -eq 0 || $code -eq 2 || -e $MISTAKE_FILE ]]; then
+        rm -f "$MISTAKE_FILE" "$FAILURES_FILE"
+        exit "$code"
+    fi
+    # A preempted task ends by SIGTERM, and it is alone in its step.
+    [[ $code -ne 143 ]] || code=75
+    hand_back "$code"
+}
+
 # Prepare to start the step again inside the job, on the nodes that are left: restart_here EXIT_CODE. Fails if the job has
 # to be requeued instead.
 restart_here() {
@@ -275,7 +292,7 @@ hand_back() {
     if ! asked_to_stop "$code"; then
         count_failure "$code" "$why"
     elif [[ $left =~ $LESS_THAN_5_MINUTES ]]; then
-        count_failure "$code" " (time limit; is --time too short to begin training?)"
+        count_failure "$code" " (time limit; is --time too short?)"
     fi
     say "exit code $code$why; requeued"
     scontrol requeue "$(job_id)" || say "cannot be requeued; submit the job again to resume"
@@ -288,7 +305,7 @@ count_failure() {
     local failures=$(($(cat "$FAILURES_FILE") + 1))
     if [[ $failures -ge 3 ]]; then
         rm -f "$FAILURES_FILE"
-        say "exit code $1$2, $failures times before training began; fix the cause above, then submit again"
+        say "exit code $1$2, $failures times before $GOAL; fix the cause above, then submit again"
         exit "$1"
     fi
     echo "$failures" >"$FAILURES_FILE"
@@ -300,6 +317,8 @@ trap : TERM USR1
 NODES=()
 # What squeue prints as the time left of a job that ends in less than five minutes.
 LESS_THAN_5_MINUTES='^0?[0-4]:..$'
+# What has to happen between failures, for the message of the last one.
+GOAL="training began"
 # Node and process id of the first task of the current step.
 FIRST_TASK_FILE=$PWD/.first-task-${SLURM_JOB_ID:-}
 # There if the current step was not waited for, and why a step was killed.
@@ -307,7 +326,7 @@ ABANDONED_FILE=$PWD/.abandoned-${SLURM_JOB_ID:-}
 KILLED=""
 # Created by a rank that ends with a user's mistake: srun's exit code may be that of the ranks it has killed.
 MISTAKE_FILE=$PWD/.mistake-${SLURM_JOB_ID:-}
-# Number of failures before training has begun, kept between the starts of a job.
+# Number of failures before training has begun or a shard was written, kept between the starts of a job.
 FAILURES_FILE=$PWD/.failures-${SLURM_JOB_ID:-}
 rm -f "$MISTAKE_FILE" "$FIRST_TASK_FILE" "$ABANDONED_FILE"
 [[ ${SLURM_RESTART_COUNT:-0} -gt 0 ]] || rm -f "$FAILURES_FILE"

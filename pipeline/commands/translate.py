@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from data_module.files import user_path
@@ -45,6 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="translate with N processes: on N GPUs, or without a GPU on N equal parts of the processors (default: 1)",
     )
     parser.add_argument("--scores", action="store_true", help="print the score of each translation")
+    parser.add_argument(
+        "--output",
+        type=user_path,
+        help="write the translations of --source to this file; the same command, stopped and run again, or run by "
+        "several processes at once, translates what is missing",
+    )
+    parser.add_argument(
+        "--shard-lines",
+        type=int,
+        default=4 * CHUNK,
+        metavar="N",
+        help=f"with --output, write N lines at a time, a multiple of {CHUNK} (default: {4 * CHUNK})",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,17 +69,25 @@ def run(arguments: argparse.Namespace) -> int:
     n_best = 1 if arguments.n_best is None else arguments.n_best
     if n_best < 1:
         raise InputError(f"--n-best {n_best}: must be 1 or more")
+    if arguments.output and not arguments.source:
+        raise InputError("--output: needs --source; without it, redirect standard output (> FILE)")
     # Before the checkpoint is loaded, so that a missing file is reported at once.
     stream = open_text(arguments.source) if arguments.source else _standard_input()
     # Someone who types sentences needs each translation at once.
     chunk = 1 if stream.isatty() else CHUNK
+    if arguments.output:
+        stream.close()  # The file is opened again for each run of shards.
     try:
         with _translator(arguments, one_process=chunk == 1) as translator:
             if n_best > translator.settings.beam_size:
                 beam = translator.settings.beam_size
                 raise InputError(f"--n-best {n_best}: is more than the beam, {beam}; raise --beam")
             translator.prefixes.check(arguments.prefix)
-            _translate(arguments, translator, stream, chunk)
+            if arguments.output:
+                _write_shards(arguments, translator)
+            else:
+                for _, text in _translated(arguments, translator, [(1, sentences(stream))], chunk):
+                    print(text, end="", flush=chunk == 1)
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -95,30 +117,54 @@ def _translator(arguments: argparse.Namespace, one_process: bool) -> Iterator["T
         yield translator
 
 
-def _translate(
-    arguments: argparse.Namespace, translator: "Translator | ParallelTranslator", stream: BinaryIO, chunk: int
-) -> None:
+def _write_shards(arguments: argparse.Namespace, translator: "Translator | ParallelTranslator") -> None:
+    """Write the translations to `--output`, together with other processes that do the same."""
+    from pipeline.inference.shards import Shards
+
+    options = {name: getattr(arguments, name) for name in ("n_best", "scores", "prefix")}
+    options |= vars(SearchOptions.given(arguments))
+    model = Path(translator.name)
+    shards = Shards(arguments.source, arguments.output, arguments.shard_lines, model, options)
+    for number, text in _translated(arguments, translator, shards.runs(), CHUNK):
+        shards.write(number, text)
+
+
+def _translated(
+    arguments: argparse.Namespace,
+    translator: "Translator | ParallelTranslator",
+    runs: Iterable[tuple[int, Iterable[str]]],
+    chunk: int,
+) -> Iterator[tuple[int, str]]:
+    """Yield the number of each line, and what is printed for it.
+
+    Args:
+        runs: lines in succession, with the number of the first.
+    """
     truncated = LineWarning(f"longer than the {translator.max_source_tokens} tokens that the network reads; cut")
     unknown, warnings = LineWarning(UNKNOWN_MESSAGE), SentenceWarnings(translator.prefixes)
-    lines = _checked(with_prefix(arguments.prefix, sentences(stream)), warnings)
-    total = count_lines(arguments.source) if arguments.source else None
-    translations = translator.translate_lines(lines, chunk, arguments.n_best or 1, total)
-    for number, translation in enumerate(translations, 1):
-        if translation.truncated:
-            truncated.add(number)
-        if translation.has_unknown:
-            unknown.add(number)
-        for hypothesis in translation.hypotheses:
-            line_number = [] if arguments.n_best is None else [str(number)]
-            score = [f"{hypothesis.score:.4f}"] if arguments.scores else []
-            print(*line_number, *score, hypothesis.text, sep="\t", flush=chunk == 1)
+    show = chunk > 1 and not arguments.output
+    total = count_lines(arguments.source) if arguments.source and show else None
+    for first, run in runs:
+        lines = _checked(with_prefix(arguments.prefix, run), warnings, first)
+        translations = translator.translate_lines(lines, chunk, arguments.n_best or 1, total, show=show)
+        for number, translation in enumerate(translations, first):
+            if translation.truncated:
+                truncated.add(number)
+            if translation.has_unknown:
+                unknown.add(number)
+            text = ""
+            for hypothesis in translation.hypotheses:
+                line_number = [] if arguments.n_best is None else [str(number)]
+                score = [f"{hypothesis.score:.4f}"] if arguments.scores else []
+                text += "\t".join([*line_number, *score, hypothesis.text]) + "\n"
+            yield number, text
     truncated.print()
     unknown.print()
     warnings.print()
 
 
-def _checked(lines: Iterable[str], warnings: SentenceWarnings) -> Iterator[str]:
-    """Yield the lines, and count those with a defect."""
-    for number, line in enumerate(lines, 1):
+def _checked(lines: Iterable[str], warnings: SentenceWarnings, first: int) -> Iterator[str]:
+    """Yield the lines, of which the first has number `first`, and count those with a defect."""
+    for number, line in enumerate(lines, first):
         warnings.add(number, line)
         yield line

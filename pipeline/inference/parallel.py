@@ -245,6 +245,7 @@ class ParallelTranslator:
             WorkerError: a process has ended.
         """
         path = announced_checkpoint(checkpoint)
+        self.name = str(path)
         # A device's share of the processors, but no more than one process would use, such as OMP_NUM_THREADS.
         num_threads = max(1, min(torch.get_num_threads(), num_processors() // len(devices)))
         self._workers: list[_Worker] = []
@@ -273,9 +274,9 @@ class ParallelTranslator:
             worker.kill()
 
     def translate_lines(
-        self, lines: Iterable[str], chunk: int, n_best: int = 1, total: int | None = None
+        self, lines: Iterable[str], chunk: int, n_best: int = 1, total: int | None = None, *, show: bool = True
     ) -> Iterator[Translation]:
-        """Translate lines in order, `chunk` lines at a time, with a progress bar.
+        """Translate lines in order, `chunk` lines at a time.
 
         Lines are read in another thread, so that translations do not wait for lines that have yet to come.
 
@@ -284,6 +285,7 @@ class ParallelTranslator:
             chunk: number of lines translated together.
             n_best: number of hypotheses for each line.
             total: number of lines, if it is known, for the time left.
+            show: whether to show a progress bar.
 
         Raises:
             WorkerError: a process has ended or run out of memory.
@@ -293,7 +295,7 @@ class ParallelTranslator:
         finished: dict[int, list[Translation]] = {}
         end: _End | None = None
         try:
-            with progress_bar(total, smoothing=0) as bar:
+            with progress_bar(total, show=show, smoothing=0) as bar:
                 while end is None or written < end.num_chunks:
                     event = stream.events.get()
                     if isinstance(event, _Progress):

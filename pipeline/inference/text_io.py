@@ -3,7 +3,7 @@
 import gzip
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -133,14 +133,19 @@ def count_lines(path: Path) -> int | None:
     return None
 
 
-def sentences(stream: BinaryIO, name: str = "") -> Iterator[str]:
+def sentences(stream: Iterable[bytes], name: str = "", first: int = 1) -> Iterator[str]:
     """Yield lines as text. Only a line feed ends a line. Invalid UTF-8 is replaced, with one warning at the end.
+
+    Args:
+        stream: the lines.
+        name: the file, for messages.
+        first: number of the first line in the file.
 
     Raises:
         InputError: a compressed file is damaged.
     """
     invalid = LineWarning("not valid UTF-8; invalid bytes were replaced", name)
-    for number, line in enumerate(_byte_lines(stream, name), 1):
+    for number, line in enumerate(_byte_lines(stream, name), first):
         line = line.removesuffix(b"\n").removesuffix(b"\r")
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
@@ -152,7 +157,7 @@ def sentences(stream: BinaryIO, name: str = "") -> Iterator[str]:
     invalid.print()
 
 
-def _byte_lines(stream: BinaryIO, name: str) -> Iterator[bytes]:
+def _byte_lines(stream: Iterable[bytes], name: str) -> Iterator[bytes]:
     try:
         yield from stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

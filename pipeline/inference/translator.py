@@ -188,19 +188,20 @@ class Translator:
         return [Translation(*result) for result in zip(results, is_cut, has_unknown, strict=True)]
 
     def translate_lines(
-        self, lines: Iterable[str], chunk: int, n_best: int = 1, total: int | None = None
+        self, lines: Iterable[str], chunk: int, n_best: int = 1, total: int | None = None, *, show: bool = True
     ) -> Iterator[Translation]:
-        """Translate lines in order, `chunk` lines at a time, with a progress bar unless `chunk` is 1.
+        """Translate lines in order, `chunk` lines at a time.
 
         Args:
             lines: source lines.
             chunk: number of lines translated together.
             n_best: number of hypotheses for each line.
             total: number of lines, if it is known, for the time left.
+            show: whether to show a progress bar.
         """
         lines, num_tokens = iter(lines), 0
         # The mean rate: within a chunk, the longest sentences are translated first and the rate rises.
-        with progress_bar(total, show=chunk > 1, smoothing=0) as bar:
+        with progress_bar(total, show=show, smoothing=0) as bar:
             while batch := list(islice(lines, chunk)):
                 done = bar.n
                 translations = self.translate(batch, n_best, finished=bar.update)

@@ -205,7 +205,7 @@ def test_full_disk(place: Workplace, monkeypatch: pytest.MonkeyPatch, code: int)
         place.fails("corpus: the disk is full, nothing was kept; free space")
     manifest = place.works()
     with monkeypatch.context() as patch:
-        patch.setattr("data_module.files._sync", full)
+        patch.setattr("data_module.files.sync_to_disk", full)
         with pytest.raises(InputError, match="disk is full"):
             prepare(place.settings, force=True, progress=False)
     assert place.works() == manifest

@@ -138,8 +138,8 @@ def _sbatch(words: list[str]) -> str | None:
     if name == "evaluate":
         run, source, reference, *more = rest
         return _verb(["evaluate", run, "--source", source, "--reference", reference, *more])
-    if name == "export":
-        return _verb(["export", *rest])
+    if name in ("export", "translate"):
+        return _verb([name, *rest])
     return None if name == "tensorboard" and len(rest) < 2 else f"{script} takes other arguments"
 
 

@@ -163,4 +163,4 @@ def test_a_time_limit_too_short_to_begin(cluster: Cluster, recipe_file: Path, tm
     assert job.wait() == "FAILED", job.log
     assert job.restarts == 2
     last = job.log.splitlines()[-1]
-    assert "is --time too short to begin training?), 3 times before training began" in last
+    assert "is --time too short?), 3 times before training began" in last

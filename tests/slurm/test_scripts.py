@@ -1,7 +1,9 @@
-"""The other scripts of slurm/: the chain of submit.sh, sweeps, TensorBoard; and shellcheck for all scripts."""
+"""The other scripts of slurm/: the chain of submit.sh, sweeps, shared texts, TensorBoard; and shellcheck for all."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import time
 import urllib.request
@@ -11,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT, tiny_recipe, write_text
+from pipeline.inference.shards import MANIFEST
+from pipeline.inference.text_io import CHUNK
+from tests.conftest import ROOT, pipeline, sentences, tiny_recipe, write_text
 from tests.integration.runs import checkpoints, step_of
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.jobs import NO_GPUS, SLOWLY, saved_after
@@ -107,6 +111,33 @@ def numbers(cluster: Cluster, array: Job) -> list[str]:
     lines = cluster.run("scontrol", "-o", "show", "job", array.number).stdout.splitlines()
     fields = [dict(pair.split("=", 1) for pair in line.split() if "=" in pair) for line in lines]
     return [one["JobId"] for one in fields if one["ArrayTaskId"].isdigit()]
+
+
+@pytest.mark.slow
+def test_tasks_that_share_a_text(cluster: Cluster, trained_run: Path, tmp_path: Path) -> None:
+    """One is killed, one preempted and one signalled; together they write what one process writes."""
+    (tmp_path / "text").write_text("".join(f"{line}\n" for line in sentences(16 * CHUNK, seed=8)))
+    arguments = [trained_run, "--source", tmp_path / "text", "--beam", 4]
+    output, shards = tmp_path / "output", tmp_path / "output.shards"
+    script = ["--nodes=1", *ANY_NODE.split(), "slurm/translate.sbatch"]
+    shared = [*arguments, "--output", output, "--shard-lines", CHUNK]
+    array = cluster.submit("--array=3-5", *script, *shared)
+    cluster.wait_until(lambda: len(numbers(cluster, array)) == 3 and any(shards.glob("*[0-9]")), 200)
+    # The last task of an array has the array's job id, which stands for all tasks.
+    preempted, killed, signalled = (Job(cluster, number) for number in sorted(numbers(cluster, array)))
+    cluster.run("scontrol", "requeue", f"{array.number}_5")
+    os.kill(cluster.tasks(killed.number)[0], signal.SIGKILL)
+    signalled.signal("USR1")
+    for job in (preempted, killed, signalled):
+        assert job.wait() == "COMPLETED", job.log
+        assert job.restarts == 1, job.log
+        assert f"{output}: has the translations of all {16 * CHUNK:,} lines" in job.log
+    assert [entry.name for entry in shards.iterdir()] == [MANIFEST]
+    assert output.read_bytes() == pipeline("translate", *arguments).stdout
+    other = cluster.submit("--array=0", *script, *shared, "--length-penalty", 0)
+    assert other.wait() == "FAILED"
+    assert (other.fields()["ExitCode"], other.restarts) == ("2:0", 0)
+    assert other.log.count(f"error: {shards}: was begun with another length_penalty (see ") == 1
 
 
 @pytest.mark.slow

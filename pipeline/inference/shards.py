@@ -1,0 +1,206 @@
+"""A large text, translated by any number of processes of any number of machines that share a folder.
+
+The text is divided into shards of lines. A process locks a shard, translates it, and writes it whole or not at all; the
+lock ends with the process, so another takes the shard if the process has died. The first process to see that all shards
+are there joins them. Until then they are in a folder beside the output, with a manifest of what they were made from.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from data_module.corpus.pairs import fingerprint
+from data_module.errors import InputError
+from data_module.files import FileLock, atomic_file, sync_to_disk
+from pipeline.inference.text_io import CHUNK, count_lines, open_text, sentences
+from pipeline.runtime.launch import clear_failure_count
+
+MANIFEST = "manifest.json"
+_LOCK = "lock"
+_REPORT_SECONDS = 30.0
+_POLL_SECONDS = 1.0
+
+
+class Shards:
+    """The shards of a text, of which this process takes some."""
+
+    def __init__(self, source: Path, output: Path, shard_lines: int, model: Path, options: dict[str, Any]) -> None:
+        """Write the manifest, or compare it with that of an earlier process.
+
+        Args:
+            source: the text.
+            output: the file of all translations.
+            shard_lines: number of lines of a shard: a multiple of `CHUNK`, so that the same lines are translated
+                together as by one process.
+            model: the file that holds the model.
+            options: options that the translations depend on; with `n_best`, a line may have several translations.
+
+        Raises:
+            InputError: the text cannot be read twice, the shards that are there belong to another text, model or
+                options, or there is another file at `output`.
+        """
+        if shard_lines < 1 or shard_lines % CHUNK:
+            raise InputError(f"--shard-lines {shard_lines}: must be a multiple of {CHUNK}")
+        num_lines = count_lines(source)
+        if num_lines is None:
+            raise InputError(f"{source}: is a pipe, or damaged; --output needs a text file that can be read again")
+        self._source, self._output, self._folder = source, output, output.with_name(f"{output.name}.shards")
+        self._num_lines, self._size = num_lines, shard_lines
+        self._names = [f"{number:07}" for number in range(-(-num_lines // shard_lines))]
+        self._one_translation = options["n_best"] is None
+        text, weights = (fingerprint(str(path), path)["sha256"] for path in (source, model))
+        self._begin({"text": text, "lines": num_lines, "model": weights, "shard_lines": shard_lines, **options})
+        self._locks: dict[int, FileLock] = {}
+        self._texts: list[str] = []
+        self._began = self._reported = time.monotonic()
+        self._done_before = self._num_done()
+
+    def _begin(self, wanted: dict[str, Any]) -> None:
+        path = self._folder / MANIFEST
+        if self._output.exists() and not path.exists():
+            raise InputError(f"{self._output}: exists already; remove it, or give another --output")
+        with FileLock(self._folder / _LOCK) as lock:
+            lock.take(wait=True)
+            if not path.exists():
+                with atomic_file(path) as file:
+                    file.write(json.dumps(wanted, indent=1).encode())
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            raise InputError(f"{path}: is damaged; remove {self._folder} to start over") from None
+        names = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
+        if names:
+            raise InputError(
+                f"{self._folder}: was begun with another {', '.join(names)} (see {MANIFEST}); repeat that command, "
+                "give another --output, or remove the folder to start over"
+            )
+
+    def runs(self) -> Iterator[tuple[int, Iterator[str]]]:
+        """Yield lines of this process's shards, and the number of the first, until the output is there.
+
+        Each time these are as many shards in succession as no other process has taken. All of them must have been
+        handed to `write` before the next are asked for.
+
+        Raises:
+            InputError: the text has changed, or a shard has another number of lines than its part of the text.
+        """
+        # Tasks of a job array begin at different places, so that each has many shards in succession.
+        task = int(os.environ.get("SLURM_ARRAY_TASK_ID", 0)) - int(os.environ.get("SLURM_ARRAY_TASK_MIN", 0))
+        start = len(self._names) * task // int(os.environ.get("SLURM_ARRAY_TASK_COUNT", 1))
+        order = sorted(range(len(self._names)), key=lambda shard: (shard < start, shard))
+        while not self._output.exists():
+            done = self._entries()
+            missing = [shard for shard in order if self._names[shard] not in done]
+            if (shard := next(filter(self._take, missing), None)) is not None:
+                first = shard * self._size + 1
+                with open_text(self._source) as stream:
+                    yield first, sentences(self._lines(stream, shard), str(self._source), first)
+            elif missing:
+                time.sleep(_POLL_SECONDS)
+            else:
+                self._join()
+        for name in self._entries() - {MANIFEST}:
+            (self._folder / name).unlink(missing_ok=True)
+        print(f"{self._output}: has the translations of all {self._num_lines:,} lines", file=sys.stderr, flush=True)
+
+    def write(self, number: int, text: str) -> None:
+        """Add what belongs to a line of the source; at the end of a shard, write that.
+
+        Args:
+            number: the line's number.
+            text: its translation or translations, each with a line feed.
+        """
+        self._texts.append(text)
+        shard = (number - 1) // self._size
+        if len(self._texts) < self._num_lines_of(shard):
+            return
+        with atomic_file(self._folder / self._names[shard]) as file:
+            file.write("".join(self._texts).encode())
+        self._texts.clear()
+        self._release(shard)
+        clear_failure_count()
+        now = time.monotonic()
+        if now - self._reported >= _REPORT_SECONDS:
+            self._reported = now
+            self._report(now - self._began)
+
+    def _report(self, seconds: float) -> None:
+        """Print one line about the shards of all processes."""
+        done = self._num_done()
+        rate = (done - self._done_before) / seconds
+        left = timedelta(seconds=int((self._num_lines - done) / rate)) if rate else "unknown"
+        share = f"{done:,} of {self._num_lines:,} lines ({done / self._num_lines:.0%})"
+        print(f"{self._output}: {share}, {rate:,.0f} lines/s, time left {left}", file=sys.stderr, flush=True)
+
+    def _take(self, shard: int) -> bool:
+        """Lock a shard, unless another process has it or it is done; return whether that was possible."""
+        path = self._folder / self._names[shard]
+        lock = FileLock(path.with_suffix(".lock"))
+        if not lock.take():
+            lock.close()
+            return False
+        self._locks[shard] = lock
+        if path.exists() or self._output.exists():  # Shards are removed once the output is there.
+            self._release(shard)
+            return False
+        return True
+
+    def _release(self, shard: int) -> None:
+        (self._folder / self._names[shard]).with_suffix(".lock").unlink(missing_ok=True)
+        self._locks.pop(shard).close()
+
+    def _lines(self, stream: Iterable[bytes], shard: int) -> Iterator[bytes]:
+        """Yield the lines of a shard that this process has taken, and of those behind it that it can take."""
+        lines = iter(stream)
+        deque(islice(lines, shard * self._size), maxlen=0)
+        while True:
+            left = self._num_lines_of(shard)
+            for line in islice(lines, left):
+                left -= 1
+                yield line
+            if left:
+                raise InputError(f"{self._source}: has become shorter; give the text that it was, or another --output")
+            shard += 1
+            if shard == len(self._names) or not self._take(shard):
+                return
+
+    def _join(self) -> None:
+        """Write the output from all shards, unless another process has done it."""
+        with FileLock(self._folder / _LOCK) as lock:
+            lock.take(wait=True)
+            if self._output.exists():
+                return
+            joined = self._folder / "joined"
+            with atomic_file(joined) as file:
+                for shard, name in enumerate(self._names):
+                    file.write(self._checked(shard, self._folder / name))
+            joined.replace(self._output)
+            sync_to_disk(self._output.parent)
+
+    def _checked(self, shard: int, path: Path) -> bytes:
+        text = path.read_bytes()
+        lines = text.split(b"\n")[:-1]
+        # With --n-best, a translation begins with the number of its line.
+        found = len(lines) if self._one_translation else len({line.partition(b"\t")[0] for line in lines})
+        expected = self._num_lines_of(shard)
+        if found != expected:
+            raise InputError(f"{path}: has {found:,} lines for {expected:,}; remove it, and run the same command again")
+        return text
+
+    def _num_lines_of(self, shard: int) -> int:
+        return min(self._size, self._num_lines - shard * self._size)
+
+    def _entries(self) -> set[str]:
+        return {entry.name for entry in self._folder.iterdir()}
+
+    def _num_done(self) -> int:
+        """Return the number of lines of the shards that are there."""
+        done = self._entries()
+        return sum(self._num_lines_of(shard) for shard, name in enumerate(self._names) if name in done)

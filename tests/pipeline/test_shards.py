@@ -1,0 +1,205 @@
+"""`translate --output`: processes share the shards of a text, and the output is that of one process or not there."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_module.errors import InputError
+from pipeline.inference import shards as module
+from pipeline.inference.shards import MANIFEST, Shards
+from pipeline.inference.text_io import CHUNK
+from tests.conftest import pipeline, refusal, sentences
+
+SIZE, NUM_LINES = 4, 23
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shards]:
+    """Starts another process's part of the same translation; its shards have four lines."""
+    monkeypatch.setattr(module, "CHUNK", SIZE)
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
+    (tmp_path / "model").write_text("weights")
+    (tmp_path / "text").write_text("".join(f"line {number}\n" for number in range(1, NUM_LINES + 1)))
+
+    def start(**options: Any) -> Shards:
+        return Shards(tmp_path / "text", tmp_path / "output", SIZE, tmp_path / "model", {"n_best": None, **options})
+
+    return start
+
+
+Runs = Iterable[tuple[int, Iterator[str]]]
+
+
+def translate(shards: Shards, runs: Runs, log: list[int]) -> Iterator[None]:
+    """Translate into capitals; each step is a line."""
+    for first, lines in runs:
+        for number, line in enumerate(lines, first):
+            log.append(number)
+            shards.write(number, f"{number} {line.upper()}\n")
+            yield
+
+
+def finish(shards: Shards) -> list[int]:
+    """Translate what is missing; return the numbers of the lines that were translated."""
+    log: list[int] = []
+    for _ in translate(shards, shards.runs(), log):
+        pass
+    return log
+
+
+def check(folder: Path) -> None:
+    """The output is whole, and nothing is left beside it but the manifest."""
+    expected = "".join(f"{number} LINE {number}\n" for number in range(1, NUM_LINES + 1))
+    assert (folder / "output").read_text() == expected
+    assert [entry.name for entry in (folder / "output.shards").iterdir()] == [MANIFEST]
+
+
+def test_processes_share_the_shards(
+    start: Callable[..., Shards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks of an array begin in different places; each line is translated once, and all see the output at the end."""
+    firsts, parts, log = [], [], []
+    for task in range(3):
+        for name, value in (("ID", 5 + task), ("MIN", 5), ("COUNT", 3)):
+            monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", str(value))
+        shards = start()
+        runs = iter(shards.runs())
+        run = next(runs)
+        firsts.append(run[0])
+        parts.append(translate(shards, chain([run], runs), log))
+        next(parts[-1])  # It has its first shard before another process begins.
+    assert firsts == [1, 2 * SIZE + 1, 4 * SIZE + 1]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(list, parts))
+    assert sorted(log) == list(range(1, NUM_LINES + 1))
+    check(tmp_path)
+
+
+def test_a_process_that_dies(start: Callable[..., Shards], tmp_path: Path) -> None:
+    """Its unfinished shard is translated again, those that it has written are not; nor is a finished text."""
+    shards = start()
+    log: list[int] = []
+    part = translate(shards, shards.runs(), log)
+    for _ in range(2 * SIZE + 2):
+        next(part)
+    for lock in shards._locks.values():
+        lock.close()  # as the operating system does
+    (tmp_path / "output.shards" / ".0000002.123.tmp").touch()
+    assert finish(start()) == list(range(2 * SIZE + 1, NUM_LINES + 1))
+    check(tmp_path)
+    assert finish(start()) == []
+    (tmp_path / "output").unlink()
+    assert len(finish(start())) == NUM_LINES
+
+
+def test_killed_while_it_joins(start: Callable[..., Shards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At either side of the rename that makes the output appear."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", failing_for("joined", Path.replace))
+        with pytest.raises(KeyboardInterrupt):
+            finish(start())
+    assert not (tmp_path / "output").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "sync_to_disk", failing_for(tmp_path.name, module.sync_to_disk))
+        with pytest.raises(KeyboardInterrupt):
+            assert finish(start()) == []
+    assert finish(start()) == []
+    check(tmp_path)
+
+
+def failing_for(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def fail(path: Path, *arguments: Any) -> Any:
+        if path.name == name:
+            raise KeyboardInterrupt
+        return function(path, *arguments)
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "text").write_text("other\n" * NUM_LINES), "was begun with another text (see "),
+        (lambda folder: (folder / "model").write_text("other"), "was begun with another model (see "),
+        (lambda folder: (folder / "output.shards" / MANIFEST).write_text("{"), "manifest.json: is damaged; remove "),
+    ],
+    ids=["text", "model", "manifest"],
+)
+def test_what_was_begun_otherwise(
+    start: Callable[..., Shards], tmp_path: Path, change: Callable[[Path], object], message: str
+) -> None:
+    part = start()
+    assert start(n_best=None) is not part
+    with pytest.raises(InputError, match="was begun with another n_best, beam_size "):
+        start(n_best=2, beam_size=3)
+    change(tmp_path)
+    with pytest.raises(InputError) as error:
+        start()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("n_best", [None, 2])
+def test_shards_that_do_not_add_up(start: Callable[..., Shards], tmp_path: Path, n_best: int | None) -> None:
+    """Nothing is joined. With several translations of a line, lines are counted by their numbers."""
+    shards = start(n_best=n_best)
+    last: list[Path] = []
+    for first, lines in shards.runs():
+        for number, line in enumerate(lines, first):
+            if number == NUM_LINES:
+                [*_, last_but_one] = last = sorted((tmp_path / "output.shards").glob("*[0-9]"))
+                text = last_but_one.read_text().splitlines(keepends=True)
+                last_but_one.write_text("".join(text[: -(n_best or 1)]))
+            shards.write(number, f"{number}\t{line}\n" * (n_best or 1))
+            if number == NUM_LINES:
+                break
+        else:
+            continue
+        break
+    with pytest.raises(InputError, match=f"^{last[-1]}: has 3 lines for 4; remove it, and run the same command again"):
+        finish(start(n_best=n_best))
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_text_that_becomes_shorter(start: Callable[..., Shards], tmp_path: Path) -> None:
+    shards = start()
+    (tmp_path / "text").write_text("line\n" * 6)
+    with pytest.raises(InputError, match=r"text: has become shorter; give the text that it was"):
+        finish(shards)
+    assert not (tmp_path / "output").exists()
+
+
+def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
+    text, damaged, output = tmp_path / "text", tmp_path / "text.gz", tmp_path / "output"
+    text.write_text("a dog\n")
+    damaged.write_bytes(b"no gzip")
+    command = ("translate", trained_run, "--output", output)
+    assert "--output: needs --source" in refusal(*command)
+    assert "--shard-lines 5: must be a multiple of 2048" in refusal(*command, "--source", text, "--shard-lines", 5)
+    assert "text.gz: is a pipe, or damaged; --output needs a text file" in refusal(*command, "--source", damaged)
+    output.touch()
+    assert "output: exists already; remove it, or give another --output" in refusal(*command, "--source", text)
+    assert not (tmp_path / "output.shards").exists()
+
+
+def test_the_output_is_that_of_one_process(trained_run: Path, tmp_path: Path) -> None:
+    """Also with a process for each of two devices, several translations of a line, and warnings that name lines."""
+    lines = sentences(2 * CHUNK + 2, seed=6, lengths=(1, 2, 3))
+    lines[CHUNK + 1], lines[-1] = "", "a \u2581 dog"
+    (tmp_path / "text").write_text("".join(f"{line}\n" for line in lines))
+    command = ("translate", trained_run, "--source", tmp_path / "text", "--beam", 2, "--n-best", 2, "--scores")
+    plain = pipeline(*command)
+    assert plain.returncode == 0, plain.stderr
+    output = ("--output", tmp_path / "output", "--shard-lines", CHUNK)
+    shared = pipeline(*command, *output, "--devices", 2)
+    assert (shared.returncode, shared.stdout) == (0, b""), shared.stderr
+    assert (tmp_path / "output").read_bytes() == plain.stdout
+    messages = shared.stderr.decode().splitlines()
+    assert messages[1] == f"{tmp_path / 'output'}: has the translations of all {len(lines):,} lines"
+    assert messages[2].startswith(f"line {len(lines)}: U+2581 ")
+    manifest = json.loads((tmp_path / "output.shards" / MANIFEST).read_text())
+    assert [manifest[name] for name in ("lines", "n_best", "scores", "beam_size")] == [len(lines), 2, True, 2]
