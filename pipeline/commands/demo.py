@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data_module.errors import SCRIPTS
+from data_module.errors import PROGRAM, SCRIPTS
 from data_module.files import user_path
 from pipeline.config.recipe_files import shipped_recipes
 from pipeline.runtime.signals import INTERRUPTED
@@ -115,6 +115,10 @@ class Demo:
         print(f"run          {run_folder}")
         print(f"curves       {SCRIPTS}tensorboard --logdir {run_folder}")
         print(f"export       {export} (its README.md shows how to load it without this project)")
+        print("\nNext")
+        print(f"  a sentence   echo 'the red dog sees a small cat' | {PROGRAM} translate {run_folder}")
+        print(f"  your text    {PROGRAM} recipe copy your_text mine.yaml; name your files in it; then")
+        print(f"               {PROGRAM} doctor mine.yaml; {PROGRAM} fit mine.yaml")
 
 
 @contextmanager

@@ -190,7 +190,9 @@ _CHECKS: dict[str, Callable[[list[str]], str | None]] = {
     "pytest": _pytest,
     "bash": _files,
     "tensorboard": _tensorboard,
-    "git": _one_of("clone", "tag", "push", "commit", "checkout"),
+    "git": _one_of("clone", "tag", "push", "commit", "checkout", "archive"),
+    "docker": _one_of("build", "save"),
+    "apptainer": _one_of("build"),
     "pre-commit": _one_of("install", "run"),
     "sacrebleu": _one_of("-t"),
 }
