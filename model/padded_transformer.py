@@ -149,13 +149,16 @@ def sharing_copy(network: Transformer) -> Transformer:
 
 
 @torch.no_grad()
-def attention_maps(network: Transformer, source: Tensor, target: Tensor) -> dict[str, list[Tensor]]:
+def attention_maps(
+    network: Transformer, source: Tensor, target: Tensor, source_mask: Tensor | None = None
+) -> dict[str, list[Tensor]]:
     """Run a forward pass and return its attention weights.
 
     Args:
         network: the network, in evaluation mode: with dropout, weights do not sum to one.
-        source: ids [B, S], of sentences of one length.
-        target: ids [B, T], likewise.
+        source: ids [B, S].
+        target: ids [B, T]. Padding on its right changes nothing before it.
+        source_mask: bool [B, S], True at tokens; None if no source is padded.
 
     Returns:
         For "encoder", "decoder" and "cross", one tensor [B, H, queries, keys] per layer. Their last dimension sums to
@@ -169,7 +172,7 @@ def attention_maps(network: Transformer, source: Tensor, target: Tensor) -> dict
                 if isinstance(module, Attention):
                     weights = maps["cross" if isinstance(module, CrossAttention) else kind]
                     module.attend = _recording(module.attend, weights)  # type: ignore[method-assign]
-    PaddedTransformer(network)(source, target)
+    PaddedTransformer(network)(source, target, source_mask)
     return maps
 
 

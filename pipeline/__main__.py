@@ -39,6 +39,7 @@ COMMANDS = {
     "fit": Command("corpus folder -> run folder; resumes when run again", "pipeline.commands.fit"),
     "average": Command("last or best checkpoints of a run -> one averaged checkpoint", "pipeline.commands.average"),
     "translate": Command("sentences -> translations", "pipeline.commands.translate"),
+    "score": Command("source text and translations -> log-probabilities", "pipeline.commands.score"),
     "evaluate": Command("source and reference text -> BLEU and chrF with signatures", "pipeline.commands.evaluate"),
     "export": Command("checkpoint -> bundle that runs without this program", "pipeline.commands.export"),
     "benchmark": Command("speed, memory and learning, beside other programs", "pipeline.commands.benchmark"),

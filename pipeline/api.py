@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from data_module.errors import InputError
 from data_module.files import user_path
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
-from model.decoding import penalty
 from model.padded_transformer import PaddedTransformer, attention_maps
 from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.bundle import bundle_of, load_bundle
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.scoring import score_pairs
+from pipeline.inference.scoring import score_targets
 from pipeline.inference.text_io import SPACE_MARK_MESSAGE, UNKNOWN_MESSAGE, progress_bar
-from pipeline.inference.translator import EMPTY, Hypothesis, Translator, encode_sources, load_translator
+from pipeline.inference.translator import Hypothesis, Translator, encode_sources, load_translator
 from pipeline.runtime import signals
 from pipeline.runtime.console import lightning_noise_restored, user_message
 
@@ -229,20 +228,7 @@ class Model:
             raise InputError(f"{len(given)} sources and {len(wanted)} targets; give one target for each source")
         source_ids, target_ids, translator = self._source_ids(given), self._target_ids(wanted), self._translator
         with _mistakes_in_one_line(), progress_bar(len(given), show=progress, description="scoring") as bar:
-            network, tokenizer, device = self._network, translator.tokenizer, translator.device
-
-            def log_softmax(states: torch.Tensor) -> torch.Tensor:
-                return network.logits(states).float().log_softmax(-1)
-
-            totals = score_pairs(network, log_softmax, tokenizer, source_ids, target_ids, device, bar.update)
-        penalties = penalty(torch.tensor([len(ids) for ids in target_ids]), translator.settings.length_penalty).tolist()
-        scored = [
-            # The search does not run for an empty sentence, whose translation is empty.
-            Hypothesis(text, total / divisor, total, len(target)) if max(len(source), len(target)) > 1 else EMPTY
-            for text, source, target, total, divisor in zip(
-                wanted, source_ids, target_ids, totals, penalties, strict=True
-            )
-        ]
+            scored = score_targets(translator, self._network, wanted, source_ids, target_ids, bar.update)
         return scored[0] if isinstance(sources, str) else scored
 
     def attention(self, sentence: str, target: str | None = None) -> Attention:
@@ -295,7 +281,7 @@ class Model:
         """Return ids with the end symbol; raise InputError for a sentence that the network has no positions for."""
         _warn_of_marks(sentences)
         longest = self._translator.search.max_positions
-        rows, _ = encode_sources(self._translator.tokenizer, sentences, None)
+        rows, _ = encode_sources(self._translator.tokenizer.target, sentences, None)
         _warn_of_unknown(rows)
         for number, ids in enumerate(rows, 1):
             if longest and len(ids) > longest:

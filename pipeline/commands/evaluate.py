@@ -191,20 +191,20 @@ def write_lines(output: Path, lines: list[str]) -> None:
         file.write(contents)
 
 
-def require_writable(output: Path | None, *inputs: Path | None) -> None:
-    """Check that translations can be written, before they are made.
+def require_writable(output: Path | None, *inputs: Path | None, option: str = "--output") -> None:
+    """Check that a file can be written, before what it is for is computed.
 
     Raises:
         InputError: the file cannot be written, or is one of the inputs.
     """
     if output and any(path and path.is_file() and output.exists() and path.samefile(output) for path in inputs):
-        raise InputError(f"{output}: is the text to score, and would be overwritten; give another --output")
+        raise InputError(f"{output}: is the text to score, and would be overwritten; give another {option}")
     if output and not output.parent.is_dir():
-        raise InputError(f"{output}: its folder is not there; make it or give another --output")
+        raise InputError(f"{output}: its folder is not there; make it or give another {option}")
     if output and output.is_dir():
-        raise InputError(f"{output}: is a folder; give a file as --output")
+        raise InputError(f"{output}: is a folder; give a file as {option}")
     if output and not os.access(output if output.exists() else output.parent, os.W_OK):
-        raise InputError(f"{output}: cannot be written; change its permissions or give another --output")
+        raise InputError(f"{output}: cannot be written; change its permissions or give another {option}")
 
 
 def print_scores(

@@ -235,7 +235,7 @@ def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":
         raise InputError(f"{folder}: has no {path.name}, which translates; export it again with --format torchscript")
     recipe, decoding = _settings_of(folder / "card.json")
     settings = options.in_place_of(decoding)
-    print(f"translating with {path}", file=sys.stderr)
+    print(f"using {path}", file=sys.stderr)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         search = load_torchscript(path, device)

@@ -1,12 +1,21 @@
-"""Log-probabilities of given translations, by teacher forcing, in batches of sentences of similar length."""
+"""Scores of given translations by teacher forcing, and word alignments, in batches of sentences of similar length."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from data_module.tokenization.tokenizer import Tokenizer
-from pipeline.inference.translator import length_batches, padded
+from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
+from model.decoding import penalty
+from model.padded_transformer import attention_maps
+from model.transformer import Transformer
+from pipeline.inference.text_io import UNKNOWN_MESSAGE, LineWarning, SentenceWarnings
+from pipeline.inference.translator import EMPTY, Hypothesis, Translator, encode_sources, length_batches, padded
+
+Alignment = list[tuple[int, int]]
+"""Pairs of a source and a target word, counted from 0."""
 
 _BATCH_TOKENS = 2048
 """Upper bound on the padded tokens of a batch on either side."""
@@ -37,18 +46,159 @@ def score_pairs(
         finished: called with a number of pairs whenever some have been scored.
     """
     totals = [0.0] * len(sources)
-    lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
-    for batch in length_batches(lengths, _BATCH_TOKENS):
-        source, mask = padded([sources[index] for index in batch], tokenizer.pad_id)
-        target, is_token = padded([[tokenizer.bos_id, *targets[index]] for index in batch], tokenizer.pad_id)
-        is_padded, target = not bool(mask.all()), target.to(device)
-        states = network(source.to(device), target[:, :-1], mask.to(device) if is_padded else None)
+    for batch, source, mask, target, is_token in _batches(tokenizer, sources, targets, device):
+        states = network(source, target[:, :-1], mask)
         parts = []
         labels = target[:, 1:].flatten().split(_SCORED_TOKENS)
         for chunk, chunk_labels in zip(states.flatten(0, 1).split(_SCORED_TOKENS), labels, strict=True):
             parts.append(log_softmax(chunk).gather(1, chunk_labels.unsqueeze(1)))
-        chances = torch.cat(parts).view(len(batch), -1).masked_fill(~is_token[:, 1:].to(device), 0.0).double()
+        chances = torch.cat(parts).view(len(batch), -1).masked_fill(~is_token[:, 1:], 0.0).double()
         for index, total in zip(batch, chances.sum(1).tolist(), strict=True):
             totals[index] = total
         finished(len(batch))
     return totals
+
+
+def _batches(
+    tokenizer: Tokenizer, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], device: Any
+) -> Iterator[tuple[list[int], Tensor, Tensor | None, Tensor, Tensor]]:
+    """Yield the pairs' indices, source [B, S], its mask unless nothing is padded, target with begin symbol and mask."""
+    lengths = [max(len(source), len(target)) for source, target in zip(sources, targets, strict=True)]
+    for batch in length_batches(lengths, _BATCH_TOKENS):
+        source, mask = padded([sources[index] for index in batch], tokenizer.pad_id)
+        target, is_token = padded([[tokenizer.bos_id, *targets[index]] for index in batch], tokenizer.pad_id)
+        needed = None if bool(mask.all()) else mask.to(device)
+        yield batch, source.to(device), needed, target.to(device), is_token.to(device)
+
+
+def score_targets(
+    translator: Translator,
+    network: Any,
+    targets: Sequence[str],
+    source_ids: Sequence[Sequence[int]],
+    target_ids: Sequence[Sequence[int]],
+    finished: Callable[[int], object] = lambda count: None,
+) -> list[Hypothesis]:
+    """Return each target with its log-probability, its score as `translate` computes it, and its number of pieces.
+
+    Args:
+        translator: has the tokenizer, the device and the length penalty.
+        network: for padded batches, a `PaddedTransformer` or that of an exported `BeamSearch`.
+        targets: the text.
+        source_ids: see `score_pairs`, like the following arguments.
+        target_ids: likewise.
+        finished: likewise.
+    """
+
+    def log_softmax(states: Tensor) -> Tensor:
+        return network.logits(states).float().log_softmax(-1)
+
+    tokenizer, device = translator.tokenizer, translator.device
+    totals = score_pairs(network, log_softmax, tokenizer, source_ids, target_ids, device, finished)
+    penalties = penalty(torch.tensor([len(ids) for ids in target_ids]), translator.settings.length_penalty).tolist()
+    return [
+        # The search does not run for an empty sentence, whose translation is empty.
+        Hypothesis(text, total / divisor, total, len(target)) if max(len(source), len(target)) > 1 else EMPTY
+        for text, source, target, total, divisor in zip(targets, source_ids, target_ids, totals, penalties, strict=True)
+    ]
+
+
+def align_words(
+    network: Transformer,
+    tokenizer: Tokenizer,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    device: torch.device | str = "cpu",
+) -> list[Alignment]:
+    """Align each target word with the source word that gets most of its cross-attention, or with none.
+
+    The weights are the mean of all heads of the upper half of the decoder's layers, at the positions where the word's
+    pieces are predicted. A word that attends most to the end symbol is left out. Of single layers, the last or the one
+    before it is best, depending on the network, and the mean is no worse. Where the pieces are the decoder's input, one
+    position later (Chen et al. 2020, https://arxiv.org/abs/2004.14837), only lower layers of long trainings align.
+
+    Args:
+        network: the network, in evaluation mode.
+        tokenizer: its tokenizer.
+        sources: ids, each with the end symbol.
+        targets: ids, each with the end symbol.
+        device: the network's device.
+    """
+    pieces, results = tokenizer.pieces(), [Alignment() for _ in sources]
+    for batch, source, mask, target, _ in _batches(tokenizer, sources, targets, device):
+        maps = attention_maps(network, source, target[:, :-1], mask)["cross"]
+        weights = torch.stack(maps[len(maps) // 2 :]).mean((0, 2)).cpu()
+        for index, attention in zip(batch, weights, strict=True):
+            rows = _words([pieces[token] for token in targets[index][:-1]])
+            columns = _words([pieces[token] for token in sources[index][:-1]])
+            end = columns[-1] + 1 if columns else 0
+            by_piece = attention.new_zeros(len(rows), end + 1)
+            by_piece.index_add_(1, torch.tensor([*columns, end]), attention[: len(rows), : len(columns) + 1])
+            by_word = attention.new_zeros(rows[-1] + 1 if rows else 0, end + 1)
+            by_word.index_add_(0, torch.tensor(rows, dtype=torch.int64), by_piece)
+            best = enumerate(by_word.argmax(1).tolist())
+            results[index] = [(source_word, word) for word, source_word in best if source_word < end]
+    return results
+
+
+def _words(pieces: Sequence[str]) -> list[int]:
+    """Return the number of the word that each piece belongs to."""
+    words, number = [], -1
+    for piece in pieces:
+        number += piece.startswith(SPACE_MARK) or number < 0
+        words.append(number)
+    return words
+
+
+def dual_cross_entropy(forward: Hypothesis, reverse: Hypothesis) -> float:
+    """Return |H1 - H2| + (H1 + H2) / 2 of a pair; infinity for a pair of empty sentences.
+
+    H is the negative log-probability divided by the number of tokens (Junczys-Dowmunt 2018,
+    https://arxiv.org/abs/1809.00197, dual conditional cross-entropy).
+    """
+    if not forward.num_tokens:
+        return math.inf
+    first, second = (-one.log_probability / one.num_tokens for one in (forward, reverse))
+    return abs(first - second) + (first + second) / 2
+
+
+class Scorer:
+    """Scores windows of pairs with one model, and counts the lines that it does not read as they are."""
+
+    def __init__(self, translator: Translator) -> None:
+        """`translator` has a network that is no `CompiledSearch`."""
+        self._translator, self._network = translator, translator.search.network
+        name, longest = translator.name, translator.max_source_tokens
+        self._read = SentenceWarnings(translator.prefixes, name)
+        self._cut = LineWarning(f"longer than the {longest} tokens that the network reads; cut", name)
+        self._unknown = LineWarning(UNKNOWN_MESSAGE, name)
+
+    def score(
+        self, first: int, sources: list[str], targets: list[str], with_alignments: bool = False
+    ) -> tuple[list[Hypothesis], list[Alignment]]:
+        """Return the score of each pair and its alignment, which is empty unless alignments are wanted.
+
+        Args:
+            first: number of the first pair, from 1, for warnings.
+            sources: source sentences. Longer ones than `Translator.max_source_tokens` are cut.
+            targets: their translations, likewise.
+            with_alignments: see `align_words`; a bundle cannot give them.
+        """
+        translator, tokenizer = self._translator, self._translator.tokenizer
+        source_ids, source_cut = encode_sources(tokenizer, sources, translator.max_source_tokens)
+        target_ids, target_cut = encode_sources(tokenizer.target, targets, translator.max_source_tokens)
+        for index, source in enumerate(sources):
+            self._read.add(first + index, source)
+            if source_cut[index] or target_cut[index]:
+                self._cut.add(first + index)
+            if tokenizer.unk_id in source_ids[index] or tokenizer.unk_id in target_ids[index]:
+                self._unknown.add(first + index)
+        scored = score_targets(translator, self._network, targets, source_ids, target_ids)
+        if not with_alignments:
+            return scored, [Alignment() for _ in scored]
+        return scored, align_words(self._network.network, tokenizer, source_ids, target_ids, translator.device)
+
+    def print_warnings(self) -> None:
+        """Print a line for each defect."""
+        for warning in (self._cut, self._unknown, self._read):
+            warning.print()

@@ -133,13 +133,14 @@ def count_lines(path: Path) -> int | None:
     return None
 
 
-def sentences(stream: Iterable[bytes], name: str = "", first: int = 1) -> Iterator[str]:
+def sentences(stream: Iterable[bytes], name: str = "", first: int = 1, *, warn: bool = True) -> Iterator[str]:
     """Yield lines as text. Only a line feed ends a line. Invalid UTF-8 is replaced, with one warning at the end.
 
     Args:
         stream: the lines.
         name: the file, for messages.
         first: number of the first line in the file.
+        warn: whether to warn.
 
     Raises:
         InputError: a compressed file is damaged.
@@ -154,7 +155,8 @@ def sentences(stream: Iterable[bytes], name: str = "", first: int = 1) -> Iterat
         except UnicodeDecodeError:
             invalid.add(number)
             yield line.decode(errors="replace")
-    invalid.print()
+    if warn:
+        invalid.print()
 
 
 def _byte_lines(stream: Iterable[bytes], name: str) -> Iterator[bytes]:

@@ -271,18 +271,19 @@ def announced_checkpoint(checkpoint: Path) -> Path:
     from pipeline.checkpointing.checkpoint import resolve_checkpoint
 
     path = resolve_checkpoint(checkpoint)
-    print(f"translating with {path}", file=sys.stderr)
+    print(f"using {path}", file=sys.stderr)
     return path
 
 
-def load_on_device(path: Path, device: str, options: SearchOptions) -> Translator:
-    """Load a checkpoint file for translation on a device; see `load_translator`."""
+def load_on_device(path: Path, device: str, options: SearchOptions, *, searches: bool = True) -> Translator:
+    """Load a checkpoint file on a device; see `load_translator`. Without `searches`, nothing is made faster for it."""
     from pipeline.checkpointing.checkpoint import load_model
 
     model = load_model(path)
     settings, tokenizer = options.in_place_of(model.decoding), model.tokenizer
+    ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
     return Translator(
-        choose_search(device, model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id),
+        choose_search(device, model.network, *ids) if searches else model.network,
         tokenizer,
         settings,
         max_source_tokens=LONGEST,

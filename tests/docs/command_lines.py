@@ -24,7 +24,9 @@ SLURM_OPTIONS = {
     "--account", "--array", "--cpus-per-task", "--gpus-per-node", "--mem", "--nodes", "--ntasks", "--ntasks-per-node",
     "--partition", "--time",
 }  # fmt: skip
-SHELL = {"cd", "cp", "do", "done", "echo", "export", "for", "grep", "mkdir", "perl", "ssh"}
+SHELL = {
+    "cd", "cp", "cut", "do", "done", "echo", "export", "for", "grep", "head", "mkdir", "paste", "perl", "sort", "ssh",
+}  # fmt: skip
 """Programs whose arguments are not looked at."""
 
 

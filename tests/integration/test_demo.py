@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
+from pipeline.inference.scoring import align_words
+from pipeline.inference.translator import encode_sources
 from tests.conftest import ROOT
+from tests.integration.demo_alignments import aligned_pairs, alignment_error
 
 
 def demo(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -74,6 +78,10 @@ def test_the_demo_learns_its_grammar(tmp_path: Path) -> None:
     for text in ("BLEU signature nrefs:1", "chrF signature", "translation ", "reference ", "tensorboard", "export"):
         assert text in first.stdout
     assert (tmp_path / "runs" / "demo" / "export" / "model.ts").exists()
+    pairs = list(aligned_pairs(seed=2, count=500))
+    model = load_model(resolve_checkpoint(tmp_path / "runs" / "demo"))
+    sources, targets = (encode_sources(model.tokenizer, lines, None)[0] for lines in list(zip(*pairs, strict=True))[:2])
+    assert alignment_error(pairs, align_words(model.network, model.tokenizer, sources, targets)) < 0.1
     again = demo(tmp_path)
     assert again.returncode == 0
     assert "$ python" not in again.stderr  # no stage runs twice

@@ -1,0 +1,266 @@
+"""`score`: log-probabilities by teacher forcing, dual cross-entropy, sorted n-best lists and word alignments."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.__main__ import main
+from pipeline.checkpointing.checkpoint import (
+    TrainedModel,
+    load_model,
+    read_checkpoint,
+    resolve_checkpoint,
+    write_atomic,
+)
+from pipeline.commands import score
+from pipeline.inference import scoring
+from pipeline.inference.scoring import align_words
+from pipeline.inference.text_io import SPACE_MARK_MESSAGE, UNKNOWN_MESSAGE
+from pipeline.inference.translator import EMPTY, encode_sources
+from tests.conftest import pipeline, refusal, sentences
+from tests.model.search_truth import forced_log_probability, make_network, tolerance
+
+SOURCES = [*sentences(12, seed=5), "", "the dog", "", "a ☃"]
+TARGETS = [*sentences(12, seed=6), "the cat", "", "", "the dog"]
+ROUNDED = 0.5e-4
+"""Numbers are printed with four decimals."""
+
+
+def write(path: Path, lines: list[str]) -> Path:
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[Path, Path]:
+    return write(tmp_path / "source", SOURCES), write(tmp_path / "target", TARGETS)
+
+
+@pytest.fixture(scope="module")
+def trained(trained_run: Path) -> TrainedModel:
+    return load_model(resolve_checkpoint(trained_run))
+
+
+@pytest.fixture(scope="module")
+def reverse(trained: TrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same network, of the other direction: its text has the words of both."""
+    return with_languages(trained, tmp_path_factory.mktemp("reverse") / "reverse.ckpt", "target", "source")
+
+
+def with_languages(trained: TrainedModel, path: Path, source: str, target: str) -> Path:
+    contents = dict(read_checkpoint(trained.path))
+    corpus = {**trained.recipe["corpus"], "source_language": source, "target_language": target}
+    contents["translation"] = {**contents["translation"], "recipe": {**trained.recipe, "corpus": corpus}}
+    write_atomic(contents, path)
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> list[list[str]]:
+    """Run `score` and return the columns of each line."""
+    capsys.readouterr()
+    assert main(["score", *map(str, words)]) == 0, capsys.readouterr().err
+    return [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+
+
+def truths(model: TrainedModel, sources: list[str], targets: list[str]) -> list[tuple[float, int]]:
+    """Return log-probability in float64 and number of tokens of each pair, scored alone."""
+    source_ids, target_ids = (encode_sources(model.tokenizer, lines, None)[0] for lines in (sources, targets))
+    return [
+        (forced_log_probability(model.network, torch.tensor(source), target), len(target))
+        for source, target in zip(source_ids, target_ids, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["run", "bundle"])
+def test_scores_are_those_of_teacher_forcing(
+    kind: str,
+    trained_run: Path,
+    bundle: Path,
+    trained: TrainedModel,
+    texts: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In order, over windows and batches of several lengths; a pair of empty lines has no tokens."""
+    monkeypatch.setattr(score, "CHUNK", 7)
+    model = {"run": trained_run, "bundle": bundle}[kind]
+    rows = run(capsys, model, "--source", texts[0], "--target", texts[1])
+    expected = truths(trained, SOURCES, TARGETS)
+    expected[14] = (0.0, 0)
+    assert [int(count) for _, count in rows] == [count for _, count in expected]
+    allowed = ROUNDED + tolerance(trained.network)
+    assert [float(total) for total, _ in rows] == pytest.approx([total for total, _ in expected], abs=allowed)
+
+
+def test_warnings_name_lines(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(score, "CHUNK", 2)
+    source = write(tmp_path / "source", ["the dog", "a cat", "a ☃", "the▁dog"])
+    target = write(tmp_path / "target", ["the dog", "a cat " * 700, "a cat", "☃"])
+    source.write_bytes(source.read_bytes() + b"\xff\n")
+    target.write_bytes(target.read_bytes() + b"a dog\n")
+    assert main(["score", str(trained_run), "--source", str(source), "--target", str(target)]) == 0
+    output = capsys.readouterr()
+    assert output.out.splitlines()[1].split("\t")[1] == "1024"
+    assert [line.partition(": ")[2] for line in output.err.splitlines()[1:]] == [
+        "line 5: not valid UTF-8; invalid bytes were replaced",
+        "line 2: longer than the 1024 tokens that the network reads; cut",
+        f"3 lines, 3, 4, 5: {UNKNOWN_MESSAGE}",
+        f"line 4: {SPACE_MARK_MESSAGE}",
+    ]
+
+
+def test_dual_cross_entropy(
+    trained_run: Path,
+    reverse: Path,
+    trained: TrainedModel,
+    texts: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = run(capsys, trained_run, "--source", texts[0], "--target", texts[1], "--reverse", reverse)
+    forward, backward = truths(trained, SOURCES, TARGETS), truths(trained, TARGETS, SOURCES)
+    for number, (row, one, other) in enumerate(zip(rows, forward, backward, strict=True)):
+        if number == 14:
+            assert row == ["0.0000", "0", "0.0000", "0", "inf"]
+            continue
+        assert (int(row[1]), int(row[3])) == (one[1], other[1])
+        first, second = -one[0] / one[1], -other[0] / other[1]
+        allowed = ROUNDED + 3 * tolerance(trained.network)
+        assert float(row[2]) == pytest.approx(other[0], abs=allowed)
+        assert float(row[4]) == pytest.approx(abs(first - second) + (first + second) / 2, abs=allowed)
+
+
+def test_a_list_is_sorted_again(
+    trained_run: Path, reverse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "source", [*sentences(5, seed=1), "", "the dog"])
+    words = ["translate", trained_run, "--source", source, "--beam", 3, "--n-best", 3, "--scores"]
+    expected = [line.split("\t") for line in pipeline(*words).stdout.decode().splitlines()]
+    plain = [f"{number}\t{text}" for number, _, text in expected]
+    shuffled = random.Random(0).sample(plain, len(plain))
+    target = write(tmp_path / "list", sorted(shuffled, key=lambda line: int(line.split("\t")[0])))
+    assert target.read_text().splitlines() != plain
+    rows = run(capsys, trained_run, "--source", source, "--target", target, "--n-best", 3)
+    assert [(row[0], row[2]) for row in rows] == [(row[0], row[2]) for row in expected]
+    assert [float(row[1]) for row in rows] == pytest.approx([float(row[1]) for row in expected], abs=3e-4)
+    best = run(capsys, trained_run, "--source", source, "--target", target, "--n-best", 1)
+    assert best == [rows[0], *(row for row, before in zip(rows[1:], rows, strict=False) if row[0] != before[0])]
+    # With a second model, the sum of both scores.
+    other = write(tmp_path / "other", [row[2] for row in rows])
+    repeated = write(tmp_path / "repeated", [source.read_text().splitlines()[int(row[0]) - 1] for row in rows])
+    numbered = write(tmp_path / "numbered", [f"{place}\t0.0\t{row[2]}" for place, row in enumerate(rows, 1)])
+    both = run(capsys, trained_run, "--source", repeated, "--target", numbered, "--n-best", 1, "--reverse", reverse)
+    back = write(tmp_path / "back", [f"{n}\t{line}" for n, line in enumerate(repeated.read_text().splitlines(), 1)])
+    alone = run(capsys, reverse, "--source", other, "--target", back, "--n-best", 1)
+    sums = [float(one[1]) + float(two[1]) for one, two in zip(rows, alone, strict=True)]
+    assert [float(row[1]) for row in both] == pytest.approx(sums, abs=3e-4)
+
+
+def test_alignments_follow_the_attention(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of the upper layers, summed over the pieces of words; the end symbol aligns with nothing."""
+    sources, targets = (encode_sources(tokenizer, [text], None)[0] for text in ("abc cab f", "f abc g"))
+    pieces = tokenizer.pieces()
+    columns, rows = (scoring._words([pieces[token] for token in ids[0][:-1]]) for ids in (sources, targets))
+    assert (set(columns), set(rows)) == ({0, 1, 2}, {0, 1, 2})
+    upper, lower = torch.zeros(len(rows) + 1, len(columns) + 1), torch.zeros(len(rows) + 1, len(columns) + 1)
+    for row, word in enumerate(rows):
+        lower[row, 0] = 1.0
+        upper[row, -1] = 1.0 if word == 2 else 0.3
+        chosen = {0: 2, 1: 0}.get(word)
+        for column, source_word in enumerate(columns):
+            upper[row, column] = 0.7 / columns.count(source_word) if source_word == chosen else 0.0
+    upper[-1, 0] = 5.0  # where the end symbol is predicted
+    maps = {"cross": [10 * layer.expand(1, 2, -1, -1) for layer in (lower, lower)]}
+    maps["cross"] += [layer.expand(1, 2, -1, -1) for layer in (upper, upper)]
+    monkeypatch.setattr(scoring, "attention_maps", lambda *_: maps)
+    assert align_words(None, tokenizer, sources, targets) == [[(2, 0), (0, 1)]]  # type: ignore[arg-type]
+
+
+def test_alignments_do_not_depend_on_padding(tokenizer: Any) -> None:
+    network = make_network(3).double()
+    lines = [["abc cab", "a", "", "gfedcba ab", "ab"], ["f", "abc ab cab", "a", "", "cab"]]
+    ids = [encode_sources(tokenizer, side, None)[0] for side in lines]
+    together = align_words(network, tokenizer, *ids)
+    assert together == [align_words(network, tokenizer, [s], [t])[0] for s, t in zip(*ids, strict=True)]
+    assert any(together)
+    assert (together[2], together[3]) == ([], [])
+
+
+def test_the_alignments_file(
+    trained_run: Path, texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--source", texts[0], "--target", texts[1]]
+    with_file = run(capsys, trained_run, *given, "--alignments", tmp_path / "words")
+    assert with_file == run(capsys, trained_run, *given)
+    lines = (tmp_path / "words").read_text().split("\n")
+    assert len(lines) == len(SOURCES) + 1
+    for line, source, target in zip(lines, SOURCES, TARGETS, strict=False):
+        places = [tuple(map(int, pair.split("-"))) for pair in line.split()]
+        assert [j for _, j in places] == sorted({j for _, j in places})
+        assert all(i < len(source.split()) and j < len(target.split()) for i, j in places)
+    assert any(lines)
+
+
+def test_alignments_do_not_count_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    class Fake:
+        def __init__(self, translator: Any) -> None: ...
+
+        def score(self, first: int, sources: list[str], targets: list[str], aligned: bool) -> Any:
+            read.extend(sources)
+            return [EMPTY], [[(0, 0), (2, 1)]]
+
+        def print_warnings(self) -> None: ...
+
+    monkeypatch.setattr(scoring, "Scorer", Fake)
+    models: Any = [None]
+    [found] = score.score_windows(iter([score.Pair(1, "a b", "c d")]), models, "<x>", True, 1)
+    assert (read, found.alignment) == (["<x> a b"], [(1, 1)])
+
+
+def test_mistakes(
+    trained_run: Path, bundle: Path, trained: TrainedModel, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source, target = texts
+    short, empty, words = write(tmp_path / "short", TARGETS[:-1]), write(tmp_path / "empty", []), tmp_path / "words"
+    same = with_languages(trained, tmp_path / "same.ckpt", "en", "de")
+    torch.manual_seed(0)
+    given = [trained_run, "--source", source, "--target"]
+    for changed, expected in (
+        ([*given, short], f"{short} ends after {len(SOURCES) - 1} lines and the other goes on"),
+        ([trained_run, "--source", short, "--target", target], f"{short} ends after {len(SOURCES) - 1} lines"),
+        ([*given, short, "--alignments", words], "pair up"),
+        ([trained_run, "--source", empty, "--target", empty], f"{empty}: is empty"),
+        ([*given, tmp_path / "none"], "none: cannot be read"),
+        ([*given, target, "--n-best", 0], "--n-best 0: must be 1 or more"),
+        ([*given, target, "--n-best", 1], f"{target}: line 1 is not of an n-best list"),
+        ([*given, write(tmp_path / "gap", ["1\ta", "3\tb"]), "--n-best", 1], "gap: line 2 is not of an n-best list"),
+        ([*given, write(tmp_path / "few", ["1\ta", "2\tb"]), "--n-best", 1], "few ends after 2 lines"),
+        ([*given, target, "--n-best", 1, "--alignments", words], "--alignments: cannot be given with --n-best"),
+        ([*given, target, "--alignments", target], f"{target}: is the text to score"),
+        ([bundle, *given[1:], target, "--alignments", words], "--alignments: a bundle does not give"),
+        ([*given, target, "--prefix", "<x>"], "--prefix <x>: is no prefix of this model"),
+        ([same, *given[1:], target, "--reverse", same], "translates from en to de, as"),
+    ):
+        assert expected in refusal("score", *changed), changed
+    assert not words.exists()
+
+
+def test_another_vocabulary_matters_only_where_tokens_are_compared(trained: TrainedModel, tokenizer: Any) -> None:
+    class Model:
+        name = "model"
+        recipe = trained.recipe
+
+        def __init__(self, used: Any) -> None:
+            self.tokenizer = used
+
+    one, other = Model(trained.tokenizer), Model(tokenizer)
+    with pytest.raises(score.InputError, match="has another vocabulary"):
+        score.check_reverse(one, other, compares_tokens=True)  # type: ignore[arg-type]
+    score.check_reverse(one, other, compares_tokens=False)  # type: ignore[arg-type]
+    score.check_reverse(one, one, compares_tokens=True)  # type: ignore[arg-type]
