@@ -42,6 +42,7 @@ class TranslationDataModule(LightningDataModule):
         seed: int,
         in_blocks: bool = True,
         corpus_settings: CorpusSettings | None = None,
+        constant_rows: bool = True,
     ) -> None:
         """Open the corpus.
 
@@ -53,6 +54,7 @@ class TranslationDataModule(LightningDataModule):
             in_blocks: place sentences in blocks instead of end to end; see `model/packed_attention.py`.
             corpus_settings: the recipe's `corpus:`, for the weights of its sources; None for each pair once in each
                 epoch.
+            constant_rows: give all rows that are not in blocks one length; see `RowShape`.
 
         Raises InputError when the longest sentence does not fit in a batch.
         """
@@ -61,7 +63,7 @@ class TranslationDataModule(LightningDataModule):
         self.settings = settings
         self.special = special
         self.seed = seed
-        self.in_blocks = in_blocks
+        self.in_blocks, self.constant_rows = in_blocks, constant_rows
         self.train_variants = open_variants(folder)
         """The encodings of the training pairs that epochs take in turn."""
         self.train_corpus = self.train_variants[0]
@@ -90,6 +92,7 @@ class TranslationDataModule(LightningDataModule):
                 max_tokens_per_device=self.settings.max_tokens_per_device,
                 world_size=world_size,
                 in_blocks=self.in_blocks,
+                constant=self.constant_rows,
             )
         except ValueError as error:
             raise InputError(f"{self.folder}: {error}") from None

@@ -54,6 +54,11 @@ class Backend:
     """Why something slower was chosen than the device could run."""
 
     @property
+    def constant_rows(self) -> bool:
+        """Whether all rows should have one length."""
+        return self.attention.constant_rows
+
+    @property
     def scales_loss(self) -> bool:
         """Whether the loss is scaled, so that small gradients do not underflow."""
         return self.precision == "16-mixed"

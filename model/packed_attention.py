@@ -64,6 +64,8 @@ class Attention(NamedTuple):
     function: AttentionFunction
     reads_ids: bool = False
     """Whether it reads `query_ids` and `key_ids` of `Segments`."""
+    constant_rows: bool = True
+    """Whether all rows should have one length, so that a GPU runs the same shapes in all steps."""
 
 
 def packed_segments(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from data_module.batching.blocks import place_in_blocks
-from data_module.batching.rank_rows import RowShape
+from data_module.batching.rank_rows import MIN_PADDING_TOKENS, RowShape
 
 if TYPE_CHECKING:
     from data_module.corpus.store import ParallelCorpus, TokenStore
@@ -37,8 +37,8 @@ class PackedBatch:
     id and label are the padding symbol, and nothing depends on it.
 
     There are two layouts. End to end, padding follows the sentences, divided into segments that are not longer than the
-    longest sentence; R, M and the number of segments are constant. In blocks, `blocks` says how many blocks of each
-    width the rows consist of (see `data_module.batching.blocks`).
+    longest sentence; the number of segments is constant, and so are R and M if `RowShape.constant`. In blocks, `blocks`
+    says how many blocks of each width the rows consist of (see `data_module.batching.blocks`).
     """
 
     source: Tensor
@@ -218,7 +218,9 @@ def _end_to_end(source: NDArray[np.int64], target: NDArray[np.int64], shape: Row
 
     Segment i of the target attends to segment i of the source, so that both sides need the same number of them.
     """
-    sizes = (shape.source_tokens, shape.target_tokens)
+    sizes = [shape.source_tokens, shape.target_tokens]
+    if not shape.constant:
+        sizes = [(int(lengths.sum()) // MIN_PADDING_TOKENS + 1) * MIN_PADDING_TOKENS for lengths in (source, target)]
     padding = [size - int(lengths.sum()) for size, lengths in zip(sizes, (source, target), strict=True)]
     num_padding = ceil(max(padding) / shape.longest)
     starts, segments = [], []
@@ -235,7 +237,7 @@ def _end_to_end(source: NDArray[np.int64], target: NDArray[np.int64], shape: Row
         offsets[len(ends) : len(ends) + num_padding + 1] = divided
         segments.append(offsets)
     entries = shape.segments + 1
-    packed = PackedShape(shape.source_tokens, shape.target_tokens, entries, entries, [])
+    packed = PackedShape(sizes[0], sizes[1], entries, entries, [])
     return _Layout(starts[0], starts[1], segments[0], segments[1], packed)
 
 

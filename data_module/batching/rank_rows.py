@@ -1,7 +1,8 @@
 """Divide a global batch into rows of constant length, for each rank.
 
 A *row* holds the source or the target sentences of one micro-batch, one after another, and padding after the last one.
-All micro-batches have rows of the same two lengths, so that a GPU always runs the same shapes. Lengths include EOS.
+For a GPU, all micro-batches have rows of the same two lengths, so that it always runs the same shapes. Lengths include
+EOS.
 """
 
 from math import ceil
@@ -15,7 +16,7 @@ ROW_SLACK = 1.05
 ROW_MULTIPLE = 128
 """Rows have a multiple of this many tokens, which suits matrix products."""
 MIN_PADDING_TOKENS = 16
-"""At least this many tokens at the end of a row are padding."""
+"""At least this many tokens at the end of a row of constant length are padding; of other rows, at most this many."""
 _EVEN_COST_LENGTH = 1024
 """The sentence length at which attention, which grows with its square, costs about as much as everything else."""
 _CANDIDATES = 4
@@ -39,6 +40,8 @@ class RowShape(NamedTuple):
     """Number of micro-batches per rank and optimizer step, unless sentences happen not to fit."""
     in_blocks: bool = False
     """Place sentences in blocks (see `data_module.batching.blocks`). Rows are then as long as the blocks."""
+    constant: bool = True
+    """Fill all rows that are not in blocks up to these lengths; otherwise they are as long as their sentences need."""
 
     @property
     def max_sentences(self) -> int:
@@ -60,6 +63,7 @@ def row_shape(
     max_tokens_per_device: int | None,
     world_size: int,
     in_blocks: bool,
+    constant: bool = True,
 ) -> RowShape:
     """Return the shape of micro-batches.
 
@@ -70,6 +74,7 @@ def row_shape(
         max_tokens_per_device: maximum number of tokens per side of a micro-batch; None for no limit.
         world_size: number of ranks.
         in_blocks: see `RowShape`.
+        constant: see `RowShape`.
 
     Raises:
         ValueError: the longest sentence does not fit in a row.
@@ -96,7 +101,7 @@ def row_shape(
     # A micro-batch's tensors lie in one array, and Inductor copies an input that does not begin at 16 bytes: the
     # offsets of the segments, one more than these, are a multiple of four numbers, as rows are.
     segments += -(segments + 1) % 4
-    return RowShape(lengths[0], lengths[1], segments, longest, per_rank, in_blocks)
+    return RowShape(lengths[0], lengths[1], segments, longest, per_rank, in_blocks, constant)
 
 
 def _row_length(share: float, batch_tokens: int, parts: int, longest: int) -> int:

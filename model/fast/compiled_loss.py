@@ -6,6 +6,7 @@ The caller decides which compiled program may be loaded: see `pipeline/runtime/c
 import ctypes
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,21 +36,28 @@ class _Request(ctypes.Structure):
     )
 
 
+def load_function(path: Path, name: str, request: type[ctypes.Structure]) -> Any:
+    """Load a compiled program and return its function, which takes a pointer to a request and returns 0 if all is well.
+
+    A program runs with this process's rights: the caller vouches for its origin.
+
+    Raises:
+        OSError: the file is no such program.
+    """
+    try:
+        function = getattr(ctypes.CDLL(str(path)), f"compute_{name}")
+    except AttributeError as error:
+        raise OSError(f"{path} is no compiled {name}: {error}") from None
+    function.argtypes, function.restype = [ctypes.POINTER(request)], ctypes.c_int64
+    return function
+
+
 class CompiledLoss:
     """The compiled program. It is pickled as its path."""
 
     def __init__(self, path: Path) -> None:
-        """Load a compiled program. It runs with this process's rights: the caller vouches for its origin.
-
-        Raises:
-            OSError: the file is no such program.
-        """
-        self._path = path
-        try:
-            self._compute = ctypes.CDLL(str(path)).compute_loss
-        except AttributeError as error:
-            raise OSError(f"{path} is no compiled loss: {error}") from None
-        self._compute.argtypes, self._compute.restype = [ctypes.POINTER(_Request)], ctypes.c_int64
+        """Load a compiled program, as `load_function` does."""
+        self._path, self._compute = path, load_function(path, "loss", _Request)
 
     def __reduce__(self) -> tuple[type["CompiledLoss"], tuple[Path]]:
         return CompiledLoss, (self._path,)

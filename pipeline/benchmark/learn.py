@@ -261,7 +261,7 @@ class Marian:
         backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network)
         self._tokenizer = Tokenizer.load(corpus / "tokenizer.model")
         self._module = build_module(recipe, self._tokenizer, backend)
-        self._data = build_data(recipe, self._tokenizer, backend.in_blocks)
+        self._data = build_data(recipe, self._tokenizer, backend)
         start = Start(recipe, None, None, False, None, None, self._tokenizer, read_manifest(corpus))
         callbacks = build_callbacks(start, self._data, backend)
         samples = [callback for callback in callbacks if isinstance(callback, ValidationSamples)]

@@ -137,7 +137,7 @@ def recipe_comparison(
         say(line)
     refuse_optimizer(recipe)
     module = build_module(recipe, tokenizer, backend)
-    data = build_data(recipe, tokenizer, backend.in_blocks)
+    data = build_data(recipe, tokenizer, backend)
     others = {name: Baseline(name, recipe, tokenizer.vocabulary_size, data, precision) for name in baselines}
     # On a GPU, a round ends by waiting for the device; longer rounds make that negligible.
     round_steps = 1 if precision[0].type == "cpu" else 10

@@ -36,7 +36,7 @@ class RunSettings:
     """Train with torch.compile; if null, on a GPU only. The first start then takes a few minutes."""
     kernels: Literal["triton", "pytorch"] | None = None
     """Kernels of attention and the loss. If null, the project's own where they can run: those in Triton on a GPU, and
-    the loss in C++ on a CPU. Else PyTorch's."""
+    those in C++ on a CPU. Else PyTorch's."""
     cuda_graphs: bool | None = None
     """Record a training step in CUDA graphs, so that the host launches all its kernels at once; not if null. For small
     batches on one GPU."""

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     import ctypes
 
     from model.backend import Backend, Search
+    from model.fast.compiled_attention import CompiledAttention
     from model.fast.compiled_loss import CompiledLoss
     from model.fast.compiled_search import CompiledSearch
     from model.loss import LossFunctions
+    from model.packed_attention import Attention
     from model.transformer import Transformer
 
 _COMPILED_LOSS = ("bf16-mixed", "32-true", "32")
@@ -40,7 +42,7 @@ def choose_backend(
     Programs are compiled and compared with PyTorch's operators here, which takes some seconds the first time.
 
     Args:
-        kernels: `run.kernels`: "triton", "pytorch" (which excludes the compiled loss, too), or None.
+        kernels: `run.kernels`: "triton", "pytorch" (which excludes the compiled programs, too), or None.
         compiles: `run.compile`.
         options: accelerator, precision and devices, as `trainer_options` returns them.
         network: the recipe's `network:`.
@@ -69,7 +71,7 @@ def choose_backend(
 
         attention, loss = TRITON_ATTENTION, TRITON_LOSS
     elif options["accelerator"] == "cpu" and kernels is None:
-        loss, search = _compiled_programs(precision, network, notes)
+        attention, loss, search = _compiled_programs(precision, network, bool(compiles), notes)
     in_blocks = attention is PYTORCH_ATTENTION and not (on_gpu and _flash_takes(precision, network))
     refuse_cuda_graphs(cuda_graphs, options, in_blocks)
     return Backend(
@@ -85,14 +87,22 @@ def choose_backend(
     )
 
 
-def _compiled_programs(precision: str, network: NetworkSettings, notes: list[str]) -> tuple["LossFunctions", "Search"]:
-    """Return the compiled loss and search, or PyTorch's in their place with a note why."""
+def _compiled_programs(
+    precision: str, network: NetworkSettings, compiles: bool, notes: list[str]
+) -> tuple["Attention", "LossFunctions", "Search"]:
+    """Return the compiled attention, loss and search, or PyTorch's in their place with a note why."""
     from model.backend import PYTORCH_SEARCH
     from model.fast.compiled_search import unsupported
     from model.loss import PYTORCH_LOSS
+    from model.packed_attention import PYTORCH_ATTENTION
 
-    loss, search = PYTORCH_LOSS, PYTORCH_SEARCH
+    attention, loss, search = PYTORCH_ATTENTION, PYTORCH_LOSS, PYTORCH_SEARCH
     lacking: dict[str, list[str]] = {}
+    if precision in ("32-true", "32") and not compiles and _attention_takes(network):
+        try:
+            attention = load_compiled_attention().attention()
+        except OSError as error:
+            lacking.setdefault(str(error), []).append("attention")
     if precision in _COMPILED_LOSS:
         try:
             loss = load_compiled_loss().functions()
@@ -107,8 +117,16 @@ def _compiled_programs(precision: str, network: NetworkSettings, notes: list[str
         except OSError as error:
             lacking.setdefault(str(error), []).append("search")
     for reason, parts in lacking.items():
-        notes.append(f"training without the compiled {' and '.join(parts)}, which is slower: {reason}")
-    return loss, search
+        notes.append(f"training without the compiled {', '.join(parts)}, which is slower: {reason}")
+    return attention, loss, search
+
+
+def _attention_takes(network: NetworkSettings) -> bool:
+    """Return whether the compiled attention can compute the network's."""
+    from model.fast.compiled_attention import HEAD_MULTIPLE
+
+    takes_heads = network.key_size % HEAD_MULTIPLE == network.value_size % HEAD_MULTIPLE == 0
+    return takes_heads and not network.attention_dropout and network.self_attention == NetworkSettings.self_attention
 
 
 def _use_triton(
@@ -120,7 +138,7 @@ def _use_triton(
     if obstacle is None:
         return True
     if requested is not None:
-        instead = "PyTorch's" if on_gpu else "PyTorch's attention and the compiled loss"
+        instead = "PyTorch's" if on_gpu else "the compiled attention and loss"
         raise InputError(
             f"run.kernels {requested}: Triton's attention and loss cannot run: {obstacle}; set it to null to train with"
             f" {instead}"
@@ -248,6 +266,17 @@ def choose_search(
     if can_pack(network):
         pack_linears(network)
     return network
+
+
+def load_compiled_attention() -> "CompiledAttention":
+    """Return the compiled attention, and compile it first if that has not been done.
+
+    Raises:
+        OSError: it cannot be compiled here, or computes something else than PyTorch's operators.
+    """
+    from model.fast import compiled_attention as program
+
+    return load_program(Program("attention", program.SOURCES, program.CompiledAttention, program.agrees))
 
 
 def load_compiled_loss() -> "CompiledLoss":

@@ -130,16 +130,22 @@ def build_module(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> Tran
     )
 
 
-def build_data(recipe: Recipe, tokenizer: Tokenizer, in_blocks: bool) -> TranslationDataModule:
+def build_data(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> TranslationDataModule:
     """Return the LightningDataModule over the prepared corpus.
 
     Args:
         recipe: the recipe.
         tokenizer: the corpus's.
-        in_blocks: the backend's layout of rows.
+        backend: it decides on the layout of rows.
     """
     data = TranslationDataModule(
-        recipe.corpus_folder(), recipe.batches, special_ids(tokenizer), recipe.run.seed, in_blocks, recipe.corpus
+        recipe.corpus_folder(),
+        recipe.batches,
+        special_ids(tokenizer),
+        recipe.run.seed,
+        backend.in_blocks,
+        recipe.corpus,
+        backend.constant_rows,
     )
     _check_positions(recipe, data)
     return data

@@ -143,7 +143,7 @@ def train(start: Start, further_callbacks: Sequence["Callback"] = ()) -> None:
         module.network.load_state_dict(start.initial.weights)
     if backend.compiled and torch.cuda.is_available():
         start_compiler()
-    data = build_data(recipe, start.tokenizer, backend.in_blocks)
+    data = build_data(recipe, start.tokenizer, backend)
     if text_sources := data.validation_sources():
         module.report_sources(text_sources.names, torch.from_numpy(text_sources.of_pair))
     callbacks = [*build_callbacks(start, data, backend), *further_callbacks]

@@ -186,7 +186,7 @@ def _same_sentences(data: TranslationDataModule, shape: RowShape, length: int, d
     source_tokens, target_tokens = (
         max(smallest, tokens // divisor) for tokens in (shape.source_tokens, shape.target_tokens)
     )
-    shape = shape._replace(source_tokens=source_tokens, target_tokens=target_tokens)
+    shape = shape._replace(source_tokens=source_tokens, target_tokens=target_tokens, constant=True)
     count = min((min(source_tokens, target_tokens) - MIN_PADDING_TOKENS) // length, shape.max_sentences)
     sentence: Any = SimpleNamespace(
         lengths=np.full(count, length - 1), offsets=np.zeros(count), tokens=np.full(length, data.special.eos)

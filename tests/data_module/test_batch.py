@@ -55,6 +55,18 @@ def test_sentences_end_to_end(corpus: ParallelCorpus) -> None:
     assert batch.num_row_tokens == 2 * (14 + 12)
 
 
+def test_rows_as_long_as_their_sentences_need(corpus: ParallelCorpus) -> None:
+    """Up to 16 tokens more; 16 tokens of padding make as many segments of at most four as they take."""
+    shape = RowShape(source_tokens=64, target_tokens=64, segments=10, longest=4, per_rank=1, constant=False)
+    rows = [np.array([2, 0]), np.array([2, 0, 1, 3, 2, 2]), np.array([], np.int64)]
+    first, second, third = collate(corpus, rows, SPECIAL, shape, num_target_tokens=9).micro_batches
+    assert first.source.tolist() == [18, 19, 10, 3, 15, 16, 3, *[0] * 9]
+    assert first.target_output.tolist() == [25, 26, 3, 21, 3, *[0] * 11]
+    assert first.source_segments.tolist() == [0, 4, 7, 10, 13, 16, 16, 16, 16, 16, 16]
+    assert first.target_segments.tolist() == [0, 3, 5, 8, 12, 16, 16, 16, 16, 16, 16]
+    assert [row.numel() for row in (second.source, second.target_input, third.source)] == [32, 32, 16]
+
+
 def test_sentences_in_blocks(corpus: ParallelCorpus) -> None:
     batch = collated(corpus, in_blocks=True)
     first, second = batch.micro_batches

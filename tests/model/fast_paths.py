@@ -23,9 +23,11 @@ from model.fast.compiled_search import CompiledSearch
 from model.fast.dropout import Dropout
 from model.fast.packed_linear import LazyPackedLinear, LazyPackedProjection, PackedLinear, PackedProjection
 from model.loss import LossFunctions, read_logit_pairs, read_logits
+from model.packed_attention import Attention
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.runtime.backend import load_compiled_loss, load_compiled_search
+from pipeline.runtime.backend import load_compiled_attention, load_compiled_loss, load_compiled_search
+from tests.model import kernel_cases
 from tests.model.sentence_batches import VOCABULARY, arguments, packed
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -97,12 +99,17 @@ def _call(function: Any, sum_dtype: torch.dtype, with_gradient: bool, *rest: Any
     return function(logits.clone(), targets, sum_dtype, 0.1, with_gradient, *alpha)
 
 
-def check_attention(device: str, heads: tuple[int, int, int], dtype: torch.dtype, kind: str) -> None:
+def check_attention(
+    device: str,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    kind: str,
+    attention: Callable[[], Attention] | None = None,
+) -> None:
     """`model.packed_attention.flash_attention`, which needs a GPU: by the formula, one sentence at a time."""
-    from tests.model import kernel_cases
-
     sentences = kernel_cases.CROSS if kind == "cross" else kernel_cases.RAGGED
-    kernel_cases.check_attention(kernel_cases.Heads(*heads), sentences, kind, dtype, device)
+    own = attention() if attention else None
+    kernel_cases.check_attention(kernel_cases.Heads(*heads), sentences, kind, dtype, device, attention=own)
 
 
 def check_linear(device: str, make: Callable[[nn.Linear], Callable[[Tensor], Tensor]], rows: int, width: int) -> None:
@@ -197,6 +204,14 @@ FAST_PATHS = {
     ),
     "loss in Triton": FastPath(
         check_loss, [(_triton_loss, dtype, count) for dtype in GPU_DTYPES for count in (2, 20, 4096, 9001)], "triton"
+    ),
+    "attention in C++": FastPath(
+        check_attention,
+        [
+            (heads, torch.float32, kind, lambda: load_compiled_attention().attention())
+            for kind in kernel_cases.KINDS
+            for heads in ((2, 16, 48), (1, 64, 16))
+        ],
     ),
     "attention in Triton": FastPath(
         check_attention,

@@ -1,6 +1,7 @@
-"""Inputs of the Triton kernels and what they should compute, by plain loops over sentences in float64.
+"""Inputs of the kernels and what they should compute, by plain loops over sentences in float64.
 
-Used in Triton's interpreter (`interpreted_kernels.py`) and on a GPU (`tests/gpu/test_kernels.py`).
+Used for the compiled attention, in Triton's interpreter (`interpreted_kernels.py`) and on a GPU
+(`tests/gpu/test_kernels.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.fast.triton_attention import segment_attention
-from model.fast.triton_loss import read_logits
+from model.packed_attention import Attention, Segments
 from tests.model.sentence_batches import attention_of_parts
 
 _WEYL = 0x9E3779B9, 0xBB67AE85
@@ -94,17 +94,39 @@ def each(sentences: Sentences, kind: str) -> Iterator[tuple[slice, slice]]:
 def run(
     tensors: list[Tensor], heads: Heads, sentences: Sentences, kind: str, dropout: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel."""
+    """Run Triton's kernel."""
+    from model.fast.triton_attention import segment_attention
+
     own = segments(sentences, kind, tensors[0].device.type)
     return segment_attention(tensors, own, dropout, heads.count, heads.d_k, kind == "causal")
 
 
+def run_attention(attention: Attention, tensors: list[Tensor], heads: Heads, sentences: Sentences, kind: str) -> Tensor:
+    """Run an attention of a CPU that reads no ids."""
+    *_, queries, keys = segments(sentences, kind, "cpu")
+    own = Segments(queries, keys, 0, kind == "causal", None, None, attention.function, [])
+    return attention.function(tensors, own, None, heads.count, heads.d_k)
+
+
 def check_attention(
-    heads: Heads, sentences: Sentences, kind: str, dtype: torch.dtype, device: str, kept: Any = None, state: Any = None
+    heads: Heads,
+    sentences: Sentences,
+    kind: str,
+    dtype: torch.dtype,
+    device: str,
+    kept: Any = None,
+    state: Any = None,
+    attention: Attention | None = None,
 ) -> None:
-    """Compare results and gradients; tokens that have no key, and padding, are zero."""
+    """Compare results and gradients with the formula; tokens that have no key, and padding, are zero.
+
+    Those of Triton's kernel, unless an attention of a CPU is given.
+    """
     tensors = inputs(heads, sentences, kind, dtype, device)
-    result, _ = run(tensors, heads, sentences, kind, state)
+    if attention is not None:
+        result = run_attention(attention, tensors, heads, sentences, kind)
+    else:
+        result, _ = run(tensors, heads, sentences, kind, state)
     upstream = torch.randn(result.shape, device=device).to(dtype)
     gradients = torch.autograd.grad(result, tensors, upstream)
     exact = [x.detach().cpu().double().nan_to_num().requires_grad_() for x in tensors]
@@ -174,6 +196,8 @@ def check_logits_that_are_not_finite(device: str) -> None:
 
     What is in the padding of a row is not read as logits, and becomes zero.
     """
+    from model.fast.triton_loss import read_logits
+
     for value in (float("nan"), float("inf")):
         for column in (0, 4095, 4096, 9000):
             padded = torch.full((2, 9024), value, device=device)

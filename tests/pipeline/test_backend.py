@@ -100,7 +100,7 @@ def test_no_triton(gpu: pytest.MonkeyPatch) -> None:
 
 def test_a_cpu(recipe_file: Path, tmp_path: Path) -> None:
     """Has no Triton kernels: `fit` and `doctor` refuse them."""
-    message = "cannot run: they need a GPU; set it to null to train with PyTorch's attention and the compiled loss"
+    message = "cannot run: they need a GPU; set it to null to train with the compiled attention and loss"
     arguments = ["--config", recipe_file, "--run.folder", tmp_path / "run", "--run.kernels"]
     refused = pipeline("fit", *arguments, "triton")
     assert refused.returncode == 2
@@ -110,6 +110,20 @@ def test_a_cpu(recipe_file: Path, tmp_path: Path) -> None:
     assert doctor.returncode == 1
     assert message in doctor.stdout.decode()
     assert "attention PyTorch, loss PyTorch" in pipeline("doctor", *arguments, "pytorch").stdout.decode()
+
+
+def test_where_attention_takes_the_compiled_program() -> None:
+    """In float32, for the paper's attention without dropout, with heads of whole vectors."""
+
+    def chosen(precision: str = "32-true", compiles: bool | None = None, **settings: Any) -> str:
+        options = {"accelerator": "cpu", "precision": precision}
+        backend = choose_backend(None, compiles, options, NetworkSettings(**settings))
+        assert (backend.attention.name == "C++") == (not backend.in_blocks) == (not backend.constant_rows)
+        return backend.attention.name
+
+    assert chosen() == chosen(d_k=16, d_v=48) == "C++"
+    assert {chosen("bf16-mixed"), chosen(compiles=True), chosen(d_k=24), chosen(d_v=8)} == {"PyTorch"}
+    assert chosen(attention_dropout=0.1) == "PyTorch"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +143,7 @@ def test_where_loss_and_search_are_compiled(
 ) -> None:
     options = {"accelerator": accelerator, "precision": precision}
     backend = choose_backend(kernels, None, options, NetworkSettings(d_model=d_model))
-    assert (backend.loss.name, backend.search.name, backend.in_blocks, backend.notes) == (loss, search, True, ())
+    assert (backend.loss.name, backend.search.name, backend.notes) == (loss, search, ())
     assert backend.scales_loss == (precision == "16-mixed")
 
 

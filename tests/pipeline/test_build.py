@@ -48,7 +48,7 @@ def make_start(recipe_file: Path, *overrides: object, resume: ResumePoint | None
 
 def callbacks(start: Start) -> dict[str, Any]:
     """Return the callbacks by the names of their classes."""
-    data = build_data(start.recipe, start.tokenizer, in_blocks=True)
+    data = build_data(start.recipe, start.tokenizer, Backend())
     return {type(callback).__name__: callback for callback in build_callbacks(start, data, Backend())}
 
 
@@ -65,7 +65,7 @@ def test_the_seed_is_that_of_initial_weights_dropout_and_the_order_of_pairs(reci
         module = build_module(start.recipe, start.tokenizer, Backend())
         assert module.seed == seed  # of dropout
         weights.append(torch.cat([weight.flatten() for weight in module.parameters()]))
-        data = build_data(start.recipe, start.tokenizer, in_blocks=True)
+        data = build_data(start.recipe, start.tokenizer, Backend())
         plans.append(data.epochs().compute(0).numbers.tolist())
     for one, other, again in (plans, [weight.tolist() for weight in weights]):
         assert one != other

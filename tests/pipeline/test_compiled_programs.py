@@ -14,11 +14,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from model.backend import PYTORCH_SEARCH
-from model.fast import compiled_loss, compiled_search
+from model.fast import compiled_attention, compiled_loss, compiled_search
 from model.loss import PYTORCH_LOSS
+from model.packed_attention import PYTORCH_ATTENTION
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.runtime.backend import choose_backend, choose_search, load_compiled_loss, load_compiled_search
+from pipeline.runtime.backend import (
+    choose_backend,
+    choose_search,
+    load_compiled_attention,
+    load_compiled_loss,
+    load_compiled_search,
+)
 from pipeline.runtime.compiled_code import Program, build, find_compiler, load_program
 from tests.conftest import pipeline
 
@@ -31,6 +38,7 @@ class Real(NamedTuple):
 
 
 SEARCH, LOSS = Real(load_compiled_search, "search"), Real(load_compiled_loss, "loss")
+ATTENTION = Real(load_compiled_attention, "attention")
 WITHOUT_SEARCH = "translating without the compiled search, which is slower: "
 COMPILING = "compiling the square for this processor, once\n"
 
@@ -108,7 +116,7 @@ def test_another_name_compiler_or_header_makes_another_program(
     assert len(programs(cache)) == 5
 
 
-@pytest.mark.parametrize("sources", [compiled_search.SOURCES, compiled_loss.SOURCES], ids=["search", "loss"])
+@pytest.mark.parametrize("sources", [one.SOURCES for one in (compiled_search, compiled_loss, compiled_attention)])
 def test_the_headers_are_among_the_sources(sources: tuple[Path, ...]) -> None:
     included = {name for one in sources for name in re.findall(r'#include "(.*)"', one.read_text())}
     assert included == {one.name for one in sources[1:]}
@@ -148,11 +156,12 @@ def test_without_a_program_pytorch_computes_and_one_line_says_so(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    settings = NetworkSettings(num_layers=1, d_model=8, d_ff=8, num_heads=1)
+    settings = NetworkSettings(num_layers=1, d_model=16, d_ff=8, num_heads=1)
     backend = choose_backend(None, None, {"accelerator": "cpu", "precision": "32-true"}, settings)
-    assert (backend.loss, backend.search) == (PYTORCH_LOSS, PYTORCH_SEARCH)
+    assert (backend.attention, backend.loss, backend.search) == (PYTORCH_ATTENTION, PYTORCH_LOSS, PYTORCH_SEARCH)
+    assert backend.in_blocks
     reason = "CXX names no-such-compiler, which is not installed"
-    assert backend.notes == (f"training without the compiled loss and search, which is slower: {reason}",)
+    assert backend.notes == (f"training without the compiled attention, loss, search, which is slower: {reason}",)
     network = Transformer(10, settings)
     assert choose_search("cpu", network, 1, 2, 0) is network
     assert capsys.readouterr().err == f"{WITHOUT_SEARCH}{reason}\n"
@@ -173,6 +182,10 @@ def test_no_compiler(square: Program[ctypes.CDLL], cache: Path, monkeypatch: pyt
         (LOSS, r"s/exponentials\[target\] -= (1.0f - request.epsilon)/exponentials[target] -= 1.0f/"),
         # A logit that is not finite is not seen, so that the step would not be skipped.
         (LOSS, "s/zero += x - x;/;/"),
+        # The gradient of the keys is added to what was in memory.
+        (ATTENTION, "s/std::fill_n(grad_keys_.*//"),
+        (ATTENTION, "s/? query + 1 : num_keys_/? num_keys_ : num_keys_/"),
+        (ATTENTION, "s/total += difference - difference;/;/"),
     ],
 )
 def test_a_program_that_computes_something_else_is_not_kept(
