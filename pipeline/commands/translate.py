@@ -117,12 +117,15 @@ def _translator(arguments: argparse.Namespace, one_process: bool) -> Iterator["T
         yield translator
 
 
+_NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "devices", "overrides"}
+"""Arguments that decide no translation, or whose contents are compared by themselves."""
+
+
 def _write_shards(arguments: argparse.Namespace, translator: "Translator | ParallelTranslator") -> None:
     """Write the translations to `--output`, together with other processes that do the same."""
     from pipeline.inference.shards import Shards
 
-    options = {name: getattr(arguments, name) for name in ("n_best", "scores", "prefix")}
-    options |= vars(SearchOptions.given(arguments))
+    options = {name: value for name, value in vars(arguments).items() if name not in _NOT_IN_TRANSLATIONS}
     model = Path(translator.name)
     shards = Shards(arguments.source, arguments.output, arguments.shard_lines, model, options)
     for number, text in _translated(arguments, translator, shards.runs(), CHUNK):

@@ -135,8 +135,8 @@ def test_what_was_begun_otherwise(
 ) -> None:
     part = start()
     assert start(n_best=None) is not part
-    with pytest.raises(InputError, match="was begun with another n_best, beam_size "):
-        start(n_best=2, beam_size=3)
+    with pytest.raises(InputError, match="was begun with another n_best, beam "):
+        start(n_best=2, beam=3)
     change(tmp_path)
     with pytest.raises(InputError) as error:
         start()
@@ -201,5 +201,7 @@ def test_the_output_is_that_of_one_process(trained_run: Path, tmp_path: Path) ->
     messages = shared.stderr.decode().splitlines()
     assert messages[1] == f"{tmp_path / 'output'}: has the translations of all {len(lines):,} lines"
     assert messages[2].startswith(f"line {len(lines)}: U+2581 ")
+    other = ("--output", tmp_path / "output", "--shard-lines", 2 * CHUNK, "--length-penalty", 0)
+    assert "was begun with another shard_lines, length_penalty (see " in refusal(*command, *other)
     manifest = json.loads((tmp_path / "output.shards" / MANIFEST).read_text())
-    assert [manifest[name] for name in ("lines", "n_best", "scores", "beam_size")] == [len(lines), 2, True, 2]
+    assert [manifest[name] for name in ("lines", "n_best", "scores", "beam")] == [len(lines), 2, True, 2]
