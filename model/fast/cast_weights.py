@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from model.torch_private import copy_all, linear_relu
 
+_PARTS = 64
+"""Parts of rows in which ReLU's gradient is summed first: enough for all multiprocessors, few for one more sum."""
+
 
 class CastWeights:
     """16-bit copies of the weights and biases of a network's `nn.Linear` modules, for `cast_linear`."""
@@ -61,8 +64,16 @@ class _CastLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *result = ctx.saved_tensors
         if result:
-            gradient = gradient.where(result[0] > 0, 0.0)
+            # Inductor splits a sum over many rows, and then computes nothing else in its kernel. With parts given here,
+            # one kernel masks the gradient and adds it up.
+            parts = _PARTS if len(gradient) % _PARTS == 0 else 1
+            gradient, activation = (rows.unflatten(0, (parts, len(rows) // parts)) for rows in (gradient, *result))
+            gradient = gradient.where(activation > 0, 0.0)
+            grad_bias = gradient.sum(1, dtype=torch.float32).sum(0)
+            gradient = gradient.flatten(0, 1)
+        else:
+            grad_bias = gradient.sum(0, dtype=torch.float32)
         # CPUs have no product of 16-bit matrices in float32.
         on_gpu = x.device.type == "cuda"
         grad_weight = torch.mm(gradient.t(), x, out_dtype=torch.float32) if on_gpu else (gradient.t() @ x).float()
-        return gradient @ weight, grad_weight, gradient.sum(0, dtype=torch.float32), None, None, None
+        return gradient @ weight, grad_weight, grad_bias, None, None, None

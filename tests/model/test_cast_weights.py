@@ -57,9 +57,10 @@ def test_results_are_autocasts_and_gradients_are_float32(dtype: torch.dtype, inp
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU()])
-def test_an_activation_after_the_product(activation: nn.Module) -> None:
-    """Whether or not it is part of the product."""
-    module, x, upstream = linear()
+@pytest.mark.parametrize("rows", [0, 40, 128])
+def test_an_activation_after_the_product(activation: nn.Module, rows: int) -> None:
+    """Whether or not it is part of the product; 128 rows are masked and summed in parts."""
+    module, x, upstream = linear(rows)
     x, upstream = x.bfloat16().requires_grad_(), upstream.bfloat16()
     CastWeights(nn.Sequential(module), torch.bfloat16).refresh()
     inputs = [x, module.weight, module.bias]
