@@ -118,18 +118,18 @@ def test_terms_are_those_of_all_micro_batches() -> None:
     for name in ("products", "attention", "loss", "pointwise", "gaps", "host"):
         assert parts[name] == pytest.approx(4 * quarter[name])
     assert parts["optimizer"] == whole["optimizer"]
-    # 662 operations of 18 us with 6 and 6 layers; 12 and 2 have as many sub-layers, 3 and 1 have 9 of 30.
-    assert whole["host"] == terms(DEEP, gpu, FAST)["host"] == pytest.approx(0.011916)
-    assert whole["gaps"] == pytest.approx(662 * 2e-6)
+    # 630 operations of 12 us with 6 and 6 layers; 12 and 2 have as many sub-layers, 3 and 1 have 9 of 30.
+    assert whole["host"] == terms(DEEP, gpu, FAST)["host"] == pytest.approx(0.00756)
+    assert whole["gaps"] == pytest.approx(630 * 2e-6)
     shallow = BASE._replace(network=NetworkSettings(num_encoder_layers=3, num_decoder_layers=1))
-    assert terms(shallow, gpu, FAST)["host"] == pytest.approx(0.3 * 0.011916)
+    assert terms(shallow, gpu, FAST)["host"] == pytest.approx(0.3 * 0.00756)
 
 
 def test_several_gpus_copy_each_gradient() -> None:
     """Base has 63,082,496 weights in 193 tensors: they are read and written, each by an operation of its own."""
     one, two = (terms(BASE, GPUS["h100"], SLOW, gpus) for gpus in (1, 2))
     assert two["copies"] == pytest.approx(63_082_496 * 8 / (0.8 * 3.35e12))
-    assert two["host"] - one["host"] == pytest.approx(193 * 27e-6)
+    assert two["host"] - one["host"] == pytest.approx(193 * 18e-6)
     assert two["gaps"] - one["gaps"] == pytest.approx(193 * 4e-6)
     assert {name: two[name] for name in ("products", "loss")} == {name: one[name] for name in ("products", "loss")}
 
@@ -201,7 +201,7 @@ def test_a_shared_batch_by_hand() -> None:
         assert shared.target_tokens_per_second == pytest.approx(25_000 / shared.step_seconds)
     # The host takes longer than 391 tokens on a device.
     shared = predict(BASE, GPUS["h200"], 64, True, FAST)
-    assert shared.step_seconds == pytest.approx((662 + 193) * 18e-6 + shared.exposed_seconds)
+    assert shared.step_seconds == pytest.approx((630 + 193) * 12e-6 + shared.exposed_seconds)
 
 
 PREDICTED = ["--trainer.precision", "bf16-mixed", "--batches.max_tokens_per_device", "100"]
@@ -213,17 +213,17 @@ def test_the_command_needs_no_corpus(gpu: str, recipe_file: Path, capsys: pytest
     assert main([*command, "--corpus.folder", "nowhere", "--gpus-per-node", "4", "--network-gb-s", "1e-4"]) == 0
     printed = capsys.readouterr()
     assert f"{GPUS[gpu].name}, fast end, ms: products 0.0, " in printed.err
-    assert "host 7.9\n" in printed.err
+    assert "host 5.0\n" in printed.err
     assert "slow end" in printed.err
-    assert "host 11.9\n" in printed.err
+    assert "host 7.6\n" in printed.err
     figures = json.loads(printed.out)
-    # A tiny network of one layer: the host needs a sixth of 662 x 18 us for each of four micro-batches.
+    # A tiny network of one layer: the host needs a sixth of 630 x 12 us for each of four micro-batches.
     one, _, four, eight, *_, last = figures["fast"]["strong"]
-    assert one["step_seconds"] == figures["fast"]["term_seconds"]["host"] == pytest.approx(4 * 0.001986)
-    assert figures["slow"]["strong"][0]["step_seconds"] == pytest.approx(1.5 * 4 * 0.001986)
-    assert one["target_tokens_per_second"] == pytest.approx(400 / (4 * 0.001986), rel=1e-4)
+    assert one["step_seconds"] == figures["fast"]["term_seconds"]["host"] == pytest.approx(4 * 0.00126)
+    assert figures["slow"]["strong"][0]["step_seconds"] == pytest.approx(1.5 * 4 * 0.00126)
+    assert one["target_tokens_per_second"] == pytest.approx(400 / (4 * 0.00126), rel=1e-4)
     numbers, tensors = roofline.count_weights(NetworkSettings(num_layers=1, d_model=16, d_ff=32, num_heads=2), 60)
-    assert four["step_seconds"] == pytest.approx(0.001986 + tensors * 18e-6 + four["exposed_seconds"], rel=1e-4)
+    assert four["step_seconds"] == pytest.approx(0.00126 + tensors * 12e-6 + four["exposed_seconds"], rel=1e-4)
     # Four GPUs are a node; eight are a ring through networks of 100 kB/s, of which they attain three quarters.
     assert four["exposed_seconds"] < 0.001
     assert eight["exposed_seconds"] == pytest.approx(2 * 7 / 8 * 4 * numbers / 75_000, rel=0.01)
