@@ -89,7 +89,8 @@ def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_tokenizer(text: Iterable[str], vocabulary_size: int, **options: Any) -> "Tokenizer":
-    """Return a tokenizer that is trained on sentences as `prepare` trains it; for the options see `train_on_words`."""
+    """Return a tokenizer that is trained on sentences as `prepare` trains it; the options are keys of `corpus:`."""
+    from data_module.settings import CorpusSettings
     from data_module.tokenization.tokenizer import Tokenizer, normalize_white_space
     from data_module.tokenization.training import WordCounts, train_on_words
 
@@ -98,7 +99,8 @@ def train_tokenizer(text: Iterable[str], vocabulary_size: int, **options: Any) -
         line = normalize_white_space(sentence)
         words.add(line)
         words.add_characters(line)
-    return Tokenizer(train_on_words(words, vocabulary_size, **options))
+    settings = CorpusSettings("", [], [], vocabulary_size=vocabulary_size, **options)
+    return Tokenizer(train_on_words(words, settings))
 
 
 @pytest.fixture(scope="session")

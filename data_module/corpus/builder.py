@@ -168,15 +168,7 @@ def _count_words(
 
 def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool) -> bytes:
     with ThreadPoolExecutor(1) as pool, _bar("training the tokenizer", None, progress) as bar:
-        training = pool.submit(
-            train_on_words,
-            words,
-            settings.vocabulary_size,
-            lowercase=settings.lowercase,
-            character_coverage=settings.character_coverage,
-            byte_fallback=settings.byte_fallback,
-            user_symbols=settings.user_symbols,
-        )
+        training = pool.submit(train_on_words, words, settings)
         while not training.done():
             wait([training], timeout=0.5)
             bar.update()

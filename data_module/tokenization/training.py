@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from data_module.errors import InputError
+from data_module.settings import CorpusSettings
 from data_module.tokenization.pair import proto_of
 from data_module.tokenization.tokenizer import (
     BOS_ID,
@@ -77,29 +78,20 @@ class WordCounts:
         return {chr(code): int(totals[code]) for code in np.flatnonzero(totals)}
 
 
-def train_on_words(
-    words: WordCounts,
-    vocabulary_size: int,
-    *,
-    lowercase: bool = False,
-    character_coverage: float = 1.0,
-    byte_fallback: bool = False,
-    user_symbols: Sequence[str] = (),
-) -> bytes:
+def train_on_words(words: WordCounts, settings: CorpusSettings) -> bytes:
     """Train byte-pair encoding on the words and characters of a text. The result is deterministic.
+
+    A character coverage below 1 leaves out the least frequent characters. With byte fallback, a piece for each byte
+    spells the characters that have no piece of their own. Even with a coverage of 1, these are all characters that
+    occur less than `MIN_CHARACTER_COUNT` times: an embedding is not learned from so few, and without text in bytes the
+    bytes' would not be learned either. User symbols are matched before anything else, the longest first.
 
     The GIL is released.
 
     Args:
         words: words and characters of the text, with their counts.
-        vocabulary_size: number of ids, including special ids, user symbols, bytes and single characters.
-        lowercase: whether the tokenizer lower-cases text.
-        character_coverage: fraction of the text whose characters get a piece of their own, the most frequent first.
-        byte_fallback: add a piece for each byte, which spell the characters that have no piece of their own. Even with
-            a coverage of 1, these are all characters that occur less than `MIN_CHARACTER_COUNT` times: an embedding is
-            not learned from so few, and without text in bytes the bytes' would not be learned either.
-        user_symbols: words and tags that become one piece each. They are matched before anything else, the longest
-            first.
+        settings: the recipe's `corpus:` section; its `vocabulary_size` includes special ids, user symbols, bytes and
+            single characters.
 
     Returns:
         The bytes of a sentencepiece model.
@@ -107,8 +99,8 @@ def train_on_words(
     Raises:
         InputError: the text is too small, or has too many characters, for this vocabulary size.
     """
-    options = _options(words, vocabulary_size, lowercase, character_coverage, byte_fallback, user_symbols)
-    with rule_file(lowercase_rules() if lowercase else {}) as rules:
+    size, options = settings.vocabulary_size, _options(words, settings)
+    with rule_file(lowercase_rules() if settings.lowercase else {}) as rules:
         options |= rules
         try:
             model = _train(words, options)
@@ -117,34 +109,28 @@ def train_on_words(
                 largest = Tokenizer(_train(words, options | {"hard_vocab_limit": False})).vocabulary_size
             except RuntimeError:
                 raise InputError(
-                    f"corpus.vocabulary_size: {vocabulary_size} is too small for the characters that make up"
+                    f"corpus.vocabulary_size: {size} is too small for the characters that make up"
                     f" {options['character_coverage']:.2%} of the text; raise it, or lower corpus.character_coverage"
                 ) from error
             raise InputError(
-                f"corpus.vocabulary_size: {vocabulary_size} pieces are more than the training text allows;"
+                f"corpus.vocabulary_size: {size} pieces are more than the training text allows;"
                 f" the largest that works is {largest}"
             ) from error
-    return _without_rule_path(model) if lowercase else model
+    return _without_rule_path(model) if settings.lowercase else model
 
 
-def _options(
-    words: WordCounts,
-    vocabulary_size: int,
-    lowercase: bool,
-    character_coverage: float,
-    byte_fallback: bool,
-    user_symbols: Sequence[str],
-) -> dict[str, Any]:
-    """Return the training options that depend on the arguments of `train_on_words`, except those for lower-casing.
+def _options(words: WordCounts, settings: CorpusSettings) -> dict[str, Any]:
+    """Return the training options that depend on the settings, except those for lower-casing.
 
     Raises:
         InputError: the text has no words, or more characters than the vocabulary has room for.
     """
+    user_symbols, byte_fallback = settings.user_symbols, settings.byte_fallback
     known = words.characters()
     if not known.replace(RESERVED_CHARACTER, ""):
         raise InputError("corpus.train: the text has no words to train a tokenizer on")
     counts = words.character_counts(user_symbols) if byte_fallback else dict.fromkeys(known, MIN_CHARACTER_COUNT)
-    if lowercase:
+    if settings.lowercase:
         cased, counts = counts, Counter()
         for character, count in cased.items():
             counts.update(dict.fromkeys(character.lower(), count))
@@ -153,21 +139,22 @@ def _options(
     if RESERVED_CHARACTER in characters and not byte_fallback:
         symbols.append(RESERVED_CHARACTER)
     learnable = "".join(sorted(characters - {RESERVED_CHARACTER, *symbols}))
-    options: dict[str, Any] = {"vocab_size": vocabulary_size, "character_coverage": character_coverage}
+    size, coverage = settings.vocabulary_size, settings.character_coverage
+    options: dict[str, Any] = {"vocab_size": size, "character_coverage": coverage}
     if symbols:
         options["user_defined_symbols"] = symbols
     if byte_fallback:
         options["byte_fallback"] = True
-    if character_coverage >= 1:
+    if coverage >= 1:
         options["required_chars"] = learnable
         # sentencepiece adds the most frequent of the other characters until this much of the text is covered, and
         # accepts no less.
         options["character_coverage"] = 0.98 if byte_fallback else 1.0
         smallest = minimum_size(len(user_symbols), byte_fallback) + len(learnable) + len(symbols) - len(user_symbols)
-        if vocabulary_size < smallest:
+        if size < smallest:
             others = [f"{NUM_BYTES} bytes"] * byte_fallback + [f"{len(user_symbols)} user symbols"] * bool(user_symbols)
             raise InputError(
-                f"corpus.vocabulary_size: {vocabulary_size} is too small for the text's"
+                f"corpus.vocabulary_size: {size} is too small for the text's"
                 f" {' and '.join([f'{len(characters)} distinct characters', *others])}; set at least {smallest}, or"
                 " lower corpus.character_coverage"
             )
