@@ -1,4 +1,4 @@
-"""Greedy and beam search (section 6.1) over token ids.
+"""Greedy and beam search (section 6.1) over token ids, and sampling.
 
 An answer is a sequence of tokens followed by the end symbol. Its length, its limit and its log-probability include
 the end symbol. A hypothesis that reaches its limit is continued with the end symbol only, at the probability that the
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from model.padded_transformer import Cache, PaddedTransformer
+from model.sampling import Sampling, check_sampling, choose, draw_uniforms
 from model.transformer import Transformer
 
 
@@ -59,6 +60,8 @@ class BeamArguments(NamedTuple):
     max_extra_tokens: int
     n_best: int
     stops_at_first: bool
+    sampling: Sampling | None = None
+    """For `BeamSearch.sample`, with `beam_size` 1: how the next token is chosen. None for the most probable one."""
 
 
 class _Answers(NamedTuple):
@@ -84,6 +87,8 @@ class _Text(NamedTuple):
     history: Tensor
     """int64 [sum of limits, N]: for each sentence, position and hypothesis, the hypothesis that it continues and the
     token that it adds, as parent * V + token."""
+    uniforms: Tensor | None
+    """float64 [sum of limits], random numbers for each sentence and position; None without sampling."""
 
 
 class _Batch(NamedTuple):
@@ -135,6 +140,15 @@ def check_search(
         raise ValueError(f"length_penalty {options.length_penalty} must be 0 or more")
     if options.max_extra_tokens < 0:
         raise ValueError(f"max_extra_tokens {options.max_extra_tokens} must be 0 or more")
+    sampling = options.sampling
+    if sampling is not None:
+        check_sampling(sampling)
+
+
+def check_lines(lines: Tensor, source: Tensor) -> None:
+    """Raise ValueError if the numbers of lines are not one for each sentence."""
+    if lines.dtype != torch.int64 or lines.size() != source.size()[:1]:
+        raise ValueError(f"lines must be int64 of shape [{source.size(0)}], not {lines.dtype} {lines.shape}")
 
 
 class BeamSearch(nn.Module):
@@ -217,16 +231,50 @@ class BeamSearch(nn.Module):
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
         check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
         with torch.no_grad():
-            return self._beam(source, source_mask, options)
+            return self._beam(source, source_mask, options, None)
 
-    def _beam(self, source: Tensor, source_mask: Tensor | None, options: BeamArguments) -> BeamResult:
+    @torch.jit.export
+    def sample(
+        self,
+        source: Tensor,
+        source_mask: Tensor | None,
+        lines: Tensor,
+        sampling: Sampling,
+        max_extra_tokens: int,
+        length_penalty: float = 0.0,
+    ) -> BeamResult:
+        """Draw one answer to each sentence, token by token. See `beam` for the other arguments and the result.
+
+        Log-probabilities are those of the network, before temperature, top-k and top-p.
+
+        Args:
+            lines: int64 [B], number of each sentence's line. An answer depends on it and on the seed, but not on the
+                other sentences.
+            sampling: how tokens are drawn.
+
+        Raises:
+            ValueError: an argument is out of bounds.
+        """
+        options = BeamArguments(1, length_penalty, max_extra_tokens, 1, False, sampling)
+        check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
+        check_lines(lines, source)
+        with torch.no_grad():
+            return self._beam(source, source_mask, options, lines)
+
+    def _beam(
+        self, source: Tensor, source_mask: Tensor | None, options: BeamArguments, lines: Tensor | None
+    ) -> BeamResult:
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
         limits = lengths + options.max_extra_tokens
         if self.max_positions > 0:
             limits = limits.clamp(max=self.max_positions)
         ends = limits.cumsum(0)
         history = source.new_zeros([int(ends[-1]), options.beam_size])
-        text = _Text(limits, ends - limits, history)
+        sampling = options.sampling
+        uniforms: Tensor | None = None
+        if sampling is not None and lines is not None:
+            uniforms = draw_uniforms(sampling.seed, lines, limits)
+        text = _Text(limits, ends - limits, history, uniforms)
         results = _no_answers(source.size(0), options.n_best, source.device)
         self._decode(text, source, source_mask, results, options)
         return self._backtrace(text, results)
@@ -235,7 +283,7 @@ class BeamSearch(nn.Module):
         self, text: _Text, source: Tensor, source_mask: Tensor | None, results: _Answers, options: BeamArguments
     ) -> None:
         """Decode until no sentence is open. Writes `text.history` and `results` in place."""
-        beam_size, device = options.beam_size, source.device
+        beam_size, device, uniforms = options.beam_size, source.device, text.uniforms
         # Each check makes the host wait for a GPU. There, sentences take part in some steps after they have finished,
         # which does no harm: by the exact rule nothing better can come, and by the first `_select` adds no answer.
         steps_between_checks = 1 if device.type == "cpu" else 8
@@ -249,9 +297,10 @@ class BeamSearch(nn.Module):
             # A finished sentence that still takes part writes to its last place, again and again.
             positions = (batch.limits - 1).clamp(max=position)
             must_end = positions + 1 >= batch.limits if position + 1 >= shortest_limit else None
-            values, parents, last = self._step(batch, position, cache, must_end, beam_size)
-            answers, totals, parents, last = self._select(answers, values, parents, last, positions, options)
             places = text.offsets[batch.sentences] + positions
+            draws = uniforms[places] if uniforms is not None else None
+            values, parents, last = self._step(batch, position, cache, must_end, draws, options)
+            answers, totals, parents, last = self._select(answers, values, parents, last, positions, options)
             text.history[:, : totals.size(1)].index_copy_(0, places, parents * self.vocabulary_size + last)
             batch = _advance(batch, totals, parents, last, own_slots)
             position += 1
@@ -307,7 +356,8 @@ class BeamSearch(nn.Module):
         position: int,
         cache: Cache,
         must_end: Tensor | None,
-        beam_size: int,
+        draws: Tensor | None,
+        options: BeamArguments,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the decoder for one position and return the most probable continuations of each sentence, best first.
 
@@ -316,14 +366,15 @@ class BeamSearch(nn.Module):
             position: position of the tokens that the step reads.
             cache: their cache, with room for this step's slots, which are written in place.
             must_end: bool [B], True for sentences whose hypotheses have reached their limit. None if there are none.
-            beam_size: number of open hypotheses. N is smaller in the first steps.
+            draws: float64 [B], random numbers that choose the continuation; None for the most probable ones.
+            options: arguments of the search. N is smaller than the beam size in the first steps.
 
         Returns:
             Log-probabilities, the hypotheses that are continued, and the tokens that are added. Each is
             [B, 2 * beam_size], or smaller if there are fewer continuations. It is [B, 1] if beam_size is 1, since
             greedy search ends at the first end symbol.
         """
-        start = batch.paths.size(2) - batch.last.size(1)
+        start, beam_size, sampling = batch.paths.size(2) - batch.last.size(1), options.beam_size, options.sampling
         # The path of a beam's only hypothesis has all slots.
         path_mask = batch.paths if beam_size > 1 else None
         if self.max_positions > 0:
@@ -336,7 +387,11 @@ class BeamSearch(nn.Module):
         # so beam_size others are left to stay open.
         count = 2 * beam_size if beam_size > 1 else 1
         # What is among a sentence's best is among the best of its hypothesis, so the second topk is a small one.
-        values, ids = steps.topk(min(count, steps.size(-1)))
+        if draws is not None and sampling is not None:
+            ids = choose(steps[:, 0], draws, sampling)[:, None, None]
+            values = steps.gather(-1, ids)
+        else:
+            values, ids = steps.topk(min(count, steps.size(-1)))
         if must_end is not None:
             only_end = torch.full_like(values, float("-inf"))
             only_end[:, :, 0] = steps[:, :, self.eos_id]

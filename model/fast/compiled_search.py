@@ -1,4 +1,4 @@
-"""Greedy and beam search on a CPU by one compiled program, `search.cpp`, in place of PyTorch's operators.
+"""Greedy and beam search, and sampling, on a CPU by one compiled program, `search.cpp`, in place of PyTorch's operators.
 
 The search, its arguments and its results are those of `decoding.BeamSearch`, to rounding. A sentence's answers do not
 depend on the other sentences at all. The caller decides which compiled program may be loaded: see
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import SelfAttention
-from model.decoding import BeamArguments, BeamResult, BeamSearch, GreedyResult, check_search
+from model.decoding import BeamArguments, BeamResult, BeamSearch, GreedyResult, check_lines, check_search
 from model.layers import ACTIVATIONS, NORMS, SELF_ATTENTIONS, DecoderLayer, EncoderLayer
+from model.sampling import Sampling, draw_uniforms
 from model.settings import NetworkSettings
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 
@@ -45,6 +46,14 @@ class _Header(ctypes.Structure):
     _fields_ = (("magic", ctypes.c_char * len(_MAGIC)), ("shape", _Shape), ("num_positions", ctypes.c_int64))
 
 
+class _Sampling(ctypes.Structure):
+    _fields_ = (
+        ("uniforms", ctypes.c_void_p),
+        *((name, ctypes.c_double) for name in ("temperature", "top_p")),
+        ("top_k", ctypes.c_int64),
+    )
+
+
 class _Request(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("tokens", "offsets", "limits")),
@@ -55,6 +64,7 @@ class _Request(ctypes.Structure):
         ("length_penalty", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("answers", "lengths", "scores", "log_probabilities", "num_steps")),
         ("progress", _Progress),
+        ("sampling", ctypes.POINTER(_Sampling)),
     )
 
 
@@ -193,14 +203,30 @@ class CompiledSearch:
             raise ValueError(f"stop_rule {stop_rule} must be exact or first")
         return self.search(source, source_mask, options, finished)[0]
 
+    def sample(
+        self,
+        source: Tensor,
+        source_mask: Tensor | None,
+        lines: Tensor,
+        sampling: Sampling,
+        max_extra_tokens: int,
+        length_penalty: float = 0.0,
+        finished: Callable[[int], object] | None = None,
+    ) -> BeamResult:
+        """Draw one answer to each sentence; see `BeamSearch.sample`, and `beam` for `finished` and what is raised."""
+        options = BeamArguments(1, length_penalty, max_extra_tokens, 1, False, sampling)
+        check_lines(lines, source)
+        return self.search(source, source_mask, options, finished, lines)[0]
+
     def search(
         self,
         source: Tensor,
         source_mask: Tensor | None,
         options: BeamArguments,
         finished: Callable[[int], object] | None = None,
+        lines: Tensor | None = None,
     ) -> tuple[BeamResult, Tensor]:
-        """As `beam`; return also the number of decoder steps of each sentence, int64 [B]."""
+        """As `beam`, or with `lines` as `sample`; return also the decoder steps of each sentence, int64 [B]."""
         check_search(source, source_mask, options, self.vocabulary_size, self.max_positions)
         lengths = torch.full_like(source[:, 0], source.size(1)) if source_mask is None else source_mask.sum(1)
         tokens = source.flatten() if source_mask is None else source[source_mask]
@@ -212,6 +238,9 @@ class CompiledSearch:
         answers = torch.empty(int(limits.sum()) * n_best, dtype=torch.int32)
         num_steps = torch.empty_like(lengths)
         failure: list[BaseException] = []
+        sampling, uniforms = options.sampling, torch.empty(0)
+        if sampling is not None and lines is not None:
+            uniforms = draw_uniforms(sampling.seed, lines, limits)
         request = _Request(
             tokens=tokens.data_ptr(),
             offsets=offsets.data_ptr(),
@@ -233,12 +262,19 @@ class CompiledSearch:
             log_probabilities=log_probabilities.data_ptr(),
             num_steps=num_steps.data_ptr(),
             progress=_Progress(_reporter(finished, failure)),
+            sampling=self._sampling(sampling, uniforms),
         )
         self._check(self._library.search(self._model, ctypes.byref(request)))
         if failure:
             raise failure[0]
         padded_answers = _padded(answers, limits, result_lengths, self.pad_id)
         return BeamResult(padded_answers, result_lengths, scores, log_probabilities), num_steps
+
+    def _sampling(self, sampling: Sampling | None, uniforms: Tensor) -> Any:
+        if sampling is None:
+            return None
+        top_k = self.vocabulary_size if sampling.top_k is None else sampling.top_k
+        return ctypes.pointer(_Sampling(uniforms.data_ptr(), sampling.temperature, sampling.top_p, top_k))
 
     def _limits(self, lengths: Tensor, max_extra_tokens: int) -> Tensor:
         """Return the maximum length of each answer, after making sure that there are as many sinusoids."""

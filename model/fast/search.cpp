@@ -1,4 +1,4 @@
-// Greedy and beam search with a Transformer on a CPU, from token ids to token ids (sections 3 and 6.1).
+// Greedy and beam search, and sampling, with a Transformer on a CPU, from token ids to token ids (sections 3 and 6.1).
 //
 // The same search as model/decoding.py, in float32 and in one program: for a small network, most of the time there is
 // spent on calling operators one by one. C++17, no library; compile with
@@ -21,6 +21,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -206,6 +207,13 @@ struct Header {
     int64_t num_positions;
 };
 
+// How tokens are drawn. See `Sampling` in model/sampling.py.
+struct Sampling {
+    const double* uniforms;  // a random number in [0, 1) for each place of `Request::answers`
+    double temperature, top_p;
+    int64_t top_k;
+};
+
 struct Request {
     const int64_t* tokens;   // the sources, one after another
     const int64_t* offsets;  // [num_sentences + 1]: source i is tokens[offsets[i]] to tokens[offsets[i + 1] - 1]
@@ -225,6 +233,8 @@ struct Request {
     // Called now and then by the calling thread, with the number of sentences that have ended since the last call.
     // The search ends early if it returns something else than 0. May be null.
     int (*progress)(int64_t num_ended);
+    // To draw one answer to each sentence, with a beam size of 1; null for a search.
+    const Sampling* sampling;
 };
 }
 
@@ -529,9 +539,9 @@ class Worker {
     std::vector<std::unique_ptr<Sentence>> sentences_;  // the first `num_active_` are being decoded
     size_t num_active_ = 0;
     int64_t free_seats_ = 0;
-    Buffer x_, normed_, input_, heads_, output_, inner_, logits_, scores_;
+    Buffer x_, normed_, input_, heads_, output_, inner_, logits_, scores_, weights_;
     std::vector<RowTop> tops_;
-    std::vector<int> slots_, path_, path_ends_;
+    std::vector<int> slots_, path_, path_ends_, most_probable_;
     std::vector<float> end_logits_;
     std::vector<Candidate> candidates_;
 
@@ -716,7 +726,8 @@ class Worker {
             feed_forward(x, rows, model_.decoder[number]);
         }
         if (shape().pre_norm) normalize(x, rows, model_.decoder_norm, x);
-        project(x, rows);
+        if (request_.sampling) project_and_draw(x, rows);
+        else project(x, rows);
         for (size_t i = 0, row = 0; i < num_active_; ++i) {
             const size_t next = row + sentences_[i]->open.size();
             select(*sentences_[i], int(row));
@@ -788,6 +799,70 @@ class Worker {
                     end_logits_[row] = own[request_.end_id - first_id];
             }
         }
+    }
+
+    // Compute the logits of all rows, and keep a token of each that is drawn at random. Row i is sentence i.
+    void project_and_draw(const float* x, int rows) {
+        const int size = int(shape().vocabulary_size);
+        tops_.resize(std::max(tops_.size(), size_t(rows)));
+        end_logits_.resize(rows);
+        float* logits = logits_.get(size_t(rows) * size);
+        multiply(x, rows, model_.projection, logits);
+        for (int row = 0; row < rows; ++row, logits += size) {
+            const Sentence& sentence = *sentences_[row];
+            RowTop& top = tops_[row];
+            top.clear();
+            top.add(logits, size, 0, 1, request_);
+            end_logits_[row] = logits[request_.end_id];
+            if (top.best.empty()) continue;  // no logit is a number
+            const int64_t place = shared_.answer_offsets[sentence.index] + sentence.position;
+            const int token = draw(logits, top.best[0].value, request_.sampling->uniforms[place]);
+            top.best[0] = {logits[token], 0, token};
+        }
+    }
+
+    // The first id at which the sum of probabilities exceeds `uniform`. See `choose` in model/sampling.py.
+    int draw(const float* logits, float largest, double uniform) {
+        const int size = int(shape().vocabulary_size);
+        // Not infinite: zero times the factor has to be zero.
+        const float factor = float(std::min(1.0 / request_.sampling->temperature, 1e30));
+        float* weights = weights_.get(size_t(size));
+        int i = 0;
+        for (; i + LANES <= size; i += LANES) store(weights + i, exponential((load(logits + i) - largest) * factor));
+        for (; i < size; ++i) weights[i] = exponential((logits[i] - largest) * factor);
+        for (int64_t number = 0; number < request_.num_forbidden; ++number) weights[request_.forbidden[number]] = 0.0f;
+        keep_most_probable(weights);
+        const double wanted = uniform * std::accumulate(weights, weights + size, 0.0);
+        double sum = 0.0;
+        for (i = 0; i < size; ++i)
+            if (weights[i] > 0.0f && (sum += weights[i]) > wanted) return i;
+        return int(request_.end_id);
+    }
+
+    // Set the weights of all tokens to zero that top-k and top-p leave out.
+    void keep_most_probable(float* weights) {
+        const int64_t size = shape().vocabulary_size, top_k = std::min(request_.sampling->top_k, size);
+        const double top_p = request_.sampling->top_p;
+        if (top_k == size && top_p == 1.0) return;
+        const auto is_more = [=](int a, int b) { return weights[a] > weights[b] || (weights[a] == weights[b] && a < b); };
+        const auto is_less = [=](int a, int b) { return is_more(b, a); };
+        std::vector<int>& ids = most_probable_;
+        ids.resize(size);
+        std::iota(ids.begin(), ids.end(), 0);
+        std::nth_element(ids.begin(), ids.begin() + (top_k - 1), ids.end(), is_more);
+        for (auto id = ids.begin() + top_k; id != ids.end(); ++id) weights[*id] = 0.0f;
+        ids.resize(top_k);
+        if (top_p == 1.0) return;
+        double total = 0.0, sum = 0.0;
+        for (int id : ids) total += weights[id];
+        // The best are few, as a rule: a heap finds them without sorting the rest.
+        std::make_heap(ids.begin(), ids.end(), is_less);
+        auto rest = ids.end();
+        for (; rest != ids.begin() && sum < top_p * total; --rest) {
+            std::pop_heap(ids.begin(), rest, is_less);
+            sum += weights[*(rest - 1)];
+        }
+        for (auto id = ids.begin(); id != rest; ++id) weights[*id] = 0.0f;
     }
 
     // How many continuations of a sentence each step considers. Greedy search ends at the first end symbol.
@@ -900,6 +975,10 @@ bool is_valid(const Model& model, const Request& request, const Positions& posit
     const auto is_id = [=](int64_t id) { return id >= 0 && id < vocabulary_size; };
     if (!is_id(request.begin_id) || !is_id(request.end_id)) return false;
     if (!is_size(request.beam_size) || !is_size(request.num_best) || request.num_threads < 1) return false;
+    if (const Sampling* sampling = request.sampling)
+        if (request.beam_size != 1 || request.num_best != 1 || !(sampling->temperature > 0.0) || sampling->top_k < 1 ||
+            !(sampling->top_p > 0.0))
+            return false;
     for (int64_t i = 0; i < request.num_sentences; ++i) {
         const int64_t length = request.offsets[i + 1] - request.offsets[i], limit = request.limits[i];
         if (length < 1 || length > positions.count || limit < 1 || limit > positions.count) return false;
