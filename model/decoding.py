@@ -88,7 +88,7 @@ class _Text(NamedTuple):
     """int64 [sum of limits, N]: for each sentence, position and hypothesis, the hypothesis that it continues and the
     token that it adds, as parent * V + token."""
     uniforms: Tensor | None
-    """float64 [sum of limits], random numbers for each sentence and position; None without sampling."""
+    """float64 [sum of limits, 3], random numbers for each sentence and position; None without sampling."""
 
 
 class _Batch(NamedTuple):
@@ -366,7 +366,7 @@ class BeamSearch(nn.Module):
             position: position of the tokens that the step reads.
             cache: their cache, with room for this step's slots, which are written in place.
             must_end: bool [B], True for sentences whose hypotheses have reached their limit. None if there are none.
-            draws: float64 [B], random numbers that choose the continuation; None for the most probable ones.
+            draws: float64 [B, 3], random numbers that choose the continuation; None for the most probable ones.
             options: arguments of the search. N is smaller than the beam size in the first steps.
 
         Returns:

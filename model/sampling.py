@@ -1,9 +1,11 @@
 """Sampling of tokens, in place of a search for the most probable ones: temperature, top-k and top-p.
 
 A sample is a function of the seed, the number of the sentence's line and the network. The random numbers are those of a
-counter, so they are the same in every batch, process and implementation of the search. Two implementations compute
-probabilities with different rounding. They draw different tokens where a random number, or the limit of top-k or top-p,
-lies within rounding of the border between two tokens; for float32, that is about one token in a million.
+counter, so they are the same in every batch, process and implementation of the search. Probabilities are rounded in
+another way by another implementation, or in a batch of another shape. Another token is drawn only where a random number
+lies within rounding of a border between tokens. A draw among all V tokens at once would have V borders, most of them
+between tokens that are hardly ever drawn, but each as near to the random number as any other. So a token is drawn in
+three steps, with three random numbers: a part of the vocabulary, a block of that part, and a token of that block.
 
 Shapes: B sentences, V vocabulary.
 """
@@ -11,6 +13,7 @@ Shapes: B sentences, V vocabulary.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -53,7 +56,7 @@ def split_mix(state: Tensor, index: Tensor) -> Tensor:
 
 
 def draw_uniforms(seed: int, lines: Tensor, counts: Tensor) -> Tensor:
-    """Return random numbers in [0, 1): `counts[i]` for sentence i, after those of the sentences before it.
+    """Return the random numbers of tokens: `counts[i]` tokens of sentence i, after those of the sentences before it.
 
     The seed starts a generator, whose number for a line starts the generator of that line.
 
@@ -63,21 +66,23 @@ def draw_uniforms(seed: int, lines: Tensor, counts: Tensor) -> Tensor:
         counts: int64 [B].
 
     Returns:
-        float64 [sum of counts].
+        float64 [sum of counts, 3], numbers in [0, 1), one for each step of drawing a token.
     """
     total = int(counts.sum())
     generators = split_mix(torch.full_like(lines, seed), lines).repeat_interleave(counts, output_size=total)
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts, output_size=total)
-    bits = split_mix(generators, torch.arange(total, device=lines.device) - starts)
+    places = torch.arange(total, device=lines.device) - starts
+    steps = torch.arange(3, device=lines.device)
+    bits = split_mix(generators.unsqueeze(1), places.unsqueeze(1) * 3 + steps)
     return ((bits >> 11) & 0x1FFFFFFFFFFFFF).double() / 9007199254740992.0
 
 
 def choose(log_probabilities: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
-    """Draw a token from each distribution: the first id at which the sum of probabilities exceeds the random number.
+    """Draw a token from each distribution.
 
     Args:
         log_probabilities: [B, V], not necessarily normalized; -inf at tokens that cannot be drawn.
-        uniforms: float64 [B], random numbers in [0, 1).
+        uniforms: float64 [B, 3], random numbers in [0, 1).
         sampling: settings for which `check_sampling` raises nothing.
 
     Returns:
@@ -92,6 +97,17 @@ def choose(log_probabilities: Tensor, uniforms: Tensor, sampling: Sampling) -> T
         sums = largest.cumsum(-1)
         largest = largest.masked_fill(sums - largest >= sampling.top_p * sums[:, -1:], 0.0)
         weights = torch.zeros_like(weights).scatter(-1, ids, largest)
+    # Parts of 32 blocks of 32 tokens.
+    parts = F.pad(weights, [0, -weights.size(-1) % 1024]).view(weights.size(0), -1, 32, 32)
+    sentences = torch.arange(weights.size(0), device=weights.device)
+    part = _draw(parts.sum([2, 3]), uniforms[:, 0])
+    blocks = parts[sentences, part]
+    block = _draw(blocks.sum(2), uniforms[:, 1])
+    return (part * 32 + block) * 32 + _draw(blocks[sentences, block], uniforms[:, 2])
+
+
+def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first index of each row at which the sum of weights exceeds the random number's share of all."""
     sums = weights.cumsum(-1)
     # On a GPU, rounding can make a sum smaller than the one before it.
     is_reached = (sums > uniforms.unsqueeze(-1) * sums[:, -1:]) & (weights > 0.0)

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from data_module.errors import InputError
+    from model.sampling import Sampling
     from pipeline.api import Model, load, train
     from pipeline.inference.translator import Hypothesis
 
-__all__ = ["Hypothesis", "InputError", "Model", "load", "train"]
+__all__ = ["Hypothesis", "InputError", "Model", "Sampling", "load", "train"]
 
 _HOMES = {
     "Hypothesis": "pipeline.inference.translator",
     "InputError": "data_module.errors",
     "Model": "pipeline.api",
+    "Sampling": "model.sampling",
     "load": "pipeline.api",
     "train": "pipeline.api",
 }

@@ -17,6 +17,7 @@ from data_module.errors import InputError
 from data_module.files import user_path
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from model.padded_transformer import PaddedTransformer, attention_maps
+from model.sampling import Sampling, check_sampling
 from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.bundle import bundle_of, load_bundle
 from pipeline.inference.options import SearchOptions
@@ -161,14 +162,27 @@ class Model:
         return PaddedTransformer(load_model(self._checkpoint.path).network.to(self._translator.device))
 
     @overload
-    def translate(self, sentences: str, *, progress: bool = True) -> str: ...
+    def translate(self, sentences: str, *, sample: Sampling | None = None, progress: bool = True) -> str: ...
     @overload
-    def translate(self, sentences: list[str], *, progress: bool = True) -> list[str]: ...
+    def translate(
+        self, sentences: list[str], *, sample: Sampling | None = None, progress: bool = True
+    ) -> list[str]: ...
     @overload
-    def translate(self, sentences: str, n_best: int, *, progress: bool = True) -> list[Hypothesis]: ...
+    def translate(
+        self, sentences: str, n_best: int, *, sample: Sampling | None = None, progress: bool = True
+    ) -> list[Hypothesis]: ...
     @overload
-    def translate(self, sentences: list[str], n_best: int, *, progress: bool = True) -> list[list[Hypothesis]]: ...
-    def translate(self, sentences: str | list[str], n_best: int | None = None, *, progress: bool = True) -> Any:
+    def translate(
+        self, sentences: list[str], n_best: int, *, sample: Sampling | None = None, progress: bool = True
+    ) -> list[list[Hypothesis]]: ...
+    def translate(
+        self,
+        sentences: str | list[str],
+        n_best: int | None = None,
+        *,
+        sample: Sampling | None = None,
+        progress: bool = True,
+    ) -> Any:
         """Translate a sentence or a list of sentences. An empty sentence has an empty translation.
 
         Warns of sentences that are too long for the model, without a prefix that it needs, with characters that it has
@@ -176,17 +190,23 @@ class Model:
 
         Args:
             sentences: one sentence or a list.
-            n_best: number of hypotheses for each sentence, at most the beam size.
+            n_best: number of hypotheses for each sentence, at most the beam size, or 1 with `sample`.
+            sample: draw each translation at random, by the seed and the number of the sentence in the list, which is 1
+                for the first; None to search for the best.
             progress: show a progress bar on standard error, after two seconds.
 
         Returns:
             The translation of each sentence; with `n_best`, a list of hypotheses with scores, best first.
 
         Raises:
-            InputError: `n_best` is out of bounds, or a sentence is not text.
+            InputError: `n_best` or a setting of `sample` is out of bounds, or a sentence is not text.
         """
         texts = _texts(sentences, "sentences")
         count, beam_size = 1 if n_best is None else n_best, self._translator.settings.beam_size
+        if sample is not None:
+            _check_sample(sample)
+            if count > 1:
+                raise InputError(f"n_best {count}: sampling draws one translation of a sentence; omit n_best or sample")
         if count < 1:
             raise InputError(f"n_best {count}: must be 1 or more")
         if count > beam_size:
@@ -194,7 +214,7 @@ class Model:
         self._warn_of_prefixes(texts)
         _warn_of_marks(texts)
         with _mistakes_in_one_line():
-            translations = self._translator.translate(texts, count, progress=progress)
+            translations = self._translator.translate(texts, count, sample, progress=progress)
         self._warn_of_cut([number for number, made in enumerate(translations, 1) if made.truncated])
         _warn([number for number, made in enumerate(translations, 1) if made.has_unknown], UNKNOWN_MESSAGE)
         answers: list[Any] = [
@@ -295,6 +315,15 @@ class Model:
 
     def _warn_of_cut(self, numbers: list[int]) -> None:
         _warn(numbers, f"longer than the {self._translator.max_source_tokens} tokens that the network reads; cut")
+
+
+def _check_sample(sample: Sampling) -> None:
+    if not isinstance(sample, Sampling):
+        raise InputError(f"sample {sample!r}: give a pipeline.Sampling, such as pipeline.Sampling(temperature=0.7)")
+    try:
+        check_sampling(sample)
+    except ValueError as error:
+        raise InputError(f"sample: {error}") from None
 
 
 def _texts(given: str | list[str], name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Greedy and beam search, and sampling, on a CPU by one compiled program, `search.cpp`, in place of PyTorch's operators.
+"""Search and sampling on a CPU by one compiled program, `search.cpp`, in place of PyTorch's operators.
 
 The search, its arguments and its results are those of `decoding.BeamSearch`, to rounding. A sentence's answers do not
 depend on the other sentences at all. The caller decides which compiled program may be loaded: see

@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -209,7 +210,7 @@ struct Header {
 
 // How tokens are drawn. See `Sampling` in model/sampling.py.
 struct Sampling {
-    const double* uniforms;  // a random number in [0, 1) for each place of `Request::answers`
+    const double* uniforms;  // three random numbers in [0, 1) for each place of `Request::answers`
     double temperature, top_p;
     int64_t top_k;
 };
@@ -541,7 +542,9 @@ class Worker {
     int64_t free_seats_ = 0;
     Buffer x_, normed_, input_, heads_, output_, inner_, logits_, scores_, weights_;
     std::vector<RowTop> tops_;
-    std::vector<int> slots_, path_, path_ends_, most_probable_;
+    std::vector<int> slots_, path_, path_ends_;
+    std::vector<double> part_sums_, block_sums_;
+    std::vector<float> kept_weights_;
     std::vector<float> end_logits_;
     std::vector<Candidate> candidates_;
 
@@ -816,27 +819,42 @@ class Worker {
             end_logits_[row] = logits[request_.end_id];
             if (top.best.empty()) continue;  // no logit is a number
             const int64_t place = shared_.answer_offsets[sentence.index] + sentence.position;
-            const int token = draw(logits, top.best[0].value, request_.sampling->uniforms[place]);
+            const int token = draw_token(logits, top.best[0].value, request_.sampling->uniforms + 3 * place);
             top.best[0] = {logits[token], 0, token};
         }
     }
 
-    // The first id at which the sum of probabilities exceeds `uniform`. See `choose` in model/sampling.py.
-    int draw(const float* logits, float largest, double uniform) {
-        const int size = int(shape().vocabulary_size);
+    // Draw a token by three random numbers: a part of 32 blocks, a block of 32 tokens, a token. See model/sampling.py.
+    int draw_token(const float* logits, float largest, const double* uniforms) {
+        const int size = int(shape().vocabulary_size), num_blocks = (size + 1023) / 1024 * 32;
         // Not infinite: zero times the factor has to be zero.
         const float factor = float(std::min(1.0 / request_.sampling->temperature, 1e30));
-        float* weights = weights_.get(size_t(size));
+        float* weights = weights_.get(size_t(num_blocks) * 32);
         int i = 0;
         for (; i + LANES <= size; i += LANES) store(weights + i, exponential((load(logits + i) - largest) * factor));
         for (; i < size; ++i) weights[i] = exponential((logits[i] - largest) * factor);
+        std::fill(weights + size, weights + num_blocks * 32, 0.0f);
         for (int64_t number = 0; number < request_.num_forbidden; ++number) weights[request_.forbidden[number]] = 0.0f;
         keep_most_probable(weights);
-        const double wanted = uniform * std::accumulate(weights, weights + size, 0.0);
+        block_sums_.resize(num_blocks);
+        for (int block = 0; block < num_blocks; ++block)
+            block_sums_[block] = std::accumulate(weights + block * 32, weights + block * 32 + 32, 0.0);
+        part_sums_.resize(num_blocks / 32);
+        for (int part = 0; part < num_blocks / 32; ++part)
+            part_sums_[part] = std::accumulate(&block_sums_[part * 32], &block_sums_[part * 32] + 32, 0.0);
+        const int part = draw(part_sums_.data(), num_blocks / 32, uniforms[0]);
+        const int block = part * 32 + draw(&block_sums_[part * 32], 32, uniforms[1]);
+        return block * 32 + draw(weights + block * 32, 32, uniforms[2]);
+    }
+
+    // The first place at which the sum of weights exceeds the share `uniform` of all.
+    template <class Weight>
+    static int draw(const Weight* weights, int count, double uniform) {
+        const double wanted = uniform * std::accumulate(weights, weights + count, 0.0);
         double sum = 0.0;
-        for (i = 0; i < size; ++i)
-            if (weights[i] > 0.0f && (sum += weights[i]) > wanted) return i;
-        return int(request_.end_id);
+        int i = 0;
+        while ((sum += weights[i]) <= wanted && i < count - 1) ++i;
+        return i;
     }
 
     // Set the weights of all tokens to zero that top-k and top-p leave out.
@@ -844,25 +862,23 @@ class Worker {
         const int64_t size = shape().vocabulary_size, top_k = std::min(request_.sampling->top_k, size);
         const double top_p = request_.sampling->top_p;
         if (top_k == size && top_p == 1.0) return;
-        const auto is_more = [=](int a, int b) { return weights[a] > weights[b] || (weights[a] == weights[b] && a < b); };
-        const auto is_less = [=](int a, int b) { return is_more(b, a); };
-        std::vector<int>& ids = most_probable_;
-        ids.resize(size);
-        std::iota(ids.begin(), ids.end(), 0);
-        std::nth_element(ids.begin(), ids.begin() + (top_k - 1), ids.end(), is_more);
-        for (auto id = ids.begin() + top_k; id != ids.end(); ++id) weights[*id] = 0.0f;
-        ids.resize(top_k);
-        if (top_p == 1.0) return;
-        double total = 0.0, sum = 0.0;
-        for (int id : ids) total += weights[id];
-        // The best are few, as a rule: a heap finds them without sorting the rest.
-        std::make_heap(ids.begin(), ids.end(), is_less);
-        auto rest = ids.end();
-        for (; rest != ids.begin() && sum < top_p * total; --rest) {
-            std::pop_heap(ids.begin(), rest, is_less);
-            sum += weights[*(rest - 1)];
+        std::vector<float>& kept = kept_weights_;
+        kept.assign(weights, weights + size);
+        std::nth_element(kept.begin(), kept.begin() + (top_k - 1), kept.end(), std::greater<float>());
+        kept.resize(top_k);
+        auto first = kept.begin();  // of the weights that stay
+        if (top_p < 1.0) {
+            const double wanted = top_p * std::accumulate(kept.begin(), kept.end(), 0.0);
+            double sum = 0.0;
+            // Few stay, as a rule: a heap finds them without sorting the rest.
+            std::make_heap(kept.begin(), kept.end());
+            for (first = kept.end(); first != kept.begin() && sum < wanted; sum += *--first) std::pop_heap(kept.begin(), first);
         }
-        for (auto id = ids.begin(); id != rest; ++id) weights[*id] = 0.0f;
+        const float least = *std::min_element(first, kept.end());
+        // Of equal weights, the first stay.
+        auto num_least = std::count(first, kept.end(), least);
+        for (int64_t i = 0; i < size; ++i)
+            if (weights[i] < least || (weights[i] == least && num_least-- <= 0)) weights[i] = 0.0f;
     }
 
     // How many continuations of a sentence each step considers. Greedy search ends at the first end symbol.

@@ -4,7 +4,8 @@ Reads --source or standard input. Standard error names the checkpoint that was c
 the number of lines that were not UTF-8, were cut, lack a prefix, have characters that the model has never seen or have
 U+2581, with the first three of them. With
 --n-best, up to N translations are printed for a line, best first, each after the line's number and a tab. With
---scores, each translation follows its score (log-probability divided by the length penalty) and a tab.
+--scores, each translation follows its score (log-probability divided by the length penalty) and a tab. With --sample,
+translations are drawn at random, each by the seed and the number of its line.
 """
 
 import argparse
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from data_module.files import user_path
-from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments, with_prefix
+from pipeline.inference.options import (
+    SearchOptions,
+    add_prefix_argument,
+    add_sampling_arguments,
+    add_search_arguments,
+    given_sampling,
+    with_prefix,
+)
 from pipeline.inference.text_io import (
     CHUNK,
     UNKNOWN_MESSAGE,
@@ -37,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", type=user_path, help="a file of sentences, plain or .gz (default: standard input)")
     add_prefix_argument(parser)
     add_search_arguments(parser)
+    add_sampling_arguments(parser)
     parser.add_argument("--n-best", type=int, metavar="N", help="print the N best translations; at most the beam size")
     parser.add_argument(
         "--devices",
@@ -66,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     from data_module.errors import InputError
     from pipeline.inference.parallel import WorkerError
 
+    given_sampling(arguments)  # refuses what cannot be
     n_best = 1 if arguments.n_best is None else arguments.n_best
     if n_best < 1:
         raise InputError(f"--n-best {n_best}: must be 1 or more")
@@ -145,11 +155,13 @@ def _translated(
     """
     truncated = LineWarning(f"longer than the {translator.max_source_tokens} tokens that the network reads; cut")
     unknown, warnings = LineWarning(UNKNOWN_MESSAGE), SentenceWarnings(translator.prefixes)
-    show = chunk > 1 and not arguments.output
+    sampling, show = given_sampling(arguments), chunk > 1 and not arguments.output
     total = count_lines(arguments.source) if arguments.source and show else None
     for first, run in runs:
         lines = _checked(with_prefix(arguments.prefix, run), warnings, first)
-        translations = translator.translate_lines(lines, chunk, arguments.n_best or 1, total, show=show)
+        translations = translator.translate_lines(
+            lines, chunk, arguments.n_best or 1, total, sampling=sampling, first=first, show=show
+        )
         for number, translation in enumerate(translations, first):
             if translation.truncated:
                 truncated.add(number)

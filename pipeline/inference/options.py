@@ -1,4 +1,4 @@
-"""What a command or a caller gives a search: settings in place of the recipe's, and prefixes of source sentences.
+"""What a command gives a search: settings in place of the recipe's, sampling, and prefixes of source sentences.
 
 A model of several languages or domains is told which one to write by the first word of the source sentence, its prefix;
 see `data_module.settings.TextSource.prefix`.
@@ -7,10 +7,13 @@ see `data_module.settings.TextSource.prefix`.
 import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
 from model.settings import STOP_RULES, DecodingSettings
+
+if TYPE_CHECKING:
+    from model.sampling import Sampling
 
 
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +53,51 @@ class SearchOptions:
         if self.stop_rule is not None and self.stop_rule not in STOP_RULES:
             raise InputError(f"--stop-rule {self.stop_rule}: must be {' or '.join(STOP_RULES)}")
         return replace(recipe, **{name: value for name, value in vars(self).items() if value is not None})
+
+
+_SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--sample` and its settings, which `given_sampling` reads."""
+    parser.add_argument("--sample", action="store_true", help="draw each translation at random, instead of a search")
+    helps = {
+        "temperature": "with --sample, divide logits by this: below 1, probable words become more so (default: 1)",
+        "top_k": "with --sample, draw each piece from the K most probable ones (default: all)",
+        "top_p": "with --sample, draw each piece from the most probable ones whose sum is P (default: 1, all)",
+        "seed": "with --sample, another seed draws other translations (default: 0)",
+    }
+    for name, kind in _SAMPLING.items():
+        parser.add_argument(_option(name), type=kind, metavar=name[-1].upper(), help=helps[name])
+
+
+def given_sampling(arguments: argparse.Namespace) -> "Sampling | None":
+    """Return the values of the arguments that `add_sampling_arguments` adds; None without `--sample`.
+
+    Raises:
+        InputError: a value is out of bounds, needs `--sample`, or an option of a search is given too.
+    """
+    from model.sampling import Sampling, check_sampling
+
+    given = {name: getattr(arguments, name) for name in _SAMPLING if getattr(arguments, name) is not None}
+    if not arguments.sample:
+        for name in given:
+            raise InputError(f"{_option(name)}: is for sampling; add --sample, or omit it")
+        return None
+    for name in ("beam", "n_best", "stop_rule"):
+        if getattr(arguments, name) is not None:
+            raise InputError(f"{_option(name)}: is for a search; omit it, or --sample, which draws one translation")
+    sampling = Sampling(**given)
+    try:
+        check_sampling(sampling)
+    except ValueError as error:
+        name, rest = str(error).split(maxsplit=1)
+        raise InputError(f"{_option(name)} {rest.replace(' must', ': must', 1)}") from None
+    return sampling
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def add_prefix_argument(parser: argparse.ArgumentParser) -> None:

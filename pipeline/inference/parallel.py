@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from data_module.errors import InputError
 from data_module.worker_processes import num_processors
+from model.sampling import Sampling
 from model.settings import DecodingSettings
 from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.text_io import progress_bar, show_token_rate
@@ -64,6 +65,9 @@ class Chunk(NamedTuple):
 
     lines: list[str]
     n_best: int
+    sampling: Sampling | None
+    first: int
+    """Number of the first line in the text."""
 
 
 def run_worker(job: Job, connection: Connection) -> None:
@@ -122,7 +126,7 @@ def _translate(translator: Translator, chunk: Chunk, report: Callable[[int], obj
             report(count)
             count, last = 0, now
 
-    return translator.translate(chunk.lines, chunk.n_best, finished=finished)
+    return translator.translate(*chunk, finished=finished)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -274,7 +278,15 @@ class ParallelTranslator:
             worker.kill()
 
     def translate_lines(
-        self, lines: Iterable[str], chunk: int, n_best: int = 1, total: int | None = None, *, show: bool = True
+        self,
+        lines: Iterable[str],
+        chunk: int,
+        n_best: int = 1,
+        total: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        first: int = 1,
+        show: bool = True,
     ) -> Iterator[Translation]:
         """Translate lines in order, `chunk` lines at a time.
 
@@ -285,12 +297,14 @@ class ParallelTranslator:
             chunk: number of lines translated together.
             n_best: number of hypotheses for each line.
             total: number of lines, if it is known, for the time left.
+            sampling: how to draw each translation at random; None for a search.
+            first: number of the first line in its text, which samples depend on.
             show: whether to show a progress bar.
 
         Raises:
             WorkerError: a process has ended or run out of memory.
         """
-        stream = _Stream(self._workers, iter(lines), chunk, n_best)
+        stream = _Stream(self._workers, _chunks(iter(lines), chunk, n_best, sampling, first))
         num_tokens = written = 0
         finished: dict[int, list[Translation]] = {}
         end: _End | None = None
@@ -318,10 +332,16 @@ class ParallelTranslator:
             stream.stop()
 
 
+def _chunks(lines: Iterator[str], size: int, n_best: int, sampling: Sampling | None, first: int) -> Iterator[Chunk]:
+    while batch := list(islice(lines, size)):
+        yield Chunk(batch, n_best, sampling, first)
+        first += len(batch)
+
+
 class _Stream:
     """The threads between the input, the processes and the one that writes: one reads, one waits for each process."""
 
-    def __init__(self, workers: list[_Worker], lines: Iterator[str], chunk: int, n_best: int) -> None:
+    def __init__(self, workers: list[_Worker], chunks: Iterator[Chunk]) -> None:
         self.events: SimpleQueue[_Progress | _Answer | _End | Exception] = SimpleQueue()
         """What has happened, for the thread that writes."""
         self.room = threading.Semaphore(_CHUNKS_PER_WORKER * len(workers))
@@ -330,7 +350,7 @@ class _Stream:
         self._num_workers = len(workers)
         self._stopped = False
         # Daemons: where one waits for input that does not come, the program can end.
-        threading.Thread(target=self._read, args=(lines, chunk, n_best), daemon=True).start()
+        threading.Thread(target=self._read, args=(chunks,), daemon=True).start()
         for worker in workers:
             threading.Thread(target=self._translate, args=(worker,), daemon=True).start()
 
@@ -341,11 +361,11 @@ class _Stream:
         for _ in range(self._num_workers):
             self._chunks.put(None)
 
-    def _read(self, lines: Iterator[str], chunk: int, n_best: int) -> None:
+    def _read(self, chunks: Iterator[Chunk]) -> None:
         count, error = 0, None
         try:
-            while self.room.acquire() and not self._stopped and (batch := list(islice(lines, chunk))):
-                self._chunks.put((count, Chunk(batch, n_best)))
+            while self.room.acquire() and not self._stopped and (chunk := next(chunks, None)):
+                self._chunks.put((count, chunk))
                 count += 1
         except Exception as failure:
             error = failure

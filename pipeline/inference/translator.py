@@ -14,6 +14,7 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.fast.compiled_search import CompiledSearch
+from model.sampling import Sampling
 from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.options import Prefixes, SearchOptions
@@ -161,6 +162,8 @@ class Translator:
         self,
         sentences: list[str],
         n_best: int = 1,
+        sampling: Sampling | None = None,
+        first: int = 1,
         *,
         progress: bool | str = False,
         finished: Callable[[int], object] | None = None,
@@ -170,25 +173,38 @@ class Translator:
         Args:
             sentences: source sentences.
             n_best: number of hypotheses for each sentence.
+            sampling: how to draw each translation at random; None for a search. `n_best` is 1 then.
+            first: number of the first sentence in its text, which samples depend on.
             progress: show a progress bar on standard error; a text is shown in front of it.
             finished: called with a number of sentences whenever some have been translated, in place of that bar.
 
         Raises:
-            ValueError: `n_best` or a search setting is out of bounds (see `BeamSearch.beam`).
+            ValueError: `n_best` or a setting is out of bounds (see `BeamSearch.beam` and `BeamSearch.sample`).
+            InputError: the model is a bundle that cannot sample, or its weights are not finite.
         """
         sources, is_cut = encode_sources(self.tokenizer, sentences, self.max_source_tokens)
         results: list[list[Hypothesis]] = [[EMPTY] for _ in sources]
         label = progress if isinstance(progress, str) else "translating"
         with progress_bar(len(sources), show=bool(progress), description=label) as bar:
             for batch in length_batches([len(source) for source in sources], *self._batch_limits):
-                answers = self._search([sources[i] for i in batch], n_best, finished or bar.update)
+                batch_sources, report = [sources[i] for i in batch], finished or bar.update
+                lines = None if sampling is None else torch.tensor([first + i for i in batch], device=self.device)
+                answers = self._search(batch_sources, n_best, sampling, lines, report)
                 for index, hypotheses in zip(batch, answers, strict=True):
                     results[index] = hypotheses
         has_unknown = [self.tokenizer.unk_id in source for source in sources]
         return [Translation(*result) for result in zip(results, is_cut, has_unknown, strict=True)]
 
     def translate_lines(
-        self, lines: Iterable[str], chunk: int, n_best: int = 1, total: int | None = None, *, show: bool = True
+        self,
+        lines: Iterable[str],
+        chunk: int,
+        n_best: int = 1,
+        total: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        first: int = 1,
+        show: bool = True,
     ) -> Iterator[Translation]:
         """Translate lines in order, `chunk` lines at a time.
 
@@ -197,6 +213,8 @@ class Translator:
             chunk: number of lines translated together.
             n_best: number of hypotheses for each line.
             total: number of lines, if it is known, for the time left.
+            sampling: how to draw each translation at random; None for a search.
+            first: number of the first line in its text, which samples depend on.
             show: whether to show a progress bar.
         """
         lines, num_tokens = iter(lines), 0
@@ -204,32 +222,39 @@ class Translator:
         with progress_bar(total, show=show, smoothing=0) as bar:
             while batch := list(islice(lines, chunk)):
                 done = bar.n
-                translations = self.translate(batch, n_best, finished=bar.update)
+                translations = self.translate(batch, n_best, sampling, first, finished=bar.update)
+                first += len(batch)
                 bar.update(done + len(batch) - bar.n)
                 num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
                 show_token_rate(bar, num_tokens)
                 yield from translations
 
     def _search(
-        self, sources: list[list[int]], n_best: int, finished: Callable[[int], object]
+        self,
+        sources: list[list[int]],
+        n_best: int,
+        sampling: Sampling | None,
+        lines: Tensor | None,
+        finished: Callable[[int], object],
     ) -> list[list[Hypothesis]]:
         source, is_token = padded(sources, self.tokenizer.pad_id)
         mask = None if bool(is_token.all()) else is_token.to(self.device)
         settings = self.settings
-        arguments = (
-            source.to(self.device),
-            mask,
-            settings.beam_size,
-            settings.length_penalty,
-            settings.max_extra_tokens,
-            n_best,
-            settings.stop_rule,
-        )
+        search = self.search.beam
+        arguments: list[Any] = [source.to(self.device), mask]
+        if sampling is None:
+            arguments += [settings.beam_size, settings.length_penalty, settings.max_extra_tokens, n_best]
+            arguments += [settings.stop_rule]
+        elif hasattr(self.search, "sample"):
+            search = self.search.sample
+            arguments += [lines, sampling, settings.max_extra_tokens, settings.length_penalty]
+        else:
+            raise InputError(f"{self.name}: was exported by a version without sampling; export it again")
         if isinstance(self.search, CompiledSearch):
-            answers = self.search.beam(*arguments, finished)
+            answers = search(*arguments, finished)
         else:
             with torch.inference_mode():  # a little faster than torch.no_grad
-                answers = self.search.beam(*arguments)
+                answers = search(*arguments)
             finished(len(sources))
         tokens, lengths, scores, log_probabilities = (result.flatten(0, 1).tolist() for result in answers)
         texts = self.tokenizer.decode([row[: length - 1] for row, length in zip(tokens, lengths, strict=True)])

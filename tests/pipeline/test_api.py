@@ -51,8 +51,8 @@ def refusal(call: Callable[[], object]) -> str:
     return line
 
 
-def test_there_are_five_names() -> None:
-    assert sorted(pipeline.__all__) == ["Hypothesis", "InputError", "Model", "load", "train"]
+def test_there_are_six_names() -> None:
+    assert sorted(pipeline.__all__) == ["Hypothesis", "InputError", "Model", "Sampling", "load", "train"]
     assert set(pipeline.__all__) <= set(dir(pipeline))
     assert all(hasattr(pipeline, name) for name in pipeline.__all__)
     with pytest.raises(AttributeError, match="no attribute 'translate'"):
@@ -271,6 +271,9 @@ def test_mistakes_have_the_commands_lines(
     assert refusal(lambda: pipeline.load(trained_run, beam_size=0)) == said
     assert "n_best 0: must be 1 or more" in refusal(lambda: model.translate("a", n_best=0))
     assert "sentences: number 2 is nan, not text" in refusal(lambda: model.translate(["a", float("nan")]))  # type: ignore[list-item]
+    assert "n_best 2: sampling draws one" in refusal(lambda: model.translate("a", 2, sample=pipeline.Sampling()))
+    assert "sample: top_k 0 must be" in refusal(lambda: model.translate("a", sample=pipeline.Sampling(top_k=0)))
+    assert "sample True: give a pipeline.Sampling" in refusal(lambda: model.translate("a", sample=True))  # type: ignore
     assert "attention is that of one sentence" in refusal(lambda: model.attention(["a"]))  # type: ignore[arg-type]
     assert "2 sources and 1 targets" in refusal(lambda: model.score(["a", "b"], ["a"]))
     assert "1 sources and 1 targets" in refusal(lambda: model.score("a", ["a"]))  # type: ignore[call-overload]

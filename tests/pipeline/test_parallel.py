@@ -309,7 +309,7 @@ import sys
 from pipeline.__main__ import main
 from pipeline.inference.translator import Translator
 
-def translate(self, lines, n_best=1, **options):
+def translate(self, lines, *arguments, **options):
     raise {error}
 
 Translator.translate = translate

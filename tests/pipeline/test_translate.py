@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
+import pipeline as pipeline_api
+from model.sampling import Sampling
 from model.settings import DecodingSettings
 from pipeline.__main__ import main, parse
 from pipeline.commands.translate import _translator
 from pipeline.inference import translator
 from pipeline.inference.text_io import CHUNK, UNKNOWN_MESSAGE, count_lines, progress_bar, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
-from tests.conftest import ROOT, pipeline
+from tests.conftest import ROOT, pipeline, refusal
 
 PLAIN = b"the dog sees a cat"
 BAD_LINES = {
@@ -115,10 +117,53 @@ def test_search_options_reach_the_search(trained_run: Path, tmp_path: Path, caps
     assert [figures[name] for name in ("beam_size", "length_penalty", "stop_rule")] == [3, 1.2, "first"]
 
 
+def test_samples_depend_on_the_seed_and_the_number_of_the_line_alone(trained_run: Path, bundle: Path) -> None:
+    """Not on the lines translated together, on the number of processes, or on where a part of the text begins."""
+    text = [*random.Random(1).choices(["the dog sees a cat", "a red house", ""], k=CHUNK), "a cat"] * 2
+    words = ("--sample", "--temperature", 2, "--top-k", 20, "--top-p", 0.9, "--seed", 3, "--scores")
+    one, two = (
+        pipeline("translate", trained_run, *words, "--devices", count, text="".join(f"{line}\n" for line in text))
+        for count in (1, 2)
+    )
+    assert one.returncode == two.returncode == 0, two.stderr
+    assert one.stdout == two.stdout
+    lines = [line.split("\t")[1] for line in one.stdout.decode().splitlines()]
+    assert len(set(lines)) > 100
+    model, settings = pipeline_api.load(trained_run), Sampling(temperature=2.0, top_k=20, top_p=0.9, seed=3)
+    assert model.translate(text[:9], sample=settings) == lines[:9]
+    assert [one.text for one in model.translate(text[:9], 1, sample=settings)[8]] == [lines[8]]
+    assert model.translate(text[:9], sample=settings._replace(seed=4)) != lines[:9]
+    rest = model._translator.translate_lines(text[-40:], 7, sampling=settings, first=len(text) - 39)
+    assert [one.text for one in rest] == lines[-40:]
+    # TorchScript rounds otherwise, which rarely matters.
+    others = pipeline_api.load(bundle).translate(text[:200], sample=settings)
+    assert sum(one != other for one, other in zip(others, lines[:200], strict=True)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--sample", "--temperature", 0), "--temperature 0.0: must be more than 0"),
+        (("--sample", "--temperature", "nan"), "--temperature nan: must be more than 0"),
+        (("--sample", "--top-p", 0), "--top-p 0.0: must be more than 0, and 1 or less"),
+        (("--sample", "--top-p", 1.5), "--top-p 1.5: must be more than 0, and 1 or less"),
+        (("--sample", "--top-k", 0), "--top-k 0: must be 1 or more"),
+        (("--sample", "--seed", 2**63), f"--seed {2**63}: must be 0 or more, and less than 2 ** 63"),
+        (("--sample", "--beam", 1), "--beam: is for a search; omit it, or --sample, which draws one translation"),
+        (("--sample", "--n-best", 1), "--n-best: is for a search; omit it, or --sample"),
+        (("--sample", "--stop-rule", "first"), "--stop-rule: is for a search; omit it, or --sample"),
+        (("--top-k", 3), "--top-k: is for sampling; add --sample, or omit it"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_of_a_sample_are_refused(trained_run: Path, options: tuple[object, ...], message: str) -> None:
+    assert refusal("translate", trained_run, *options).startswith(f"error: {message}")
+
+
 class Echo:
     """A translator that returns its input."""
 
-    def translate(self, lines: list[str], n_best: int, finished: Any) -> list[Translation]:
+    def translate(self, lines: list[str], *options: Any, finished: Any) -> list[Translation]:
         return [Translation([Hypothesis(line, 0.0, 0.0, 1)], False) for line in lines]
 
 
