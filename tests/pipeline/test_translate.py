@@ -119,7 +119,7 @@ def test_search_options_reach_the_search(trained_run: Path, tmp_path: Path, caps
 
 def test_samples_depend_on_the_seed_and_the_number_of_the_line_alone(trained_run: Path, bundle: Path) -> None:
     """Not on the lines translated together, on the number of processes, or on where a part of the text begins."""
-    text = [*random.Random(1).choices(["the dog sees a cat", "a red house", ""], k=CHUNK), "a cat"] * 2
+    text = [*random.Random(1).choices(["the dog sees a cat", "a red house", *[""] * 6], k=CHUNK), "a cat"] * 2
     words = ("--sample", "--temperature", 2, "--top-k", 20, "--top-p", 0.9, "--seed", 3, "--scores")
     one, two = (
         pipeline("translate", trained_run, *words, "--devices", count, text="".join(f"{line}\n" for line in text))
