@@ -117,16 +117,19 @@ def test_search_options_reach_the_search(trained_run: Path, tmp_path: Path, caps
     assert [figures[name] for name in ("beam_size", "length_penalty", "stop_rule")] == [3, 1.2, "first"]
 
 
-def test_samples_depend_on_the_seed_and_the_number_of_the_line_alone(trained_run: Path, bundle: Path) -> None:
+def test_samples_depend_on_the_seed_and_the_number_of_the_line_alone(
+    trained_run: Path, bundle: Path, tmp_path: Path
+) -> None:
     """Not on the lines translated together, on the number of processes, or on where a part of the text begins."""
     text = [*random.Random(1).choices(["the dog sees a cat", "a red house", *[""] * 6], k=CHUNK), "a cat"] * 2
-    words = ("--sample", "--temperature", 2, "--top-k", 20, "--top-p", 0.9, "--seed", 3, "--scores")
-    one, two = (
-        pipeline("translate", trained_run, *words, "--devices", count, text="".join(f"{line}\n" for line in text))
-        for count in (1, 2)
-    )
+    source, output = tmp_path / "text", tmp_path / "output"
+    source.write_text("".join(f"{line}\n" for line in text))
+    words = ("translate", trained_run, "--source", source, "--scores", "--sample")
+    words += ("--temperature", 2, "--top-k", 20, "--top-p", 0.9, "--seed", 3)
+    one = pipeline(*words)
+    two = pipeline(*words, "--devices", 2, "--output", output, "--shard-lines", CHUNK)
     assert one.returncode == two.returncode == 0, two.stderr
-    assert one.stdout == two.stdout
+    assert one.stdout == output.read_bytes()
     lines = [line.split("\t")[1] for line in one.stdout.decode().splitlines()]
     assert len(set(lines)) > 100
     model, settings = pipeline_api.load(trained_run), Sampling(temperature=2.0, top_k=20, top_p=0.9, seed=3)
