@@ -98,6 +98,17 @@ def test_a_process_that_dies(start: Callable[..., Shards], tmp_path: Path) -> No
     assert len(finish(start())) == NUM_LINES
 
 
+def test_warnings_name_lines_of_the_text(
+    start: Callable[..., Shards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a task begins in the middle of it."""
+    (tmp_path / "text").write_bytes(b"line\n" * (NUM_LINES - 1) + b"\xff\n")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "2")
+    finish(start())
+    assert f"text: line {NUM_LINES}: not valid UTF-8;" in capsys.readouterr().err
+
+
 def test_killed_while_it_joins(start: Callable[..., Shards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At either side of the rename that makes the output appear."""
     with monkeypatch.context() as patch:
