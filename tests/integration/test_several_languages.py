@@ -146,7 +146,7 @@ def test_ranks_and_a_resumed_run_have_the_same_scores(recipe: Path, tmp_path: Pa
 
     assert 1 < bleu(all_pairs) < 100
     assert abs(bleu(first["pairs"]) - bleu(all_pairs)) > 0.1
-    assert len(alone["by_source"]) == 6
+    assert len(alone["by_source"]) == 8  # loss, BLEU, chrF and exact match of two languages
     for result in (alone, first, second):
         assert result["bleu"] == pytest.approx(bleu(all_pairs), abs=1e-4)
         assert result["loss"] == pytest.approx(alone["loss"], rel=1e-5)
