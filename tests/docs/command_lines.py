@@ -138,8 +138,10 @@ def _sbatch(words: list[str]) -> str | None:
     if name == "sweep":
         return next((found for one in rest if "*" not in one and (found := _verb(["fit", "--config", one]))), None)
     if name == "evaluate":
-        run, source, reference, *more = rest
-        return _verb(["evaluate", run, "--source", source, "--reference", reference, *more])
+        run, *more = rest
+        if more and not more[0].startswith("-"):
+            more = ["--source", more[0], "--reference", *more[1:]]
+        return _verb(["evaluate", run, *more])
     if name in ("export", "translate"):
         return _verb([name, *rest])
     return None if name == "tensorboard" and len(rest) < 2 else f"{script} takes other arguments"

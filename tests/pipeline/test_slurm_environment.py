@@ -24,6 +24,7 @@ from pipeline.runtime.launch import (
     report_mistake_to_script,
 )
 from pipeline.training.trainer import cluster_environment
+from tests.conftest import ROOT
 
 TASK = {
     "SLURM_JOB_ID": "7",
@@ -203,3 +204,28 @@ def test_environments_without_a_step(environment: dict[str, str]) -> None:
 def test_invalid_environments_are_refused(changed: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         current_step({**TASK, **changed})
+
+
+EVALUATED = "evaluate runs/a/average-last-0.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "output"),
+    [
+        ("runs/a", 0, f"{EVALUATED}\n"),
+        ("runs/a x y --paper", 0, f"{EVALUATED} --source x --reference y --paper\n"),
+        ("runs/a --test-set wmt14/full", 0, f"{EVALUATED} --test-set wmt14/full\n"),
+        ("runs/a x", 2, "both texts or none"),
+        ("runs/a x --paper", 2, "both texts or none"),
+        ("--paper", 2, "a run folder is required"),
+        ("", 2, "a run folder is required"),
+    ],
+)
+def test_a_job_evaluates_two_texts_or_the_recipes(words: str, code: int, output: str, tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nwhile [ "$1" != pipeline ]; do shift; done; shift; echo "$@"\n')
+    srun.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "true", "SLURM_JOB_ID": "1"}
+    command = ["bash", "slurm/evaluate.sbatch", *words.split()]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
+    assert (done.returncode, output in done.stdout + done.stderr) == (code, True), done.stderr
