@@ -20,7 +20,9 @@ from data_module.tokenization.tokenizer import (
 from data_module.tokenization.training import minimum_size
 
 FEW_PAIRS = 5_000
-"""Training pairs below which a network hardly learns more than its training text."""
+"""Training pairs below which a network hardly learns more than its training text, unless its pieces are few."""
+ENOUGH_PIECE_TOKENS = 100
+"""Tokens of training text for each piece that make up for few pairs, as where the pieces are letters."""
 MIN_PIECE_TOKENS = 20
 """Tokens of training text for each piece of the vocabulary, below which many pieces are too rare to be learned."""
 _BYTES_PER_TOKEN = 5
@@ -320,16 +322,16 @@ def size_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[
     train = checked[: len(settings.train)]
     warnings = []
     pairs = sum(source.num_pairs for source in train)
-    if pairs < FEW_PAIRS:
-        warnings.append(
-            f"corpus.train: {pairs:,} pairs are few: a network learns them by heart and translates other text badly;"
-            f" add text, {FEW_PAIRS:,} pairs or more, or start from a trained run with --init-from"
-        )
     repeated = zip(train, settings.train, strict=True)
     tokens = sum(source.num_bytes * text.repeat for source, text in repeated) // _BYTES_PER_TOKEN
     # Bytes and user symbols take their places whatever the text is.
     reserved = len(settings.user_symbols) + NUM_BYTES * settings.byte_fallback
     learned = settings.vocabulary_size - reserved
+    if pairs < FEW_PAIRS and tokens < ENOUGH_PIECE_TOKENS * learned:
+        warnings.append(
+            f"corpus.train: {pairs:,} pairs are few: a network learns them by heart and translates other text badly;"
+            f" add text, {FEW_PAIRS:,} pairs or more, or start from a trained run with --init-from"
+        )
     # A vocabulary needs a piece for each character, and some for words.
     characters = len(set("".join(side for source in train for side in source.samples)))
     suggestion = max(_rounded(tokens // (2 * MIN_PIECE_TOKENS)), 2 * characters) + reserved

@@ -129,7 +129,8 @@ def test_few_pairs_and_a_vocabulary_that_they_cannot_feed(tmp_path: Path) -> Non
     assert pieces.startswith("corpus.vocabulary_size 8000: each piece occurs only about 1 times")
     assert pieces.endswith("; set about 100")
     # 5,000 pairs are 250,000 bytes and about 50,000 tokens: 20 for each of 2,500 pieces, 40 for each of 1,250.
-    assert len(sizes(tmp_path, 4999, 100)) == 1
+    assert len(sizes(tmp_path, 4999, 500)) == 1
+    assert sizes(tmp_path, 4999, 499) == []  # Each piece occurs 100 times, as letters do.
     assert sizes(tmp_path, 5000, 2500) == []
     [pieces] = sizes(tmp_path, 5000, 2501)
     assert pieces.startswith("corpus.vocabulary_size 2501: each piece occurs only about 20 times")
