@@ -53,6 +53,8 @@ MAX_STARTS = 3
 
 _STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
 _LOCK = ".lock"
+_RUNS = ".runs"
+"""In a corpus: the folders of the runs that have trained on it, one a line."""
 _MAX_NAMED = 3
 _VERSIONS = "versions.json"
 _OWN_FILES = ("config.yaml", "tokenizer.model", _VERSIONS)
@@ -183,6 +185,25 @@ def is_in_use(path: Path) -> bool:
 def in_use_error(path: Path) -> InputError:
     """Return the error for a folder that another process is writing to."""
     return InputError(f"{path}: another fit is writing to it; wait for it to end or give another run.folder")
+
+
+def note_run(corpus: Path, run: Path) -> None:
+    """Note in a corpus that a run trains on it, for `refuse_corpus_in_use`; without effect in a read-only corpus."""
+    line = f"{run.resolve()}\n"
+    with suppress(OSError), (corpus / _RUNS).open("a+", encoding="utf-8") as file:
+        file.seek(0)
+        if line not in file:
+            file.write(line)
+
+
+def refuse_corpus_in_use(corpus: Path) -> None:
+    """Raise InputError if a run that trains on the corpus is being written to."""
+    with suppress(OSError):
+        for run in (corpus / _RUNS).read_text(encoding="utf-8").splitlines():
+            if is_in_use(Path(run)):
+                raise InputError(
+                    f"{corpus}: the run in {run} is training on it; wait for its end, or name another corpus.folder"
+                )
 
 
 class RunFolder:

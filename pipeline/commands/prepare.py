@@ -29,11 +29,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Prepare the recipe's corpus and print its numbers."""
     from data_module.corpus.manifest import numbers, summary
     from data_module.corpus.preparation import prepare
+    from pipeline.checkpointing.run_folder import refuse_corpus_in_use
     from pipeline.config.recipe import load_recipe
     from pipeline.training.start import load_initial_weights
 
     recipe = load_recipe(arguments.config, arguments.overrides)
     with recipe.naming_places():
+        if arguments.force:
+            refuse_corpus_in_use(recipe.corpus_folder())
         tokenizer = load_initial_weights(arguments.init_from, recipe).tokenizer if arguments.init_from else None
         manifest = prepare(recipe.corpus, tokenizer, force=arguments.force)
     print(f"{summary(manifest)}\nthe corpus is in {recipe.corpus.folder}", file=sys.stderr, flush=True)

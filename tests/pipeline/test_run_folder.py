@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import yaml
 
 from data_module.errors import InputError
 from data_module.settings import TextSource
+from pipeline.__main__ import main
 from pipeline.checkpointing.run_folder import (
     RunFolder,
     check_same_run,
@@ -24,6 +26,7 @@ from pipeline.checkpointing.run_folder import (
     count_start,
     differences,
     is_run,
+    note_run,
     reset_marker,
 )
 from pipeline.config.recipe import Recipe, load_recipe
@@ -367,3 +370,26 @@ def test_a_start_that_did_not_fail_resets_the_count(tmp_path: Path, end: BaseExc
     for restarts in (3, 4, 5):
         with pytest.raises(ArithmeticError):
             start(tmp_path, restarts, None, ArithmeticError())
+
+
+def test_fit_notes_its_run_in_the_corpus(trained_run: Path, tiny_corpus: Path) -> None:
+    assert f"{trained_run}\n" in (tiny_corpus / ".runs").read_text()
+
+
+def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
+    recipe_file: Path, tiny_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = Path(shutil.copytree(tiny_corpus, tmp_path / "corpus"))
+    for name in ("ended", "running"):
+        note_run(corpus, tmp_path / name)
+        note_run(corpus, tmp_path / name)
+    (tmp_path / "ended").mkdir()
+    command = ["prepare", str(recipe_file), "--force", "--corpus.folder", str(corpus)]
+    before = (corpus / "manifest.json").stat().st_ino
+    folder = RunFolder(tmp_path / "running")
+    assert main(command) == 2
+    assert f"{corpus}: the run in {folder.path} is training on it; wait for its end" in capsys.readouterr().err
+    assert (corpus / "manifest.json").stat().st_ino == before
+    folder.close()
+    assert main(command) == 0
+    assert (corpus / "manifest.json").stat().st_ino != before
