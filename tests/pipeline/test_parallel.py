@@ -31,7 +31,8 @@ NAME = r"translation process [12] of 2 on the CPU"
 
 def messages(errors: bytes) -> list[str]:
     """Return the lines of standard error, without those of the bar and the name of the checkpoint."""
-    return [line for line in errors.decode().splitlines() if line.strip() and not line.startswith("translating")]
+    ours = ("using", "translating")
+    return [line for line in errors.decode().splitlines() if line.strip() and not line.startswith(ours)]
 
 
 def translated(lines: list[str]) -> list[Translation]:
