@@ -48,6 +48,7 @@ from tests.model.sentence_batches import PAD, VOCABULARY, arguments, packed, pad
 # NumPy, which Triton's interpreter computes with, warns of -inf - -inf and the like.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),  # Triton 3.6
     pytest.mark.usefixtures("uninitialized_memory_is_nan"),
 ]
 
