@@ -55,20 +55,19 @@ class SearchOptions:
         return replace(recipe, **{name: value for name, value in vars(self).items() if value is not None})
 
 
-_SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "seed": int}
+_SAMPLING: dict[str, tuple[type, str, str]] = {
+    "temperature": (float, "T", "divide logits by T: below 1, probable pieces are drawn more often (default: 1)"),
+    "top_k": (int, "K", "draw each piece from the K most probable ones (default: all)"),
+    "top_p": (float, "P", "draw each piece from the fewest that have P of the probability together (default: 1)"),
+    "seed": (int, "N", "another seed draws other translations (default: 0)"),
+}
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--sample` and its settings, which `given_sampling` reads."""
     parser.add_argument("--sample", action="store_true", help="draw each translation at random, instead of a search")
-    helps = {
-        "temperature": "with --sample, divide logits by this: below 1, probable words become more so (default: 1)",
-        "top_k": "with --sample, draw each piece from the K most probable ones (default: all)",
-        "top_p": "with --sample, draw each piece from the most probable ones whose sum is P (default: 1, all)",
-        "seed": "with --sample, another seed draws other translations (default: 0)",
-    }
-    for name, kind in _SAMPLING.items():
-        parser.add_argument(_option(name), type=kind, metavar=name[-1].upper(), help=helps[name])
+    for name, (kind, metavar, text) in _SAMPLING.items():
+        parser.add_argument(_option(name), type=kind, metavar=metavar, help=f"with --sample, {text}")
 
 
 def given_sampling(arguments: argparse.Namespace) -> "Sampling | None":

@@ -1,6 +1,7 @@
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
+from model.sampling import Sampling
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.inference.translator import EMPTY, Translator, encode_sources, length_batches
@@ -105,6 +107,15 @@ def test_weights_that_are_not_finite_are_refused(tokenizer: Tokenizer) -> None:
         translator = Translator(network, tokenizer, replace(SETTINGS, beam_size=beam), name="runs/nan")
         with pytest.raises(InputError, match="runs/nan: its scores are not finite; choose a checkpoint"):
             translator.translate(make_sentences(3))
+    with pytest.raises(InputError, match="its scores are not finite"):
+        translator.translate(make_sentences(3), sampling=Sampling())
+
+
+def test_a_bundle_of_an_earlier_version_cannot_sample(tokenizer: Tokenizer) -> None:
+    translator = Translator(make_network(tokenizer), tokenizer, SETTINGS, name="exports/old")
+    translator.search = SimpleNamespace(beam=None)
+    with pytest.raises(InputError, match="exports/old: was exported by a version without sampling; export it again"):
+        translator.translate(["ein hund"], sampling=Sampling())
 
 
 def test_translations_have_no_line_breaks(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
