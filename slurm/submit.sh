@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Submit four jobs that prepare, train, evaluate and export a recipe, each after the one before it:
 #   slurm/submit.sh configs/wmt14_en_de_base.yaml [--config OVERLAY] [--section.key value]
-# If a job fails, the jobs after it are cancelled. The evaluation uses the first text of the recipe's corpus.test that
-# consists of two files, or else its validation text. Options for sbatch, for all jobs and for training:
+# If a job fails, the jobs after it are cancelled. The evaluation uses the recipe's corpus.test, or without one the
+# validation text. Options for sbatch, for all jobs and for training:
 #   JOB_OPTIONS="--account=mine" TRAIN_OPTIONS="--nodes=4" slurm/submit.sh RECIPE
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,9 +15,10 @@ fi
 read -r -a all <<<"${JOB_OPTIONS:-}"
 read -r -a more <<<"${TRAIN_OPTIONS:-}"
 
-# Run folder, source and reference, one per line.
+# One per line: run folder, and without corpus.test the texts of the evaluation.
 paths=$("${python[@]}" -m pipeline recipe paths --config "$@") || exit 2
-{ read -r run; read -r source; read -r reference; } <<<"$paths"
+mapfile -t paths <<<"$paths"
+run=${paths[0]}
 
 submit() {
     local name=$1 after=$2
@@ -37,6 +38,6 @@ prepared=$(submit prepare "" slurm/prepare.sbatch "$@")
 echo "$prepared"
 trained=$(submit train "${prepared##* }" "${more[@]}" slurm/train.sbatch "$@")
 echo "$trained"
-evaluated=$(submit evaluate "${trained##* }" slurm/evaluate.sbatch "$run" "$source" "$reference")
+evaluated=$(submit evaluate "${trained##* }" slurm/evaluate.sbatch "${paths[@]}")
 echo "$evaluated"
 submit export "${evaluated##* }" slurm/export.sbatch "$run" "exports/$name"

@@ -2,8 +2,8 @@
 
 `recipe list` prints a name and a description a line. `recipe copy NAME` writes the recipe, those that it extends and
 the schema for editors, and prints the files that it wrote. It does not overwrite a recipe. `recipe paths CONFIG` prints
-for scripts, a line each, the run folder, and source and reference of the first test text that is two files, else of the
-validation text.
+for scripts, a line each, the run folder, and if the recipe has no `corpus.test`, source and reference of the validation
+text.
 """
 
 import argparse
@@ -41,10 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def recipe_paths(recipe: Recipe) -> tuple[Path, Path, Path]:
-    """Return run folder, source and reference."""
-    for text in recipe.corpus.test:
-        if text.source and text.target:
-            return recipe.run_folder(), Path(text.source), Path(text.target)
+def recipe_paths(recipe: Recipe) -> list[Path]:
+    """Return the run folder, and the validation text if the recipe has no test text, which `evaluate` finds itself."""
     folder = Path(recipe.corpus.folder)
-    return recipe.run_folder(), folder / "validation.source.txt", folder / "validation.target.txt"
+    texts = [] if recipe.corpus.test else [folder / f"validation.{side}.txt" for side in ("source", "target")]
+    return [recipe.run_folder(), *texts]

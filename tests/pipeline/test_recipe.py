@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
+from pipeline.commands.recipe import recipe_paths
 from pipeline.config.recipe import REMOVED_KEYS, Recipe, load_recipe, recipe_from_dict
 from pipeline.config.settings import RunSettings, trainer_signature
 
@@ -49,6 +50,14 @@ def test_defaults_are_the_papers_base_model(tmp_path: Path) -> None:
     assert recipe.corpus.vocabulary_size == 37_000
     assert recipe.corpus.train[0].source == "a.en"  # one source needs no list
     assert str(recipe.run_folder()) == "runs/recipe"
+
+
+def test_paths_for_scripts(tmp_path: Path) -> None:
+    """The validation text is named only where `evaluate` has no test text, of whatever kind."""
+    path, run = write(tmp_path, MINIMAL), Path("runs/recipe")
+    texts = [Path("corpus/validation.source.txt"), Path("corpus/validation.target.txt")]
+    assert recipe_paths(load_recipe([path])) == [run, *texts]
+    assert recipe_paths(load_recipe([path], ["--corpus.test.tsv", "c.tsv"])) == [run]
 
 
 def test_overlays_and_overrides(tmp_path: Path) -> None:

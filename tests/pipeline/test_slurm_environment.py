@@ -222,10 +222,39 @@ EVALUATED = "evaluate runs/a/average-last-0.ckpt"
     ],
 )
 def test_a_job_evaluates_two_texts_or_the_recipes(words: str, code: int, output: str, tmp_path: Path) -> None:
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\nwhile [ "$1" != pipeline ]; do shift; done; shift; echo "$@"\n')
-    srun.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "true", "SLURM_JOB_ID": "1"}
-    command = ["bash", "slurm/evaluate.sbatch", *words.split()]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
+    done = job("evaluate", words, tmp_path)
     assert (done.returncode, output in done.stdout + done.stderr) == (code, True), done.stderr
+
+
+def job(script: str, words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a job's script with an srun that prints the pipeline's arguments."""
+    write_program(folder / "srun", 'while [ "$1" != pipeline ]; do shift; done; shift; echo "$@"')
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": "true", "SLURM_JOB_ID": "1"}
+    command = ["bash", f"slurm/{script}.sbatch", *words.split()]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
+
+
+def write_program(path: Path, code: str) -> None:
+    path.write_text(f"#!/bin/sh\n{code}\n")
+    path.chmod(0o755)
+
+
+def test_a_text_is_translated_to_a_file(tmp_path: Path) -> None:
+    """Without one, each task of an array would print all translations."""
+    for words in ("runs/a --source x --output y", "runs/a --output=y --source x"):
+        done = job("translate", words, tmp_path)
+        assert (done.returncode, done.stdout) == (0, f"translate {words}\n"), done.stderr
+    done = job("translate", "runs/a --source x --outputs y", tmp_path)
+    assert (done.returncode, done.stdout, "--output is required" in done.stderr) == (2, "", True)
+
+
+@pytest.mark.parametrize("texts", [[], ["corpus/a b.txt", "corpus/c.txt"]], ids=["test", "validation"])
+def test_the_last_jobs_get_the_recipes_paths(texts: list[str], tmp_path: Path) -> None:
+    """`recipe paths` names a text only if the recipe has no test text."""
+    write_program(tmp_path / "python", "printf '%s\\n' " + " ".join(f"'{path}'" for path in ["runs/a", *texts]))
+    write_program(tmp_path / "sbatch", f"printf '<%s>' \"$@\" >>{tmp_path}/jobs; echo 7")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": f"{tmp_path}/python"}
+    subprocess.run(["bash", "slurm/submit.sh", "one.yaml"], env=environment, cwd=ROOT, check=True, capture_output=True)
+    jobs = (tmp_path / "jobs").read_text()
+    assert f"<slurm/evaluate.sbatch><runs/a>{''.join(f'<{text}>' for text in texts)}<--parsable>" in jobs
+    assert jobs.endswith("<slurm/export.sbatch><runs/a><exports/a>")
