@@ -64,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-lines",
         type=int,
-        default=4 * CHUNK,
         metavar="N",
         help=f"with --output, write N lines at a time, a multiple of {CHUNK} (default: {4 * CHUNK})",
     )
@@ -81,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--n-best {n_best}: must be 1 or more")
     if arguments.output and not arguments.source:
         raise InputError("--output: needs --source; without it, redirect standard output (> FILE)")
+    if arguments.shard_lines is not None and not arguments.output:
+        raise InputError("--shard-lines: is for --output; add that, or omit it")
     # Before the checkpoint is loaded, so that a missing file is reported at once.
     stream = open_text(arguments.source) if arguments.source else _standard_input()
     # Someone who types sentences needs each translation at once.
@@ -137,7 +138,8 @@ def _write_shards(arguments: argparse.Namespace, translator: "Translator | Paral
 
     options = {name: value for name, value in vars(arguments).items() if name not in _NOT_IN_TRANSLATIONS}
     model = Path(translator.name)
-    shards = Shards(arguments.source, arguments.output, arguments.shard_lines, model, options)
+    shard_lines = 4 * CHUNK if arguments.shard_lines is None else arguments.shard_lines
+    shards = Shards(arguments.source, arguments.output, shard_lines, model, options)
     for number, text in _translated(arguments, translator, shards.runs(), CHUNK):
         shards.write(number, text)
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Shards:
 
         Raises:
             InputError: the text cannot be read twice, the shards that are there belong to another text, model or
-                options, or there is another file at `output`.
+                options, or the file at `output` is the text or no translation of as many lines.
         """
         if shard_lines < 1 or shard_lines % CHUNK:
             raise InputError(f"--shard-lines {shard_lines}: must be a multiple of {CHUNK}")
@@ -64,6 +64,8 @@ class Shards:
 
     def _begin(self, wanted: dict[str, Any]) -> None:
         path = self._folder / MANIFEST
+        if self._output.exists() and self._output.samefile(self._source):
+            raise InputError(f"{self._output}: is the text to translate; give another --output")
         if self._output.exists() and not path.exists():
             raise InputError(f"{self._output}: exists already; remove it, or give another --output")
         with FileLock(self._folder / _LOCK) as lock:
@@ -81,6 +83,14 @@ class Shards:
                 f"{self._folder}: was begun with another {', '.join(names)} (see {MANIFEST}); repeat that command, "
                 "give another --output, or remove the folder to start over"
             )
+        if self._output.exists():
+            with self._output.open("rb") as file:
+                found_lines = self._num_translated(file)
+            if found_lines != self._num_lines:
+                raise InputError(
+                    f"{self._output}: has {found_lines:,} lines for {self._num_lines:,}; remove it, or give another "
+                    "--output"
+                )
 
     def runs(self) -> Iterator[tuple[int, Iterator[str]]]:
         """Yield lines of this process's shards, and the number of the first, until the output is there.
@@ -104,6 +114,7 @@ class Shards:
                     yield first, sentences(self._lines(stream, shard), str(self._source), first)
             elif missing:
                 time.sleep(_POLL_SECONDS)
+                self._report()
             else:
                 self._join()
         for name in self._entries() - {MANIFEST}:
@@ -126,15 +137,15 @@ class Shards:
         self._texts.clear()
         self._release(shard)
         clear_failure_count()
-        now = time.monotonic()
-        if now - self._reported >= _REPORT_SECONDS:
-            self._reported = now
-            self._report(now - self._began)
+        self._report()
 
-    def _report(self, seconds: float) -> None:
-        """Print one line about the shards of all processes."""
-        done = self._num_done()
-        rate = (done - self._done_before) / seconds
+    def _report(self) -> None:
+        """Print one line about the shards of all processes, unless the last one was printed a moment ago."""
+        now = time.monotonic()
+        if now - self._reported < _REPORT_SECONDS:
+            return
+        self._reported, done = now, self._num_done()
+        rate = (done - self._done_before) / (now - self._began)
         left = timedelta(seconds=int((self._num_lines - done) / rate)) if rate else "unknown"
         share = f"{done:,} of {self._num_lines:,} lines ({done / self._num_lines:.0%})"
         print(f"{self._output}: {share}, {rate:,.0f} lines/s, time left {left}", file=sys.stderr, flush=True)
@@ -186,13 +197,18 @@ class Shards:
 
     def _checked(self, shard: int, path: Path) -> bytes:
         text = path.read_bytes()
-        lines = text.split(b"\n")[:-1]
-        # With --n-best, a translation begins with the number of its line.
-        found = len(lines) if self._one_translation else len({line.partition(b"\t")[0] for line in lines})
+        found = self._num_translated(text.split(b"\n")[:-1])
         expected = self._num_lines_of(shard)
         if found != expected:
             raise InputError(f"{path}: has {found:,} lines for {expected:,}; remove it, and run the same command again")
         return text
+
+    def _num_translated(self, lines: Iterable[bytes]) -> int:
+        """Return the number of lines whose translations these are."""
+        if self._one_translation:
+            return sum(1 for _ in lines)
+        # With --n-best, a translation begins with the number of its line.
+        return sum(1 for _ in groupby(lines, lambda line: line.partition(b"\t")[0]))
 
     def _num_lines_of(self, shard: int) -> int:
         return min(self._size, self._num_lines - shard * self._size)

@@ -98,6 +98,38 @@ def test_a_process_that_dies(start: Callable[..., Shards], tmp_path: Path) -> No
     assert len(finish(start())) == NUM_LINES
 
 
+def test_a_task_without_a_shard_reports_those_of_others(
+    start: Callable[..., Shards], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_REPORT_SECONDS", 0.0)
+    busy = start()
+    part = translate(busy, busy.runs(), [])
+    next(part)
+    naps: list[str] = []
+
+    def sleep(_: float) -> None:
+        naps.append(capsys.readouterr().err)
+        if len(naps) == 2:
+            list(part)
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    assert len(finish(start())) == NUM_LINES - SIZE
+    assert f"output: {NUM_LINES - SIZE} of {NUM_LINES} lines (83%), " in naps[1]
+
+
+@pytest.mark.parametrize("n_best", [None, 2])
+def test_an_output_that_was_overwritten(start: Callable[..., Shards], tmp_path: Path, n_best: int | None) -> None:
+    """With the manifest beside it. With several translations of a line, lines are counted by their numbers."""
+    shards = start(n_best=n_best)
+    for first, lines in shards.runs():
+        for number, line in enumerate(lines, first):
+            shards.write(number, f"{number}\t{line}\n" * (n_best or 1))
+    assert finish(start(n_best=n_best)) == []
+    (tmp_path / "output").write_text("1\tline\n" * NUM_LINES if n_best else "line\n")
+    with pytest.raises(InputError, match=f"output: has 1 lines for {NUM_LINES}; remove it, or give another --output"):
+        start(n_best=n_best)
+
+
 def test_warnings_name_lines_of_the_text(
     start: Callable[..., Shards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +223,9 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
     damaged.write_bytes(b"no gzip")
     command = ("translate", trained_run, "--output", output)
     assert "--output: needs --source" in refusal(*command)
+    assert "--shard-lines: is for --output; add that" in refusal(*command[:2], "--source", text, "--shard-lines", 5)
+    same = (*command[:2], "--source", text, "--output", text)
+    assert f"{text}: is the text to translate; give another --output" in refusal(*same)
     assert "--shard-lines 5: must be a multiple of 2048" in refusal(*command, "--source", text, "--shard-lines", 5)
     assert "text.gz: is a pipe, or damaged; --output needs a text file" in refusal(*command, "--source", damaged)
     output.touch()
