@@ -50,6 +50,7 @@ COMMANDS = {
 GONE_OPTIONS = {
     "translate --input": "is now called --source",
     "benchmark --checkpoint": "has gone; give the checkpoint right after `decode`",
+    "benchmark --bundle": "has gone; the bundle's parity.json has the speed of model.ts",
 }
 """What serves instead of an option of an earlier version, by command and option."""
 

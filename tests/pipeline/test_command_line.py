@@ -65,6 +65,7 @@ def test_a_command_without_recipes_takes_yaml_files_as_they_are() -> None:
         ("translate run --input text", "--input: is now called --source"),
         ("translate --input=text run", "--input: is now called --source"),
         ("benchmark decode --checkpoint run --source text", "--checkpoint: has gone; give the checkpoint right after"),
+        ("benchmark decode run --source text --bundle export", "--bundle: has gone; the bundle's parity.json has"),
     ],
 )
 def test_gone_options_say_what_serves_instead(words: str, message: str) -> None:
