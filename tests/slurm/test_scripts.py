@@ -20,7 +20,7 @@ from tests.integration.runs import checkpoints, step_of
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.jobs import NO_GPUS, SLOWLY, saved_after
 
-SCRIPTS = sorted((ROOT / "slurm").iterdir())
+SCRIPTS = sorted((ROOT / "slurm").glob("*.s[hb]*"))
 ANY_NODE = "--cpus-per-task=1 --mem=0 --oversubscribe"
 
 
