@@ -7,7 +7,7 @@ import errno
 import gc
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +34,12 @@ log = logging.getLogger(__name__)
 
 
 def prepare(
-    settings: CorpusSettings, tokenizer: Tokenizer | None = None, *, force: bool = False, progress: bool = True
+    settings: CorpusSettings,
+    tokenizer: Tokenizer | None = None,
+    *,
+    force: bool = False,
+    progress: bool = True,
+    before_replacing: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Create the corpus folder unless it exists and is up to date.
 
@@ -45,6 +50,7 @@ def prepare(
         tokenizer: replaces the tokenizer trained on the text, and the settings' `vocabulary_size`.
         force: rebuild the corpus even if it is up to date or was made from other inputs.
         progress: show progress bars on standard error for stages of more than two seconds.
+        before_replacing: called when the new corpus is complete; an error that it raises keeps the folder as it was.
 
     Returns:
         The manifest.
@@ -84,6 +90,7 @@ def prepare(
                     for warning in [] if tokenizer else size_warnings(settings, checked):
                         log.warning(warning)
                     manifest = write_corpus(settings, own, inputs, train_pairs, temporary, progress)
+                    before_replacing()
     return manifest
 
 

@@ -188,9 +188,14 @@ def in_use_error(path: Path) -> InputError:
 
 
 def note_run(corpus: Path, run: Path) -> None:
-    """Note in a corpus that a run trains on it, for `refuse_corpus_in_use`; without effect in a read-only corpus."""
-    line = f"{run.resolve()}\n"
-    with suppress(OSError), (corpus / _RUNS).open("a+", encoding="utf-8") as file:
+    """Note in a corpus that a run trains on it, and in the run's lock which corpus, for `refuse_corpus_in_use`.
+
+    Without effect where the corpus is read-only.
+    """
+    with suppress(OSError):
+        (run / _LOCK).write_bytes(os.fsencode(corpus.resolve()))
+    line = os.fsencode(f"{run.resolve()}\n")
+    with suppress(OSError), (corpus / _RUNS).open("a+b") as file:
         file.seek(0)
         if line not in file:
             file.write(line)
@@ -199,11 +204,20 @@ def note_run(corpus: Path, run: Path) -> None:
 def refuse_corpus_in_use(corpus: Path) -> None:
     """Raise InputError if a run that trains on the corpus is being written to."""
     with suppress(OSError):
-        for run in (corpus / _RUNS).read_text(encoding="utf-8").splitlines():
-            if is_in_use(Path(run)):
+        for line in (corpus / _RUNS).read_bytes().splitlines():
+            run = Path(os.fsdecode(line))
+            if is_in_use(run) and _may_train_on(run, corpus):
                 raise InputError(
                     f"{corpus}: the run in {run} is training on it; wait for its end, or name another corpus.folder"
                 )
+
+
+def _may_train_on(run: Path, corpus: Path) -> bool:
+    """Return whether a run that is being written to trains on the corpus; it may have trained on it before only."""
+    try:
+        return (run / _LOCK).read_bytes() in (b"", os.fsencode(corpus.resolve()))
+    except OSError:
+        return True  # Another user has the run.
 
 
 class RunFolder:

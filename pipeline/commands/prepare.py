@@ -8,6 +8,7 @@ goes to standard error. `manifest.json` in the folder holds all of it.
 import argparse
 import json
 import sys
+from functools import partial
 
 from data_module.files import user_path
 from pipeline.config.recipe import add_recipe_arguments
@@ -35,10 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.config, arguments.overrides)
     with recipe.naming_places():
+        # Before the long work, and again after it; the new corpus has no notes of the runs that trained on the old one.
+        refuse = partial(refuse_corpus_in_use, recipe.corpus_folder())
         if arguments.force:
-            refuse_corpus_in_use(recipe.corpus_folder())
+            refuse()
         tokenizer = load_initial_weights(arguments.init_from, recipe).tokenizer if arguments.init_from else None
-        manifest = prepare(recipe.corpus, tokenizer, force=arguments.force)
+        manifest = prepare(recipe.corpus, tokenizer, force=arguments.force, before_replacing=refuse)
     print(f"{summary(manifest)}\nthe corpus is in {recipe.corpus.folder}", file=sys.stderr, flush=True)
     print(json.dumps({"folder": recipe.corpus.folder, **numbers(manifest)}))
     return 0

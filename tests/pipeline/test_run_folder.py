@@ -3,19 +3,24 @@
 import errno
 import fcntl
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from data_module.corpus import preparation
+from data_module.corpus.builder import write_corpus
 from data_module.errors import InputError
 from data_module.settings import TextSource
 from pipeline.__main__ import main
@@ -27,6 +32,7 @@ from pipeline.checkpointing.run_folder import (
     differences,
     is_run,
     note_run,
+    refuse_corpus_in_use,
     reset_marker,
 )
 from pipeline.config.recipe import Recipe, load_recipe
@@ -377,7 +383,11 @@ def test_fit_notes_its_run_in_the_corpus(trained_run: Path, tiny_corpus: Path) -
 
 
 def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
-    recipe_file: Path, tiny_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe_file: Path,
+    tiny_corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     corpus = Path(shutil.copytree(tiny_corpus, tmp_path / "corpus"))
     for name in ("ended", "running"):
@@ -391,5 +401,30 @@ def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
     assert f"{corpus}: the run in {folder.path} is training on it; wait for its end" in capsys.readouterr().err
     assert (corpus / "manifest.json").stat().st_ino == before
     folder.close()
+    began: list[RunFolder] = []
+
+    def write_while_a_run_begins(*arguments: Any) -> dict[str, Any]:
+        began.append(RunFolder(tmp_path / "running"))
+        note_run(corpus, began[0].path)
+        return write_corpus(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "write_corpus", write_while_a_run_begins)
+        assert main(command) == 2
+    assert f"{corpus}: the run in {folder.path} is training on it; wait for its end" in capsys.readouterr().err
+    assert (corpus / "manifest.json").stat().st_ino == before
+    began[0].close()
     assert main(command) == 0
     assert (corpus / "manifest.json").stat().st_ino != before
+
+
+def test_only_the_corpus_that_a_run_trains_on_now_is_in_use(tmp_path: Path) -> None:
+    """The name of the run's folder is not UTF-8."""
+    former, corpus = tmp_path / "former", tmp_path / "corpus"
+    with closing(RunFolder(tmp_path / os.fsdecode(b"caf\xe9"))) as run:
+        for folder in (former, corpus):
+            folder.mkdir()
+            note_run(folder, run.path)
+        refuse_corpus_in_use(former)
+        with pytest.raises(InputError, match="is training on it"):
+            refuse_corpus_in_use(corpus)
