@@ -190,11 +190,14 @@ def _check_shared_corpus(ranks: RankGroup, folder: Path) -> Iterator[CheckResult
 
 
 def _corpus_digest(folder: Path) -> str | None:
-    """Hash the files' names and sizes, and a sample from start, middle and end of each; None without a corpus."""
+    """Hash the files' names and sizes, and a sample from start, middle and end of each; None without a corpus.
+
+    Hidden files are no part of a corpus: `note_run` writes one on rank 0 alone.
+    """
     if not (folder / "manifest.json").exists():
         return None
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+    for path in sorted(path for path in folder.glob("[!.]*") if path.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

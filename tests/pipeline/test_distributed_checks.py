@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from data_module.errors import InputError
+from pipeline.checkpointing.run_folder import note_run
 from pipeline.commands.doctor import agree_on_context
 from pipeline.config.recipe import load_recipe
 from pipeline.runtime.backend import refuse_cuda_graphs
@@ -97,7 +99,10 @@ def nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_ranks_find_nothing_wrong(tiny_corpus: Path, tmp_path: Path) -> None:
-    first, second = found(tmp_path, [tiny_corpus] * 2, [tmp_path / "run"] * 2, [nothing] * 2)
+    """Each rank has its own copy of the corpus; runs are noted in rank 0's."""
+    corpora = [Path(shutil.copytree(tiny_corpus, tmp_path / name)) for name in ("ours", "theirs")]
+    note_run(corpora[0], tmp_path / "another")
+    first, second = found(tmp_path, corpora, [tmp_path / "run"] * 2, [nothing] * 2)
     assert second == []
     [(ok, message, _)] = first
     assert ok
