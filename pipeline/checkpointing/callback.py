@@ -1,5 +1,6 @@
 """When checkpoints are saved, which of them are kept, and the moving average of the weights that is in them."""
 
+import math
 import time
 from contextlib import suppress
 from functools import partial
@@ -93,7 +94,7 @@ class CheckpointCallback(Callback):
             self._write(trainer, best_path(self._run), WriteOptions())
 
     def _is_better(self, score: float) -> bool:
-        return self.best_score is None or self._sign * score > self._sign * self.best_score
+        return math.isfinite(score) and (self.best_score is None or self._sign * score > self._sign * self.best_score)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step; wait until it is on disk."""

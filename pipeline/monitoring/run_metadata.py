@@ -143,7 +143,7 @@ def final_metrics(log: RunLog, best_by: str) -> dict[str, Any]:
     for line in lines:
         last |= line
     tag, best = f"validation/{best_by}", max if mode_of(best_by) == "max" else min
-    validations = [line for line in lines if tag in line]
+    validations = [line for line in lines if line.get(tag) is not None]
     throughput = "train_perf/target_tokens_per_second"
     rates = [line[throughput] for line in lines if throughput in line]
     return {

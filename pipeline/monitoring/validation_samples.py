@@ -1,6 +1,7 @@
 """Scores of the validation's translations, and tables of source, reference and translation."""
 
 import heapq
+import math
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -125,8 +126,11 @@ class ValidationSamples(Callback):
             return
         score = scores[f"validation/{self._best_by}"]
         best = max if mode_of(self._best_by) == "max" else min
-        self.best_score = score if self.best_score is None else best(self.best_score, score)
-        pl_module.log_dict({**scores, f"validation/best_{self._best_by}": self.best_score})
+        if math.isfinite(score):
+            self.best_score = score if self.best_score is None else best(self.best_score, score)
+        if self.best_score is not None:
+            scores[f"validation/best_{self._best_by}"] = self.best_score
+        pl_module.log_dict(scores)
         log = trainer.logger
         if isinstance(log, RunLog):
             heading = f"{quality(scores)} ({self._metrics.signatures()}); the table shows the chrF of each sentence\n\n"

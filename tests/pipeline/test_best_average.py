@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from pipeline.checkpointing.run_folder import (
 )
 from pipeline.commands import average as command
 from pipeline.inference.metrics import METRICS, ExactMatch
+from pipeline.monitoring.run_metadata import final_metrics
 from tests.conftest import refusal
 
 EVERY = 20
@@ -51,7 +54,7 @@ def run(ten_checkpoints: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(ten_checkpoints, tmp_path / "run"))
 
 
-def log_scores(run: Path, bleu: dict[int, float]) -> None:
+def log_scores(run: Path, bleu: Mapping[int, float | None]) -> None:
     """Replace the logged validation scores."""
     lines = [{"step": step, "time": 0.0, "validation/bleu": score} for step, score in bleu.items()]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -142,6 +145,14 @@ def test_another_metric_chooses_where_the_run_says_so(
     assert "run.best_by 'word_error_rate' is not registered" in capsys.readouterr().err
     monkeypatch.setitem(METRICS, "word_error_rate", WordErrors())
     assert best(run, 1)["best_validation"] == {"step": 4 * EVERY, "word_error_rate": 0}
+
+
+def test_scores_that_were_not_finite_are_left_out(run: Path) -> None:
+    """They are null in metrics.jsonl, also for what summary.json says."""
+    log_scores(run, {EVERY: None, 2 * EVERY: 3.0, 3 * EVERY: None})
+    assert best(run, 1)["best_validation"] == {"step": 2 * EVERY, "bleu": 3.0}
+    log: Any = SimpleNamespace(run=run)
+    assert final_metrics(log, "bleu")["best_validation"]["step"] == 2 * EVERY
 
 
 def test_the_best_checkpoint_counts_if_its_step_was_not_saved(run: Path) -> None:

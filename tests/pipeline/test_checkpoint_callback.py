@@ -1,5 +1,6 @@
 """Which checkpoints a run keeps, and the moving average in them, with a Trainer that trains a single weight."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -195,6 +196,11 @@ def test_the_best_is_the_lowest_of_a_metric_that_should_be_low(train: Train, tmp
     assert step_in(best) == 4
     train(8, **options, ckpt_path=newest(tmp_path))
     assert step_in(best) == 8
+
+
+def test_a_score_that_is_not_finite_is_never_the_best(train: Train, tmp_path: Path) -> None:
+    train(6, bleu={2: math.nan, 4: 0.5, 6: math.inf}, validate_every=2)
+    assert step_in(tmp_path / "checkpoints" / "best.ckpt") == 4
 
 
 def test_the_first_validation_is_the_best_so_far(train: Train, tmp_path: Path) -> None:

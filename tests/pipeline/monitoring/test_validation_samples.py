@@ -1,8 +1,11 @@
 """The validation's scores and tables do not depend on the number of ranks."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from data_module.batching.batch import SpecialIds
 from data_module.settings import BatchSettings
@@ -41,3 +44,14 @@ def test_fillers_are_not_scored(tiny_corpus: Path) -> None:
     assert (no_fillers, num_fillers > 0) == (0, True)
     assert together == alone
     assert 0 < alone[0]["validation/bleu"] < 100
+
+
+def test_the_best_score_is_finite(tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = ValidationSamples(["a"], ["b"], Tokenizer.load(tiny_corpus / "tokenizer.model"))
+    trainer: Any = SimpleNamespace(sanity_checking=False, logger=None)
+    logged: list[dict[str, float]] = []
+    module: Any = SimpleNamespace(log_dict=logged.append)
+    for score in (math.nan, 3.0, math.nan):
+        monkeypatch.setattr(samples._metrics, "compute", lambda: {"validation/bleu": score})  # noqa: B023
+        samples.on_validation_epoch_end(trainer, module)
+    assert [scores.get("validation/best_bleu") for scores in logged] == [None, 3.0, 3.0]
