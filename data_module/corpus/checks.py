@@ -327,7 +327,8 @@ def size_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[
     # Bytes and user symbols take their places whatever the text is.
     reserved = len(settings.user_symbols) + NUM_BYTES * settings.byte_fallback
     learned = settings.vocabulary_size - reserved
-    if pairs < FEW_PAIRS and tokens < ENOUGH_PIECE_TOKENS * learned:
+    different = sum(source.num_bytes for source in train) // _BYTES_PER_TOKEN
+    if pairs < FEW_PAIRS and different < ENOUGH_PIECE_TOKENS * learned:
         warnings.append(
             f"corpus.train: {pairs:,} pairs are few: a network learns them by heart and translates other text badly;"
             f" add text, {FEW_PAIRS:,} pairs or more, or start from a trained run with --init-from"

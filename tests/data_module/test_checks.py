@@ -136,6 +136,8 @@ def test_few_pairs_and_a_vocabulary_that_they_cannot_feed(tmp_path: Path) -> Non
     assert pieces.startswith("corpus.vocabulary_size 2501: each piece occurs only about 20 times")
     assert pieces.endswith("; set about 1200")
     assert sizes(tmp_path, 5000, 2501, repeat=2) == []
+    [few] = sizes(tmp_path, 40, 500, repeat=200)
+    assert few.startswith("corpus.train: 40 pairs are few: ")
 
 
 def test_the_suggested_vocabulary_has_room_for_all_characters(tmp_path: Path) -> None:
