@@ -312,12 +312,16 @@ def _total_score(metric: Metric, sentence_statistics: NDArray[np.int64]) -> floa
 def _with_interval(name: str, metric: Metric, hypotheses: list[str], references: list[str]) -> dict[str, Any]:
     sentence_statistics = _statistics(metric, hypotheses, references)
     resampled = sorted(map(float, _resample(metric, sentence_statistics, _draws(len(references)))))
-    # sacreBLEU's interval: the mean plus or minus half the width of the middle 95 %.
+    # sacreBLEU's interval: the mean plus or minus half the width of the middle 95 %. Near the end of a scale that
+    # leaves the scale, so no further than any resample.
     outside = len(resampled) // 40
     mean, half_width = statistics.mean(resampled), 0.5 * (resampled[-outside - 1] - resampled[outside])
     return {
         name: round(_total_score(metric, sentence_statistics), 4),
-        f"{name}_interval": [round(mean + sign * half_width, 4) for sign in (-1, 1)],
+        f"{name}_interval": [
+            round(max(mean - half_width, resampled[0]), 4),
+            round(min(mean + half_width, resampled[-1]), 4),
+        ],
         f"{name}_signature": _bootstrap_signature(metric.signature()),
     }
 

@@ -160,6 +160,11 @@ def test_intervals_where_some_draws_match_nothing() -> None:
     assert high > figures["bleu"] > 1
 
 
+def test_intervals_do_not_leave_the_scale() -> None:
+    low, high = score(["a b"] * 99 + ["b a"], ["a b"] * 100)["exact_match_interval"]
+    assert 95 < low < 99 < high <= 100
+
+
 def test_scores_intervals_and_p_values_are_sacrebleus() -> None:
     """The resamples and their precision are the same."""
     draws = random.Random(5)
