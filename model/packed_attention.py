@@ -3,11 +3,11 @@
 Shapes: R query tokens and M key tokens, H heads, K d_k, V d_v.
 
 There are two layouts. Sentences end to end, as the offsets of `Segments` describe them, go to the attention that the
-backend names, which needs a GPU: by default PyTorch's variable-length flash attention. In blocks, as `Segments.biases`
-describe them, no sentence crosses the border of a block, and a block of the target holds the sentences of the same
-block of the source. Attention is then a product of whole blocks in which a bias hides other sentences. On a CPU this is
-faster than products of single sentences, although most of a block is hidden: products, softmax and copies run on full
-vectors.
+backend names: on a GPU Triton's or, by default, PyTorch's variable-length flash attention, on a CPU the compiled one.
+In blocks, as `Segments.biases` describe them, no sentence crosses the border of a block, and a block of the target
+holds the sentences of the same block of the source. Attention is then a product of whole blocks in which a bias hides
+other sentences. Where PyTorch's operators compute on a CPU, this is faster than products of single sentences, although
+most of a block is hidden: products, softmax and copies run on full vectors.
 """
 
 import math
