@@ -72,7 +72,10 @@ class ResumableEarlyStopping(EarlyStopping):
 
     def __init__(self, start: Start, patience: int) -> None:
         self._metric = start.recipe.run.best_by
-        super().__init__(f"validation/{self._metric}", mode=mode_of(self._metric), patience=patience)
+        # A score of NaN is no better score, as for the best checkpoint; it does not end the run.
+        super().__init__(
+            f"validation/{self._metric}", mode=mode_of(self._metric), patience=patience, check_finite=False
+        )
         self._folder = start.folder
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ def test_a_metric_chooses_in_its_direction(
     monkeypatch.setitem(METRICS, "own", metric)
     built = callbacks(make_start(recipe_file, "--run.best_by", "own", "--run.patience", 3))
     stopping = built["ResumableEarlyStopping"]
-    assert (stopping.monitor, stopping.mode) == ("validation/own", mode)
+    assert (stopping.monitor, stopping.mode, stopping.check_finite) == ("validation/own", mode, False)
     assert built["CheckpointCallback"]._sign == (-1 if lower_is_better else 1)
 
 
