@@ -75,7 +75,7 @@ def test_evaluate_against_another_checkpoint_with_the_papers_bleu(
     assert any(str(other) in line and "paired bootstrap" in line for line in lines)
     # The paper's BLEU has its own name and signature beside sacreBLEU's.
     assert scores["bleu_paper_signature"] != scores["bleu_signature"]
-    scores = ["bleu", "bleu_lowercase", "chrf", "bleu_paper", "bleu_moses_lowercase"]
+    scores = ["bleu", "bleu_lowercase", "chrf", "exact_match", "bleu_paper", "bleu_moses_lowercase"]
     assert [line.split()[0] for line in lines[: len(scores)]] == scores
     assert "bleu_paper" not in other_scores
     # The translations are in lower case, too.
