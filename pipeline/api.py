@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -241,7 +242,8 @@ class Model:
             length penalty, and its number of pieces.
 
         Raises:
-            InputError: there are not as many targets as sources, or a target is too long for the model.
+            InputError: there are not as many targets as sources, a target is too long for the model, or the weights
+                are not finite.
         """
         given, wanted = _texts(sources, "sources"), _texts(targets, "targets")
         if isinstance(sources, str) != isinstance(targets, str) or len(given) != len(wanted):
@@ -320,6 +322,11 @@ class Model:
 def _check_sample(sample: Sampling) -> None:
     if not isinstance(sample, Sampling):
         raise InputError(f"sample {sample!r}: give a pipeline.Sampling, such as pipeline.Sampling(temperature=0.7)")
+    for name, value in sample._asdict().items():
+        # The classes that NumPy's numbers are of, too.
+        kind, what = (Real, "a number") if name in ("temperature", "top_p") else (Integral, "a whole number")
+        if isinstance(value, bool) or not (isinstance(value, kind) or (name == "top_k" and value is None)):
+            raise InputError(f"sample: {name} {value!r} must be {what}")
     try:
         check_sampling(sample)
     except ValueError as error:

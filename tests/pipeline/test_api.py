@@ -273,6 +273,15 @@ def test_mistakes_have_the_commands_lines(
     assert "sentences: number 2 is nan, not text" in refusal(lambda: model.translate(["a", float("nan")]))  # type: ignore[list-item]
     assert "n_best 2: sampling draws one" in refusal(lambda: model.translate("a", 2, sample=pipeline.Sampling()))
     assert "sample: top_k 0 must be" in refusal(lambda: model.translate("a", sample=pipeline.Sampling(top_k=0)))
+    for values, said in (
+        ({"temperature": "x"}, "temperature 'x' must be a number"),
+        ({"top_p": None}, "top_p None must be a number"),
+        ({"top_k": 2.5}, "top_k 2.5 must be a whole number"),
+        ({"seed": 1.5}, "seed 1.5 must be a whole number"),
+        ({"seed": True}, "seed True must be a whole number"),
+    ):
+        wrong = pipeline.Sampling(**values)  # type: ignore[arg-type]
+        assert f"sample: {said}" in refusal(lambda wrong=wrong: model.translate("a", sample=wrong))  # type: ignore
     assert "sample True: give a pipeline.Sampling" in refusal(lambda: model.translate("a", sample=True))  # type: ignore
     assert "attention is that of one sentence" in refusal(lambda: model.attention(["a"]))  # type: ignore[arg-type]
     assert "2 sources and 1 targets" in refusal(lambda: model.score(["a", "b"], ["a"]))
