@@ -14,14 +14,13 @@ if sys.argv[1:2] == ["fit"]:
 import argparse
 import importlib
 import logging
-import os
 import threading
 from typing import Any, NamedTuple, NoReturn
 
 from data_module.errors import PROGRAM, InputError
 from data_module.files import disk_full_error
 from pipeline.compat.metrics import leave_out_pyplot
-from pipeline.runtime.console import RendezvousError, use_utf8, user_message
+from pipeline.runtime.console import RendezvousError, discard_output, use_utf8, user_message
 from pipeline.runtime.launch import report_mistake_to_script
 
 
@@ -129,8 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
         module, known = parse(arguments[0], arguments[1:])
         return int(module.run(known) or 0)
     except BrokenPipeError:
-        # The reader has closed the pipe (`| head`): there is nothing to report and nothing left to flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()  # There is nothing to report.
         return 0
     except signals.Stopped as stop:
         print(stop, file=sys.stderr)

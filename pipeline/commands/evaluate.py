@@ -9,11 +9,12 @@ import argparse
 import json
 import os
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from data_module.errors import InputError
-from data_module.files import user_path
+from data_module.files import atomic_file, user_path
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments
 from pipeline.inference.text_io import UNKNOWN_MESSAGE, LineWarning, SentenceWarnings
 
@@ -77,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     for message in reference_warnings(references, hypotheses):
         print(f"{text.name}: its lines {message}", file=sys.stderr)
     if arguments.output:
-        write_lines(arguments.output, hypotheses)
+        with output_file(arguments.output) as file:
+            file.write("".join(line + "\n" for line in hypotheses).encode())
     if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES:
         print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
     systems = list(zip([translator.name for translator in translators], [hypotheses, *others], strict=True))
@@ -179,16 +181,12 @@ def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, t
     return tokenizer
 
 
-def write_lines(output: Path, lines: list[str]) -> None:
-    """Write lines to a file as a whole; where that cannot be, as to a pipe, write them in place."""
-    from data_module.files import atomic_file
-
-    output, contents = output.resolve(), "".join(line + "\n" for line in lines).encode()
-    if (output.exists() and not output.is_file()) or not os.access(output.parent, os.W_OK):
-        output.write_bytes(contents)
-        return
-    with atomic_file(output) as file:
-        file.write(contents)
+def output_file(path: Path) -> AbstractContextManager[IO[bytes]]:
+    """Open a file that is written as a whole, and where that cannot be, as for a pipe, in place."""
+    # Before links are resolved: what /dev/fd has for a pipe is a link to no file.
+    if (path.exists() and not path.is_file()) or not os.access(path.resolve().parent, os.W_OK):
+        return path.open("wb")
+    return atomic_file(path.resolve())
 
 
 def require_writable(output: Path | None, *inputs: Path | None, option: str = "--output") -> None:

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from data_module.errors import InputError
-from data_module.files import atomic_file, user_path
+from data_module.files import user_path
 from data_module.settings import CorpusSettings
-from pipeline.commands.evaluate import require_writable
+from pipeline.commands.evaluate import output_file, require_writable
 from pipeline.inference.options import SearchOptions, add_prefix_argument, with_prefix
 from pipeline.inference.text_io import CHUNK, open_text, progress_bar, sentences
+from pipeline.runtime.console import discard_output
 
 if TYPE_CHECKING:
     from pipeline.inference.scoring import Alignment
@@ -72,14 +73,19 @@ def run(arguments: argparse.Namespace) -> int:
     models[0].prefixes.check(arguments.prefix)
     if arguments.reverse:
         check_reverse(models[0], models[1], compares_tokens=not is_list)
-    with atomic_file(arguments.alignments) if arguments.alignments else nullcontext() as file:
+    with output_file(arguments.alignments) if arguments.alignments else nullcontext() as file:
         pairs = read_pairs(source, target, is_list)
         scored = score_windows(pairs, models, arguments.prefix, file is not None, total)
         if is_list:
             _print_best(scored, arguments.n_best)
             return 0
         for one in scored:
-            print(*_numbers(one), sep="\t")
+            try:
+                print(*_numbers(one), sep="\t")
+            except BrokenPipeError:
+                if file is None:
+                    raise
+                discard_output()  # The alignments are still to be written.
             if file is not None:
                 file.write((" ".join(f"{i}-{j}" for i, j in one.alignment) + "\n").encode())
     return 0
@@ -197,16 +203,15 @@ def score_windows(
     """
     from pipeline.inference.scoring import Scorer
 
-    scorers, first = [Scorer(model) for model in models], 1
+    scorers = [Scorer(model) for model in models]
     with progress_bar(total, description="scoring", smoothing=0) as bar:
         while window := list(islice(pairs, CHUNK)):
-            sources, targets = [pair.source for pair in window], [pair.target for pair in window]
-            forward, alignments = scorers[0].score(first, list(with_prefix(prefix, sources)), targets, aligned)
-            reverse = scorers[1].score(first, targets, sources)[0] if scorers[1:] else [None] * len(window)
+            numbers, sources, targets = (list(column) for column in zip(*window, strict=True))
+            forward, alignments = scorers[0].score(numbers, list(with_prefix(prefix, sources)), targets, aligned)
+            reverse = scorers[1].score(numbers, targets, sources)[0] if scorers[1:] else [None] * len(window)
             if prefix is not None:
                 alignments = [[(i - 1, j) for i, j in alignment if i] for alignment in alignments]
             yield from map(ScoredPair, window, forward, reverse, alignments)
-            first += len(window)
             bar.update(len(window))
     for scorer in scorers:
         scorer.print_warnings()

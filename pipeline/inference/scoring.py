@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_module.errors import InputError
 from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from model.decoding import penalty
 from model.padded_transformer import attention_maps
@@ -88,6 +89,9 @@ def score_targets(
         source_ids: see `score_pairs`, like the following arguments.
         target_ids: likewise.
         finished: likewise.
+
+    Raises:
+        InputError: a score is not finite.
     """
 
     def log_softmax(states: Tensor) -> Tensor:
@@ -95,6 +99,8 @@ def score_targets(
 
     tokenizer, device = translator.tokenizer, translator.device
     totals = score_pairs(network, log_softmax, tokenizer, source_ids, target_ids, device, finished)
+    if not all(map(math.isfinite, totals)):
+        raise InputError(f"{translator.name}: its scores are not finite; choose a checkpoint with finite weights")
     penalties = penalty(torch.tensor([len(ids) for ids in target_ids]), translator.settings.length_penalty).tolist()
     return [
         # The search does not run for an empty sentence, whose translation is empty.
@@ -174,12 +180,12 @@ class Scorer:
         self._unknown = LineWarning(UNKNOWN_MESSAGE, name)
 
     def score(
-        self, first: int, sources: list[str], targets: list[str], with_alignments: bool = False
+        self, numbers: list[int], sources: list[str], targets: list[str], with_alignments: bool = False
     ) -> tuple[list[Hypothesis], list[Alignment]]:
         """Return the score of each pair and its alignment, which is empty unless alignments are wanted.
 
         Args:
-            first: number of the first pair, from 1, for warnings.
+            numbers: the source line of each pair, from 1, for warnings.
             sources: source sentences. Longer ones than `Translator.max_source_tokens` are cut.
             targets: their translations, likewise.
             with_alignments: see `align_words`; a bundle cannot give them.
@@ -187,12 +193,12 @@ class Scorer:
         translator, tokenizer = self._translator, self._translator.tokenizer
         source_ids, source_cut = encode_sources(tokenizer, sources, translator.max_source_tokens)
         target_ids, target_cut = encode_sources(tokenizer.target, targets, translator.max_source_tokens)
-        for index, source in enumerate(sources):
-            self._read.add(first + index, source)
+        for index, number in enumerate(numbers):
+            self._read.add(number, sources[index])
             if source_cut[index] or target_cut[index]:
-                self._cut.add(first + index)
+                self._cut.add(number)
             if tokenizer.unk_id in source_ids[index] or tokenizer.unk_id in target_ids[index]:
-                self._unknown.add(first + index)
+                self._unknown.add(number)
         scored = score_targets(translator, self._network, targets, source_ids, target_ids)
         if not with_alignments:
             return scored, [Alignment() for _ in scored]

@@ -66,11 +66,13 @@ class LineWarning:
         self._message = message
         self._name = name
         self._first: list[int] = []
-        self._count = 0
+        self._last, self._count = 0, 0
 
     def add(self, number: int) -> None:
-        """Count line `number`."""
-        self._count += 1
+        """Count line `number`, once if it is given several times in succession."""
+        if number == self._last:
+            return
+        self._last, self._count = number, self._count + 1
         if len(self._first) < _MAX_NAMED_LINES:
             self._first.append(number)
 

@@ -52,6 +52,11 @@ def lightning_noise_restored() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
+def discard_output() -> None:
+    """Discard standard output, whose reader has closed the pipe (`| head`), and what is not yet flushed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def say(message: str) -> None:
     """Print one line on standard error, above a progress bar if there is one; on rank 0 only."""
     if process_rank() > 0:

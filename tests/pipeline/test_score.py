@@ -1,6 +1,8 @@
 """`score`: log-probabilities by teacher forcing, dual cross-entropy, sorted n-best lists and word alignments."""
 
+import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,14 @@ def test_warnings_name_lines(
         f"3 lines, 3, 4, 5: {UNKNOWN_MESSAGE}",
         f"line 4: {SPACE_MARK_MESSAGE}",
     ]
+    # Of an n-best list, lines of the source, each once.
+    write(source, ["the dog", "a ☃", "a▁dog"])
+    write(target, ["1\ta dog", "1\tthe dog", "2\ta", "2\tb", "2\tc", "3\td", "3\t☃"])
+    assert main(["score", str(trained_run), "--source", str(source), "--target", str(target), "--n-best", "1"]) == 0
+    assert [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()[1:]] == [
+        f"2 lines, 2, 3: {UNKNOWN_MESSAGE}",
+        f"line 3: {SPACE_MARK_MESSAGE}",
+    ]
 
 
 def test_dual_cross_entropy(
@@ -203,6 +213,28 @@ def test_the_alignments_file(
         assert [j for _, j in places] == sorted({j for _, j in places})
         assert all(i < len(source.split()) and j < len(target.split()) for i, j in places)
     assert any(lines)
+    # Links and pipes are written to, not replaced.
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
+    run(capsys, trained_run, *given, "--alignments", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    read_end, write_end = os.pipe()
+    run(capsys, trained_run, *given, "--alignments", f"/dev/fd/{write_end}")
+    os.close(write_end)
+    with os.fdopen(read_end, encoding="utf-8") as pipe:
+        assert pipe.read() == (tmp_path / "linked").read_text() == "\n".join(lines)
+
+
+def test_the_alignments_file_is_whole_where_nobody_reads_the_scores(
+    trained_run: Path, texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `| head -1`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = ["score", trained_run, "--source", texts[0], "--target", texts[1], "--alignments", tmp_path / "words"]
+    with os.fdopen(write_end, "w", buffering=1, encoding="utf-8") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(list(map(str, command))) == 0
+    assert len((tmp_path / "words").read_text().splitlines()) == len(SOURCES)
 
 
 def test_alignments_do_not_count_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +243,7 @@ def test_alignments_do_not_count_the_prefix(monkeypatch: pytest.MonkeyPatch) -> 
     class Fake:
         def __init__(self, translator: Any) -> None: ...
 
-        def score(self, first: int, sources: list[str], targets: list[str], aligned: bool) -> Any:
+        def score(self, numbers: list[int], sources: list[str], targets: list[str], aligned: bool) -> Any:
             read.extend(sources)
             return [EMPTY], [[(0, 0), (2, 1)]]
 

@@ -9,9 +9,11 @@ import torch
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
+from model.padded_transformer import PaddedTransformer
 from model.sampling import Sampling
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
+from pipeline.inference.scoring import score_targets
 from pipeline.inference.translator import EMPTY, Translator, encode_sources, length_batches
 from tests.conftest import train_tokenizer
 
@@ -109,6 +111,10 @@ def test_weights_that_are_not_finite_are_refused(tokenizer: Tokenizer) -> None:
             translator.translate(make_sentences(3))
     with pytest.raises(InputError, match="its scores are not finite"):
         translator.translate(make_sentences(3), sampling=Sampling())
+    lines = make_sentences(3)
+    ids, _ = encode_sources(tokenizer, lines, None)
+    with pytest.raises(InputError, match="runs/nan: its scores are not finite"):
+        score_targets(translator, PaddedTransformer(network), lines, ids, ids)
 
 
 def test_a_bundle_of_an_earlier_version_cannot_sample(tokenizer: Tokenizer) -> None:
