@@ -115,10 +115,11 @@ class Demo:
         print(f"run          {run_folder}")
         print(f"curves       {SCRIPTS}tensorboard --logdir {run_folder}")
         print(f"export       {export} (its README.md shows how to load it without this project)")
+        program = f"{SCRIPTS}{PROGRAM}"
         print("\nNext")
-        print(f"  a sentence   echo 'the red dog sees a small cat' | {PROGRAM} translate {run_folder}")
-        print(f"  your text    {PROGRAM} recipe copy your_text mine.yaml; name your files in it; then")
-        print(f"               {PROGRAM} doctor mine.yaml; {PROGRAM} fit mine.yaml")
+        print(f"  a sentence   echo 'the red dog sees a small cat' | {program} translate {run_folder}")
+        print(f"  your text    {program} recipe copy your_text mine.yaml; name your files in it; then")
+        print(f"               {program} doctor mine.yaml; {program} fit mine.yaml")
 
 
 @contextmanager
