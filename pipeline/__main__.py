@@ -47,6 +47,7 @@ COMMANDS = {
     "doctor": Command("check the machine, the job and a recipe before running", "pipeline.commands.doctor"),
 }
 GONE_OPTIONS = {
+    "evaluate --messy": "has gone; give --source and --reference that have the noise",
     "translate --input": "is now called --source",
     "benchmark --checkpoint": "has gone; give the checkpoint right after `decode`",
     "benchmark --bundle": "has gone; the bundle's parity.json has the speed of model.ts",

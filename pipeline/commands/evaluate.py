@@ -48,21 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OTHER",
         help="another checkpoint; test whether the difference is significant",
     )
-    parser.add_argument(
-        "--messy",
-        action="store_true",
-        help="translate the text also under each kind of noise: other casing, typos, web addresses, emoji ...",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Translate, score and print."""
     from pipeline.export.bundle import load_checkpoint_or_bundle
-    from pipeline.inference.messy import messy_scores
     from pipeline.inference.metrics import reference_warnings, require_sacremoses
 
-    if arguments.messy and arguments.versus:
-        raise InputError("--messy: cannot be given with --versus; run evaluate --messy for each of the two checkpoints")
     # Before a checkpoint is loaded, so that a missing file is reported at once.
     text = given_text(arguments)
     require_writable(arguments.output, arguments.source, arguments.reference)
@@ -92,10 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
     if sources:
         print("all sources:")
     figures = print_scores(systems, references, tokenizer, language)
-    if arguments.messy:
-        with_prefixes = text.sources(translators[0].prefixes)
-        figures["messy"] = messy_scores(translators[0], with_prefixes, references, hypotheses, tokenizer)
-        print_messy(figures["messy"])
     settings = translators[0].settings
     figures |= {"sources": sources} if sources else {}
     figures |= {"test_set": text.name} if arguments.test_set else {}
@@ -239,20 +227,3 @@ def print_comparison(versus: dict[str, Any]) -> None:
             f"{name:20} {versus[f'{name}_difference']:+6.2f}  against {versus[name]:.2f} of {versus['checkpoint']}: "
             f"the difference is {significant} (paired bootstrap, p = {versus[f'{name}_p_value']:.3f})"
         )
-
-
-def print_messy(messy: dict[str, Any]) -> None:
-    """Print a table with a row for each kind of noise, and the signatures of its scores."""
-    names = list(messy["signatures"])
-    print("\n" + " ".join([f"{'text':20}", *(f"{name:>8} {'of clean':>9}" for name in names), f"{'copied':>8}"]))
-    for kind, scores in messy["scores"].items():
-        cells = [
-            f"{scores[name]:{max(8, len(name))}.2f} {_percent(scores.get(f'{name}_of_clean')):>9}" for name in names
-        ]
-        print(" ".join([f"{kind:20}", *cells, f"{_percent(scores.get('copied')):>8}"]).rstrip())
-    for name, signature in messy["signatures"].items():
-        print(f"{name:20} {signature}")
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f} %"

@@ -122,17 +122,7 @@ class MetricRegistry(Registry[Metric]):
 
     RESERVED = (
         *("bleu_lowercase", "bleu_paper", "bleu_moses_lowercase"),
-        *(
-            "beam_size",
-            "length_penalty",
-            "stop_rule",
-            "sentences",
-            "checkpoint",
-            "versus",
-            "sources",
-            "messy",
-            "copied",
-        ),
+        *("beam_size", "length_penalty", "stop_rule", "sentences", "checkpoint", "versus", "sources"),
         *("loss", "negative_log_likelihood", "perplexity", "accuracy", "length_ratio", "repetition"),
     )
     """Other keys of `evaluate`'s JSON and other tags under `validation/`."""

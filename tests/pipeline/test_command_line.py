@@ -63,6 +63,7 @@ def test_a_command_without_recipes_takes_yaml_files_as_they_are() -> None:
     ("words", "message"),
     [
         ("translate run --input text", "--input: is now called --source"),
+        ("evaluate run --messy", "--messy: has gone; give --source and --reference that have the noise"),
         ("translate --input=text run", "--input: is now called --source"),
         ("benchmark decode --checkpoint run --source text", "--checkpoint: has gone; give the checkpoint right after"),
         ("benchmark decode run --source text --bundle export", "--bundle: has gone; the bundle's parity.json has"),
