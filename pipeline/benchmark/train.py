@@ -1,9 +1,9 @@
 """Measure the speed and memory of training on the recipe's own batches, also against other programs.
 
 One device trains the recipe as `fit` does, without checkpoints and validation. Each baseline takes as many steps in the
-same process, in turns with ours, a few steps at a time. Its batches have pairs of similar length and as many tokens,
-padding included. A ratio is the median over these rounds of our target tokens a second divided by the baseline's, both
-without padding. No step is timed in which something is compiled. Figures:
+same process, in turns with ours, a few steps at a time, so that a machine whose speed drifts slows all alike. Its
+batches have pairs of similar length and as many tokens, padding included. A ratio is the median over these rounds of
+our target tokens a second divided by the baseline's, both without padding. Figures:
 
   target_tokens_per_second  without padding, after the warm-up: median and quartiles
   step_seconds              median and quartiles, waiting for data included
@@ -12,7 +12,8 @@ without padding. No step is timed in which something is compiled. Figures:
                             ceiling_flops_per_second. The peak is measured on this machine, not taken from a data
                             sheet.
   padding_share             share of padding in our rows
-  flops_per_target_token    of the matrix products for tokens that are not padding, forward and backward
+  flops_per_target_token    of the matrix products for tokens that are not padding, forward and backward, on average
+                            over the corpus
   ceiling_flops_per_second  rate of large matrix products on this machine at the same precision, measured after each
                             round
 """
@@ -20,16 +21,31 @@ without padding. No step is timed in which something is compiled. Figures:
 import argparse
 import os
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config.recipe import add_recipe_arguments
+import numpy as np
+
+from data_module.errors import InputError
+from pipeline.config.recipe import add_recipe_arguments, load_recipe
+from pipeline.config.settings import trainer_signature
 
 if TYPE_CHECKING:
-    from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.benchmark.baselines import Precision
-    from pipeline.benchmark.side_by_side import SideBySide
-    from pipeline.config.recipe import Recipe
+    import torch
+    from torch import nn
+
+    from data_module.batching.batch import RankBatch
+    from pipeline.benchmark.baselines import Baseline, PaddedStep, Precision
+
+WARM_UP_STEPS = 5
+"""Steps before the measurement. What is compiled is compiled in the first one."""
+MEMORY_STEPS = 2
+"""Steps that measure memory. They are not timed, because measuring memory slows them."""
+MEMORY_ROUND = 1
+OURS = "ours"
+"""Name of the recipe's own network."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,33 +62,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print a table and return the figures."""
-    from pipeline.runtime.console import quiet_lightning
-    from pipeline.training.fit import ensure_corpus
-
-    # PyTorch's profiler, which measures memory, writes to standard error.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    quiet_lightning()
-    import torch
-
-    from data_module.errors import InputError
-    from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.benchmark.side_by_side import figures_of, table
-    from pipeline.config.recipe import load_recipe
-    from pipeline.config.settings import trainer_signature
-
+    """Train the recipe's network and, in turns with it, the baselines; print a table and return the figures."""
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: must be 1 or more")
+    if recipe.training.r_drop_alpha:
+        raise InputError(
+            f"training.r_drop_alpha {recipe.training.r_drop_alpha}: the benchmark has steps of one pass; give "
+            "--training.r_drop_alpha 0; with R-Drop a step takes about twice as long"
+        )
+    # PyTorch's profiler, which measures memory, writes to standard error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.benchmark.baselines import ENDLESS, Baseline
+    from pipeline.monitoring.performance import flops_per_target_token
+    from pipeline.runtime.backend import choose_backend
+    from pipeline.runtime.console import quiet_lightning, say
+    from pipeline.training.build import build_data, build_module, refuse_optimizer
+    from pipeline.training.fit import ensure_corpus
+    from pipeline.training.trainer import make_trainer
+
+    quiet_lightning()
     options, precision = benchmark_device(recipe.trainer)
     ensure_corpus(recipe.corpus)
     tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    baselines = list(dict.fromkeys(arguments.baseline))
-    comparison = recipe_comparison(recipe, tokenizer, baselines, arguments.steps, options, precision)
+    backend = choose_backend(recipe.run.kernels, recipe.run.compile, options, recipe.network, recipe.run.cuda_graphs)
+    for line in (*backend.notes, backend.line()):
+        say(line)
+    refuse_optimizer(recipe)
+    module, data = build_module(recipe, tokenizer, backend), build_data(recipe, tokenizer, backend)
+    size = tokenizer.vocabulary_size
+    comparison = SideBySide(
+        {name: Baseline(name, recipe, size, data, precision) for name in arguments.baseline}, arguments.steps, precision
+    )
+    callback = LambdaCallback(on_train_start=comparison.start, on_train_batch_end=comparison.after_step)
+    trainer = make_trainer(options, None, logger=False, callbacks=[callback], max_steps=ENDLESS, limit_val_batches=0)
+    trainer.fit(module, datamodule=data)
     figures = {
         "recipe": recipe.name,
-        **figures_of(comparison, recipe.network, tokenizer.vocabulary_size),
+        **figures_of(comparison, flops_per_target_token(recipe.network, size, data.train_corpus)),
         "precision": str(options["precision"]),
         "device": torch.cuda.get_device_name() if precision[0].type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
@@ -92,12 +124,10 @@ def benchmark_device(trainer: dict[str, Any]) -> "tuple[dict[str, Any], Precisio
     """
     import torch
 
-    from data_module.errors import InputError
     from pipeline.training.trainer import trainer_options
 
-    kept: dict[str, Any] = {
-        key: trainer[key] for key in ("accelerator", "precision", "deterministic") if key in trainer
-    }
+    names = ("accelerator", "precision", "deterministic")
+    kept: dict[str, Any] = {key: trainer[key] for key in names if key in trainer}
     options = trainer_options({**kept, "devices": 1})
     on_cpu = options["accelerator"] == "cpu"
     if not on_cpu and not torch.cuda.is_available():
@@ -109,39 +139,184 @@ def benchmark_device(trainer: dict[str, Any]) -> "tuple[dict[str, Any], Precisio
     return options, (torch.device("cpu" if on_cpu else "cuda"), dtype)
 
 
-def recipe_comparison(
-    recipe: "Recipe",
-    tokenizer: "Tokenizer",
-    baselines: list[str],
-    steps: int,
-    options: dict[str, Any],
-    precision: "Precision",
-) -> "SideBySide":
-    """Train the recipe's network and, in turns with it, the baselines."""
-    from data_module.errors import InputError
-    from pipeline.benchmark.baselines import ENDLESS, Baseline
-    from pipeline.benchmark.side_by_side import SideBySide
-    from pipeline.runtime.backend import choose_backend
-    from pipeline.runtime.console import say
-    from pipeline.training.build import build_data, build_module, refuse_optimizer
-    from pipeline.training.trainer import make_trainer
+class SideBySide:
+    """Measures `fit`'s training steps, lets the baselines take as many after each round, and ends training.
 
-    if recipe.training.r_drop_alpha:
-        raise InputError(
-            f"training.r_drop_alpha {recipe.training.r_drop_alpha}: the benchmark has steps of one pass; give "
-            "--training.r_drop_alpha 0; with R-Drop a step takes about twice as long"
+    The first round is the warm-up, the second one measures memory, all others measure time.
+    """
+
+    def __init__(self, baselines: "dict[str, Baseline]", steps: int, precision: "Precision") -> None:
+        """Measure at least `steps` steps of each network.
+
+        Args:
+            baselines: networks to compare with, by name.
+            steps: number of timed steps, rounded up to whole rounds.
+            precision: what the networks train on.
+        """
+        from tqdm import tqdm
+
+        from pipeline.monitoring.performance import MatrixProduct
+
+        self.step_seconds: dict[str, list[float]] = {name: [] for name in (OURS, *baselines)}
+        """Seconds of a step in each timed round, by network."""
+        self.token_rates: dict[str, list[float]] = {name: [] for name in (OURS, *baselines)}
+        """Target tokens a second, without padding, in each timed round, by network."""
+        self.product_rates: list[float] = []
+        """FLOP/s of a large matrix product, measured right after each timed round."""
+        self.peak_memory: dict[str, int] = {}
+        """Bytes, by network."""
+        self.num_tokens = self.num_row_tokens = 0
+        """Our tokens of both sides in timed rounds: without padding, and with it."""
+        self._baselines, self._device, self._product = baselines, precision[0], MatrixProduct(*precision)
+        # On a GPU, a round ends by waiting for the device; longer rounds make that negligible.
+        round_steps = 1 if self._device.type == "cpu" else 10
+        sizes = [WARM_UP_STEPS, MEMORY_STEPS, *[round_steps] * -(-steps // round_steps)]
+        self._rounds = enumerate(tqdm(sizes, desc="measuring", unit="round", leave=False))
+        self._round, self._round_steps = next(self._rounds)
+        self._batches: list[RankBatch] = []
+
+    def start(self, *_: Any) -> None:
+        """Begin to measure a network's part of the round."""
+        if self._round == MEMORY_ROUND:
+            self._memory = PeakMemory(self._device)
+        self._started = self._now()
+
+    def after_step(self, trainer: Any, module: Any, _outputs: Any, batch: "RankBatch", _index: int) -> None:
+        """Count our step; at the end of a round, let the baselines take theirs."""
+        self._batches.append(batch)
+        if len(self._batches) < self._round_steps:
+            return
+        self._finish(OURS, self._batches, module.network, trainer.optimizers[0])
+        for name, baseline in self._baselines.items():
+            steps = [baseline.next_step() for _ in self._batches]
+            self.start()
+            for step in steps:
+                baseline.train(step)
+            self._finish(name, steps, baseline.network, baseline.optimizer)
+        if self._round > MEMORY_ROUND:
+            self.product_rates.append(self._product.rate())
+            self.num_tokens += sum(batch.num_tokens for batch in self._batches)
+            self.num_row_tokens += sum(batch.num_row_tokens for batch in self._batches)
+        self._batches = []
+        self._round, self._round_steps = next(self._rounds, (self._round, 0))
+        trainer.should_stop = self._round_steps == 0
+        self.start()
+
+    def _finish(
+        self, name: str, steps: "Sequence[RankBatch | PaddedStep]", network: "nn.Module", optimizer: Any
+    ) -> None:
+        """Record the part of the round that a network has ended."""
+        seconds = self._now() - self._started
+        if self._round == MEMORY_ROUND:
+            self.peak_memory[name] = self._memory.read() + kept_bytes(network, optimizer)
+        elif self._round > MEMORY_ROUND:
+            self.step_seconds[name].append(seconds / len(steps))
+            self.token_rates[name].append(sum(step.num_target_tokens for step in steps) / seconds)
+
+    def _now(self) -> float:
+        """Return the time in seconds after waiting for the device."""
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class PeakMemory:
+    """Peak of the memory that tensors hold, relative to the time of construction.
+
+    The size of the process is no measure: several networks share it, and its allocator keeps freed memory.
+    """
+
+    def __init__(self, device: "torch.device") -> None:
+        import torch
+
+        self._profile = None if device.type == "cuda" else torch.autograd.profiler.profile(profile_memory=True)
+        if self._profile is None:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        else:
+            self._profile.__enter__()
+
+    def read(self) -> int:
+        """Stop measuring and return the peak in bytes."""
+        import torch
+
+        if self._profile is None:
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - self._before
+        self._profile.__exit__(None, None, None)
+        results = self._profile.kineto_results
+        assert results is not None
+        allocations, events = [], list(results.experimental_event_tree())
+        while events:
+            event = events.pop()
+            if hasattr(event.extra_fields, "alloc_size"):
+                allocations.append((event.start_time_ns, event.extra_fields.alloc_size))
+            events += event.children
+        held = peak = 0
+        for _, size in sorted(allocations):
+            held += size
+            peak = max(peak, held)
+        return peak
+
+
+def kept_bytes(network: "nn.Module", optimizer: Any) -> int:
+    """Return the bytes that are kept between steps: weights, buffers and the optimizer's moments."""
+    moments = [value for state in optimizer.state.values() for value in state.values() if hasattr(value, "nbytes")]
+    return sum(tensor.nbytes for tensor in (*network.parameters(), *network.buffers(), *moments))
+
+
+def figures_of(comparison: SideBySide, flops: float) -> dict[str, Any]:
+    """Return our figures, the ratios and, under `baselines`, each baseline's figures, in seconds, bytes and FLOP/s.
+
+    Args:
+        comparison: the measurements.
+        flops: FLOPs of the network per target token.
+    """
+    product_rate = float(np.median(comparison.product_rates))
+
+    def of_network(name: str) -> dict[str, Any]:
+        return {
+            **_spread("target_tokens_per_second", comparison.token_rates[name]),
+            **_spread("step_seconds", comparison.step_seconds[name]),
+            "peak_memory_bytes": comparison.peak_memory[name],
+            "mfu": float(np.median(comparison.token_rates[name])) * flops / product_rate,
+        }
+
+    ours, *baselines = comparison.token_rates
+    figures = {
+        **of_network(ours),
+        "padding_share": 1.0 - comparison.num_tokens / comparison.num_row_tokens,
+        "flops_per_target_token": flops,
+        "ceiling_flops_per_second": product_rate,
+        "baselines": {name: of_network(name) for name in baselines},
+    }
+    for name in baselines:
+        rates = zip(comparison.token_rates[ours], comparison.token_rates[name], strict=True)
+        figures |= _spread(f"ratio_to_{name}", [mine / theirs for mine, theirs in rates])
+    return figures
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return a table with a line for each network, and a line about ours."""
+    lines = [f"{'':8}{'tokens/s':>10}{'ms/step':>10}{'MB':>8}{'ratio':>7}"]
+    for name, of_network in {OURS: figures, **figures["baselines"]}.items():
+        ratio = f"{figures[f'ratio_to_{name}']:7.2f}" if name != OURS else ""
+        lines.append(
+            f"{name:8}{of_network['target_tokens_per_second']:10,.0f}{1000 * of_network['step_seconds']:10.1f}"
+            f"{of_network['peak_memory_bytes'] / 1e6:8,.0f}{ratio}"
         )
-    run = recipe.run
-    backend = choose_backend(run.kernels, run.compile, options, recipe.network, run.cuda_graphs)
-    for line in (*backend.notes, backend.line()):
-        say(line)
-    refuse_optimizer(recipe)
-    module = build_module(recipe, tokenizer, backend)
-    data = build_data(recipe, tokenizer, backend)
-    others = {name: Baseline(name, recipe, tokenizer.vocabulary_size, data, precision) for name in baselines}
-    # On a GPU, a round ends by waiting for the device; longer rounds make that negligible.
-    round_steps = 1 if precision[0].type == "cpu" else 10
-    comparison = SideBySide(others, steps, round_steps, precision, data.epochs())
-    trainer = make_trainer(options, None, logger=False, callbacks=[comparison], max_steps=ENDLESS, limit_val_batches=0)
-    trainer.fit(module, datamodule=data)
-    return comparison
+    lines.append(
+        f"MFU {figures['mfu']:.1%} of {figures['ceiling_flops_per_second'] / 1e9:,.0f} GFLOP/s "
+        f"({figures['precision']}, {figures['threads']} threads), {figures['padding_share']:.1%} padding, "
+        f"{figures['flops_per_target_token'] / 1e6:.1f} MFLOP a target token"
+    )
+    return "\n".join(lines)
+
+
+def _spread(name: str, values: list[float]) -> dict[str, Any]:
+    """Return median and quartiles."""
+    low, middle, high = (float(q) for q in np.percentile(values, (25, 50, 75)))
+    return {name: middle, f"{name}_quartiles": [low, high]}

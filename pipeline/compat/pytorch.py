@@ -62,28 +62,6 @@ def default_compiler_cache() -> str:
     return default_cache_dir()
 
 
-def add_compile_callback(callback: Callable[[Any], None]) -> None:
-    """Call `callback` whenever a compilation starts. Public: none. Seen in 2.11 to 2.13."""
-    from torch._dynamo.callback import callback_handler
-
-    callback_handler.register_start_callback(callback)
-
-
-def remove_compile_callback(callback: Callable[[Any], None]) -> None:
-    """Undo `add_compile_callback`; `torch.compiler.reset` may have done so before."""
-    from torch._dynamo.callback import callback_handler
-
-    if callback in callback_handler.start_callbacks:
-        callback_handler.remove_start_callback(callback)
-
-
-def num_compiled_graphs() -> int:
-    """Return how many graphs torch.compile has made. Public: none. Seen in 2.11 to 2.13."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
-
-
 def save_programs(file: BinaryIO, programs: dict[str, Any], extra_files: dict[str, str]) -> None:
     """Write several exported programs into one archive.
 

@@ -25,13 +25,14 @@ from model.backend import Backend
 from model.loss import label_smoothed_loss
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
-from pipeline.benchmark.side_by_side import Compilations, PeakMemory
+from pipeline.benchmark.train import PeakMemory
 from pipeline.checkpointing.callback import EMA
 from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.runtime.backend import choose_backend
 from pipeline.runtime.devices import precision_plugin
 from pipeline.training.memory_probe import MemoryProbe
+from tests.compilations import Compilations
 from tests.gpu.backends import make_backend
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, packed, padded
 

@@ -25,9 +25,9 @@ from data_module.translation_data_module import TranslationDataModule
 from model.fast.compilation import CompiledForward
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
-from pipeline.benchmark.side_by_side import Compilations
 from pipeline.compat.lightning import SingleStreamDDP, call_as_step
 from pipeline.runtime.console import quiet_lightning
+from tests.compilations import Compilations
 from tests.model.sentence_batches import packed, row_shape
 
 NUM_STEPS = 6

@@ -14,23 +14,16 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from data_module.batching.batch import RankBatch, SpecialIds
-from data_module.batching.batch_plan import Epochs
+from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import Tokenizer
 from model.attention import CrossAttention, SelfAttention
 from model.loss import label_smoothed_loss
 from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
-from model.training_module import TranslationModule
 from model.transformer import Transformer
 from pipeline.__main__ import main
-from pipeline.benchmark import side_by_side
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
-from pipeline.benchmark.side_by_side import PeakMemory, Round, SideBySide, figures_of
-from pipeline.benchmark.train import benchmark_device, recipe_comparison
-from pipeline.config.recipe import load_recipe
-from pipeline.config.settings import trainer_signature
+from pipeline.benchmark.train import PeakMemory, SideBySide, figures_of
 from pipeline.monitoring.performance import training_flops
 
 SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
@@ -66,67 +59,55 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_figures_by_hand() -> None:
     """Medians over rounds; a ratio is that of the same round."""
-    lengths = np.array([4, 6])
-    rounds = [
-        Round({"ours": 1.0, "torch": 4.0}, {"ours": 10.0, "torch": 8.0}, lengths, lengths, 25, 1e9),
-        Round({"ours": 2.0, "torch": 2.0}, {"ours": 10.0, "torch": 10.0}, lengths, lengths, 25, 2e9),
-        Round({"ours": 1.0, "torch": 1.0}, {"ours": 30.0, "torch": 10.0}, lengths, lengths, 30, 3e9),
-    ]
-    comparison: Any = SimpleNamespace(rounds=rounds, baselines={"torch": None}, peak_memory={"ours": 70, "torch": 90})
-    figures = figures_of(comparison, SETTINGS, PIECES)
+    comparison: Any = SimpleNamespace(
+        token_rates={"ours": [10.0, 5.0, 30.0], "torch": [2.0, 5.0, 10.0]},
+        step_seconds={"ours": [1.0, 2.0, 1.0], "torch": [4.0, 2.0, 1.0]},
+        product_rates=[1e9, 2e9, 3e9],
+        peak_memory={"ours": 70, "torch": 90},
+        num_tokens=60,
+        num_row_tokens=80,
+    )
+    figures = figures_of(comparison, flops=7e6)
     assert (figures["target_tokens_per_second"], figures["step_seconds"]) == (10.0, 1.0)
     assert figures["ratio_to_torch"] == 3.0  # of 5, 1 and 3
     assert figures["ratio_to_torch_quartiles"] == [2.0, 4.0]
-    assert figures["padding_share"] == pytest.approx(1 - 60 / 80)
-    flops = training_flops(SETTINGS, PIECES, lengths, lengths) / 10
-    assert figures["flops_per_target_token"] == pytest.approx(flops)
-    assert figures["mfu"] == pytest.approx(10.0 * flops / 2e9)
+    assert figures["padding_share"] == 0.25
+    assert figures["mfu"] == pytest.approx(10.0 * 7e6 / 2e9)
     torch_figures = figures["baselines"]["torch"]
     assert (torch_figures["target_tokens_per_second"], torch_figures["step_seconds"]) == (5.0, 2.0)
     assert (figures["peak_memory_bytes"], torch_figures["peak_memory_bytes"]) == (70, 90)
 
 
-def test_a_round_has_the_lengths_of_the_variants_that_its_epochs_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "MatrixProduct", lambda *_: SimpleNamespace(rate=lambda: 1.0))
-    variants: list[Any] = [SimpleNamespace(lengths=lambda pairs, add=add: (pairs + add, pairs)) for add in (10, 20)]
-    comparison = SideBySide({}, 1, 1, (torch.device("cpu"), torch.float32), Epochs(variants, batch_tokens=1, seed=1))
-    batches: list[Any] = [
-        SimpleNamespace(epoch=epoch, pairs=torch.tensor([epoch, 5]), num_row_tokens=8) for epoch in (1, 2)
-    ]
-    comparison._batches = batches
-    measured = comparison._measured({}, {})
-    assert (measured.source.tolist(), measured.target.tolist()) == ([21, 25, 12, 15], [1, 5, 2, 5])
+def test_rounds_of_warm_up_memory_and_time() -> None:
+    clock, steps = [0.0], [SimpleNamespace(num_target_tokens=4 + step) for step in range(10)]
 
+    def train(_: Any) -> None:
+        clock[0] += 2.0
 
-@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
-def test_no_step_that_compiles_is_timed(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The warm-up is the 5 steps from 5 on, steps 10 and 11 and then 12 and 13 are to measure memory, the others time.
-    compiling, taken = {0, 4, 11, 15}, []
-    training_step = TranslationModule.training_step
-
-    def compiling_now_and_then(module: TranslationModule, share: RankBatch, batch_idx: int) -> dict[str, Any]:
-        if batch_idx in compiling:
-            # Another size, another graph.
-            torch.compile(lambda x: x + 1, backend="eager", dynamic=False)(torch.zeros(2 + batch_idx))
-        taken.append(batch_idx)
-        return training_step(module, share, batch_idx)
-
-    monkeypatch.setattr(TranslationModule, "training_step", compiling_now_and_then)
-    recipe = load_recipe([recipe_file], (), trainer_signature())
-    tokenizer = Tokenizer.load(Path(recipe.corpus.folder) / "tokenizer.model")
-    comparison = recipe_comparison(recipe, tokenizer, [], 3, *benchmark_device(recipe.trainer))
-    assert len(comparison.rounds) == 3
-    assert set(comparison.peak_memory) == {"ours"}
-    # Repeated: all that the warm-up had, both steps that measure memory, and one timed step.
-    assert taken == list(range((5 + 5) + (2 + 2) + (3 + 1)))
+    network = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(network.parameters())
+    baseline: Any = SimpleNamespace(network=network, optimizer=optimizer, next_step=iter(steps).__next__, train=train)
+    comparison = SideBySide({"torch": baseline}, 3, (torch.device("cpu"), torch.float32))
+    comparison._now = lambda: clock[0]  # type: ignore[method-assign]
+    trainer, count = SimpleNamespace(optimizers=[optimizer], should_stop=False), 0
+    comparison.start()
+    while not trainer.should_stop:
+        clock[0] += 0.5
+        batch: Any = SimpleNamespace(num_target_tokens=2, num_tokens=5, num_row_tokens=6)
+        comparison.after_step(trainer, SimpleNamespace(network=network), None, batch, count)
+        count += 1
+    assert count == 5 + 2 + 3
+    assert comparison.step_seconds == {"ours": [0.5] * 3, "torch": [2.0] * 3}
+    assert comparison.token_rates == {"ours": [4.0] * 3, "torch": [11 / 2, 12 / 2, 13 / 2]}
+    assert (comparison.num_tokens, comparison.num_row_tokens) == (15, 18)
+    assert comparison.peak_memory == {"ours": 8 * 4, "torch": 8 * 4}
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--steps", "0"], "--steps 0"),
+        (["--training.r_drop_alpha", "5"], "training.r_drop_alpha 5"),
         (["--trainer.precision", "bf16-true"], "trainer.precision bf16-true"),
         (["--baseline", "torch", "--network.pre_norm", "true"], "network.pre_norm"),
         (["--network.d_modle", "8"], "d_model"),

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sacrebleu
@@ -126,12 +125,6 @@ def test_pytorch_programs(tmp_path: Path) -> None:
 
 
 def test_pytorch_compiler() -> None:
-    """Compilations are counted in test_benchmark_train; here, that their names exist."""
-    calls: list[Any] = []
-    pytorch.add_compile_callback(calls.append)
-    pytorch.remove_compile_callback(calls.append)
-    pytorch.remove_compile_callback(calls.append)
-    assert pytorch.num_compiled_graphs() >= 0
     assert callable(AsyncCompile.warm_pool)
     # In a process of its own: another test may have set the variable.
     code = "import os, torch._dynamo, pipeline.compat.pytorch as p; "

@@ -20,7 +20,7 @@ from model.loss import label_smoothed_loss
 from model.packed_attention import cross_attention, packed_segments, self_attention
 from model.settings import NetworkSettings
 from model.transformer import Transformer
-from pipeline.benchmark.side_by_side import PeakMemory
+from pipeline.benchmark.train import PeakMemory
 from tests.gpu.backends import make_backend
 from tests.gpu.harvest.job import PIECES, SPECIAL, STEP_TOKENS, Job, pair_lengths, per_second, training_steps
 from tests.model.search_truth import make_sources

@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
-from pipeline.benchmark.side_by_side import Compilations
 from pipeline.monitoring.performance import training_flops
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.step_clock import Stopwatch
+from tests.compilations import Compilations
 from tests.gpu.backends import make_backend
 from tests.gpu.harvest.job import PIECES, SPECIAL, STEP_TOKENS, Job, pair_lengths, per_second, training_steps
 
