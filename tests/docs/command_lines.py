@@ -75,8 +75,6 @@ def _python(words: list[str]) -> str | None:
         if module == "pipeline":
             return _verb(words)
         return _module(module, words)
-    if words[0] == "my_pipeline.py":  # docs/extending.md
-        return None
     return None if (ROOT / words[0]).is_file() else f"there is no {words[0]}"
 
 

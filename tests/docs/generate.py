@@ -16,7 +16,7 @@ from pathlib import Path
 
 from data_module.settings import BpeDropout, NoiseSettings, TextSource
 from pipeline.config.recipe import Recipe
-from pipeline.config.recipe_files import description, first_sentence, leading_comment
+from pipeline.config.recipe_files import description, first_sentence
 from pipeline.config.settings import RESERVED_KEYS, trainer_signature
 from tests.conftest import ROOT
 from tests.docs import recipe_schema, roofline
@@ -128,13 +128,10 @@ def layers() -> str:
 
 
 def tree() -> str:
-    """Every source file with the first sentence of its docstring."""
+    """Every Python file of the packages with the first sentence of its docstring."""
     lines = ["```text"]
     for package in ("data_module", "model", "pipeline"):
         lines += _folder(ROOT / package, 0)
-    lines += ["slurm/"]
-    scripts = [path for path in (ROOT / "slurm").iterdir() if path.is_file()]
-    lines += [_row(path.name, first_sentence(leading_comment(path)), 1) for path in sorted(scripts)]
     return "\n".join([*lines, "```"])
 
 

@@ -2,8 +2,6 @@
 
 import copy
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +15,6 @@ from tests.docs import pages
 
 PAGE = pages.read(ROOT / "docs" / "extending.md")
 REGISTRIES = [
-    "pipeline.__main__.COMMANDS",
     "pipeline.inference.metrics.METRICS",
     "data_module.corpus.readers.READERS",
     "model.optimization.SCHEDULES",
@@ -51,21 +48,3 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = blocks(SECTIONS[name])
     assert found, "a section without an example"
     exec(compile("\n".join(found), name, "exec"), {"__name__": "example"})
-
-
-def test_a_command_runs(tmp_path: Path) -> None:
-    """The files of the section, with the command line below them."""
-    for block in blocks(SECTIONS["A command"]):
-        name = re.match(r"# (\w+\.py)\n", block)
-        assert name
-        (tmp_path / name[1]).write_text(block)
-    [line] = [block.text for block in pages.blocks(SECTIONS["A command"]) if block.language == "sh"]
-    program, *words = line.split()
-    assert program == "python"
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 5_734_400
