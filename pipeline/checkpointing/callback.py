@@ -33,7 +33,7 @@ from pipeline.runtime.console import say
 from pipeline.runtime.step_clock import StepClock
 
 _COPY_SLACK = 1 << 20
-"""Bytes of a checkpoint beside weights, moments and tokenizer: steps of the optimizer, and alignment."""
+"""Bytes of a checkpoint beside weights, moments and tokenizer: names, places and steps of the tensors."""
 
 
 class CheckpointCallback(Callback):
@@ -186,7 +186,7 @@ class CheckpointCallback(Callback):
         """Reserve the memory that checkpoints are copied to, before the memory of training is measured."""
         if trainer.is_global_zero:
             size = self._checkpoint_bytes(pl_module) + self._metadata["tokenizer"].nbytes + _COPY_SLACK
-            checkpoint_io(trainer).reserve(size, trainer.num_devices, pinned=pl_module.device.type == "cuda")
+            checkpoint_io(trainer).reserve(size, trainer.num_devices)
 
     def _checkpoint_bytes(self, module: LightningModule) -> int:
         return checkpoint_bytes(sum(weight.numel() for weight in module.parameters()), self._with_average)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -56,25 +56,36 @@ def tokenizer_of(contents: dict[str, Any]) -> bytes:
     return bytes(contents["translation"]["tokenizer"].numpy())
 
 
-def write_atomic(contents: dict[str, Any], path: Path) -> None:
+def write_atomic(contents: dict[str, Any] | memoryview, path: Path) -> None:
     """Save a checkpoint as a whole or not at all.
+
+    Args:
+        contents: the contents, or the bytes of a file that `torch.save` has made of them.
+        path: the file.
 
     Raises InputError when the disk is too full for it.
     """
     try:
         with atomic_file(path) as file:
-            torch.save(contents, file)
+            _write(contents, file)
     except Exception as error:
         full = disk_full_error(error)
         if full is None:
             raise
         counter = _Counter()
-        torch.save(contents, counter)
+        _write(contents, counter)
         free = shutil.disk_usage(path.parent).free
         raise InputError(
             f"{path}: {full.strerror}: it needs {counter.size / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free; "
             "earlier checkpoints are intact; make room, then run the same command again"
         ) from error
+
+
+def _write(contents: dict[str, Any] | memoryview, file: IO[bytes]) -> None:
+    if isinstance(contents, memoryview):
+        file.write(contents)
+    else:
+        torch.save(contents, file)
 
 
 class _Counter(io.BytesIO):

@@ -1,8 +1,7 @@
 """Writes checkpoints in the background, from a copy in host memory."""
 
-import copy
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +10,14 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import TorchCheckpointIO
-from torch import Tensor
 
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.runtime.console import say, user_message
 from pipeline.runtime.memory import can_measure_peak, host_memory_limit, private_memory
 
-_ALIGNMENT = 64
-"""Storages begin at multiples of this many bytes."""
-
 
 class HostCopy:
-    """One block of host memory, reserved once and used for every copy.
+    """One block of host memory, reserved once, that holds the bytes of a checkpoint's file until they are written.
 
     The block is no part of the allocator's memory, and processes that are forked do not get it: a loader worker would
     otherwise keep the pages that it was forked with, which doubles the memory.
@@ -30,8 +25,8 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
-        self._pinned = False
         self._processes = 1
+        self._end = 0
         self.refusal = "no memory was reserved"
         """Why there is no block."""
 
@@ -40,13 +35,12 @@ class HostCopy:
         """Bytes of the block; 0 if there is none."""
         return len(self._memory) if self._memory is not None else 0
 
-    def reserve(self, size: int, processes: int, pinned: bool) -> bool:
+    def reserve(self, size: int, processes: int) -> bool:
         """Replace the block by one of `size` bytes, whose pages are in memory; return whether there was room for it.
 
         Args:
             size: bytes.
             processes: how many processes share the node's memory; see `host_memory_limit`.
-            pinned: pin the block, so that GPUs copy to it without a detour.
         """
         self.release()
         self._processes = processes
@@ -65,83 +59,37 @@ class HostCopy:
         except OSError:
             return False
         self._memory.madvise(mmap.MADV_DONTFORK)
-        self._pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self._address(), size, 0)) == 0
         return True
 
     def release(self) -> None:
         """Give the block back. No copy may be in use."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._address())
-        self._memory, self._pinned = None, False
+        self._memory = None
 
-    def take(self, contents: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a copy of a checkpoint's contents that nothing changes before the next call.
+    def take(self, contents: dict[str, Any]) -> memoryview | None:
+        """Return the file of a checkpoint's contents, which is valid until the next call.
 
-        Tensors that share a storage share one in the copy, so that a file of the copy is that of the contents. A copy
-        that is larger than the block, because of an optimizer with more state than Adam, gets a larger block. None if
-        there is no room for it.
+        A file that is larger than the block, because of an optimizer with more state than Adam, gets a larger block.
+        None if there is no room for it.
         """
         if self._memory is None:
             return None
-        tensors = [tensor for tensor in _tensors(contents) if _is_plain(tensor)]
-        storages = {_key(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
-        needed = sum(_aligned(storage.nbytes()) for storage in storages.values())
-        if needed > self.size and not self.reserve(needed, self._processes, self._pinned):
-            return None
-        # Whole storages, not tensors: tied weights and views would otherwise be several times in the file.
-        copies, offset = {}, 0
-        for key, storage in storages.items():
-            copies[key] = self._copy(storage, offset)
-            offset += _aligned(storage.nbytes())
-        if any(tensor.is_cuda for tensor in tensors):
-            # Copies from a GPU run asynchronously, and the next step overwrites the weights that they read.
-            torch.cuda.synchronize()
-        memo: dict[int, Any] = {}
-        for tensor in tensors:
-            place = copies[_key(tensor.untyped_storage())], tensor.storage_offset(), tensor.size(), tensor.stride()
-            memo[id(tensor)] = torch.empty(0, dtype=tensor.dtype).set_(*place)
-        # `deepcopy` takes the tensors from its memo, and copies whatever else the next step may change.
-        return copy.deepcopy(contents, memo)
+        self._end = 0
+        torch.save(contents, self)  # type: ignore[arg-type]  # It calls write and flush only.
+        if self._end > self.size:
+            if not self.reserve(self._end, self._processes):
+                return None
+            return self.take(contents)
+        return memoryview(self._memory)[: self._end]
 
-    def _copy(self, storage: torch.UntypedStorage, offset: int) -> torch.UntypedStorage:
-        if not storage.nbytes():
-            return torch.UntypedStorage(0)
-        assert self._memory is not None
-        target = torch.frombuffer(self._memory, dtype=torch.uint8, count=storage.nbytes(), offset=offset)
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        target.copy_(source, non_blocking=True)
-        return target.untyped_storage()
+    def write(self, data: memoryview) -> int:
+        """Take a part of the file from `torch.save`. Parts that do not fit are counted only."""
+        start, self._end = self._end, self._end + len(data)
+        if self._memory is not None and self._end <= self.size:
+            self._memory[start : self._end] = data
+        return len(data)
 
-    def _address(self) -> int:
-        assert self._memory is not None
-        return torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested dictionaries, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is a view of its storage and nothing else; `deepcopy` copies others by itself."""
-    special = tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
-    return type(tensor) is Tensor and tensor.layout == torch.strided and not special
-
-
-def _key(storage: torch.UntypedStorage) -> tuple[torch.device, int, int]:
-    """Return a key that is the same for two tensors only if they share their storage."""
-    return storage.device, storage.data_ptr(), storage.nbytes()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    def flush(self) -> None:
+        """Do nothing; `torch.save` calls it."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +115,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self._write: Future[None] | None = None
         """The write in flight, or one whose error has not been raised."""
 
-    def reserve(self, size: int, processes: int, pinned: bool) -> None:
+    def reserve(self, size: int, processes: int) -> None:
         """Write in the background from now on if the host has room for a copy of `size` bytes; see `HostCopy`."""
-        self._copy.reserve(size, processes, pinned)
+        self._copy.reserve(size, processes)
 
     def release(self) -> None:
         """Give the copy's memory back, if there is one, and write in the foreground from now on."""
@@ -203,16 +151,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         # would leave a user with a full disk and ever older checkpoints.
         self.wait()
         had_copy = bool(self.copy_bytes)
-        contents = self._copy.take(checkpoint)
+        copied = self._copy.take(checkpoint)
 
         def write() -> None:
             for file in files:
-                write_atomic(checkpoint if contents is None else contents, file)
+                write_atomic(checkpoint if copied is None else copied, file)
             # `afterwards` removes old checkpoints. It comes last, so that a kill at any moment leaves them or those
             # that replace them.
             options.afterwards()
 
-        if contents is None:
+        if copied is None:
             if had_copy:
                 say(f"checkpoints: {self.describe()}")
             write()
