@@ -13,6 +13,7 @@ Triton's kernels and sentences end to end in a row without padding.
 import argparse
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ class Assumptions:
     host_microseconds: float = 12.0
     """Microseconds in which the host launches an operation."""
     backward_share: float = 0.5
-    """Share of a micro-batch's time that its backward pass takes."""
+    """Share of the device's time that the backward pass takes."""
     link_share: float = 0.75
     """Share of the links' bandwidth that an all-reduce attains."""
     latency_microseconds: float = 5.0
@@ -54,10 +55,10 @@ ENDS = {"fast": FAST, "slow": SLOW}
 SENTENCE_TOKENS = 27
 """Tokens of every sentence, its end symbol included."""
 OPERATIONS, COUNTED_SUB_LAYERS = 630, 30
-"""Operations of a compiled step of one micro-batch with 6 encoder and 6 decoder layers, and the sub-layers of these."""
-QUERIES_PER_TILE, KEYS_FORWARD, KEYS_BACKWARD = 64, 64, 32
-"""Tiles of the attention kernels: consecutive queries, of whatever sentences, and the keys of an iteration of their
-loop. Heads of more than 64 have smaller tiles."""
+"""Operations of a compiled step with 6 encoder and 6 decoder layers, and the sub-layers of these."""
+QUERIES_PER_TILE = 64
+"""Consecutive queries, of whatever sentences, that a program of the attention kernels has; heads of more than 64 have
+smaller tiles."""
 BYTES_PER_LOGIT = 6
 """What the loss kernel moves between the products: it reads 16 bits twice and writes them once."""
 BUCKET_BYTES = 25 << 20
@@ -128,9 +129,7 @@ class Batch(NamedTuple):
     network: NetworkSettings
     vocabulary_size: int
     tokens: int
-    """Tokens on each side, of all micro-batches."""
-    micro_batches: int = 1
-    sentence_tokens: int = SENTENCE_TOKENS
+    """Tokens on each side."""
 
     @property
     def head_sizes(self) -> tuple[int, int]:
@@ -141,6 +140,11 @@ class Batch(NamedTuple):
     def sub_layers(self) -> int:
         """Return the number of sub-layers: two in an encoder layer, three in a decoder layer."""
         return 2 * self.network.encoder_layers + 3 * self.network.decoder_layers
+
+    @property
+    def attentions(self) -> int:
+        """Return the number of sub-layers that are attention: one in an encoder layer, two in a decoder layer."""
+        return self.network.encoder_layers + 2 * self.network.decoder_layers
 
 
 def linear(tokens: int, inputs: int, outputs: int, layers: int = 1) -> list[Work]:
@@ -174,38 +178,20 @@ def products(batch: Batch) -> list[Work]:
 def attention(batch: Batch) -> list[Work]:
     """Return the kernels of `model/fast/triton_attention.py`.
 
-    An iteration has two products in the forward pass: scores and result. In the backward pass there are three for the
-    gradients of queries, and four for those of keys and values: both compute scores and the gradients of the weights.
+    A tile of queries meets all keys of the sentences that it has a part of: on average a sentence more than it has
+    queries, of which causal attention skips few. There are two products in the forward pass: scores and result. In the
+    backward pass there are three for the gradients of queries, and four for those of keys and values: both compute
+    scores and the gradients of the weights.
     """
-    (keys, values), decoder_layers = batch.head_sizes, batch.network.decoder_layers
+    keys, values = batch.head_sizes
+    scores = 2.0 * batch.tokens * (QUERIES_PER_TILE + SENTENCE_TOKENS)
     states = HALF * batch.tokens * (keys + values)
-    works = []
-    # Encoder and cross-attention, then the decoder's self-attention.
-    for is_causal, layers in (False, batch.network.encoder_layers + decoder_layers), (True, decoder_layers):
-        forward, backward = (
-            2.0 * QUERIES_PER_TILE * size * num_iterations(batch, size, is_causal)
-            for size in (KEYS_FORWARD, KEYS_BACKWARD)
-        )
-        works += [
-            # Queries, keys and values are read; the result is written.
-            Work(forward * (keys + values), 2 * states, layers),
-            # These and the result's gradient are read twice, the result once; three gradients are written.
-            Work(backward * (4 * keys + 3 * values), 6 * states, layers),
-        ]
-    return works
-
-
-def num_iterations(batch: Batch, keys: int, is_causal: bool) -> int:
-    """Return how often the loops of all tiles of queries run, for one head, with `keys` in each iteration.
-
-    A loop begins with the first query's sentence. It ends with the last query's, or at that query if it is causal.
-    """
-    iterations, length = 0, batch.sentence_tokens
-    for first in range(0, batch.tokens, QUERIES_PER_TILE):
-        last = min(first + QUERIES_PER_TILE, batch.tokens) - 1
-        end = last + 1 if is_causal else min((last // length + 1) * length, batch.tokens)
-        iterations += math.ceil((end - first // length * length) / keys)
-    return iterations
+    return [
+        # Queries, keys and values are read; the result is written.
+        Work(scores * (keys + values), 2 * states, batch.attentions),
+        # These and the result's gradient are read twice, the result once; three gradients are written.
+        Work(scores * (4 * keys + 3 * values), 6 * states, batch.attentions),
+    ]
 
 
 def loss(batch: Batch) -> list[Work]:
@@ -215,39 +201,16 @@ def loss(batch: Batch) -> list[Work]:
 
 
 def pointwise(batch: Batch) -> list[Work]:
-    """Return everything between products, in kernels that read each input and write each result once."""
-    network, (keys, values), width = batch.network, batch.head_sizes, batch.network.d_model
-    # Self-attention everywhere, and the query, key and value projections of cross-attention in decoder layers.
-    attentions = network.encoder_layers + 2 * network.decoder_layers
-    feed_forwards = network.encoder_layers + network.decoder_layers
-    # Forward: reads 32 bits; writes the dropout mask and the sum with the positions.
-    # Backward: reads two gradients and the mask; reads, adds to and writes 32 bits.
-    embedding = 2 * width * ((FLOAT + MASK + HALF) + (2 * HALF + MASK + 2 * FLOAT))
+    """Return what is between products, in kernels that read each input and write each result once."""
+    network, (keys, values) = batch.network, batch.head_sizes
     # Forward: reads the input and the sub-layer's output; writes the dropout mask, the sum and its norm. Backward:
     # reads two gradients of the norm, the sum and the mask; writes two gradients; reads one for a bias.
-    residual = batch.sub_layers * width * ((4 * HALF + MASK) + (6 * HALF + MASK))
+    residual = batch.sub_layers * network.d_model * ((4 * HALF + MASK) + (6 * HALF + MASK))
     # Forward: a part of the product. Backward: reads gradient and result; writes a gradient, whose sum is a bias's.
-    relu = feed_forwards * network.d_ff * 3 * HALF
-    # Backward: reads the gradients of queries, keys and values for their biases; adds those of the encoder's output.
-    projection = attentions * (2 * keys + values) * HALF + width * (network.decoder_layers * HALF + FLOAT)
-    # The gradient of the embedding matrix is set to zero for each side, and both are added to the loss's.
-    matrix = batch.vocabulary_size * width * (2 * FLOAT + 2 * 3 * FLOAT)
-    return [Work(0.0, batch.tokens * (embedding + residual + relu + projection) + matrix)]
-
-
-def optimizer(batch: Batch) -> Work:
-    """Return what a step does to each weight.
-
-    The norm reads its gradient. Adam reads the weight, its gradient and two moments, and writes weight and moments, in
-    32 bits. The weight's 16-bit copy is made anew.
-    """
-    return Work(0.0, count_weights(batch.network, batch.vocabulary_size)[0] * (FLOAT + 7 * FLOAT + (FLOAT + HALF)))
-
-
-def copies(batch: Batch) -> Work:
-    """Return what DDP does to each gradient: it copies it into a bucket."""
-    numbers, tensors = count_weights(batch.network, batch.vocabulary_size)
-    return Work(0.0, 2 * FLOAT * numbers / tensors, tensors)
+    relu = (network.encoder_layers + network.decoder_layers) * network.d_ff * 3 * HALF
+    # Backward: reads the gradients of queries, keys and values for their biases.
+    projection = batch.attentions * (2 * keys + values) * HALF
+    return [Work(0.0, batch.tokens * (residual + relu + projection))]
 
 
 @cache
@@ -264,56 +227,65 @@ def count_weights(network: NetworkSettings, vocabulary_size: int) -> tuple[int, 
 
 def terms(batch: Batch, gpu: Gpu, assumed: Assumptions, gpus: int = 1) -> dict[str, float]:
     """Return the seconds of a step's terms on one of the GPUs, and last the host's."""
-    micro_batch = batch._replace(tokens=math.ceil(batch.tokens / batch.micro_batches))
-    works = {term.__name__: term(micro_batch) for term in (products, attention, loss, pointwise)}
     seconds = {
-        name: batch.micro_batches * sum(work.seconds(gpu, assumed) for work in term) for name, term in works.items()
+        term.__name__: sum(work.seconds(gpu, assumed) for work in term(batch))
+        for term in (products, attention, loss, pointwise)
     }
-    operations = batch.micro_batches * OPERATIONS * batch.sub_layers / COUNTED_SUB_LAYERS
-    seconds["optimizer"] = optimizer(batch).seconds(gpu, assumed)
-    if gpus > 1:
-        seconds["copies"] = copies(batch).seconds(gpu, assumed)
-        operations += copies(batch).kernels
+    weights, tensors = count_weights(batch.network, batch.vocabulary_size)
+    # The norm reads a weight's gradient. Adam reads the weight, its gradient and two moments, and writes weight and
+    # moments, in 32 bits. The weight's 16-bit copy is made anew.
+    bytes_per_weight = FLOAT + 7 * FLOAT + (FLOAT + HALF)
+    operations = OPERATIONS * batch.sub_layers / COUNTED_SUB_LAYERS
+    if gpus > 1:  # DDP copies each gradient into a bucket.
+        bytes_per_weight += 2 * FLOAT
+        operations += tensors
+    seconds["optimizer"] = Work(0.0, bytes_per_weight * weights).seconds(gpu, assumed)
     seconds["gaps"] = operations * assumed.kernel_microseconds / 1e6
     seconds["host"] = operations * assumed.host_microseconds / 1e6
     return seconds
 
 
-class Prediction(NamedTuple):
-    """A step on a number of GPUs."""
-
-    gpus: int
-    step_seconds: float
-    exposed_seconds: float
-    """Part of `step_seconds` that waits for gradients."""
-    target_tokens_per_second: float
-    """Of all GPUs together."""
-    mfu: float
-    """Share of the data sheet's peak rate."""
-
-
-def predict(batch: Batch, gpu: Gpu, gpus: int, is_shared: bool, assumed: Assumptions) -> Prediction:
+def predict(batch: Batch, gpu: Gpu, gpus: int, is_shared: bool, assumed: Assumptions) -> dict[str, float]:
     """Predict the step of GPUs that share the batch (strong scaling), or that have such a batch each (weak scaling).
 
-    GPUs that share it have whole micro-batches while there are enough of them.
+    Returns:
+        The number of `gpus`; `step_seconds`, and `exposed_seconds` of these, which wait for gradients;
+        `target_tokens_per_second` of all GPUs together; `mfu`, the share of the data sheet's peak rate.
     """
     from pipeline.monitoring.performance import training_flops
 
     parts, batches = (gpus, 1) if is_shared else (1, gpus)
-    tokens, number = (math.ceil(total / parts) for total in (batch.tokens, batch.micro_batches))
-    *device, host = terms(batch._replace(tokens=tokens, micro_batches=number), gpu, assumed, gpus).values()
+    *device, host = terms(batch._replace(tokens=math.ceil(batch.tokens / parts)), gpu, assumed, gpus).values()
     own = max(sum(device), host)
-    # The shared embedding's gradient is complete only when the last micro-batch's backward pass ends. The others travel
-    # during the pass, in DDP's buckets.
+    # The shared embedding's gradient is complete only when the backward pass ends. The others travel during the pass,
+    # in DDP's buckets.
     embedding = FLOAT * batch.vocabulary_size * batch.network.d_model
     others = FLOAT * count_weights(batch.network, batch.vocabulary_size)[0] - embedding
     during = gpu.all_reduce_seconds(others, gpus, math.ceil(others / BUCKET_BYTES), assumed)
-    backward = assumed.backward_share * own / number
-    exposed = max(0.0, during - backward) + gpu.all_reduce_seconds(embedding, gpus, assumed=assumed)
+    exposed = max(0.0, during - assumed.backward_share * own)
+    exposed += gpu.all_reduce_seconds(embedding, gpus, assumed=assumed)
     rate = batches * batch.tokens / (own + exposed)
-    pair = np.array([batch.sentence_tokens])
-    flops = training_flops(batch.network, batch.vocabulary_size, pair, pair) / batch.sentence_tokens
-    return Prediction(gpus, own + exposed, exposed, rate, rate * flops / (gpus * gpu.flops_per_second))
+    pair = np.array([SENTENCE_TOKENS])
+    flops = training_flops(batch.network, batch.vocabulary_size, pair, pair) / SENTENCE_TOKENS
+    return {
+        "gpus": gpus,
+        "step_seconds": own + exposed,
+        "exposed_seconds": exposed,
+        "target_tokens_per_second": rate,
+        "mfu": rate * flops / (gpus * gpu.flops_per_second),
+    }
+
+
+def predict_all(batch: Batch, gpu: Gpu) -> dict[str, Any]:
+    """Return the terms of a step on one GPU and the steps on 1, 2, 4 ... 512, for each end."""
+    return {
+        end: {
+            "term_seconds": terms(batch, gpu, assumed),
+            "strong": [predict(batch, gpu, 2**power, True, assumed) for power in range(10)],
+            "weak": [predict(batch, gpu, 2**power, False, assumed) for power in range(10)],
+        }
+        for end, assumed in ENDS.items()
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -342,20 +314,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         gpu = gpu._replace(adapter_bytes_per_second=network * 1e9 / per_node)
     recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
     batch = batch_of(recipe)
-    figures: dict[str, Any] = {"recipe": recipe.name, "gpu": gpu.name}
-    for end, assumed in ENDS.items():
-        strong, weak = (
-            [predict(batch, gpu, 2**power, is_shared, assumed) for power in range(10)] for is_shared in (True, False)
-        )
-        own = terms(batch, gpu, assumed)
-        times = ", ".join(f"{name} {1000 * seconds:.1f}" for name, seconds in own.items())
-        print(f"{gpu.name}, {end} end, ms: {times}\n{_table(batch, strong, weak)}", file=sys.stderr)
-        figures[end] = {
-            "term_seconds": own,
-            "strong": [prediction._asdict() for prediction in strong],
-            "weak": [prediction._asdict() for prediction in weak],
-        }
-    return figures
+    figures = predict_all(batch, gpu)
+    print(f"{gpu.name}, {batch.tokens:,} tokens a side\n{table(figures)}", file=sys.stderr)
+    return {"recipe": recipe.name, "gpu": gpu.name, **figures}
 
 
 def batch_of(recipe: Recipe) -> Batch:
@@ -363,34 +324,44 @@ def batch_of(recipe: Recipe) -> Batch:
     from model.fast.triton_check import LARGEST_HEAD, can_run
 
     precision = str(recipe.trainer.get("precision", "bf16-mixed"))
-    if not precision.startswith(("bf16", "16")):
-        raise InputError(f"trainer.precision {precision}: only 16-bit precision is predicted; set it to bf16-mixed")
-    if recipe.run.kernels == "pytorch":
-        raise InputError("run.kernels pytorch: only Triton's kernels are predicted; set it to null")
-    if recipe.training.optimizer != "adam":
-        raise InputError(f"training.optimizer {recipe.training.optimizer}: only adam is predicted; set it to adam")
+    for key, value, is_predicted, instead in (
+        ("trainer.precision", precision, precision.startswith(("bf16", "16")), "bf16-mixed"),
+        ("run.kernels", recipe.run.kernels, recipe.run.kernels != "pytorch", "null"),
+        ("training.optimizer", recipe.training.optimizer, recipe.training.optimizer == "adam", "adam"),
+    ):
+        if not is_predicted:
+            raise InputError(f"{key} {value}: steps with it are not predicted; set it to {instead}")
     d_k, d_v = recipe.network.key_size, recipe.network.value_size
     if not can_run(d_k, d_v):
         raise InputError(
-            f"network.num_heads {recipe.network.num_heads}: heads have d_k {d_k} and d_v {d_v}, and the kernels that "
-            f"are predicted take up to {LARGEST_HEAD}; give more heads"
+            f"network.num_heads {recipe.network.num_heads}: heads have d_k {d_k} and d_v {d_v}; predicted are kernels "
+            f"that take up to {LARGEST_HEAD}; give more heads"
         )
-    tokens, limit = recipe.batches.batch_tokens, recipe.batches.max_tokens_per_device
-    return Batch(recipe.network, recipe.corpus.vocabulary_size, tokens, math.ceil(tokens / (limit or tokens)))
+    return Batch(recipe.network, recipe.corpus.vocabulary_size, recipe.batches.batch_tokens)
 
 
-def _table(batch: Batch, strong: list[Prediction], weak: list[Prediction]) -> str:
-    """Return a table of both ways of scaling. Efficiency is relative to perfect scaling from one GPU."""
-    columns = f"{'ms/step':>10}{'exposed':>9}{'tokens/s':>13}{'MFU':>6}{'efficiency':>12}"
+def table(figures: dict[str, Any]) -> str:
+    """Return what `predict_all` returned as text, from the fast to the slow end."""
+    ends = [figures[end] for end in ENDS]
+    times = [f"{name} {_range(1000 * end['term_seconds'][name] for end in ends)}" for name in ends[0]["term_seconds"]]
+    columns = f"{'ms (exposed)':>28}{'million tokens/s':>18}{'MFU %':>10}"
     lines = [
-        f"{'':4}{f'one batch of {batch.tokens:,} tokens':>50}{f'{batch.tokens:,} tokens a GPU':>50}",
+        f"ms on one: {', '.join(times)}",
+        f"{'':4}{'batch shared':>56}{'batch each':>56}",
         f"GPUs{columns}{columns}",
     ]
-    for both in zip(strong, weak, strict=True):
-        cells = (
-            f"{1000 * step.step_seconds:10.1f}{1000 * step.exposed_seconds:9.1f}"
-            f"{step.target_tokens_per_second:13,.0f}{step.mfu:6.0%}{step.mfu / strong[0].mfu:12.1%}"
-            for step in both
-        )
-        lines.append(f"{both[0].gpus:<4}{''.join(cells)}")
+    for row, gpus in enumerate(step["gpus"] for step in ends[0]["strong"]):
+        lines.append(f"{gpus:<4}")
+        for steps in ([end[scaling][row] for end in ends] for scaling in ("strong", "weak")):
+            milliseconds, exposed = (
+                _range(1000 * step[f"{name}_seconds"] for step in steps) for name in ("step", "exposed")
+            )
+            rate = _range((step["target_tokens_per_second"] / 1e6 for step in steps), ".3g")
+            mfu = _range((100 * step["mfu"] for step in steps), ".0f")
+            lines[-1] += f"{f'{milliseconds} ({exposed})':>28}{rate:>18}{mfu:>10}"
     return "\n".join(lines)
+
+
+def _range(ends: Iterable[float], form: str = ".1f") -> str:
+    """Return both ends, or one number where they are the same."""
+    return " to ".join(dict.fromkeys(f"{value:{form}}" for value in ends))

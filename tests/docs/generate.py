@@ -158,7 +158,6 @@ PARTS = {
     "layers": layers,
     "tree": tree,
     "roofline_assumptions": roofline.assumptions,
-    "roofline_terms": roofline.amounts_and_times,
     "roofline_predictions": roofline.predictions,
 }
 
