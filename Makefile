@@ -33,7 +33,7 @@ slow: .venv/installed-test
 	@$(PYTEST) -m slow --dist loadgroup --durations 15
 
 clean:
-	rm -rf .venv runs/demo runs/demo-stages.json data/demo *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .venv runs/demo data/demo *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else f"Python {v[0]}.{v[1]} is not supported: give another, PYTHON=python3.12 make ...")'

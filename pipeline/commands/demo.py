@@ -1,6 +1,6 @@
 """Run prepare, fit, average, evaluate, translate and export on a generated corpus, and print a summary.
 
-Stages that an earlier demo has completed are skipped.
+A training that an earlier demo has begun is resumed.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_module.errors import PROGRAM, SCRIPTS
 from data_module.files import user_path
@@ -27,6 +27,13 @@ AVERAGED = 5
 SAMPLES = 6
 
 
+class Stage(NamedTuple):
+    """What is kept of a command."""
+
+    seconds: float
+    output: str
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument(
@@ -37,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run all stages and print the summary."""
     config = CONFIG if CONFIG.is_file() else shipped_recipes()["demo"]
-    demo = Demo(arguments.folder, config)
     run_folder, averaged = arguments.folder, arguments.folder / f"average-last-{AVERAGED}.ckpt"
+    demo = Demo()
     demo.stage("demo corpus", ["-m", "data_module.demo.corpus", DATA])
     demo.stage("prepare", ["-m", "pipeline", "prepare", "--config", config])
     demo.stage("fit", ["-m", "pipeline", "fit", "--config", config, "--run.folder", run_folder])
@@ -56,20 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Demo:
-    """Runs stages as commands, and records their time and output in a file beside the run folder."""
+    """Runs stages as commands, and keeps their times and outputs."""
 
-    def __init__(self, folder: Path, config: Path) -> None:
-        self._record = folder.parent / f"{folder.name}-stages.json"
-        self.done: dict[str, Any] = (
-            json.loads(self._record.read_text(encoding="utf-8")) if self._record.exists() else {}
-        )
-        recipe = config.read_text(encoding="utf-8")
-        if not folder.exists() or not DATA.exists() or self.done.pop("recipe", None) != recipe:
-            self.done = {}
-        self._recipe = recipe
+    def __init__(self) -> None:
+        self._stages: dict[str, Stage] = {}
 
     def stage(self, name: str, command: list[Any], text: str | None = None) -> None:
-        """Run `python COMMAND`, unless an earlier demo has completed it.
+        """Run `python COMMAND`.
 
         Args:
             name: the stage's name in the summary.
@@ -79,8 +79,6 @@ class Demo:
         Exits if the command fails or is interrupted.
         """
         words = [str(word) for word in command]
-        if self.done.get(name, {}).get("command") == words:
-            return
         print(f"\n$ python {shlex.join(words)}", file=sys.stderr, flush=True)
         start = time.monotonic()
         with _ignore_keyboard_interrupt():
@@ -92,22 +90,20 @@ class Demo:
             hint = "run the demo again to continue" if interrupted else "fix the error, then run the demo again"
             print(f"the demo stopped at '{name}'; {hint}", file=sys.stderr)
             sys.exit(INTERRUPTED if interrupted else ended.returncode)
-        self.done[name] = {"command": words, "seconds": time.monotonic() - start, "output": ended.stdout}
-        self._record.parent.mkdir(parents=True, exist_ok=True)
-        self._record.write_text(json.dumps({**self.done, "recipe": self._recipe}), encoding="utf-8")
+        self._stages[name] = Stage(time.monotonic() - start, ended.stdout)
 
     def summary(self, run_folder: Path, export: Path, sources: list[str]) -> None:
         """Print times, scores and sample translations."""
         print("\nStages")
-        for name, stage in self.done.items():
-            print(f"  {name:32} {stage['seconds']:7.1f} s")
+        for name, stage in self._stages.items():
+            print(f"  {name:32} {stage.seconds:7.1f} s")
         print("\nScores on held-out sentences (generated text: high scores show only that the program works)")
         for name, label in (("test", "test"), ("test_new_combinations", "word combinations not seen in training")):
-            scores = json.loads(self.done[f"evaluate {name}"]["output"].splitlines()[-1])
+            scores = json.loads(self._stages[f"evaluate {name}"].output.splitlines()[-1])
             print(f"  {label}: BLEU {scores['bleu']:.1f}, chrF {scores['chrf']:.1f}")
         print(f"  BLEU signature {scores['bleu_signature']}\n  chrF signature {scores['chrf_signature']}")
         print("\nTranslations")
-        translations = self.done["translate"]["output"].splitlines()
+        translations = self._stages["translate"].output.splitlines()
         for triple in zip(sources, translations, _lines(DATA / "test.de"), strict=False):
             for label, sentence in zip(("source", "translation", "reference"), triple, strict=True):
                 print(f"  {label:12} {sentence}")

@@ -1,7 +1,7 @@
 """The demo, as `make demo` runs it."""
 
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,7 +44,7 @@ time.sleep(60)
 
 def test_ctrl_c_waits_for_the_command_to_save(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    run_stage = f"d.Demo(pathlib.Path('run'), d.CONFIG).stage('fit', ['-c', {SLOW_SAVE!r}])"
+    run_stage = f"d.Demo().stage('fit', ['-c', {SLOW_SAVE!r}])"
     code = f"import pathlib, pipeline.commands.demo as d; {run_stage}"
     running = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -68,13 +68,9 @@ def test_the_demo_learns_its_grammar(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     first = demo(tmp_path)
     assert first.returncode == 0, first.stderr
-    stages = json.loads((tmp_path / "runs" / "demo-stages.json").read_text())
-    scores = {
-        name: json.loads(stages[f"evaluate {name}"]["output"].splitlines()[-1])
-        for name in ("test", "test_new_combinations")
-    }
-    assert scores["test"]["bleu"] >= 90
-    assert scores["test_new_combinations"]["bleu"] >= 90
+    scores = [float(score) for score in re.findall(r": BLEU ([\d.]+), chrF", first.stdout)]
+    assert len(scores) == 2
+    assert min(scores) >= 90
     for text in ("BLEU signature nrefs:1", "chrF signature", "translation ", "reference ", "tensorboard", "export"):
         assert text in first.stdout
     assert (tmp_path / "runs" / "demo" / "export" / "model.ts").exists()
@@ -84,5 +80,5 @@ def test_the_demo_learns_its_grammar(tmp_path: Path) -> None:
     assert alignment_error(pairs, align_words(model.network, model.tokenizer, sources, targets)) < 0.1
     again = demo(tmp_path)
     assert again.returncode == 0
-    assert "$ python" not in again.stderr  # no stage runs twice
-    assert again.stdout == first.stdout
+    assert "finished at step" in again.stderr  # nothing is trained twice
+    assert again.stdout.partition("Scores")[2] == first.stdout.partition("Scores")[2]
