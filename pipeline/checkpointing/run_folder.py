@@ -36,8 +36,6 @@ EVENTS, METRICS, STARTS, SUMMARY = "tensorboard", "metrics.jsonl", "starts.jsonl
 """TensorBoard's folder; the logged scalars, the starts of the run, and its final scores as JSON."""
 AVERAGES = "average*.ckpt"
 """Averaged checkpoints in a run folder, by a pattern."""
-AVERAGE_RECORDS = "average-best-*.json"
-"""What `average --best` chose, beside its averages."""
 STOPPED_EARLY = "stopped-early.json"
 """Written when early stopping ends a run: the step and the patience."""
 
@@ -278,7 +276,7 @@ class RunFolder:
         for name in (STOPPED_EARLY, METRICS, SUMMARY, STARTS):
             (self.path / name).unlink(missing_ok=True)
         # With what a killed `average` left behind.
-        for pattern in (AVERAGES, AVERAGE_RECORDS, f".{AVERAGES}.*.tmp", f".{AVERAGE_RECORDS}.*.tmp"):
+        for pattern in (AVERAGES, f".{AVERAGES}.*.tmp"):
             for average in self.path.glob(pattern):
                 average.unlink()
         for marker in self.path.glob(".fresh-*"):

@@ -1,17 +1,15 @@
 """Average the weights of a run's checkpoints: the last N, or the N around its best validation.
 
-The paper averages the last 5 for base and 20 for big (section 6.1). With --best N, a JSON file beside the average says
-which checkpoints were chosen and why.
+The paper averages the last 5 for base and 20 for big (section 6.1).
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from data_module.errors import InputError
-from data_module.files import atomic_file, user_path
+from data_module.files import user_path
 from pipeline.checkpointing.run_folder import (
     METRICS,
     around_best_checkpoints,
@@ -41,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the averaged checkpoint and print its path."""
+    from pipeline.checkpointing.checkpoint import write_atomic
+
     option = "last" if arguments.best is None else "best"
     count: int = getattr(arguments, option)
     if arguments.run.is_file():
@@ -52,43 +52,31 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or arguments.run / f"average-{option}-{count}.ckpt"
     if output.is_dir():
         raise InputError(f"{output}: is a folder; give a file as --output")
-    if record_of(output) == output:
-        raise InputError(f"{output}: is the name of a record; give --output a name that ends in .ckpt")
-    names = (
-        average_last(arguments.run, count, output) if option == "last" else average_best(arguments.run, count, output)
-    )
-    print(f"averaged {', '.join(names)}", file=sys.stderr)
+    averaged = average_last(arguments.run, count) if option == "last" else average_best(arguments.run, count)
+    write_atomic(averaged, output)
+    print(f"averaged {', '.join(averaged['averaged'])}", file=sys.stderr)
     print(output)
     return 0
 
 
-def average_last(run: Path, count: int, output: Path) -> list[str]:
-    """Write the average of the newest checkpoints, and return their names.
+def average_last(run: Path, count: int) -> dict[str, Any]:
+    """Return the average of the newest checkpoints.
 
     Raises InputError when there are fewer.
     """
-    from pipeline.checkpointing.checkpoint import average, write_atomic
+    from pipeline.checkpointing.checkpoint import average
 
     paths = [path for path in step_checkpoints(run) if is_valid(path)]
-    if not paths:
-        raise InputError(f"{run}: holds no checkpoint; give a run folder that fit wrote")
     require_enough(run, "--last", count, len(paths))
-    chosen = paths[-count:]
-    write_atomic(average(chosen), output)
-    return [path.name for path in chosen]
+    return average(paths[-count:])
 
 
-def record_of(output: Path) -> Path:
-    """Return the name of the JSON file that describes the choice of an average."""
-    return output.with_name(output.name.removesuffix(".ckpt").removesuffix(".json") + ".json")
+def average_best(run: Path, count: int) -> dict[str, Any]:
+    """Return the average of the checkpoints around the best validation, with the reasons of the choice in it.
 
-
-def average_best(run: Path, count: int, output: Path) -> list[str]:
-    """Write the average of the checkpoints around the best validation and a JSON file that describes the choice.
-
-    Returns the checkpoints' names. Raises InputError when there are fewer checkpoints or no validation scores.
+    Raises InputError when there are fewer checkpoints or no validation scores.
     """
-    from pipeline.checkpointing.checkpoint import average, write_atomic
+    from pipeline.checkpointing.checkpoint import average
     from pipeline.inference.metrics import title
 
     saved = saved_checkpoints(run)
@@ -97,25 +85,17 @@ def average_best(run: Path, count: int, output: Path) -> list[str]:
     step, score = best_validation(run, metric)
     print(f"best validation: step {step}: {title(metric)} {score:.2f}", file=sys.stderr)
     chosen = {saved[near]: near for near in nearest_steps(saved, step, count)}
-    averaged = average(list(chosen), lambda path: read_saved(run, path, chosen[path]))
     selection = {
         "option": f"--best {count}",
         "run_step": max(saved),
         "best_validation": {"step": step, metric: score},
         "steps": list(chosen.values()),
     }
-    # The record comes first, so that no average lacks it.
-    with atomic_file(record_of(output)) as file:
-        file.write((json.dumps(selection, indent=2) + "\n").encode())
-    write_atomic({**averaged, "selection": selection}, output)
-    return [path.name for path in chosen]
+    return {**average(list(chosen), lambda path: read_saved(run, path, chosen[path])), "selection": selection}
 
 
 def saved_checkpoints(run: Path) -> dict[int, Path]:
-    """Return a run's complete checkpoints by step: the newest, those around the best validation, and the best one.
-
-    Raises InputError when there is none.
-    """
+    """Return a run's complete checkpoints by step: the newest, those around the best validation, and the best one."""
     from pipeline.checkpointing.checkpoint import read_checkpoint
 
     # In this order, because `fit` moves checkpoints from the former to the latter.
@@ -129,8 +109,6 @@ def saved_checkpoints(run: Path) -> dict[int, Path]:
     if is_valid(best):
         # A validation need not be at a step that is saved.
         saved.setdefault(read_checkpoint(best)["global_step"], best)
-    if not saved:
-        raise InputError(f"{run}: holds no checkpoint; give a run folder that fit wrote")
     return saved
 
 
@@ -166,6 +144,8 @@ def best_validation(run: Path, metric: str) -> tuple[int, float]:
 
 def require_enough(run: Path, option: str, count: int, available: int) -> None:
     """Raise InputError when there are fewer checkpoints than are to be averaged."""
+    if not available:
+        raise InputError(f"{run}: holds no checkpoint; give a run folder that fit wrote")
     if count > available:
         has = f"{available} valid checkpoint{'s' if available > 1 else ''}"
         raise InputError(

@@ -61,9 +61,9 @@ def log_scores(run: Path, bleu: Mapping[int, float | None]) -> None:
 
 
 def best(run: Path, count: int) -> dict[str, Any]:
-    """Run the command and return its record."""
+    """Run the command and return what the average says about the choice."""
     assert main(["average", str(run), "--best", str(count)]) == 0
-    return json.loads((run / f"average-best-{count}.json").read_text())
+    return read_checkpoint(run / f"average-best-{count}.ckpt")["selection"]
 
 
 def move_to_around_best(run: Path, paths: list[Path]) -> None:
@@ -103,7 +103,6 @@ def test_the_checkpoints_around_the_best_validation_are_averaged(
     path = run / f"average-best-{count}.ckpt"
     assert_average_of(run, path, steps)
     written = read_checkpoint(path)
-    assert written["selection"] == record
     assert written["averaged"] == [f"step={step:08d}.ckpt" for step in steps]
     output = capsys.readouterr()
     assert output.out == f"{path}\n"
@@ -113,11 +112,11 @@ def test_the_checkpoints_around_the_best_validation_are_averaged(
 def test_a_run_is_averaged_by_the_scores_that_it_logged(trained_run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(trained_run, tmp_path / "run"))
     scores = {line["step"]: line["validation/bleu"] for line in read_metrics(run) if "validation/bleu" in line}
-    assert best(run, 1)["best_validation"]["bleu"] == max(scores.values())
-    mean, kept = (
-        read_checkpoint(path)["state_dict"] for path in (run / "average-best-1.ckpt", run / "checkpoints/best.ckpt")
-    )
-    assert all(torch.equal(mean[name], tensor) for name, tensor in kept.items())
+    output = tmp_path / "elsewhere" / "mean.ckpt"
+    assert main(["average", str(run), "--best", "1", "--output", str(output)]) == 0
+    mean, kept = (read_checkpoint(path) for path in (output, run / "checkpoints/best.ckpt"))
+    assert mean["selection"]["best_validation"]["bleu"] == max(scores.values())
+    assert all(torch.equal(mean["state_dict"][name], tensor) for name, tensor in kept["state_dict"].items())
 
 
 def test_the_first_of_equal_validations_is_the_best(run: Path) -> None:
@@ -216,17 +215,6 @@ def test_the_average_is_used_until_the_run_goes_on(run: Path, capsys: pytest.Cap
     )
 
 
-def test_the_record_lies_beside_the_output(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log_scores(run, {EVERY: 1.0})
-    output = tmp_path / "elsewhere" / "mean.ckpt"
-    before = sorted(path.name for path in run.iterdir())
-    assert main(["average", str(run), "--best", "1", "--output", str(output)]) == 0
-    assert capsys.readouterr().out == f"{output}\n"
-    assert sorted(path.name for path in output.parent.iterdir()) == ["mean.ckpt", "mean.json"]
-    assert json.loads(output.with_suffix(".json").read_text()) == read_checkpoint(output)["selection"]
-    assert sorted(path.name for path in run.iterdir()) == before
-
-
 def test_nothing_is_written_if_it_is_interrupted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -247,7 +235,6 @@ def test_mistakes_are_reported_in_one_line(run: Path) -> None:
     assert refused(run, 0) == "error: --best 0 is not 1 or more"
     assert "is a file; give the run folder" in refused(step_checkpoints(run)[0], 1)
     assert "is a folder; give a file as --output" in refused(run, 1, "--output", run)
-    assert "mean.json: is the name of a record" in refused(run, 1, "--output", run / "mean.json")
     assert "argument --last: not allowed with argument --best" in refused(run, 2, "--last", 2)
     (run / "metrics.jsonl").write_text('{"step": 1, "time": 0.0, "train/loss": 1.0}\n')
     assert "metrics.jsonl has no validation scores to choose checkpoints by; give --last N" in refused(run, 2)

@@ -324,12 +324,7 @@ def test_removing_a_run_keeps_other_files(recipe: Recipe) -> None:
         (run / name / "file").touch()
     other_files = ["notes.txt", "average.txt", "results.jsonl"]
     removed = ["stopped-early.json", "metrics.jsonl", "summary.json", "starts.jsonl", "average-last-5.ckpt", ".fresh-6"]
-    removed += [
-        "average-best-5.ckpt",
-        "average-best-5.json",
-        ".average-best-2.ckpt.9.tmp",
-        ".average-best-2.json.9.tmp",
-    ]
+    removed += ["average-best-5.ckpt", ".average-best-2.ckpt.9.tmp"]
     for name in (*other_files, *removed):
         (run / name).touch()
     kept = {".lock", "config.yaml", "tokenizer.model", "versions.json", *other_files}
