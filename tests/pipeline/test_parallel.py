@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,23 +34,15 @@ def messages(errors: bytes) -> list[str]:
     return [line for line in errors.decode().splitlines() if line.strip() and not line.startswith(ours)]
 
 
-def translated(lines: list[str]) -> list[Translation]:
-    return [Translation([Hypothesis(line, 0.0, 0.0, 1)], False) for line in lines]
-
-
 class FakeWorker:
     """Answers in the process of the test; `before` is called before each answer."""
 
     def __init__(self, before: Callable[[Chunk], object] = lambda chunk: None) -> None:
-        self._before, self._chunks = before, SimpleQueue[Chunk]()
+        self._before = before
 
-    def send(self, chunk: Chunk) -> None:
-        self._chunks.put(chunk)
-
-    def receive(self) -> list[Translation]:
-        chunk = self._chunks.get()
+    def translate(self, chunk: Chunk) -> list[Translation]:
         self._before(chunk)
-        return translated(chunk.lines)
+        return [Translation([Hypothesis(line, 0.0, 0.0, 1)]) for line in chunk.lines]
 
 
 def translate_lines(workers: list[FakeWorker], lines: Iterator[str], chunk: int) -> Iterator[Translation]:
