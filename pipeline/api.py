@@ -16,23 +16,19 @@ from numpy.typing import NDArray
 
 from data_module.errors import InputError
 from data_module.files import user_path
-from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from model.padded_transformer import PaddedTransformer, attention_maps
 from model.sampling import Sampling, check_sampling
 from pipeline.checkpointing.checkpoint import load_model
-from pipeline.export.bundle import bundle_of, load_bundle
+from pipeline.export.bundle import load_checkpoint_or_bundle
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.scoring import score_targets
-from pipeline.inference.text_io import SPACE_MARK_MESSAGE, UNKNOWN_MESSAGE, progress_bar
-from pipeline.inference.translator import Hypothesis, Translator, encode_sources, load_translator
+from pipeline.inference.text_io import Defects, SentenceWarnings, progress_bar
+from pipeline.inference.translator import Hypothesis, Translator, encode_sources
 from pipeline.runtime import signals
 from pipeline.runtime.console import lightning_noise_restored, user_message
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-_MOST_NAMED = 3
-"""Sentences that a warning names."""
 
 
 @contextmanager
@@ -81,11 +77,8 @@ def load(
         InputError: the model cannot be read, or a setting is out of bounds.
     """
     with _mistakes_in_one_line():
-        path, options = user_path(path), SearchOptions(beam_size, length_penalty, stop_rule)
-        folder = bundle_of(path)
-        if folder is not None:
-            return Model(load_bundle(folder, options))
-        translator = load_translator(path, options)
+        options = SearchOptions(beam_size, length_penalty, stop_rule)
+        translator = load_checkpoint_or_bundle(user_path(path), options)
         return Model(translator, _File.of(Path(translator.name).absolute()))
 
 
@@ -212,12 +205,9 @@ class Model:
             raise InputError(f"n_best {count}: must be 1 or more")
         if count > beam_size:
             raise InputError(f"n_best {count}: is more than the beam, {beam_size}; load the model with more beam_size")
-        self._warn_of_prefixes(texts)
-        _warn_of_marks(texts)
         with _mistakes_in_one_line():
             translations = self._translator.translate(texts, count, sample, progress=progress)
-        self._warn_of_cut([number for number, made in enumerate(translations, 1) if made.truncated])
-        _warn([number for number, made in enumerate(translations, 1) if made.has_unknown], UNKNOWN_MESSAGE)
+        self._warn([translation.defects for translation in translations])
         answers: list[Any] = [
             translation.text if n_best is None else translation.hypotheses for translation in translations
         ]
@@ -291,32 +281,32 @@ class Model:
 
     def _source_ids(self, sentences: list[str]) -> list[list[int]]:
         """Return ids with the end symbol, cut as in translation, with the same warnings."""
-        self._warn_of_prefixes(sentences)
-        _warn_of_marks(sentences)
         translator = self._translator
-        sources, is_cut = encode_sources(translator.tokenizer, sentences, translator.max_source_tokens)
-        self._warn_of_cut([number for number, cut in enumerate(is_cut, 1) if cut])
-        _warn_of_unknown(sources)
-        return sources
+        limits = translator.max_source_tokens, translator.prefixes
+        rows, defects = encode_sources(translator.tokenizer, sentences, *limits)
+        self._warn(defects)
+        return rows
 
     def _target_ids(self, sentences: list[str]) -> list[list[int]]:
         """Return ids with the end symbol; raise InputError for a sentence that the network has no positions for."""
-        _warn_of_marks(sentences)
         longest = self._translator.search.max_positions
-        rows, _ = encode_sources(self._translator.tokenizer.target, sentences, None)
-        _warn_of_unknown(rows)
+        rows, defects = encode_sources(self._translator.tokenizer.target, sentences)
+        self._warn(defects)
         for number, ids in enumerate(rows, 1):
             if longest and len(ids) > longest:
                 raise InputError(f"target {number}: has {len(ids)} pieces and the network {longest} positions; cut it")
         return rows
 
-    def _warn_of_prefixes(self, sentences: list[str]) -> None:
-        prefixes = self._translator.prefixes
-        missing = [number for number, sentence in enumerate(sentences, 1) if prefixes.is_missing(sentence)]
-        _warn(missing, prefixes.missing_message)
-
-    def _warn_of_cut(self, numbers: list[int]) -> None:
-        _warn(numbers, f"longer than the {self._translator.max_source_tokens} tokens that the network reads; cut")
+    def _warn(self, defects: list[Defects]) -> None:
+        """Warn of sentences by number, from 1, in the code that has called this file."""
+        found = SentenceWarnings(self._translator.prefixes, self._translator.max_source_tokens)
+        for number, of_sentence in enumerate(defects, 1):
+            found.add(number, of_sentence)
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename == __file__:
+            level, frame = level + 1, frame.f_back
+        for text in found.texts("sentence"):
+            warnings.warn(text, stacklevel=level)
 
 
 def _check_sample(sample: Sampling) -> None:
@@ -347,25 +337,6 @@ def _texts(given: str | list[str], name: str) -> list[str]:
                 f"{name}: number {number} has half of a surrogate pair, {half}, which is no character; remove it"
             ) from None
     return texts
-
-
-def _warn_of_marks(sentences: list[str]) -> None:
-    _warn([number for number, sentence in enumerate(sentences, 1) if SPACE_MARK in sentence], SPACE_MARK_MESSAGE)
-
-
-def _warn_of_unknown(rows: list[list[int]]) -> None:
-    _warn([number for number, ids in enumerate(rows, 1) if Tokenizer.unk_id in ids], UNKNOWN_MESSAGE)
-
-
-def _warn(numbers: list[int], what: str) -> None:
-    """Warn of sentences by number, from 1, in the code that has called this file."""
-    if not numbers:
-        return
-    named = ", ".join(map(str, numbers[:_MOST_NAMED])) + (" ..." if len(numbers) > _MOST_NAMED else "")
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(f"{len(numbers)} sentence(s), number {named}: {what}", stacklevel=level)
 
 
 def train(recipe: Mapping[str, Any]) -> Path:

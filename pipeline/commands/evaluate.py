@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 from data_module.errors import InputError
 from data_module.files import atomic_file, user_path
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments
-from pipeline.inference.text_io import UNKNOWN_MESSAGE, LineWarning, SentenceWarnings
+from pipeline.inference.text_io import SentenceWarnings
 
 if TYPE_CHECKING:
     from pipeline.inference.evaluation_text import EvaluationText
@@ -139,16 +139,11 @@ def translations(translator: "Translator", text: "EvaluationText") -> list[str]:
     prefixes = translator.prefixes
     if unknown := text.unknown_prefixes(prefixes):
         print(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know", file=sys.stderr)
-    sources = text.sources(prefixes)
-    warnings = SentenceWarnings(prefixes, translator.name)
-    for number, line in enumerate(sources, 1):
-        warnings.add(number, line)
-    warnings.print()
-    unread, answers = LineWarning(UNKNOWN_MESSAGE, translator.name), translator.translate(sources, progress=True)
+    answers = translator.translate(text.sources(prefixes), progress=True)
+    warnings = SentenceWarnings(prefixes, translator.max_source_tokens, translator.name)
     for number, answer in enumerate(answers, 1):
-        if answer.has_unknown:
-            unread.add(number)
-    unread.print()
+        warnings.add(number, answer.defects)
+    warnings.print()
     return [answer.text for answer in answers]
 
 

@@ -153,18 +153,11 @@ def _lists(lines: Iterable[str], path: Path) -> Iterator[list[str]]:
 
 def _load(path: Path) -> "Translator":
     """Load a model with PyTorch's operators: the compiled search scores nothing."""
-    import torch
-
-    from pipeline.export.bundle import bundle_of, load_bundle
-    from pipeline.inference.translator import announced_checkpoint, load_on_device
+    from pipeline.export.bundle import load_checkpoint_or_bundle
     from pipeline.runtime.memory import limit_onednn_cache
 
-    folder = bundle_of(path)
-    if folder is not None:
-        return load_bundle(folder, SearchOptions())
     limit_onednn_cache()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load_on_device(announced_checkpoint(path), device, SearchOptions(), searches=False)
+    return load_checkpoint_or_bundle(path, SearchOptions(), searches=False)
 
 
 def check_reverse(forward: "Translator", reverse: "Translator", compares_tokens: bool) -> None:

@@ -24,15 +24,7 @@ from pipeline.inference.options import (
     given_sampling,
     with_prefix,
 )
-from pipeline.inference.text_io import (
-    CHUNK,
-    UNKNOWN_MESSAGE,
-    LineWarning,
-    SentenceWarnings,
-    count_lines,
-    open_text,
-    sentences,
-)
+from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, open_text, sentences
 
 if TYPE_CHECKING:
     from pipeline.inference.parallel import ParallelTranslator
@@ -155,33 +147,20 @@ def _translated(
     Args:
         runs: lines in succession, with the number of the first.
     """
-    truncated = LineWarning(f"longer than the {translator.max_source_tokens} tokens that the network reads; cut")
-    unknown, warnings = LineWarning(UNKNOWN_MESSAGE), SentenceWarnings(translator.prefixes)
+    warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens)
     sampling, show = given_sampling(arguments), chunk > 1 and not arguments.output
     total = count_lines(arguments.source) if arguments.source and show else None
     for first, run in runs:
-        lines = _checked(with_prefix(arguments.prefix, run), warnings, first)
+        lines = with_prefix(arguments.prefix, run)
         translations = translator.translate_lines(
             lines, chunk, arguments.n_best or 1, total, sampling=sampling, first=first, show=show
         )
         for number, translation in enumerate(translations, first):
-            if translation.truncated:
-                truncated.add(number)
-            if translation.has_unknown:
-                unknown.add(number)
+            warnings.add(number, translation.defects)
             text = ""
             for hypothesis in translation.hypotheses:
                 line_number = [] if arguments.n_best is None else [str(number)]
                 score = [f"{hypothesis.score:.4f}"] if arguments.scores else []
                 text += "\t".join([*line_number, *score, hypothesis.text]) + "\n"
             yield number, text
-    truncated.print()
-    unknown.print()
     warnings.print()
-
-
-def _checked(lines: Iterable[str], warnings: SentenceWarnings, first: int) -> Iterator[str]:
-    """Yield the lines, of which the first has number `first`, and count those with a defect."""
-    for number, line in enumerate(lines, first):
-        warnings.add(number, line)
-        yield line

@@ -206,12 +206,12 @@ def bundle_of(path: Path) -> Path | None:
     return folder if (folder / "card.json").is_file() else None
 
 
-def load_checkpoint_or_bundle(path: Path, options: "SearchOptions") -> "Translator":
+def load_checkpoint_or_bundle(path: Path, options: "SearchOptions", *, searches: bool = True) -> "Translator":
     """Load a checkpoint, a run folder's or a bundle's network for translation; see `load_translator`, `load_bundle`."""
     from pipeline.inference.translator import load_translator
 
     folder = bundle_of(path)
-    return load_translator(path, options) if folder is None else load_bundle(folder, options)
+    return load_translator(path, options, searches=searches) if folder is None else load_bundle(folder, options)
 
 
 def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":

@@ -12,7 +12,7 @@ from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from model.decoding import penalty
 from model.padded_transformer import attention_maps
 from model.transformer import Transformer
-from pipeline.inference.text_io import UNKNOWN_MESSAGE, LineWarning, SentenceWarnings
+from pipeline.inference.text_io import SentenceWarnings
 from pipeline.inference.translator import EMPTY, Hypothesis, Translator, encode_sources, length_batches, padded
 
 Alignment = list[tuple[int, int]]
@@ -174,10 +174,7 @@ class Scorer:
     def __init__(self, translator: Translator) -> None:
         """`translator` has a network that is no `CompiledSearch`."""
         self._translator, self._network = translator, translator.search.network
-        name, longest = translator.name, translator.max_source_tokens
-        self._read = SentenceWarnings(translator.prefixes, name)
-        self._cut = LineWarning(f"longer than the {longest} tokens that the network reads; cut", name)
-        self._unknown = LineWarning(UNKNOWN_MESSAGE, name)
+        self._warnings = SentenceWarnings(translator.prefixes, translator.max_source_tokens, translator.name)
 
     def score(
         self, numbers: list[int], sources: list[str], targets: list[str], with_alignments: bool = False
@@ -191,14 +188,12 @@ class Scorer:
             with_alignments: see `align_words`; a bundle cannot give them.
         """
         translator, tokenizer = self._translator, self._translator.tokenizer
-        source_ids, source_cut = encode_sources(tokenizer, sources, translator.max_source_tokens)
-        target_ids, target_cut = encode_sources(tokenizer.target, targets, translator.max_source_tokens)
-        for index, number in enumerate(numbers):
-            self._read.add(number, sources[index])
-            if source_cut[index] or target_cut[index]:
-                self._cut.add(number)
-            if tokenizer.unk_id in source_ids[index] or tokenizer.unk_id in target_ids[index]:
-                self._unknown.add(number)
+        longest = translator.max_source_tokens
+        source_ids, source_defects = encode_sources(tokenizer, sources, longest, translator.prefixes)
+        target_ids, target_defects = encode_sources(tokenizer.target, targets, longest)
+        for number, of_source, of_target in zip(numbers, source_defects, target_defects, strict=True):
+            self._warnings.add(number, of_source)
+            self._warnings.add(number, of_target)
         scored = score_targets(translator, self._network, targets, source_ids, target_ids)
         if not with_alignments:
             return scored, [Alignment() for _ in scored]
@@ -206,5 +201,4 @@ class Scorer:
 
     def print_warnings(self) -> None:
         """Print a line for each defect."""
-        for warning in (self._cut, self._unknown, self._read):
-            warning.print()
+        self._warnings.print()

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from data_module.corpus.readers import BYTE_ORDER_MARK, num_lines
 from data_module.errors import InputError
@@ -18,8 +18,6 @@ CHUNK = 2048
 """Number of lines translated together: enough to sort them by length, few enough to keep memory flat."""
 
 _MAX_NAMED_LINES = 3
-SPACE_MARK_MESSAGE = f"U+2581 ({SPACE_MARK}), by which sentencepiece marks spaces, was read as a space"
-UNKNOWN_MESSAGE = "characters that the model has never seen, and cannot read"
 
 
 def progress_bar(
@@ -76,37 +74,68 @@ class LineWarning:
         if len(self._first) < _MAX_NAMED_LINES:
             self._first.append(number)
 
-    def print(self) -> None:
-        """Print the number of lines and the first of them on standard error, if there are any."""
+    def text(self, unit: str = "line") -> str | None:
+        """Return the number of lines, the first of them and the message; None if there are no such lines."""
         if not self._count:
-            return
-        lines = "line " if self._count == 1 else f"{self._count:,} lines, "
+            return None
+        lines = f"{unit} " if self._count == 1 else f"{self._count:,} {unit}s, "
         if self._count > _MAX_NAMED_LINES:
             lines += "the first are "
         prefix = f"{self._name}: " if self._name else ""
-        print_above_bars(f"{prefix}{lines}{', '.join(map(str, self._first))}: {self._message}")
+        return f"{prefix}{lines}{', '.join(map(str, self._first))}: {self._message}"
+
+    def print(self) -> None:
+        """Print the text on standard error, if there is one."""
+        if text := self.text():
+            print_above_bars(text)
+
+
+class Defects(NamedTuple):
+    """In what ways a model does not read a sentence as it is written."""
+
+    is_cut: bool = False
+    """It is longer than the network reads."""
+    has_unknown: bool = False
+    """The vocabulary lacks a character of it."""
+    lacks_prefix: bool = False
+    """See `Prefixes.is_missing`."""
+    has_mark: bool = False
+    """It holds sentencepiece's mark of a space."""
 
 
 class SentenceWarnings:
-    """Counts source sentences that the model does not read as they are written, and prints a line for each defect."""
+    """Counts the sentences with each of the `Defects`."""
 
-    def __init__(self, prefixes: Prefixes, name: str = "") -> None:
-        """Create the warnings; `name` is printed in front of each."""
-        self._prefixes = prefixes
-        self._missing = LineWarning(prefixes.missing_message, name)
-        self._marks = LineWarning(SPACE_MARK_MESSAGE, name)
+    def __init__(self, prefixes: Prefixes, longest: int | None, name: str = "") -> None:
+        """Create the warnings.
 
-    def add(self, number: int, sentence: str) -> None:
-        """Look at sentence `number`."""
-        if self._prefixes.is_missing(sentence):
-            self._missing.add(number)
-        if SPACE_MARK in sentence:
-            self._marks.add(number)
+        Args:
+            prefixes: the model's prefixes.
+            longest: the number of tokens that the network reads of a sentence; None without a limit.
+            name: the file or model, for messages.
+        """
+        messages = (
+            f"longer than the {longest} tokens that the network reads; cut",
+            "characters that the model has never seen, and cannot read",
+            prefixes.missing_message,
+            f"U+2581 ({SPACE_MARK}), by which sentencepiece marks spaces, was read as a space",
+        )
+        self._warnings = [LineWarning(message, name) for message in messages]  # in the order of `Defects`
+
+    def add(self, number: int, defects: Defects) -> None:
+        """Count line `number`."""
+        for warning, has_defect in zip(self._warnings, defects, strict=True):
+            if has_defect:
+                warning.add(number)
+
+    def texts(self, unit: str) -> list[str]:
+        """Return a text for each defect that there is; see `LineWarning.text`."""
+        return [text for warning in self._warnings if (text := warning.text(unit))]
 
     def print(self) -> None:
         """Print the warnings on standard error."""
-        self._missing.print()
-        self._marks.print()
+        for warning in self._warnings:
+            warning.print()
 
 
 def open_text(path: Path) -> BinaryIO:

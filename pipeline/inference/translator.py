@@ -11,25 +11,32 @@ import torch
 from torch import Tensor
 
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import Tokenizer
+from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
 from model.decoding import BeamSearch
 from model.fast.compiled_search import CompiledSearch
 from model.sampling import Sampling
 from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.options import Prefixes, SearchOptions
-from pipeline.inference.text_io import progress_bar, show_token_rate
+from pipeline.inference.text_io import Defects, progress_bar, show_token_rate
 from pipeline.runtime.backend import choose_search
 
 
 def encode_sources(
-    tokenizer: Tokenizer, sentences: list[str], longest: int | None
-) -> tuple[list[list[int]], list[bool]]:
-    """Return each sentence's ids with the end symbol, cut to `longest` tokens, and whether it was cut."""
-    sources = [ids.tolist() for ids in tokenizer.encode(sentences)]
-    kept = None if longest is None else longest - 1
-    is_cut = [kept is not None and len(ids) > kept for ids in sources]
-    return [[*ids[:kept], tokenizer.eos_id] for ids in sources], is_cut
+    tokenizer: Tokenizer, sentences: list[str], longest: int | None = None, prefixes: Prefixes | None = None
+) -> tuple[list[list[int]], list[Defects]]:
+    """Return each sentence's ids with the end symbol, cut to `longest` tokens, and what is not read of it as it is.
+
+    `prefixes` are the model's for source sentences, None for targets.
+    """
+    kept, rows, defects = None if longest is None else longest - 1, [], []
+    for sentence, encoded in zip(sentences, tokenizer.encode(sentences), strict=True):
+        ids = encoded.tolist()
+        rows.append([*ids[:kept], tokenizer.eos_id])
+        lacks_prefix = prefixes is not None and prefixes.is_missing(sentence)
+        is_cut = kept is not None and len(ids) > kept
+        defects.append(Defects(is_cut, tokenizer.unk_id in rows[-1], lacks_prefix, SPACE_MARK in sentence))
+    return rows, defects
 
 
 def length_batches(
@@ -82,10 +89,8 @@ class Translation(NamedTuple):
 
     hypotheses: list[Hypothesis]
     """The n best hypotheses, best first; fewer if the search found fewer."""
-    truncated: bool
-    """Whether the sentence was cut to `Translator.max_source_tokens`."""
-    has_unknown: bool = False
-    """Whether the vocabulary lacks a character of the sentence."""
+    defects: Defects = Defects()
+    """What was not read of the sentence as it is written."""
 
     @property
     def text(self) -> str:
@@ -165,7 +170,7 @@ class Translator:
         sampling: Sampling | None = None,
         first: int = 1,
         *,
-        progress: bool | str = False,
+        progress: bool = False,
         finished: Callable[[int], object] | None = None,
     ) -> list[Translation]:
         """Translate sentences. A sentence without pieces gets an empty translation.
@@ -175,25 +180,23 @@ class Translator:
             n_best: number of hypotheses for each sentence.
             sampling: how to draw each translation at random; None for a search. `n_best` is 1 then.
             first: number of the first sentence in its text, which samples depend on.
-            progress: show a progress bar on standard error; a text is shown in front of it.
+            progress: show a progress bar on standard error.
             finished: called with a number of sentences whenever some have been translated, in place of that bar.
 
         Raises:
             ValueError: `n_best` or a setting is out of bounds (see `BeamSearch.beam` and `BeamSearch.sample`).
             InputError: the model is a bundle that cannot sample, or its weights are not finite.
         """
-        sources, is_cut = encode_sources(self.tokenizer, sentences, self.max_source_tokens)
+        sources, defects = encode_sources(self.tokenizer, sentences, self.max_source_tokens, self.prefixes)
         results: list[list[Hypothesis]] = [[EMPTY] for _ in sources]
-        label = progress if isinstance(progress, str) else "translating"
-        with progress_bar(len(sources), show=bool(progress), description=label) as bar:
+        with progress_bar(len(sources), show=progress) as bar:
             for batch in length_batches([len(source) for source in sources], *self._batch_limits):
                 batch_sources, report = [sources[i] for i in batch], finished or bar.update
                 lines = None if sampling is None else torch.tensor([first + i for i in batch], device=self.device)
                 answers = self._search(batch_sources, n_best, sampling, lines, report)
                 for index, hypotheses in zip(batch, answers, strict=True):
                     results[index] = hypotheses
-        has_unknown = [self.tokenizer.unk_id in source for source in sources]
-        return [Translation(*result) for result in zip(results, is_cut, has_unknown, strict=True)]
+        return [Translation(*result) for result in zip(results, defects, strict=True)]
 
     def translate_lines(
         self,
@@ -273,18 +276,19 @@ class Translator:
         return results
 
 
-def load_translator(checkpoint: Path, options: SearchOptions) -> Translator:
+def load_translator(checkpoint: Path, options: SearchOptions, *, searches: bool = True) -> Translator:
     """Load a checkpoint for translation, on the GPU if there is one.
 
     Args:
         checkpoint: a checkpoint or a run folder.
         options: search settings in place of the recipe's.
+        searches: whether the network is made faster for searches. The compiled search scores nothing.
 
     Raises:
         InputError: the checkpoint cannot be read, or a setting is out of bounds.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return load_on_device(announced_checkpoint(checkpoint), device, options)
+    return load_on_device(announced_checkpoint(checkpoint), device, options, searches=searches)
 
 
 def announced_checkpoint(checkpoint: Path) -> Path:
@@ -301,7 +305,7 @@ def announced_checkpoint(checkpoint: Path) -> Path:
 
 
 def load_on_device(path: Path, device: str, options: SearchOptions, *, searches: bool = True) -> Translator:
-    """Load a checkpoint file on a device; see `load_translator`. Without `searches`, nothing is made faster for it."""
+    """Load a checkpoint file on a device; see `load_translator`."""
     from pipeline.checkpointing.checkpoint import load_model
 
     model = load_model(path)

@@ -13,13 +13,15 @@ from pipeline.__main__ import main
 from pipeline.inference import translator
 from pipeline.inference.metrics import METRICS
 from pipeline.inference.options import Prefixes
+from pipeline.inference.text_io import Defects
 from tests.pipeline.test_metrics import Lines
 
 
 class Repeat:
     """Gives each sentence back; the one named `other` leaves the full stop out."""
 
-    settings, prefixes = SimpleNamespace(beam_size=1, length_penalty=0.6, stop_rule="exact"), Prefixes()
+    settings = SimpleNamespace(beam_size=1, length_penalty=0.6, stop_rule="exact")
+    prefixes, max_source_tokens = Prefixes(), None
     recipe: ClassVar[dict[str, Any]] = {"corpus": {"target_language": "en"}, "run": {"bleu_tokenizer": None}}
 
     def __init__(self, name: str) -> None:
@@ -27,14 +29,13 @@ class Repeat:
 
     def translate(self, sentences: list[str], *, progress: bool) -> list[Any]:
         drops = self.name == "other"
-        return [
-            SimpleNamespace(text=line.removesuffix(" .") if drops else line, has_unknown=False) for line in sentences
-        ]
+        texts = [line.removesuffix(" .") if drops else line for line in sentences]
+        return [SimpleNamespace(text=text, defects=Defects()) for text in texts]
 
 
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    monkeypatch.setattr(translator, "load_translator", lambda path, *_: Repeat(str(path)))
+    monkeypatch.setattr(translator, "load_translator", lambda path, *_, **__: Repeat(str(path)))
 
     def evaluate(lines: int, *options: str) -> Any:
         text = tmp_path / "text"
@@ -80,7 +81,7 @@ def test_the_language_chooses_bleu(
 ) -> None:
     """Without the packages for Korean, characters count; all scores and the comparison are on the same tokens."""
     monkeypatch.setitem(sys.modules, "mecab_ko", None)
-    monkeypatch.setattr(translator, "load_translator", lambda path, *_: Repeat(str(path)))
+    monkeypatch.setattr(translator, "load_translator", lambda path, *_, **__: Repeat(str(path)))
     monkeypatch.setitem(Repeat.recipe["corpus"], "target_language", language)
     text = tmp_path / "text"
     text.write_text("二匹の犬が雪の中を走っている .\n" * 3, encoding="utf-8")
@@ -110,9 +111,9 @@ class SeveralLanguages(Repeat):
 
     def translate(self, sentences: list[str], *, progress: bool) -> list[Any]:
         self.seen = sentences
-        return super().translate(
-            [line.removeprefix(">>de<< ").removeprefix(">>fr<< ") for line in sentences], progress=progress
-        )
+        texts = [line.removeprefix(">>de<< ").removeprefix(">>fr<< ") for line in sentences]
+        defects = [Defects(lacks_prefix=self.prefixes.is_missing(line)) for line in sentences]
+        return [SimpleNamespace(text=text, defects=found) for text, found in zip(texts, defects, strict=True)]
 
 
 GERMAN = [("A b c d e f", "A b c d e f"), ("A  b c d", "A b c x"), ("", "A"), ("D e f a b c", "D e f a b y")]
@@ -132,7 +133,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Several
     corpus["target_language"] = "en"
     loaded = {}
 
-    def load(path: Path, *_: Any) -> SeveralLanguages:
+    def load(path: Path, *_: Any, **__: Any) -> SeveralLanguages:
         return loaded.setdefault(str(path), SeveralLanguages(str(path), corpus))
 
     monkeypatch.setattr(translator, "load_translator", load)

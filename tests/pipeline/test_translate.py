@@ -21,7 +21,7 @@ from model.settings import DecodingSettings
 from pipeline.__main__ import main, parse
 from pipeline.commands.translate import _translator
 from pipeline.inference import translator
-from pipeline.inference.text_io import CHUNK, UNKNOWN_MESSAGE, count_lines, progress_bar, read_sentences, sentences
+from pipeline.inference.text_io import CHUNK, count_lines, progress_bar, read_sentences, sentences
 from pipeline.inference.translator import Hypothesis, Translation, Translator
 from tests.conftest import ROOT, pipeline, refusal
 
@@ -64,12 +64,13 @@ def test_warnings_have_line_numbers(answer: Any) -> None:
         ("invalid UTF-8", "lone surrogate"), ("long", "one long word"),
         ("control characters", "invalid UTF-8", "lone surrogate"),
     ))  # fmt: skip
+    never = "characters that the model has never seen, and cannot read"
     chosen, *warnings = answer.stderr.decode().splitlines()
     assert "best.ckpt" in chosen
     assert warnings == [
         f"2 lines, {invalid[0]}, {invalid[1]}: not valid UTF-8; invalid bytes were replaced",
         f"2 lines, {longer[0]}, {longer[1]}: longer than the 1024 tokens that the network reads; cut",
-        f"4 lines, the first are {', '.join(map(str, unknown))}: {UNKNOWN_MESSAGE}",
+        f"4 lines, the first are {', '.join(map(str, unknown))}: {never}",
         f"line {numbers['marks of spaces']}: U+2581 (▁), by which sentencepiece marks spaces, was read as a space",
     ]
 
@@ -167,7 +168,7 @@ class Echo:
     """A translator that returns its input."""
 
     def translate(self, lines: list[str], *options: Any, finished: Any) -> list[Translation]:
-        return [Translation([Hypothesis(line, 0.0, 0.0, 1)], False) for line in lines]
+        return [Translation([Hypothesis(line, 0.0, 0.0, 1)]) for line in lines]
 
 
 def test_no_more_than_a_chunk_is_read_ahead() -> None:

@@ -14,6 +14,7 @@ from model.sampling import Sampling
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.inference.scoring import score_targets
+from pipeline.inference.text_io import Defects
 from pipeline.inference.translator import EMPTY, Translator, encode_sources, length_batches
 from tests.conftest import train_tokenizer
 
@@ -62,7 +63,7 @@ def test_translations_have_the_order_of_the_sentences_for_any_batch_size(tokeniz
             assert [one.score for one in translation.hypotheses] == pytest.approx(scores, abs=1e-4)
             assert [one.num_tokens for one in translation.hypotheses] == lengths
             assert translation.text == texts[0]
-            assert not translation.truncated
+            assert translation.defects == Defects()
 
 
 def test_the_translator_sets_evaluation_mode(tokenizer: Tokenizer) -> None:
@@ -88,16 +89,18 @@ def test_a_sentence_longer_than_the_positions_is_cut_and_marked(tokenizer: Token
     translator = Translator(make_network(tokenizer, learned_positions=True), tokenizer, SETTINGS)
     longest = " ".join(["hund"] * 30)
     short, cut = translator.translate(["ein", longest])
-    assert (short.truncated, cut.truncated) == (False, True)
+    assert (short.defects, cut.defects) == (Defects(), Defects(is_cut=True))
     ids, end = tokenizer.encode([longest])[0].tolist(), tokenizer.eos_id
-    assert encode_sources(tokenizer, [longest], len(ids) + 1) == ([[*ids, end]], [False])
-    assert encode_sources(tokenizer, [longest], len(ids)) == ([[*ids[:-1], end]], [True])
+    assert encode_sources(tokenizer, [longest], len(ids) + 1) == ([[*ids, end]], [Defects()])
+    assert encode_sources(tokenizer, [longest], len(ids)) == ([[*ids[:-1], end]], [Defects(is_cut=True)])
     # Eleven pieces and the end symbol.
     source = torch.tensor([[*tokenizer.encode([longest])[0][:11].tolist(), tokenizer.eos_id]])
     answers = translator.search.beam(source, None, 3, 0.6, 4, 1)
     assert cut.score == pytest.approx(float(answers.scores[0, 0]), abs=1e-4)
     assert (
-        Translator(make_network(tokenizer), tokenizer, SETTINGS, max_source_tokens=5).translate([longest])[0].truncated
+        Translator(make_network(tokenizer), tokenizer, SETTINGS, max_source_tokens=5)
+        .translate([longest])[0]
+        .defects.is_cut
     )
 
 
