@@ -16,8 +16,6 @@ from pipeline.export.bundle import (
     PARITY_SENTENCES,
     bundle_files,
     check_bundle_folder,
-    obstacles,
-    parity_text,
     replaced_folder,
     write_bundle,
 )
@@ -53,27 +51,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the bundle and print its path."""
     from data_module.errors import InputError
     from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
-    from pipeline.export.cpp_program import require_compiled
-    from pipeline.export.exported_program import require_onnx
+    from pipeline.export.parity import parity_text
 
     folder: Path = arguments.folder
     check_bundle_folder(folder, arguments.force)
-    names = bundle_files(arguments.format, arguments.quantize)
     if arguments.parity_reference and not arguments.parity_source:
         raise InputError("--parity-reference: give --parity-source, the sentences that it translates")
-    if "onnx" in names:
-        require_onnx()
     path = resolve_checkpoint(arguments.checkpoint)
     print(f"exporting {path}", file=sys.stderr)
     model = load_model(path)
-    if "cpp" in names:
-        require_compiled(model.network)
-    text = parity_text(model, arguments.parity_source, arguments.parity_reference)
-    if not arguments.format:
-        left_out = obstacles(model, names)
-        for name, reason in left_out.items():
-            print(f"without {name}/: {reason}", file=sys.stderr)
-        names = [name for name in names if name.removesuffix("-int8") not in left_out]
+    names = bundle_files(model, arguments.format, arguments.quantize)
+    text = parity_text(model, arguments.parity_source, arguments.parity_reference, PARITY_SENTENCES)
     with replaced_folder(folder) as new:
         write_bundle(model, new, names, text, arguments.data_licence)
     print(folder)

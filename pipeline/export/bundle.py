@@ -13,7 +13,7 @@ from data_module.errors import InputError
 if TYPE_CHECKING:
     from model.settings import DecodingSettings
     from pipeline.checkpointing.checkpoint import TrainedModel
-    from pipeline.export.parity import Parity, Text
+    from pipeline.export.parity import Text
     from pipeline.inference.options import SearchOptions
     from pipeline.inference.translator import Translator
 
@@ -65,75 +65,35 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         replace_folder(new, folder, old)  # `old` is removed together with the temporary folder
 
 
-def bundle_files(formats: list[str] | None, quantize: str | None) -> list[str]:
+def bundle_files(model: "TrainedModel", formats: list[str] | None, quantize: str | None) -> list[str]:
     """Return the files and folders to write.
 
     Args:
-        formats: keys of `FILES`; None for all but those of `ON_REQUEST`.
+        model: the checkpoint.
+        formats: keys of `FILES`; None for all but those of `ON_REQUEST`, and but those whose program is not installed
+            or does not support the model, with a line about each.
         quantize: "int8" to add `ctranslate2-int8`.
 
     Raises:
-        InputError: CTranslate2, the only format with an int8 version, is not among the formats.
+        InputError: a format that is asked for cannot be written.
     """
+    from pipeline.export.formats import require_format
 
-    names = [name for key, name in FILES.items() if key in (formats or FILES.keys() - ON_REQUEST)]
-    if not quantize:
-        return names
-    if "ctranslate2" not in names:
-        raise InputError(f"--quantize {quantize}: is for ctranslate2; add --format ctranslate2")
-    return [*names, f"ctranslate2-{quantize}"]
-
-
-def obstacles(model: "TrainedModel", names: list[str]) -> dict[str, str]:
-    """Return the formats among `names` that the model cannot be exported to, and why.
-
-    Those are formats of programs that are not installed or do not support its network or tokenizer.
-    """
-    from pipeline.export.ctranslate2_model import require_shape
-    from pipeline.export.huggingface_model import require_marian
-
-    checks = {
-        "ctranslate2": lambda: require_shape(model.network),
-        "huggingface": lambda: require_marian(model.network, model.tokenizer),
-    }
-    reasons = {}
-    for name in names:
+    wanted = [name for key, name in FILES.items() if key in (formats or FILES.keys() - ON_REQUEST)]
+    if quantize:
+        if "ctranslate2" not in wanted:  # the only format with an int8 version
+            raise InputError(f"--quantize {quantize}: is for ctranslate2; add --format ctranslate2")
+        wanted.append(f"ctranslate2-{quantize}")
+    names = []
+    for name in wanted:
         try:
-            checks.get(name, lambda: None)()
+            require_format(name, model)
+            names.append(name)
         except InputError as error:
-            reasons[name] = str(error)
-    return reasons
-
-
-def parity_text(model: "TrainedModel", source: Path | None, reference: Path | None) -> "Text":
-    """Return the given text, or some sentences of the corpus's validation text.
-
-    Raises:
-        InputError: the text cannot be read, is empty, or is missing.
-    """
-    from pipeline.export.parity import Text
-    from pipeline.inference.bleu_tokenizer import DEFAULT, tokenizer_of
-    from pipeline.inference.text_io import paired_texts, read_sentences
-
-    if source is not None:
-        if reference is not None:
-            sources, references = paired_texts(source, reference)
-        else:
-            sources, references = read_sentences(source), None
-        if not any(map(len, model.tokenizer.encode(sources))):  # U+2581 and the like are no pieces
-            raise InputError(f"{source}: has no sentences; give a text to compare formats on")
-        return Text(source.name, sources, references, tokenizer_of(model.recipe) if references else DEFAULT)
-    folder = Path(model.recipe["corpus"]["folder"])
-    source, reference = folder / "validation.source.txt", folder / "validation.target.txt"
-    if not (source.is_file() and reference.is_file()):
-        raise InputError(
-            f"{source}: is missing, and formats are compared on real sentences; give --parity-source FILE and "
-            "--parity-reference FILE"
-        )
-    sources, references = paired_texts(source, reference)
-    stride = max(1, len(sources) // PARITY_SENTENCES)
-    sources, references = (lines[::stride][:PARITY_SENTENCES] for lines in (sources, references))
-    return Text("validation text", sources, references, tokenizer_of(model.recipe))
+            if formats:
+                raise
+            print(f"without {name}/: {error}", file=sys.stderr)
+    return names
 
 
 def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "Text", licences: list[str]) -> None:
@@ -149,55 +109,37 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     Raises:
         InputError: a format's translations differ from the checkpoint's.
     """
+    import torch
+
     from model.fast.packed_linear import can_pack
     from pipeline.export.card import example_sentence, make_card, readme
-    from pipeline.export.ctranslate2_model import NUM_POSITIONS
-    from pipeline.export.formats import FORMATS, Bundle
-    from pipeline.export.parity import Parity, broken_bounds, compare_formats
+    from pipeline.export.formats import Bundle, write_format
+    from pipeline.export.parity import Parity, compare_formats
 
-    max_positions = model.network.positions.max_positions
+    tokenizer = model.tokenizer
     print(f"comparing on {len(text.sources)} sentences ({text.name})", file=sys.stderr)
     parity = Parity(model, text)
-    scores: dict[str, Any] = {"text": text.name, "sentences": len(parity.sources)}
-    scores |= {name: value for name, value in parity.figures.items() if name.startswith("bleu")}
-    card, penalty = make_card(model, scores, licences, max_positions), parity.power_penalty()
+    about = {"text": text.name, "sentences": len(parity.sources)}
+    bleu = {name: value for name, value in parity.figures.items() if name.startswith("bleu")}
+    card, penalty = make_card(model, about | bleu, licences), parity.power_penalty()
     if any(name.startswith("ctranslate2") for name in names):
         card["ctranslate2_length_penalty"] = penalty
     card_text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"
     bundle = Bundle(model, folder, card_text, penalty)
     for name in names:
         print(f"writing {name}", file=sys.stderr)
-        FORMATS[name].write(bundle, folder / name)
-    (folder / "tokenizer.model").write_bytes(model.tokenizer.model)
-    if model.tokenizer.pair:
-        (folder / "source.spm").write_bytes(model.tokenizer.pair[0])
+        write_format(name, bundle)
+    (folder / "tokenizer.model").write_bytes(tokenizer.model)
+    if tokenizer.pair:
+        (folder / "source.spm").write_bytes(tokenizer.pair[0])
     (folder / "card.json").write_text(card_text, encoding="utf-8")
-    figures = compare_formats(bundle, names, parity)
-    if failures := broken_bounds(figures):
-        raise InputError(
-            f"{model.path}: formats differ from the checkpoint: {'; '.join(failures)}; nothing was written; leave "
-            "such a format out with --format"
-        )
-    _write_report(folder / "parity.json", text.name, parity, figures)
-    example = [*model.tokenizer.encode([example_sentence(model.recipe)])[0].tolist(), model.tokenizer.eos_id]
-    options = max_positions or NUM_POSITIONS, can_pack(model.network), model.tokenizer.pair is not None
-    readme_text = readme(names, card, example, *options)
-    (folder / "README.md").write_text(readme_text, encoding="utf-8")
-
-
-def _write_report(path: Path, text_name: str, parity: "Parity", figures: dict[str, Any]) -> None:
-    """Write what each format produced beside the checkpoint."""
-    import torch
-
-    report = {
-        "text": text_name,
-        "sentences": len(parity.sources),
-        "threads": torch.get_num_threads(),
-        "bounds": parity.bounds,
-        "checkpoint": parity.figures,
-        **figures,
-    }
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    bounds = {"tie": 2 * parity.tolerance, "score_difference": parity.tolerance}
+    report = {**about, "threads": torch.get_num_threads(), "bounds": bounds, "checkpoint": parity.figures}
+    report |= compare_formats(bundle, names, parity)
+    (folder / "parity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    example = [*tokenizer.encode([example_sentence(model.recipe)])[0].tolist(), tokenizer.eos_id]
+    page = readme(names, card, example, can_pack(model.network), tokenizer.pair is not None)
+    (folder / "README.md").write_text(page, encoding="utf-8")
 
 
 def bundle_of(path: Path) -> Path | None:
@@ -252,10 +194,10 @@ def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":
 def _settings_of(path: Path) -> tuple[dict[str, Any], "DecodingSettings"]:
     """Return the recipe in a bundle's card and its settings of the search; raise InputError if it is no card."""
     from model.settings import DecodingSettings
-    from pipeline.export.card import START_OVER, read_card
+    from pipeline.export.card import START_OVER, parse_card
     from pipeline.inference.options import Prefixes
 
-    card = read_card(path)
+    card = parse_card(path, path.read_bytes())
     try:
         recipe: dict[str, Any] = card["recipe"]
         Prefixes.of_corpus(recipe["corpus"])

@@ -15,22 +15,23 @@ from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
 from data_module.files import FORMAT_VERSION, check_format
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export.cpp_program import num_positions
+from pipeline.export.ctranslate2_model import NUM_POSITIONS
 from pipeline.inference.options import Prefixes
+from pipeline.inference.translator import LONGEST
 from pipeline.runtime.launch import versions
 
 START_OVER = "export it again"
 """What to do with a bundle that this version cannot read."""
+TEMPLATES = Path(__file__).with_name("templates")
 
 
-def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str], max_positions: int) -> dict[str, Any]:
+def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str]) -> dict[str, Any]:
     """Return the card as JSON values.
 
     Args:
         model: the checkpoint.
         scores: BLEU, its signature and the name of the text.
         licences: licences of the training data, as the user gave them.
-        max_positions: upper bound on the tokens of a source; 0 for none.
     """
     tokenizer, decoding, corpus = model.tokenizer, model.decoding, model.recipe["corpus"]
     return {
@@ -47,7 +48,7 @@ def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str], 
         "unk_id": tokenizer.unk_id,
         "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id,
-        "max_source_tokens": max_positions or None,
+        "max_source_tokens": model.network.positions.max_positions or None,
         "beam_size": decoding.beam_size,
         "length_penalty": decoding.length_penalty,
         "max_extra_tokens": decoding.max_extra_tokens,
@@ -60,15 +61,15 @@ def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str], 
     }
 
 
-def read_card(path: Path) -> dict[str, Any]:
+def parse_card(path: Path, text: str | bytes) -> dict[str, Any]:
     """Return the card that a file holds.
 
     Raises:
         InputError: it is no card, or of another format.
     """
     try:
-        card = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        card = json.loads(text)
+    except ValueError:
         card = None
     if not isinstance(card, dict):
         raise InputError(f"{path}: is no card of a bundle; {START_OVER}")
@@ -92,11 +93,9 @@ def _trained_with(checkpoint: Path) -> dict[str, Any] | str:
     """Return the versions that `fit` recorded in the run folder."""
     for folder in (checkpoint.parent, checkpoint.parent.parent):
         try:
-            recorded = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
+            return _code_of(json.loads((folder / "versions.json").read_text(encoding="utf-8")))
         except (OSError, ValueError):
             continue
-        if isinstance(recorded, dict):
-            return _code_of(recorded)
     return "the run folder was not available"
 
 
@@ -104,29 +103,18 @@ def _code_of(recorded: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in recorded.items() if name not in ("host", "format_version")}
 
 
-TEMPLATES = Path(__file__).with_name("templates")
-
-
 def example_sentence(recipe: dict[str, Any]) -> str:
     """Return the sentence that the examples translate, with the first prefix of the model of a recipe."""
     return " ".join([*Prefixes.of_corpus(recipe["corpus"]).trained[:1], "A sentence."])
 
 
-def readme(
-    names: list[str],
-    card: dict[str, Any],
-    example: list[int],
-    ctranslate2_positions: int,
-    packed: bool,
-    two_models: bool = False,
-) -> str:
+def readme(names: list[str], card: dict[str, Any], example: list[int], packed: bool, two_models: bool = False) -> str:
     """Return the README, with a section for each format in `names`.
 
     Args:
         names: files and folders of the bundle.
         card: the bundle's card.
         example: ids of what `example_sentence` returns, with the end symbol.
-        ctranslate2_positions: upper bound on the tokens of a sentence for `ctranslate2/`.
         packed: whether model.ts contains `packed.ts`.
         two_models: whether `source.spm` encodes, and tokenizer.model decodes only.
     """
@@ -136,46 +124,35 @@ def readme(
     if two_models:
         load_pieces = '\npieces = sentencepiece.SentencePieceProcessor(model_file="source.spm").encode_as_pieces'
         ids, pieces = f"tokenizer.piece_to_id(pieces({sentence}))", f"pieces({sentence})"
-    values |= {"load_pieces": load_pieces, "ids": ids, "pieces": pieces}
     values |= {
+        "load_pieces": load_pieces,
+        "ids": ids,
+        "pieces": pieces,
         "example": ", ".join(map(str, example)),
         "length_penalty": repr(float(card["length_penalty"])),
-        "ctranslate2_positions": ctranslate2_positions,
+        "ctranslate2_positions": card["max_source_tokens"] or NUM_POSITIONS,
         "stops_at_first": int(card["stop_rule"] == "first"),
-        "num_positions": num_positions(card["max_source_tokens"] or 0, card["max_extra_tokens"]),
+        "num_positions": card["max_source_tokens"] or LONGEST + card["max_extra_tokens"],
     }
     blocks = {"page", *names, *(f"{name} program" for name in names)}
-    if values["prefixes"]:
-        blocks.add("prefixes")
-    if two_models:
-        blocks.add("two models")
-    if packed and "model.ts" in names:
-        blocks.add("packed.ts")
-    return _page("readme.md", blocks, values)
+    wanted = {"prefixes": values["prefixes"], "two models": two_models, "packed.ts": packed and "model.ts" in names}
+    return _page("readme.md", blocks.union(name for name, is_wanted in wanted.items() if is_wanted), values)
 
 
 def model_card(card: dict[str, Any]) -> str:
-    """Return the model card, with the data, scores, signatures and licences of `card.json`."""
-    values, scores, data = _values(card), card["scores"], card["data"]
-    licences, trained = card["data_licences"], card["code"]["trained"]
-    values |= {"name": card["name"] or "model", "program": _page("readme.md", {"huggingface program"}, values)}
-    values["licence"] = licences if isinstance(licences, str) else "; ".join(licences)
-    blocks = {"page", "scores" if "bleu" in scores else "no scores"}
+    """Return the model card, with the scores, data, licences and versions of `card.json`."""
+    values, scores = _values(card), card["scores"]
+    about = {"data": card["data"], "licences": card["data_licences"], "code": card["code"]}
+    values |= {
+        "name": card["name"] or "model",
+        "program": _page("readme.md", {"huggingface program"}, values),
+        "about": json.dumps(about, indent=2, ensure_ascii=False),
+    }
+    blocks = {"page", "no scores"}
     if "bleu" in scores:
+        blocks = {"page", "scores"}
         values |= scores | {"bleu": f"{scores['bleu']:.2f}"}
-    if isinstance(data, str):
-        lines = [data]
-    else:
-        lines = [f"pairs: {data['train_pairs']:,} for training, {data['validation_pairs']:,} for validation"]
-        lines += [f"{file['file']}, SHA-256 {file['sha256']}" for file in data["source_files"]]
-        lines += [f"{name}, revision {revision}" for name, revision in data["hub_revisions"].items()]
-    values["data"] = "\n".join(f"- {line}" for line in lines)
-    if values["prefixes"]:
-        blocks.add("prefixes")
-    if isinstance(trained, dict):
-        blocks.add("trained")
-        values["versions"] = ", ".join(f"{name} {version}" for name, version in trained.items())
-    return _page("model_card.md", blocks, values)
+    return _page("model_card.md", blocks | ({"prefixes"} if values["prefixes"] else set()), values)
 
 
 def _values(card: dict[str, Any]) -> dict[str, Any]:

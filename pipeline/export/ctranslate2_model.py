@@ -10,47 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_module.errors import InputError, install
 from data_module.tokenization.tokenizer import Tokenizer
-from model.attention import CrossAttention, SelfAttention
-from model.layers import FeedForward, Residual
-from model.transformer import LearnedPositions, Transformer, sinusoidal_table
+from model.transformer import Transformer, sinusoidal_table
+from pipeline.export.support import lacking_layers, refuse, require_package
 
 NUM_POSITIONS = 2048
 """Number of sinusoidal positions in a model; CTranslate2 refuses longer sentences and translations."""
 
 
-def require_ctranslate2() -> Any:
-    """Return the package `ctranslate2`; raise InputError if it is not installed."""
-    try:
-        import ctranslate2
-    except ImportError:
-        raise InputError(f"ctranslate2 is not installed; run: {install('ctranslate2')}") from None
-    return ctranslate2
-
-
-def require_shape(trained: Transformer) -> None:
-    """Raise InputError if CTranslate2 is not installed or does not support the network."""
-    require_ctranslate2()
-    network: Any = trained
-    layer, attention = network.encoder[0], network.encoder[0].self_attention
-    for key, expected, module in (
-        ("norm", (nn.LayerNorm,), layer.feed_forward_residual.norm),
-        ("activation", (nn.ReLU, nn.SiLU), layer.feed_forward.activation),
-        ("self_attention", (SelfAttention,), attention),
-    ):
-        if type(module) not in expected:
-            names = " and ".join(kind.__name__ for kind in expected)
-            raise InputError(
-                f"CTranslate2 export knows {names} as network.{key} only; this network has "
-                f"{type(module).__name__}; leave network.{key} out of the recipe to export it"
-            )
-    d_model = network.embedding.embedding_dim
-    if not attention.d_k == attention.d_v == d_model / attention.num_heads:
-        raise InputError(
-            f"CTranslate2 needs d_k = d_v = d_model / num_heads; this network has d_k {attention.d_k}, "
-            f"d_v {attention.d_v}, d_model {d_model}, num_heads {attention.num_heads}; export other formats"
-        )
+def require_ctranslate2(network: Transformer) -> None:
+    """Raise InputError if CTranslate2 is not installed or lacks a part of the network."""
+    require_package("ctranslate2", "ctranslate2")
+    refuse("CTranslate2", lacking_layers(network.settings))
 
 
 def write_ctranslate2(
@@ -67,9 +38,9 @@ def write_ctranslate2(
         quantization: type of the weights, such as "int8"; None for float32.
 
     Raises:
-        InputError: CTranslate2 is not installed or does not support the network.
+        InputError: see `require_ctranslate2`.
     """
-    require_shape(network)
+    require_ctranslate2(network)
     specification = _specification(network, tokenizer)
     specification.validate()
     # Detects that three matrices are tied.
@@ -83,21 +54,16 @@ def _specification(trained: Transformer, tokenizer: Tokenizer) -> Any:
     from ctranslate2.specs.common_spec import Activation
 
     network: Any = trained  # members of a ModuleList are untyped
-    attention = network.encoder[0].self_attention
-    d_model = network.embedding.embedding_dim
-    is_pre_norm = isinstance(network.encoder_norm, nn.LayerNorm)
+    settings = trained.settings
     activation = network.encoder[0].feed_forward.activation
     spec = TransformerSpec.from_config(
-        (len(network.encoder), len(network.decoder)),
-        attention.num_heads,
-        pre_norm=is_pre_norm,
+        (settings.encoder_layers, settings.decoder_layers),
+        settings.num_heads,
+        pre_norm=settings.pre_norm,
         activation=Activation.SWISH if isinstance(activation, nn.SiLU) else Activation.RELU,
     )
-    table = (
-        network.positions.table
-        if isinstance(network.positions, LearnedPositions)
-        else sinusoidal_table(NUM_POSITIONS, d_model)
-    )
+    is_learned = settings.learned_positions
+    table = network.positions.table if is_learned else sinusoidal_table(NUM_POSITIONS, settings.d_model)
     for side in (spec.encoder, spec.decoder):
         side.scale_embeddings = True
         side.position_encodings.encodings = _array(table)
@@ -106,14 +72,18 @@ def _specification(trained: Transformer, tokenizer: Tokenizer) -> Any:
     spec.decoder.projection.weight = _array(network.embedding.weight)
     if network.projection.bias is not None:
         spec.decoder.projection.bias = _array(network.projection.bias)
-    for target, layer in zip(spec.encoder.layer, network.encoder, strict=True):
-        _self_attention(target.self_attention, layer.self_attention, layer.self_attention_residual)
-        _feed_forward(target.ffn, layer.feed_forward, layer.feed_forward_residual)
-    for target, layer in zip(spec.decoder.layer, network.decoder, strict=True):
-        _self_attention(target.self_attention, layer.self_attention, layer.self_attention_residual)
-        _cross_attention(target.attention, layer.cross_attention, layer.cross_attention_residual)
-        _feed_forward(target.ffn, layer.feed_forward, layer.feed_forward_residual)
-    if is_pre_norm:
+    for stack, layers in ((spec.encoder, network.encoder), (spec.decoder, network.decoder)):
+        for target, layer in zip(stack.layer, layers, strict=True):
+            own, feed_forward = layer.self_attention, layer.feed_forward
+            _sublayer(target.self_attention.linear, [own.query_key_value, own.output])
+            _norm(target.self_attention.layer_norm, layer.self_attention_residual.norm)
+            if stack is spec.decoder:
+                cross = layer.cross_attention
+                _sublayer(target.attention.linear, [cross.query, cross.key_value, cross.output])
+                _norm(target.attention.layer_norm, layer.cross_attention_residual.norm)
+            _sublayer([target.ffn.linear_0, target.ffn.linear_1], [feed_forward.inner, feed_forward.outer])
+            _norm(target.ffn.layer_norm, layer.feed_forward_residual.norm)
+    if settings.pre_norm:
         _norm(spec.encoder.layer_norm, network.encoder_norm)
         _norm(spec.decoder.layer_norm, network.decoder_norm)
     pieces = tokenizer.pieces()
@@ -127,27 +97,9 @@ def _specification(trained: Transformer, tokenizer: Tokenizer) -> Any:
     return spec
 
 
-def _self_attention(target: Any, attention: SelfAttention, residual: Residual) -> None:
-    _linear(target.linear[0], attention.query_key_value)
-    _linear(target.linear[1], attention.output)
-    _norm(target.layer_norm, residual.norm)
-
-
-def _cross_attention(target: Any, attention: CrossAttention, residual: Residual) -> None:
-    _linear(target.linear[0], attention.query)
-    _linear(target.linear[1], attention.key_value)
-    _linear(target.linear[2], attention.output)
-    _norm(target.layer_norm, residual.norm)
-
-
-def _feed_forward(target: Any, feed_forward: FeedForward, residual: Residual) -> None:
-    _linear(target.linear_0, feed_forward.inner)
-    _linear(target.linear_1, feed_forward.outer)
-    _norm(target.layer_norm, residual.norm)
-
-
-def _linear(target: Any, linear: nn.Linear) -> None:
-    target.weight, target.bias = _array(linear.weight), _array(linear.bias)
+def _sublayer(targets: list[Any], linears: list[nn.Linear]) -> None:
+    for target, linear in zip(targets, linears, strict=True):
+        target.weight, target.bias = _array(linear.weight), _array(linear.bias)
 
 
 def _norm(target: Any, norm: Any) -> None:

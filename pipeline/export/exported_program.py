@@ -6,7 +6,6 @@ longer ones, which the caller may reorder. All dimensions but those of the netwo
 Shapes: R hypotheses, S source length, P previous tokens, H heads, K d_k, V d_v, N decoder layers.
 """
 
-import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from data_module.errors import InputError, install
-from data_module.files import atomic_file
+from data_module.errors import InputError
 from model.padded_transformer import PaddedTransformer, sharing_copy
 from model.transformer import SinusoidalPositions, Transformer, sinusoidal_table
 from pipeline.compat.pytorch import load_programs, save_programs
+from pipeline.export.support import require_package
 
 INPUTS = {
     "encode": ["source", "source_mask"],
@@ -113,12 +112,9 @@ def _with_computed_positions(network: Transformer) -> Transformer:
 
 def write_exported_program(network: Transformer, card: str, path: Path) -> None:
     """Write the programs `encode` and `step` and the card into one file."""
-    programs = {"encode": encode_program(network).exported, "step": step_program(network).exported}
-    buffer = io.BytesIO()
-    with _quiet():
-        save_programs(buffer, programs, {"card.json": card})
-    with atomic_file(path) as file:
-        file.write(buffer.getvalue())
+    programs = {name: program.exported for name, program in export_programs(network).items()}
+    with _quiet(), path.open("wb") as file:
+        save_programs(file, programs, {"card.json": card})
 
 
 def load_exported_program(path: Path) -> dict[str, Any]:
@@ -128,34 +124,22 @@ def load_exported_program(path: Path) -> dict[str, Any]:
     return {name: program.module() for name, program in programs.items()}
 
 
-def encode_program(network: Transformer) -> Program:
-    """Export `Encode` with a dynamic number of rows and source length."""
-    rows, length = torch.export.Dim("rows"), _length(network, "source_length")
-    source = torch.full([2, 3], 4)
-    return _exported(Encode(network), (source, source > 0), ({0: rows, 1: length}, {0: rows, 1: length}))
-
-
-def step_program(network: Transformer) -> Program:
-    """Export `Step` with a dynamic number of rows, source length and number of previous tokens."""
-    rows, length, past = torch.export.Dim("rows"), _length(network, "source_length"), _length(network, "past", -1)
-    encode = Encode(network)
-    source = torch.full([2, 3], 4)
-    with torch.no_grad():
-        cross_keys, cross_values = encode(source, source > 0)
-    keys, values = cross_keys[:, :, :, :2].contiguous(), cross_values[:, :, :, :2].contiguous()
-    arguments = (source[:, 0], keys, values, cross_keys, cross_values, source > 0)
-    dimensions = (
-        {0: rows},
-        *({1: rows, 3: past},) * 2,
-        *({1: rows, 3: length},) * 2,
-        {0: rows, 1: length},
-    )
-    return _exported(Step(network), arguments, dimensions)
-
-
-def _length(network: Transformer, name: str, more: int = 0) -> Any:
+def export_programs(network: Transformer) -> dict[str, Program]:
+    """Export `Encode` and `Step` with a dynamic number of rows, source length and number of previous tokens."""
     longest = network.positions.max_positions
-    return torch.export.Dim(name, max=longest + more) if longest else torch.export.Dim(name)
+    rows = torch.export.Dim("rows")
+    length = torch.export.Dim("source_length", max=longest or None)
+    past = torch.export.Dim("past", max=longest - 1 if longest else None)
+    source, encode = torch.full([2, 3], 4), Encode(network)
+    text, text_dimensions = (source, source > 0), ({0: rows, 1: length},) * 2
+    with torch.no_grad():
+        cross = encode(*text)
+    own = [values[:, :, :, :2].contiguous() for values in cross]
+    step_dimensions = ({0: rows}, *({1: rows, 3: past},) * 2, *({1: rows, 3: length},) * 2, {0: rows, 1: length})
+    return {
+        "encode": _exported(encode, text, text_dimensions),
+        "step": _exported(Step(network), (source[:, 0], *own, *cross, source > 0), step_dimensions),
+    }
 
 
 def _exported(module: nn.Module, arguments: tuple[Any, ...], dimensions: tuple[dict[int, Any], ...]) -> Program:
@@ -163,45 +147,36 @@ def _exported(module: nn.Module, arguments: tuple[Any, ...], dimensions: tuple[d
         return Program(torch.export.export(module.eval(), arguments, dynamic_shapes=dimensions), dimensions)
 
 
-def require_onnx() -> Any:
-    """Return the package `onnxruntime`; raise InputError if it or a package that writes ONNX files is not installed."""
-    try:
-        import onnxruntime
-        import onnxscript  # noqa: F401  PyTorch imports it
-    except ImportError as error:
-        raise InputError(f"{error.name} is not installed; run: {install('onnx')}") from None
-    return onnxruntime
+def require_onnx() -> None:
+    """Raise InputError if ONNX Runtime or the package that writes ONNX files is not installed."""
+    for name in ("onnxruntime", "onnxscript"):  # PyTorch imports the second
+        require_package(name, "onnx")
 
 
 def write_onnx(network: Transformer, folder: Path) -> None:
     """Write `encode.onnx` and `step.onnx` into a new folder.
 
     Raises:
-        InputError: packages are not installed, or an operator of the network has no form in ONNX.
+        InputError: an operator of the network has no form in ONNX.
     """
-    require_onnx()
     folder.mkdir()
-    for name, program in (("encode", encode_program(network)), ("step", step_program(network))):
-        _write_onnx(name, program, folder)
-
-
-def _write_onnx(name: str, program: Program, folder: Path) -> None:
-    with _quiet():
-        try:
-            converted = torch.onnx.export(
-                program.exported,
-                input_names=INPUTS[name],
-                output_names=OUTPUTS[name],
-                dynamic_shapes=program.dimensions,
-                dynamo=True,
-                verbose=False,
-            )
-        except torch.onnx.errors.OnnxExporterError as error:
-            reason = " ".join(str(error.__cause__ or error).split())
-            raise InputError(
-                f"PyTorch cannot write the {name} program of this network as ONNX ({reason[:200]}); leave out "
-                "--format onnx"
-            ) from error
+    for name, program in export_programs(network).items():
+        with _quiet():
+            try:
+                converted = torch.onnx.export(
+                    program.exported,
+                    input_names=INPUTS[name],
+                    output_names=OUTPUTS[name],
+                    dynamic_shapes=program.dimensions,
+                    dynamo=True,
+                    verbose=False,
+                )
+            except torch.onnx.errors.OnnxExporterError as error:
+                reason = " ".join(str(error.__cause__ or error).split())
+                raise InputError(
+                    f"PyTorch cannot write the {name} program of this network as ONNX ({reason[:200]}); leave out "
+                    "--format onnx"
+                ) from error
         assert converted is not None
         for node in converted.model.graph.all_nodes():
             # Where in the sources each operator comes from, with paths of this machine.
@@ -225,7 +200,7 @@ def _quiet() -> Iterator[None]:
 
 def load_onnx(folder: Path) -> dict[str, Callable[..., Any]]:
     """Load `encode` and `step` as functions from tensors to a tuple of tensors, on the CPU."""
-    runtime = require_onnx()
+    runtime = require_package("onnxruntime", "onnx")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
 

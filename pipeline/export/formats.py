@@ -1,7 +1,7 @@
 """The formats of a bundle: how each is written, and how it is loaded and searched to compare it with the checkpoint."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +13,19 @@ from model.fast.compiled_search import CompiledSearch
 from model.fast.packed_linear import can_pack
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.card import model_card
-from pipeline.export.cpp_program import WEIGHTS, compile_cpp, num_positions, write_cpp
+from pipeline.export.cpp_program import WEIGHTS, compile_cpp, require_compiled, write_cpp
 from pipeline.export.ctranslate2_model import require_ctranslate2, write_ctranslate2
-from pipeline.export.exported_program import load_exported_program, load_onnx, write_exported_program, write_onnx
-from pipeline.export.huggingface_model import require_transformers, write_huggingface
+from pipeline.export.exported_program import (
+    load_exported_program,
+    load_onnx,
+    require_onnx,
+    write_exported_program,
+    write_onnx,
+)
+from pipeline.export.huggingface_model import require_marian, require_transformers, write_huggingface
+from pipeline.export.support import require_package
 from pipeline.export.torchscript import load_torchscript, write_torchscript
 from pipeline.inference.scoring import score_pairs
-from pipeline.inference.text_io import progress_bar
 from pipeline.inference.translator import LONGEST, length_batches, padded
 
 BATCH_TOKENS = 4096
@@ -35,11 +41,6 @@ class Bundle(NamedTuple):
     """Text of `card.json`, which some formats hold as well."""
     power_penalty: float
     """Length penalty for the beam search of CTranslate2 and Transformers."""
-
-    @property
-    def contents(self) -> tuple[Any, Any]:
-        """The network and its tokenizer."""
-        return self.model.network, self.model.tokenizer
 
 
 class Answer(NamedTuple):
@@ -58,9 +59,9 @@ class Runner:
     """Whether its beam search has this project's rules, so that it has to find what the checkpoint's search finds."""
     has_beam = True
 
-    def __init__(self, model: TrainedModel, name: str) -> None:
-        """`model` is the checkpoint; `name` says in the progress bar which format this is."""
-        self.tokenizer, self.settings, self.path, self.name = model.tokenizer, model.decoding, model.path, name
+    def __init__(self, model: TrainedModel) -> None:
+        """`model` is the checkpoint."""
+        self.tokenizer, self.settings, self.path = model.tokenizer, model.decoding, model.path
         self.max_positions = model.network.positions.max_positions
 
     def greedy(self, sources: list[Ids]) -> list[Answer]:
@@ -71,24 +72,9 @@ class Runner:
         """Return hypotheses of each source, best first; greedy answers if the format has no beam search."""
         return [[answer] for answer in self.greedy(sources)]
 
-    def different_texts(self, texts: list[str], sources: list[Ids], answers: list[Ids]) -> dict[str, int]:
-        """Return how many texts and answers the format's own tokenizer, if it has one, maps otherwise than ours."""
-        return {}
-
-    def _all(
-        self, sources: list[Ids], search: Callable[[list[Ids]], list[Any]], kind: str, one_length: bool = False
-    ) -> list[Any]:
-        """Return what `search` returns for each source.
-
-        With `one_length`, it is called with sources of one length, because it limits all its answers to one length.
-        """
-        answers: list[Any] = [None] * len(sources)
-        with progress_bar(len(sources), description=f"{self.name}, {kind} search") as bar:
-            for batch in length_batches(list(map(len, sources)), BATCH_TOKENS, one_length=one_length):
-                for index, answer in zip(batch, search([sources[index] for index in batch]), strict=True):
-                    answers[index] = answer
-                bar.update(len(batch))
-        return answers
+    def tokenizer_differences(self, texts: list[str], sources: list[Ids], answers: list[Ids]) -> list[str]:
+        """Return what the format's own tokenizer, if it has one, does otherwise than the checkpoint's."""
+        return []
 
     def _longest_answer(self, source_length: int) -> int:
         """Return the number of tokens, the end symbol among them, that an answer may have."""
@@ -96,20 +82,32 @@ class Runner:
         return min(longest, self.max_positions) if self.max_positions else longest
 
 
+def in_batches(sources: list[Ids], search: Callable[[list[Ids]], list[Any]], one_length: bool = False) -> list[Any]:
+    """Return what `search` returns for each source.
+
+    With `one_length`, it is called with sources of one length, because it limits all its answers to one length.
+    """
+    answers: list[Any] = [None] * len(sources)
+    for batch in length_batches(list(map(len, sources)), BATCH_TOKENS, one_length=one_length):
+        for index, answer in zip(batch, search([sources[index] for index in batch]), strict=True):
+            answers[index] = answer
+    return answers
+
+
 class SearchRunner(Runner):
     """A `BeamSearch`, the checkpoint's or one loaded from TorchScript, or a `CompiledSearch`."""
 
     own_beam = True
 
-    def __init__(self, search: Any, model: TrainedModel, name: str) -> None:
-        super().__init__(model, name)
+    def __init__(self, search: Any, model: TrainedModel) -> None:
+        super().__init__(model)
         self.search = search
 
     def beam(self, sources: list[Ids]) -> list[list[Answer]]:
         """Return all hypotheses of the final beam, best first."""
         size, settings = self.settings.beam_size, self.settings
         options = size, settings.length_penalty, settings.max_extra_tokens, size, settings.stop_rule
-        return self._search(sources, "beam", lambda *batch: self.search.beam(*batch, *options)[:3])
+        return self._search(sources, lambda *batch: self.search.beam(*batch, *options)[:3])
 
     def greedy(self, sources: list[Ids]) -> list[Answer]:
         """Return the greedy answer of each source."""
@@ -117,9 +115,9 @@ class SearchRunner(Runner):
         def search(*batch: Tensor | None) -> tuple[Tensor, ...]:
             return tuple(result.unsqueeze(1) for result in self.search.greedy(*batch, self.settings.max_extra_tokens))
 
-        return [answers[0] for answers in self._search(sources, "greedy", search)]
+        return [answers[0] for answers in self._search(sources, search)]
 
-    def _search(self, sources: list[Ids], kind: str, search: Callable[..., tuple[Tensor, ...]]) -> list[list[Answer]]:
+    def _search(self, sources: list[Ids], search: Callable[..., tuple[Tensor, ...]]) -> list[list[Answer]]:
         def answers(batch: list[Ids]) -> list[list[Answer]]:
             source, mask = padded(batch, self.tokenizer.pad_id)
             results = search(source, None if bool(mask.all()) else mask)
@@ -130,7 +128,7 @@ class SearchRunner(Runner):
                 for rows in zip(*(result.tolist() for result in results), strict=True)
             ]
 
-        return self._all(sources, answers, kind)
+        return in_batches(sources, answers)
 
 
 class ProgramRunner(Runner):
@@ -138,14 +136,14 @@ class ProgramRunner(Runner):
 
     has_beam = False
 
-    def __init__(self, programs: dict[str, Callable[..., Any]], model: TrainedModel, name: str) -> None:
-        super().__init__(model, name)
+    def __init__(self, programs: dict[str, Callable[..., Any]], model: TrainedModel) -> None:
+        super().__init__(model)
         self.encode, self.step = programs["encode"], programs["step"]
 
     @torch.no_grad()
     def greedy(self, sources: list[Ids]) -> list[Answer]:
         """Return the greedy answer of each source. Padding and the begin symbol are never chosen."""
-        return self._all(sources, self._search, "greedy")
+        return in_batches(sources, self._search)
 
     def _search(self, sources: list[Ids]) -> list[Answer]:
         tokenizer = self.tokenizer
@@ -173,8 +171,8 @@ class CTranslate2Runner(Runner):
     """A `ctranslate2/` folder, with the length penalty that comes nearest to the checkpoint's."""
 
     def __init__(self, folder: Path, compute_type: str, bundle: Bundle) -> None:
-        super().__init__(bundle.model, folder.name)
-        self.translator = require_ctranslate2().Translator(
+        super().__init__(bundle.model)
+        self.translator = require_package("ctranslate2", "ctranslate2").Translator(
             str(folder), compute_type=compute_type, inter_threads=1, intra_threads=torch.get_num_threads()
         )
         self.length_penalty = bundle.power_penalty
@@ -188,7 +186,7 @@ class CTranslate2Runner(Runner):
 
     def greedy(self, sources: list[Ids]) -> list[Answer]:
         """Return the greedy answer of each source, with its log-probability by teacher forcing."""
-        answers = self._all(sources, lambda batch: self._translate(batch, beam_size=1), "greedy", one_length=True)
+        answers = in_batches(sources, lambda batch: self._translate(batch, beam_size=1), one_length=True)
         # CTranslate2 adds the end symbol itself.
         targets = self._pieces([list(answer.tokens[:-1]) for answer in answers])
         forced = self.translator.score_batch(
@@ -222,14 +220,14 @@ class HuggingFaceRunner(Runner):
     """A `huggingface/` folder, loaded as its README describes, with the generation settings that it holds."""
 
     def __init__(self, folder: Path, model: TrainedModel) -> None:
-        super().__init__(model, folder.name)
+        super().__init__(model)
         transformers = require_transformers()
         self.marian = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True).eval()
 
     def beam(self, sources: list[Ids]) -> list[list[Answer]]:
         """Return the best answer of each source, without its score."""
-        return [[Answer(tokens, 0.0)] for tokens in self._generate(sources, "beam")]
+        return [[Answer(tokens, 0.0)] for tokens in self._generate(sources)]
 
     def greedy(self, sources: list[Ids]) -> list[Answer]:
         """Return the greedy answer of each source, with its log-probability by teacher forcing."""
@@ -237,104 +235,88 @@ class HuggingFaceRunner(Runner):
         def logits(source: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
             return self.model(input_ids=source, attention_mask=mask, decoder_input_ids=target).logits
 
-        answers = self._generate(sources, "greedy", num_beams=1)
+        answers = self._generate(sources, num_beams=1)
         totals = score_pairs(logits, lambda rows: rows.log_softmax(-1), self.tokenizer, sources, answers)
         return [Answer(tokens, total) for tokens, total in zip(answers, totals, strict=True)]
 
-    def different_texts(self, texts: list[str], sources: list[Ids], answers: list[Ids]) -> dict[str, int]:
+    def tokenizer_differences(self, texts: list[str], sources: list[Ids], answers: list[Ids]) -> list[str]:
         """Compare the ids of texts and the texts of answers with those of this project's tokenizer."""
         encoded = self.marian(texts, truncation=True, max_length=LONGEST)["input_ids"]
         decoded = self.marian.batch_decode(answers, skip_special_tokens=True)
         # Transformers leaves no white space at the end of a text.
         expected = [text.strip() for text in self.tokenizer.decode(answers)]
-        return {
-            "tokenizer_sources_different": sum(theirs != ours for theirs, ours in zip(encoded, sources, strict=True)),
-            "tokenizer_answers_different": sum(theirs != ours for theirs, ours in zip(decoded, expected, strict=True)),
-        }
+        messages = []
+        for what, theirs, ours in (("encodes", encoded, sources), ("decodes", decoded, expected)):
+            if count := sum(one != other for one, other in zip(theirs, ours, strict=True)):
+                messages.append(f"its tokenizer {what} {count} of {len(ours)} texts differently")
+        return messages
 
-    def _generate(self, sources: list[Ids], kind: str, **options: Any) -> list[tuple[int, ...]]:
+    def _generate(self, sources: list[Ids], **options: Any) -> list[tuple[int, ...]]:
         def search(batch: list[Ids]) -> list[tuple[int, ...]]:
             ids = torch.tensor(batch)
             limit = self._longest_answer(ids.size(1)) + 1  # the begin symbol counts
             output = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_length=limit, **options)
             return [tuple(row[: row.index(self.tokenizer.eos_id) + 1]) for row in output[:, 1:].tolist()]
 
-        return self._all(sources, search, kind, one_length=True)
+        return in_batches(sources, search, one_length=True)
 
 
-Loaders = dict[str, Callable[[], Runner]]
-"""Functions that load a format, by the precision that it computes in."""
+def require_format(name: str, model: TrainedModel) -> None:
+    """Raise InputError if a program that a file or folder is for is not installed or does not support the model."""
+    match name:
+        case "onnx":
+            require_onnx()
+        case "ctranslate2" | "ctranslate2-int8":
+            require_ctranslate2(model.network)
+        case "cpp":
+            require_compiled(model.network)
+        case "huggingface":
+            require_marian(model.network, model.tokenizer)
 
 
-class Format(NamedTuple):
-    """How a format is written to a path and loaded from it."""
-
-    write: Callable[[Bundle, Path], None]
-    load: Callable[[Bundle, Path], Loaders]
-
-
-def _load_torchscript(bundle: Bundle, path: Path) -> Loaders:
-    def load(packed: bool, name: str) -> SearchRunner:
-        return SearchRunner(load_torchscript(path, packed=packed), bundle.model, name)
-
-    def bfloat16() -> Runner:
-        runner = load(False, f"{path.name} in bfloat16")
-        runner.search.to(torch.bfloat16)
-        return runner
-
-    loaders: Loaders = {"float32": lambda: load(False, path.name)}
-    if can_pack(bundle.model.network):
-        loaders["float32, packed"] = lambda: load(True, f"{path.name}, packed weights")
-    return {**loaders, "bfloat16": bfloat16}
-
-
-def _load_cpp(bundle: Bundle, path: Path) -> Loaders:
-    library, tokenizer = compile_cpp(path), bundle.model.tokenizer
-    ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
-
-    def load() -> Runner:
-        return SearchRunner(CompiledSearch(library, path / WEIGHTS, *ids), bundle.model, path.name)
-
-    return {"float32": load}
+def write_format(name: str, bundle: Bundle) -> None:
+    """Write a file or folder of a bundle."""
+    model, path = bundle.model, bundle.folder / name
+    network, tokenizer = model.network, model.tokenizer
+    match name:
+        case "model.ts":
+            write_torchscript(network, tokenizer, bundle.card, path)
+        case "model.pt2":
+            write_exported_program(network, bundle.card, path)
+        case "onnx":
+            write_onnx(network, path)
+        case "ctranslate2":
+            write_ctranslate2(network, tokenizer, path)
+        case "ctranslate2-int8":
+            write_ctranslate2(network, tokenizer, path, "int8")
+        case "cpp":
+            write_cpp(network, model.decoding.max_extra_tokens, path)
+        case "huggingface":
+            card = json.loads(bundle.card)
+            languages = card["source_language"], card["target_language"]
+            write_huggingface(network, tokenizer, model.decoding, bundle.power_penalty, languages, path)
+            (path / "README.md").write_text(model_card(card), encoding="utf-8")
 
 
-def _load_programs(load: Callable[[Path], dict[str, Callable[..., Any]]]) -> Callable[[Bundle, Path], Loaders]:
-    return lambda bundle, path: {"float32": lambda: ProgramRunner(load(path), bundle.model, path.name)}
-
-
-def _load_ctranslate2(precision: str) -> Callable[[Bundle, Path], Loaders]:
-    return lambda bundle, path: {precision: lambda: CTranslate2Runner(path, precision, bundle)}
-
-
-def _load_huggingface(bundle: Bundle, path: Path) -> Loaders:
-    return {"float32": lambda: HuggingFaceRunner(path, bundle.model)}
-
-
-def _write_cpp(bundle: Bundle, path: Path) -> None:
-    network, settings = bundle.model.network, bundle.model.decoding
-    positions = num_positions(network.positions.max_positions, settings.max_extra_tokens)
-    write_cpp(network, positions, path)
-
-
-def _write_huggingface(bundle: Bundle, path: Path) -> None:
-    card = json.loads(bundle.card)
-    languages = card["source_language"], card["target_language"]
-    write_huggingface(*bundle.contents, bundle.model.decoding, bundle.power_penalty, languages, path)
-    (path / "README.md").write_text(model_card(card), encoding="utf-8")
-
-
-FORMATS = {
-    "model.ts": Format(lambda bundle, path: write_torchscript(*bundle.contents, bundle.card, path), _load_torchscript),
-    "model.pt2": Format(
-        lambda bundle, path: write_exported_program(bundle.model.network, bundle.card, path),
-        _load_programs(load_exported_program),
-    ),
-    "onnx": Format(lambda bundle, path: write_onnx(bundle.model.network, path), _load_programs(load_onnx)),
-    "ctranslate2": Format(lambda bundle, path: write_ctranslate2(*bundle.contents, path), _load_ctranslate2("float32")),
-    "ctranslate2-int8": Format(
-        lambda bundle, path: write_ctranslate2(*bundle.contents, path, "int8"), _load_ctranslate2("int8")
-    ),
-    "cpp": Format(_write_cpp, _load_cpp),
-    "huggingface": Format(_write_huggingface, _load_huggingface),
-}
-"""Each file or folder of a bundle."""
+def load_format(name: str, bundle: Bundle) -> Iterator[tuple[str, Runner]]:
+    """Load a file or folder of a bundle in each precision that it computes in; yield the precision's name as well."""
+    model, path = bundle.model, bundle.folder / name
+    match name:
+        case "model.ts":
+            yield "float32", SearchRunner(load_torchscript(path, packed=False), model)
+            if can_pack(model.network):
+                yield "float32, packed", SearchRunner(load_torchscript(path), model)
+            yield "bfloat16", SearchRunner(load_torchscript(path, packed=False).to(torch.bfloat16), model)
+        case "model.pt2":
+            yield "float32", ProgramRunner(load_exported_program(path), model)
+        case "onnx":
+            yield "float32", ProgramRunner(load_onnx(path), model)
+        case "ctranslate2":
+            yield "float32", CTranslate2Runner(path, "float32", bundle)
+        case "ctranslate2-int8":
+            yield "int8", CTranslate2Runner(path, "int8", bundle)
+        case "cpp":
+            ids = model.tokenizer.bos_id, model.tokenizer.eos_id, model.tokenizer.pad_id
+            yield "float32", SearchRunner(CompiledSearch(compile_cpp(path), path / WEIGHTS, *ids), model)
+        case "huggingface":
+            yield "float32", HuggingFaceRunner(path, model)

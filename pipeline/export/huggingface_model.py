@@ -9,98 +9,65 @@ alternate. Reordering the dimensions of d_model in every weight makes up for tha
 `marian_import.py` reads such weights.
 """
 
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from data_module.errors import InputError, install
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.tokenization.training import standalone_model
-from model.attention import SelfAttention
+from model.layers import ACTIVATIONS
 from model.settings import DecodingSettings
-from model.transformer import LearnedPositions, Transformer
+from model.transformer import Transformer
+from pipeline.export.support import lacking_layers, refuse, require_package
 from pipeline.inference.translator import LONGEST
-
-ACTIVATIONS: dict[type[nn.Module], str] = {nn.ReLU: "relu", nn.SiLU: "swish"}
-"""Transformers' names of the activations that it shares with this project."""
 
 
 def require_transformers() -> Any:
-    """Return the package `transformers`; raise InputError if it is not installed."""
-    try:
-        # By name, because type checking the package takes minutes.
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError:
-        raise InputError(f"transformers is not installed; run: {install('huggingface')}") from None
+    """Return the package `transformers`, which prints errors only; raise InputError if it is not installed."""
+    transformers = require_package("transformers", "huggingface")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
 
 
 def require_marian(network: Transformer, tokenizer: Tokenizer) -> None:
-    """Raise InputError if Transformers is not installed, or its Marian cannot hold the network or the tokenizer."""
+    """Raise InputError if Transformers is not installed, or its Marian lacks a part of network or tokenizer."""
     require_transformers()
-    if obstacles := [*_unsupported_settings(network), *_unsupported_symbols(tokenizer)]:
-        raise InputError(f"Transformers' Marian cannot hold this model: {'; '.join(obstacles)}; export other formats")
+    settings = network.settings
+    lacking = [f"network.{name} true" for name in ("pre_norm", "learned_positions") if getattr(settings, name)]
+    lacking += lacking_layers(settings)
+    # Marian's tokenizer takes language codes off the beginning of a sentence before sentencepiece sees it, which then
+    # does not mark the beginning of a word before them. The tokenizer of an imported model does the same.
+    symbols = [] if tokenizer.pair else tokenizer.user_symbols
+    if codes := [symbol for symbol in symbols if symbol.startswith(">>") and "<<" in symbol]:
+        lacking.append(f"corpus.user_symbols {' '.join(codes)} as other symbols than language codes")
+    refuse("Transformers' Marian", lacking)
 
 
-def _unsupported_settings(trained: Transformer) -> list[str]:
-    network: Any = trained  # members of a ModuleList are untyped
-    layer, attention, unsupported = network.encoder[0], network.encoder[0].self_attention, []
-    if layer.feed_forward_residual.pre_norm:
-        unsupported.append("network.pre_norm is true")
-    if isinstance(network.positions, LearnedPositions):
-        unsupported.append("network.learned_positions is true")
-    norm, activation = layer.feed_forward_residual.norm, layer.feed_forward.activation
-    if type(norm) is not nn.LayerNorm:
-        unsupported.append(f"network.norm is {type(norm).__name__}, not LayerNorm")
-    if type(attention) is not SelfAttention:
-        unsupported.append(f"network.self_attention is {type(attention).__name__}, not SelfAttention")
-    if type(activation) not in ACTIVATIONS:
-        names = " or ".join(kind.__name__ for kind in ACTIVATIONS)
-        unsupported.append(f"network.activation is {type(activation).__name__}, not {names}")
-    size = network.embedding.embedding_dim / attention.num_heads
-    for name in ("d_k", "d_v"):
-        if getattr(attention, name) != size:
-            unsupported.append(f"network.{name} is {getattr(attention, name)}, not d_model / num_heads, {size:g}")
-    return unsupported
-
-
-def _unsupported_symbols(tokenizer: Tokenizer) -> list[str]:
-    if tokenizer.pair:  # an imported one, which does the same
-        return []
-    # Marian's tokenizer takes them off the beginning of a sentence before sentencepiece sees it, which then does not
-    # mark the beginning of a word before them.
-    codes = [symbol for symbol in tokenizer.user_symbols if symbol.startswith(">>") and "<<" in symbol]
-    return (
-        [f"corpus.user_symbols has {', '.join(codes)}, which Marian's tokenizer encodes differently"] if codes else []
-    )
-
-
-def marian_config(network: Any, tokenizer: Tokenizer, num_positions: int) -> dict[str, Any]:
+def marian_config(network: Transformer, tokenizer: Tokenizer, num_positions: int) -> dict[str, Any]:
     """Return the arguments of `MarianConfig` for a network."""
-    attention, feed_forward = network.encoder[0].self_attention, network.encoder[0].feed_forward
+    settings = network.settings
     config: dict[str, Any] = {
         "vocab_size": tokenizer.vocabulary_size,
-        "d_model": network.embedding.embedding_dim,
+        "d_model": settings.d_model,
         "scale_embedding": True,
-        "activation_function": ACTIVATIONS[type(feed_forward.activation)],
+        "activation_function": "relu" if ACTIVATIONS[settings.activation] is nn.ReLU else "swish",
         "max_position_embeddings": num_positions,
+        "dropout": settings.dropout,
         "pad_token_id": tokenizer.pad_id,
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
         "decoder_start_token_id": tokenizer.bos_id,
         "forced_eos_token_id": None,
     }
-    for side, layers in (("encoder", network.encoder), ("decoder", network.decoder)):
-        config[f"{side}_layers"] = len(layers)
-        config[f"{side}_attention_heads"] = attention.num_heads
-        config[f"{side}_ffn_dim"] = feed_forward.inner.out_features
+    for side, num_layers in (("encoder", settings.encoder_layers), ("decoder", settings.decoder_layers)):
+        config[f"{side}_layers"] = num_layers
+        config[f"{side}_attention_heads"] = settings.num_heads
+        config[f"{side}_ffn_dim"] = settings.d_ff
     return config
 
 
@@ -112,22 +79,21 @@ def generation_settings(tokenizer: Tokenizer, settings: DecodingSettings, length
         settings: the recipe's `decoding:`.
         length_penalty: alpha for Transformers' formula.
     """
-    never = [tokenizer.pad_id, tokenizer.bos_id]
-    is_beam = settings.beam_size > 1
-    return {
+    values: dict[str, Any] = {
         "num_beams": settings.beam_size,
-        # For the rule `exact`, Transformers' "never": no open hypothesis can win.
-        **({"early_stopping": settings.stop_rule == "first" or "never"} if is_beam else {}),
-        **({"length_penalty": length_penalty} if is_beam else {}),
         # The answer of the longest source has at most this many tokens, and the begin symbol counts.
         "max_length": LONGEST + settings.max_extra_tokens + 1,
-        "suppress_tokens": never,
+        "suppress_tokens": [tokenizer.pad_id, tokenizer.bos_id],
         "pad_token_id": tokenizer.pad_id,
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
         "forced_eos_token_id": tokenizer.eos_id,
         "decoder_start_token_id": tokenizer.bos_id,
     }
+    if settings.beam_size > 1:
+        # For the rule `exact`, Transformers' "never": no open hypothesis can win.
+        values |= {"early_stopping": settings.stop_rule == "first" or "never", "length_penalty": length_penalty}
+    return values
 
 
 def write_huggingface(
@@ -149,22 +115,16 @@ def write_huggingface(
         folder: the folder to write to; created if missing.
 
     Raises:
-        InputError: Transformers is not installed, or its Marian cannot hold the model.
+        InputError: see `require_marian`.
     """
     require_marian(network, tokenizer)
     transformers = require_transformers()
-    trained: Any = network
-    config = transformers.MarianConfig(
-        **marian_config(trained, tokenizer, LONGEST + settings.max_extra_tokens), dropout=trained.dropout.p
-    )
+    config = transformers.MarianConfig(**marian_config(network, tokenizer, LONGEST + settings.max_extra_tokens))
     with torch.no_grad():
         model = transformers.MarianMTModel(config).eval()
         weights = to_marian(network.state_dict(), (len(network.encoder), len(network.decoder)))
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected, unexpected
-    # Tied to the embedding, computed, or zero.
-    derived = ("embed_tokens.weight", "lm_head.weight", "embed_positions.weight", "final_logits_bias")
-    assert all(name.endswith(derived) for name in missing), missing
+        # What is missing is tied to the embedding, computed, or zero.
+        model.load_state_dict(weights, strict=False)
     model.generation_config = transformers.GenerationConfig(**generation_settings(tokenizer, settings, length_penalty))
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
@@ -199,34 +159,29 @@ BIAS = "final_logits_bias"
 """Name of the output projection's bias, [1, V]."""
 
 
-class Part(NamedTuple):
-    """A linear layer or a norm: its name here, its names there, and where d_model is in its weight."""
+_LAYER = {
+    "self_attention.query_key_value": (1, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+    "self_attention.output": (0, ["self_attn.out_proj"]),
+    "self_attention_residual.norm": (0, ["self_attn_layer_norm"]),
+    "cross_attention.query": (1, ["encoder_attn.q_proj"]),
+    "cross_attention.key_value": (1, ["encoder_attn.k_proj", "encoder_attn.v_proj"]),
+    "cross_attention.output": (0, ["encoder_attn.out_proj"]),
+    "cross_attention_residual.norm": (0, ["encoder_attn_layer_norm"]),
+    "feed_forward.inner": (1, ["fc1"]),
+    "feed_forward.outer": (0, ["fc2"]),
+    "feed_forward_residual.norm": (0, ["final_layer_norm"]),
+}
+"""The linear layers and norms of a layer by their names here: where d_model is, 0 if the rows of weight and bias are
+d_model and 1 if the columns of the weight are, and the names there, several if the rows are divided among them."""
 
-    ours: str
-    theirs: tuple[str, ...]
-    """Several if the rows of the weight and of the bias are divided among as many layers."""
-    axis: int
-    """0 if the rows of weight and bias are d_model, 1 if the columns of the weight are."""
 
-
-def parts(encoder_layers: int, decoder_layers: int) -> Iterator[Part]:
-    """Yield all linear layers and norms of a post-norm network."""
+def parts(encoder_layers: int, decoder_layers: int) -> Iterator[tuple[str, int, list[str]]]:
+    """Yield name, axis of d_model and names there of all linear layers and norms of a post-norm network."""
     for side, count in (("encoder", encoder_layers), ("decoder", decoder_layers)):
         for number in range(count):
-            ours, theirs = f"{side}.{number}", f"model.{side}.layers.{number}"
-            yield from _attention(f"{ours}.self_attention", f"{theirs}.self_attn", ("query_key_value",))
-            if side == "decoder":
-                yield from _attention(f"{ours}.cross_attention", f"{theirs}.encoder_attn", ("query", "key_value"))
-            yield Part(f"{ours}.feed_forward.inner", (f"{theirs}.fc1",), 1)
-            yield Part(f"{ours}.feed_forward.outer", (f"{theirs}.fc2",), 0)
-            yield Part(f"{ours}.feed_forward_residual.norm", (f"{theirs}.final_layer_norm",), 0)
-
-
-def _attention(ours: str, theirs: str, projections: tuple[str, ...]) -> Iterator[Part]:
-    for name in projections:
-        yield Part(f"{ours}.{name}", tuple(f"{theirs}.{word[0]}_proj" for word in name.split("_")), 1)
-    yield Part(f"{ours}.output", (f"{theirs}.out_proj",), 0)
-    yield Part(f"{ours}_residual.norm", (f"{theirs}_layer_norm",), 0)
+            for ours, (axis, theirs) in _LAYER.items():
+                if side == "decoder" or not ours.startswith("cross_attention"):
+                    yield f"{side}.{number}.{ours}", axis, [f"model.{side}.layers.{number}.{name}" for name in theirs]
 
 
 def to_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str, Tensor]:
@@ -241,10 +196,10 @@ def to_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str, 
     renamed = {SHARED: embedding[:, order]}
     if "projection.bias" in weights:
         renamed[BIAS] = weights["projection.bias"].unsqueeze(0)
-    for part in parts(*depths):
+    for ours, axis, theirs in parts(*depths):
         for kind in ("weight", "bias"):
-            whole = _reordered(weights[f"{part.ours}.{kind}"], order, part.axis)
-            for name, tensor in zip(part.theirs, whole.chunk(len(part.theirs)), strict=True):
+            whole = _reordered(weights[f"{ours}.{kind}"], order, axis)
+            for name, tensor in zip(theirs, whole.chunk(len(theirs)), strict=True):
                 renamed[f"{name}.{kind}"] = tensor.contiguous()
     return renamed
 
@@ -260,10 +215,10 @@ def from_marian(weights: dict[str, Tensor], depths: tuple[int, int]) -> dict[str
     embedding = weights[SHARED]
     order = halves(embedding.size(1)).argsort()
     renamed = {"embedding.weight": embedding[:, order], "projection.bias": weights[BIAS].flatten()}
-    for part in parts(*depths):
+    for ours, axis, theirs in parts(*depths):
         for kind in ("weight", "bias"):
-            whole = torch.cat([weights[f"{name}.{kind}"] for name in part.theirs])
-            renamed[f"{part.ours}.{kind}"] = _reordered(whole, order, part.axis)
+            whole = torch.cat([weights[f"{name}.{kind}"] for name in theirs])
+            renamed[f"{ours}.{kind}"] = _reordered(whole, order, axis)
     return renamed
 
 
@@ -280,10 +235,10 @@ def _reordered(tensor: Tensor, order: Tensor, axis: int) -> Tensor:
 def marian_shapes(depths: tuple[int, int], vocabulary_size: int, d_model: int, d_ff: int) -> dict[str, list[int]]:
     """Return the shape of each weight by its name there, without weights that are computed or tied to another."""
     shapes = {SHARED: [vocabulary_size, d_model], BIAS: [1, vocabulary_size]}
-    for part in parts(*depths):
-        rows = d_ff if part.ours.endswith(".inner") else d_model
-        columns = d_ff if part.ours.endswith(".outer") else d_model
-        for name in part.theirs:
-            shapes[f"{name}.weight"] = [rows] if part.ours.endswith(".norm") else [rows, columns]
+    for ours, _, theirs in parts(*depths):
+        rows = d_ff if ours.endswith(".inner") else d_model
+        columns = d_ff if ours.endswith(".outer") else d_model
+        for name in theirs:
+            shapes[f"{name}.weight"] = [rows] if ours.endswith(".norm") else [rows, columns]
             shapes[f"{name}.bias"] = [rows]
     return shapes

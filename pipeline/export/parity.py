@@ -12,8 +12,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +25,15 @@ from model.decoding import BeamSearch
 from model.padded_transformer import PaddedTransformer
 from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
-from pipeline.export.formats import FORMATS, Answer, Bundle, Ids, Runner, SearchRunner
-from pipeline.inference.bleu_tokenizer import DEFAULT
+from pipeline.export.formats import Answer, Bundle, Ids, Runner, SearchRunner, load_format
+from pipeline.inference.bleu_tokenizer import DEFAULT, tokenizer_of
 from pipeline.inference.metrics import Bleu, corpus_score
 from pipeline.inference.scoring import score_pairs
+from pipeline.inference.text_io import paired_texts, read_sentences
 from pipeline.inference.translator import LONGEST, encode_sources
 
-BLEU = 0.1
-ENOUGH_SENTENCES = 500
-"""With fewer sentences, BLEU's bound is not applied: a single different sentence can exceed it."""
-SINGLE_SENTENCES = 5
-"""Number of sentences to measure latencies on."""
+WARM_UP = 5
+"""Number of sentences that are searched twice before the time is measured: TorchScript optimizes at the second call."""
 REPORTED_SHARE = 4
 """One sentence in this many is enough for a precision that is only reported, and that no file is in."""
 DISTURBED_ANSWERS, DISTURBANCES, SAFETY = 16, 8, 4
@@ -42,7 +41,9 @@ DISTURBED_ANSWERS, DISTURBANCES, SAFETY = 16, 8, 4
 LARGEST_TOLERANCE = 0.1
 """A network that changes the probability of an answer by more than a tenth when float32 rounds has no right answer."""
 
-Result = TypeVar("Result")
+OUTCOMES = ("equal", "tied", "different")
+"""How two answers compare. They tie if the truth gives them the same score, up to twice the tolerance."""
+
 Figures = dict[str, Any]
 Pair = tuple[Sequence[int], tuple[int, ...]]
 """Ids of a source and of an answer, both with the end symbol."""
@@ -57,6 +58,30 @@ class Text(NamedTuple):
     bleu_tokenizer: str = DEFAULT
 
 
+def parity_text(model: TrainedModel, source: Path | None, reference: Path | None, num_sentences: int) -> Text:
+    """Return the given text, or `num_sentences` of the corpus's validation text.
+
+    Raises:
+        InputError: the text cannot be read, is empty, or is missing.
+    """
+    if source is not None:
+        sources, references = (read_sentences(source), None) if reference is None else paired_texts(source, reference)
+        if not any(map(len, model.tokenizer.encode(sources))):  # U+2581 and the like are no pieces
+            raise InputError(f"{source}: has no sentences; give a text to compare formats on")
+        return Text(source.name, sources, references, tokenizer_of(model.recipe) if references else DEFAULT)
+    folder = Path(model.recipe["corpus"]["folder"])
+    source, reference = folder / "validation.source.txt", folder / "validation.target.txt"
+    if not (source.is_file() and reference.is_file()):
+        raise InputError(
+            f"{source}: is missing, and formats are compared on real sentences; give --parity-source FILE and "
+            "--parity-reference FILE"
+        )
+    sources, references = paired_texts(source, reference)
+    kept = slice(None, None, max(1, len(sources) // num_sentences))
+    sources, references = sources[kept][:num_sentences], references[kept][:num_sentences]
+    return Text("validation text", sources, references, tokenizer_of(model.recipe))
+
+
 class Truth:
     """The checkpoint's network in float64."""
 
@@ -65,7 +90,7 @@ class Truth:
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     def log_probabilities(self, pairs: Sequence[Pair]) -> list[float]:
-        """Return log P(answer | source) of each pair."""
+        """Return log P(answer | source) of each pair. It is kept, since most formats have the same answers."""
         keys = [(tuple(source), answer) for source, answer in pairs]
         unknown = [key for key in dict.fromkeys(keys) if key not in self._known]
         self._known |= dict(zip(unknown, self._forced(unknown), strict=True))
@@ -118,17 +143,17 @@ class Parity:
         Raises:
             InputError: the network is so sensitive to rounding that formats cannot be compared.
         """
-        self.tokenizer, self.settings = model.tokenizer, model.decoding
         tokenizer = model.tokenizer
+        self.tokenizer, self.settings, self.bleu_tokenizer = tokenizer, model.decoding, text.bleu_tokenizer
         longest = min(LONGEST, model.network.positions.max_positions or LONGEST)
         encoded, _ = encode_sources(tokenizer, text.sources, longest)
         kept = [index for index, ids in enumerate(encoded) if len(ids) > 1]
         self.sources = [encoded[index] for index in kept]
         self.texts = [text.sources[index] for index in kept]
         self.references = [text.references[index] for index in kept] if text.references else None
-        self.bleu_tokenizer = text.bleu_tokenizer
-        search = BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval()
-        runner = SearchRunner(search, model, "checkpoint")
+        runner = SearchRunner(
+            BeamSearch(model.network, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id).eval(), model
+        )
         self.beam, self.figures = self.measure(runner.beam)
         self.greedy = runner.greedy(self.sources)
         self.truth = Truth(model.network, tokenizer)
@@ -140,115 +165,102 @@ class Parity:
                 f"more than {LARGEST_TOLERANCE}: its training has nearly diverged; choose another checkpoint"
             )
 
-    @property
-    def bounds(self) -> Figures:
-        """What a format's figures may be."""
-        return {
-            "tie": 2 * self.tolerance,
-            "score_difference": self.tolerance,
-            "bleu_difference": BLEU,
-            "bleu_difference_from_sentences_on": ENOUGH_SENTENCES,
-        }
+    def measure(
+        self, search: Callable[[list[Ids]], list[list[Answer]]], every: int = 1
+    ) -> tuple[list[list[Answer]], Figures]:
+        """Return a search's answers for one sentence in `every`, and their BLEU and throughput after a warm-up."""
+        sources = self.sources[::every]
+        for _ in range(2):
+            search(sources[:WARM_UP])
+        started = time.perf_counter()
+        answers = search(sources)
+        seconds = time.perf_counter() - started
+        num_tokens = sum(len(best.tokens) for best, *_ in answers)
+        return answers, {"target_tokens_per_second": round(num_tokens / seconds, 1), **self._bleu(answers, every)}
 
-    def sample(self) -> "Parity":
-        """Return a copy with one sentence in `REPORTED_SHARE`."""
-        other = copy.copy(self)
-        kept = slice(None, None, REPORTED_SHARE)
-        other.sources, other.beam, other.greedy = self.sources[kept], self.beam[kept], self.greedy[kept]
-        other.texts = self.texts[kept]
-        other.references = self.references[kept] if self.references else None
-        return other
-
-    def measure(self, search: Callable[[list[Ids]], list[list[Answer]]]) -> tuple[list[list[Answer]], Figures]:
-        """Return a search's answers with BLEU, throughput and latency after a warm-up."""
-        few = self.sources[:: max(1, len(self.sources) // SINGLE_SENTENCES)][:SINGLE_SENTENCES]
-        first, _ = timed(lambda: search(few))
-        search(few)
-        seconds, answers = timed(lambda: search(self.sources))
-        latencies = [timed(lambda source=source: search([source]))[0] for source in few]  # type: ignore[misc]
-        num_tokens = sum(len(best[0].tokens) for best in answers)
-        figures = {
-            "target_tokens_per_second": round(num_tokens / seconds, 1),
-            "latency_median_seconds": round(statistics.median(latencies), 5),
-            "first_batch_seconds": round(first, 4),
-            **self._bleu(answers),
-        }
-        return answers, figures
-
-    def _bleu(self, answers: list[list[Answer]]) -> Figures:
+    def _bleu(self, answers: list[list[Answer]], every: int) -> Figures:
         if self.references is None:
             return {}
         metric = Bleu(tokenize=self.bleu_tokenizer)
         texts = self.tokenizer.decode([best.tokens for best, *_ in answers])
-        return {"bleu": round(corpus_score(metric, texts, self.references), 4), "bleu_signature": metric.signature()}
+        score = corpus_score(metric, texts, self.references[::every])
+        return {"bleu": round(score, 4), "bleu_signature": metric.signature()}
 
-    def compare(self, runner: Runner, bounded: bool = True) -> Figures:
-        """Return a format's figures. "broken" has a message for each bound that they exceed.
+    def compare(self, runner: Runner, *, bounded: bool = True, every: int = 1) -> tuple[Figures, list[str]]:
+        """Return a format's figures, and a message for each bound that they exceed.
 
-        Bounds apply to greedy answers, to beam answers of a search with this project's rules, to the scores of both and
-        to BLEU. Another beam search is reported, and so is everything if it is not `bounded`.
+        Bounds apply to greedy answers, to beam answers of a search with this project's rules, and to the scores of
+        both. Another beam search is reported, and so is everything if it is not `bounded`.
+
+        Args:
+            runner: the format.
+            bounded: whether there are bounds.
+            every: one sentence in this many is searched; all of them if `bounded`.
         """
-        beam, measured = self.measure(runner.beam)
-        figures = self._reported(beam, measured) if runner.has_beam else {"search": "greedy"}
-        if bounded:
-            if runner.own_beam:
-                figures |= self.against(beam)
-            greedy = runner.greedy(self.sources) if runner.has_beam else [answers[0] for answers in beam]
-            figures |= self.greedy_against(greedy)
-            answers = [list(answer.tokens[:-1]) for answer in self.greedy]
-            figures |= runner.different_texts(self.texts, self.sources, answers)
-            figures = {"broken": self.broken(figures), **figures}
-        return {**figures, **measured}
+        beam, measured = self.measure(runner.beam, every)
+        figures: Figures = {"sentences": len(beam)}
+        if runner.has_beam:
+            ours = self.beam[::every]
+            equal = [one[0].tokens == other[0].tokens for one, other in zip(ours, beam, strict=True)]
+            figures["share_equal"] = round(sum(equal) / len(equal), 4)
+            if "bleu" in measured:
+                figures["bleu_difference"] = round(measured["bleu"] - self._bleu(ours, every)["bleu"], 4)
+        else:
+            figures["search"] = "greedy"
+        if not bounded:
+            return {**figures, **measured}, []
+        messages = []
+        judged = [("", *self.beam_against(beam))] if runner.own_beam else []
+        greedy = runner.greedy(self.sources) if runner.has_beam else [answer for answer, *_ in beam]
+        judged.append(("greedy ", *self.greedy_against(greedy)))
+        for kind, outcomes, differences in judged:
+            figures |= {f"{kind}{name}".replace(" ", "_"): outcomes.count(name) for name in OUTCOMES}
+            difference = largest(differences)
+            figures[f"{kind}largest score difference".replace(" ", "_")] = difference
+            if count := outcomes.count("different"):
+                messages.append(f"{count} of {len(outcomes)} {kind}answers differ and are not ties")
+            if not difference <= self.tolerance:
+                messages.append(f"{kind}largest score difference {difference:.2g} is more than {self.tolerance:.2g}")
+        answers = [list(answer.tokens[:-1]) for answer in self.greedy]
+        messages += runner.tokenizer_differences(self.texts, self.sources, answers)
+        return {**figures, **measured}, messages
 
-    def _reported(self, beam: list[list[Answer]], measured: Figures) -> Figures:
-        equal = [ours[0].tokens == theirs[0].tokens for ours, theirs in zip(self.beam, beam, strict=True)]
-        figures: Figures = {"share_equal": round(sum(equal) / len(equal), 4)}
-        if self.references is not None:
-            figures["bleu_difference"] = round(measured["bleu"] - self._bleu(self.beam)["bleu"], 4)
-        return figures
-
-    def against(self, beams: list[list[Answer]]) -> Figures:
-        """Count equal, tied and different best answers; return how far n-best scores are from the truth at most.
-
-        Two answers tie if the truth gives them the same score, up to twice the tolerance.
-        """
-        counts, differences = {"equal": 0, "tied": 0, "different": 0}, []
+    def beam_against(self, beams: list[list[Answer]]) -> tuple[list[str], list[float]]:
+        """Return whether each best answer is equal, tied or different, and how far n-best scores are from the truth."""
+        outcomes, differences, alpha = [], [], self.settings.length_penalty
         # At once, because together they take less time.
         self.truth.log_probabilities(
             [(source, answer.tokens) for source, beam in zip(self.sources, self.beam, strict=True) for answer in beam]
         )
-        alpha = self.settings.length_penalty
         for source, ours, theirs in zip(self.sources, self.beam, beams, strict=True):
-            best = ours[0].tokens, theirs[0].tokens
-            is_tie = self._is_tie(source, *best, alpha)
-            counts["equal" if best[0] == best[1] else "tied" if is_tie else "different"] += 1
+            outcomes.append(self._outcome(source, ours[0].tokens, theirs[0].tokens, alpha))
             # Sorted, because hypotheses that tie may be in another order.
             scores = sorted((self._score(source, answer.tokens, alpha) for answer in ours), reverse=True)
             differences += [abs(score - answer.score) for score, answer in zip(scores, theirs, strict=False)]
             if len(ours) != len(theirs):
-                differences.append(float("inf"))
-        return {**counts, "largest_score_difference": largest(differences)}
+                differences.append(math.inf)
+        return outcomes, differences
 
-    def greedy_against(self, answers: list[Answer]) -> Figures:
-        """Count equal, tied and different greedy answers; return how far their scores are from the truth at most.
-
-        Two answers tie if the truth gives the first tokens that differ the same probability.
-        """
-        counts, differences = {"equal": 0, "tied": 0, "different": 0}, []
-        scores = self.truth.log_probabilities(
-            list(zip(self.sources, [answer.tokens for answer in answers], strict=True))
+    def greedy_against(self, answers: list[Answer]) -> tuple[list[str], list[float]]:
+        """Return whether each greedy answer is equal, tied or different, and how far its score is from its true one."""
+        outcomes, differences = [], []
+        true = self.truth.log_probabilities(
+            [(source, answer.tokens) for source, answer in zip(self.sources, answers, strict=True)]
         )
-        for source, ours, theirs, score in zip(self.sources, self.greedy, answers, scores, strict=True):
-            pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=False), start=1)
+        for source, ours, theirs, score in zip(self.sources, self.greedy, answers, true, strict=True):
+            # What comes after the first tokens that differ has no part in a tie.
+            pairs = enumerate(zip_longest(ours.tokens, theirs.tokens), start=1)
             end = next((length for length, pair in pairs if pair[0] != pair[1]), None)
-            is_tie = end is not None and self._is_tie(source, ours.tokens[:end], theirs.tokens[:end], 0.0)
-            counts["equal" if ours.tokens == theirs.tokens else "tied" if is_tie else "different"] += 1
+            outcomes.append(self._outcome(source, ours.tokens[:end], theirs.tokens[:end], 0.0))
             differences.append(abs(score - theirs.score))
-        figures = {**counts, "largest_score_difference": largest(differences)}
-        return {f"greedy_{name}": figure for name, figure in figures.items()}
+        return outcomes, differences
 
-    def _is_tie(self, source: Ids, ours: tuple[int, ...], theirs: tuple[int, ...], alpha: float) -> bool:
-        return abs(self._score(source, ours, alpha) - self._score(source, theirs, alpha)) <= 2 * self.tolerance
+    def _outcome(self, source: Ids, ours: tuple[int, ...], theirs: tuple[int, ...], alpha: float) -> str:
+        """Return which of `OUTCOMES` two answers have."""
+        if ours == theirs:
+            return "equal"
+        difference = self._score(source, ours, alpha) - self._score(source, theirs, alpha)
+        return "tied" if abs(difference) <= 2 * self.tolerance else "different"
 
     def _score(self, source: Ids, answer: tuple[int, ...], alpha: float) -> float:
         [log_probability] = self.truth.log_probabilities([(source, answer)])
@@ -263,64 +275,33 @@ class Parity:
         length = statistics.mean(len(answers[0].tokens) for answers in self.beam)
         return round(self.settings.length_penalty * length / (5.0 + length), 3)
 
-    def broken(self, figures: Figures) -> list[str]:
-        """Return messages about the bounds that a format's figures exceed."""
-        messages = []
-        for kind in ("", "greedy "):
-            prefix = kind.replace(" ", "_")
-            if count := figures.get(f"{prefix}different"):
-                messages.append(f"{count} of {len(self.sources)} {kind}answers differ and are not ties")
-            difference = figures.get(f"{prefix}largest_score_difference", 0.0)
-            if not difference <= self.tolerance:
-                messages.append(f"{kind}largest score difference {difference:.2g} is more than {self.tolerance:.2g}")
-        for kind, what in (("sources", "encodes"), ("answers", "decodes")):
-            if count := figures.get(f"tokenizer_{kind}_different"):
-                messages.append(f"its tokenizer {what} {count} of {len(self.sources)} {kind} differently")
-        difference = figures.get("bleu_difference", 0.0)
-        if not abs(difference) <= BLEU and len(self.sources) >= ENOUGH_SENTENCES:
-            messages.append(f"BLEU differs by {difference:+.2f}, more than {BLEU}")
-        return messages
-
 
 def compare_formats(bundle: Bundle, names: list[str], parity: Parity) -> dict[str, Figures]:
-    """Return the size of each format and its figures in each precision. Only float32 has bounds."""
-    figures: dict[str, Figures] = {}
+    """Return the size of each format and its figures in each precision. Only float32 has bounds.
+
+    Raises:
+        InputError: formats exceed bounds.
+    """
+    report: dict[str, Figures] = {}
+    failures: list[str] = []
     for name in names:
         print(f"comparing {name}", file=sys.stderr)
         path = bundle.folder / name
-        figures[name] = {"size_bytes": size(path)}
-        for precision, load in FORMATS[name].load(bundle, path).items():
-            # No file is in bfloat16: fewer sentences are enough.
-            text = parity.sample() if precision == "bfloat16" else parity
-            seconds, runner = timed(load)
-            compared = text.compare(runner, bounded=precision.startswith("float32"))
-            figures[name][precision] = {"load_seconds": seconds, "sentences": len(text.sources), **compared}
-    return figures
-
-
-def broken_bounds(figures: dict[str, Figures]) -> list[str]:
-    """Return messages about the bounds that do not hold, with format and precision."""
-    return [
-        f"{name} ({precision}): {message}"
-        for name, precisions in figures.items()
-        for precision, compared in precisions.items()
-        if isinstance(compared, dict)
-        for message in compared.get("broken", [])
-    ]
+        files = path.rglob("*") if path.is_dir() else [path]
+        report[name] = {"size_bytes": sum(file.stat().st_size for file in files)}
+        for precision, runner in load_format(name, bundle):
+            every = REPORTED_SHARE if precision == "bfloat16" else 1
+            figures, messages = parity.compare(runner, bounded=precision.startswith("float32"), every=every)
+            report[name][precision] = figures
+            failures += [f"{name} ({precision}): {message}" for message in messages]
+    if failures:
+        raise InputError(
+            f"{bundle.model.path}: formats differ from the checkpoint: {'; '.join(failures)}; nothing was written; "
+            "leave such a format out with --format"
+        )
+    return report
 
 
 def largest(differences: Iterable[float]) -> float:
     """Return the largest difference, 0 if there is none, and NaN if one is NaN, which Python's `max` may ignore."""
     return float(torch.tensor([0.0, *differences], dtype=torch.float64).max())
-
-
-def timed(work: Callable[[], Result]) -> tuple[float, Result]:
-    """Call a function; return the seconds that it took and its result."""
-    started = time.perf_counter()
-    result = work()
-    return time.perf_counter() - started, result
-
-
-def size(path: Path) -> int:
-    """Return the size in bytes of a file or of all files in a folder."""
-    return sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size

@@ -4,19 +4,17 @@ It contains `packed.ts`, the same search without weights, for CPUs: see `model/f
 """
 
 import io
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data_module.files import atomic_file, check_format
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.fast.packed_linear import can_pack, strip_weights
 from model.transformer import Transformer
-from pipeline.export.card import START_OVER
+from pipeline.export.card import parse_card
 
 
 def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, path: Path) -> None:
@@ -24,8 +22,7 @@ def write_torchscript(network: Transformer, tokenizer: Tokenizer, card: str, pat
     extra = {"card.json": card, "tokenizer.model": tokenizer.model}
     if can_pack(network):
         extra["packed.ts"] = _saved(strip_weights(network), tokenizer, {})
-    with atomic_file(path) as file:
-        file.write(_saved(network, tokenizer, extra))
+    path.write_bytes(_saved(network, tokenizer, extra))
 
 
 def _saved(network: Transformer, tokenizer: Tokenizer, extra: dict[str, Any]) -> bytes:
@@ -53,7 +50,7 @@ def load_torchscript(path: Path, device: str = "cpu", *, packed: bool = True) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         model = torch.jit.load(path, map_location=device, _extra_files=extra)
-        check_format(path, _format_of(extra["card.json"]), START_OVER)
+        parse_card(path, extra["card.json"])
         if not (packed and extra["packed.ts"] and device == "cpu" and torch.backends.mkldnn.is_available()):
             return model
         fast = torch.jit.load(io.BytesIO(extra["packed.ts"]))
@@ -61,10 +58,3 @@ def load_torchscript(path: Path, device: str = "cpu", *, packed: bool = True) ->
     for name, parameter in fast.named_parameters():
         parameter.data = weights[name]
     return fast
-
-
-def _format_of(card: str | bytes) -> object:
-    try:
-        return json.loads(card)["format_version"]
-    except (ValueError, KeyError, TypeError):
-        return None

@@ -1,4 +1,4 @@
-"""Bundles used without this project: in C++, in a fresh environment and with the programs of their README."""
+"""A bundle used without this project: by the programs of its README, in C++ and in a fresh environment."""
 
 import json
 import os
@@ -18,15 +18,46 @@ from tests.conftest import ROOT, pipeline
 HERE = Path(__file__).resolve().parent
 SENTENCES = ["the dog sees a cat", "a red house has a tree", "near the old tree", "blue"]
 N_BEST = 3
+PROGRAMS = ["model.ts", "packed.ts", "model.pt2", "onnx/", "ctranslate2/", "huggingface/", "cpp/"]
+"""Sections of a bundle's README that have a program in Python; `packed.ts` is the second one of `model.ts`."""
 
 pytestmark = pytest.mark.slow
+
+
+def blocks(bundle: Path, section: str, language: str) -> list[str]:
+    """The programs in a section of a bundle's README."""
+    [found] = [
+        part for part in (bundle / "README.md").read_text(encoding="utf-8").split("\n## ") if part.startswith(section)
+    ]
+    return re.findall(rf"```{language}\n(.*?)```", found, re.DOTALL)
+
+
+def python_program(bundle: Path, name: str) -> str:
+    if name != "packed.ts":
+        return blocks(bundle, name, "python")[0]
+    # Continues after the first program has loaded the model.
+    first, second = blocks(bundle, "model.ts", "python")
+    head, tail = first.split("source = ")
+    return head + second + "source = " + tail
+
+
+def outputs(program: str, sentences: list[str], folder: Path) -> list[str]:
+    """What a program prints in the folder for each sentence in place of its own, without this project."""
+    repeated = f"""import sys
+for sentence in sys.argv[1:]:
+    exec({program!r}.replace('"A sentence."', repr(sentence)), {{}})
+assert not {{"model", "pipeline", "data_module"}} & sys.modules.keys()
+"""
+    command = [sys.executable, "-I", "-X", "utf8", "-W", "ignore", "-c", repeated, *sentences]
+    done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().removesuffix("\n").split("\n")
 
 
 @pytest.fixture(scope="module")
 def bundle(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "bundle"
-    # test_cpp.py has a bundle of its own.
-    formats = [word for name in FILES if name != "cpp" for word in ("--format", name)]
+    formats = [word for name in FILES for word in ("--format", name)]
     done = pipeline("export", trained_run, folder, *formats, "--quantize", "int8", "--data-licence", "CC0 (made up)")
     assert done.returncode == 0, done.stderr.decode()
     assert [path.name for path in folder.parent.iterdir()] == ["bundle"]
@@ -34,15 +65,20 @@ def bundle(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(trained_run: Path) -> list[str]:
-    done = pipeline("translate", trained_run, text="".join(sentence + "\n" for sentence in SENTENCES))
-    return done.stdout.decode().splitlines()
+def beam(trained_run: Path) -> list[str]:
+    return pipeline("translate", trained_run, text="\n".join(SENTENCES)).stdout.decode().splitlines()
+
+
+@pytest.fixture(scope="module")
+def greedy(trained_run: Path) -> list[str]:
+    return pipeline("translate", trained_run, "--beam", 1, text="\n".join(SENTENCES)).stdout.decode().splitlines()
 
 
 def test_files_of_a_bundle(bundle: Path, tiny_corpus: Path) -> None:
-    names = ["README.md", "card.json", "ctranslate2", "ctranslate2-int8", "huggingface", "model.pt2", "model.ts"]
+    names = ["README.md", "card.json", "cpp", "ctranslate2", "ctranslate2-int8", "huggingface", "model.pt2", "model.ts"]
     names += ["onnx"]
     assert sorted(path.name for path in bundle.iterdir()) == [*names, "parity.json", "tokenizer.model"]
+    assert sorted(path.name for path in (bundle / "cpp").iterdir()) == ["search.cpp", "weights.bin"]
     card = json.loads((bundle / "card.json").read_text())
     assert card["data_licences"] == ["CC0 (made up)"]
     manifest = json.loads((tiny_corpus / "manifest.json").read_text())
@@ -54,68 +90,79 @@ def test_files_of_a_bundle(bundle: Path, tiny_corpus: Path) -> None:
     torch.jit.load(bundle / "model.ts", _extra_files=extra)
     assert json.loads(extra["card.json"]) == card
     parity = json.loads((bundle / "parity.json").read_text())
-    for name in ("model.ts", "model.pt2", "onnx", "ctranslate2", "huggingface"):
+    for name in ("model.ts", "model.pt2", "onnx", "ctranslate2", "huggingface", "cpp"):
         exact = parity[name]["float32"]
-        assert exact["broken"] == []
         assert exact["greedy_equal"] + exact["greedy_tied"] == parity["sentences"] == 40
         assert exact["target_tokens_per_second"] > 0
         assert parity[name]["size_bytes"] > 1000
-    assert "share_equal" in parity["model.ts"]["bfloat16"]
+    for name in ("model.ts", "cpp"):
+        assert parity[name]["float32"]["equal"] + parity[name]["float32"]["tied"] == 40
+    assert parity["model.ts"]["bfloat16"]["sentences"] == 10
     assert "share_equal" in parity["ctranslate2-int8"]["int8"]
 
 
-def output_of(program: str, sentence: str, folder: Path) -> str:
-    """Return the output of an isolated Python program that runs in the folder with the sentence as its argument."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-W", "ignore", "-c", program, sentence],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_python_programs_of_the_readme(bundle: Path, beam: list[str], greedy: list[str], name: str) -> None:
+    program = python_program(bundle, name)
+    if name == "cpp/":
+        compile_in(bundle, "search.so")
+    if name in ("onnx/", "cpp/"):
+        program += "assert 'torch' not in __import__('sys').modules\n"
+    # The length penalties of CTranslate2 and Transformers, and the end of their beam searches, are others.
+    program = program.replace('{"beam_size": card["beam_size"]', '{"beam_size": 1')
+    program = program.replace("**batch, ", "**batch, num_beams=1, ")
+    expected = beam if name in ("model.ts", "packed.ts", "cpp/") else greedy
+    assert outputs(program, SENTENCES, bundle) == expected
+
+
+def compile_in(bundle: Path, output: str) -> None:
+    """Run the compiler as the README says, which has each command once."""
+    [command] = re.findall(rf"`(g\+\+ [^`]* -o {output})`", (bundle / "README.md").read_text())
+    done = subprocess.run(command.split(), cwd=bundle / "cpp", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_program_in_cpp_without_a_library(bundle: Path, beam: list[str]) -> None:
+    folder = bundle / "cpp"
+    [program] = blocks(bundle, "cpp/", "cpp")
+    (folder / "translate.cpp").write_text(program)
+    compile_in(bundle, "translate")
+    card = json.loads((bundle / "card.json").read_text())
+    tokenizer = Tokenizer((bundle / "tokenizer.model").read_bytes())
+    lines = [" ".join(map(str, [*ids.tolist(), card["eos_id"]])) for ids in tokenizer.encode(SENTENCES)]
+
+    def run(text: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(folder / "translate", cwd=folder, input=text, capture_output=True, text=True, check=False)
+
+    done = run("".join(line + "\n" for line in lines))
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5])
-def test_python_programs_of_the_readme(bundle: Path, trained_run: Path, expected: list[str], number: int) -> None:
-    programs = re.findall(r"```python\n(.*?)```", (bundle / "README.md").read_text(), re.DOTALL)
-    assert len(programs) == 6
-    program = programs[number]
-    if "packed.ts" in program:
-        # Continues after the first program has loaded the model.
-        head, tail = programs[0].split("source = ")
-        program = head + program + "source = " + tail
-    program = program.replace('"A sentence."', "__import__('sys').argv[1]")
-    answers = [output_of(program, sentence, bundle) for sentence in SENTENCES[:2]]
-    if "ctranslate2" in program or "transformers" in program:
-        # Their length penalties, and the end of CTranslate2's beam search, are others.
-        assert all(answers)
-        program = program.replace('card["beam_size"]', "1").replace("**batch, ", "**batch, num_beams=1, ")
-        answers = [output_of(program, line, bundle) for line in SENTENCES[:2]]
-        done = pipeline("translate", trained_run, "--beam", 1, text="".join(line + "\n" for line in SENTENCES))
-        expected = done.stdout.decode().splitlines()
-    if "onnxruntime" in program:  # greedy, as those of model.pt2
-        program += "assert 'torch' not in __import__('sys').modules"
-        assert answers == [
-            output_of(programs[2].replace('"A sentence."', repr(line)), line, bundle) for line in SENTENCES[:2]
-        ]
-    elif "load_pt2" in program:  # greedy
-        assert all(answers)
-    else:
-        assert answers == expected[:2]
+    answers = [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+    assert all(answer[-1] == card["eos_id"] for answer in answers)
+    assert tokenizer.decode([answer[:-1] for answer in answers]) == beam
+    # The longest sentence that it takes, and what it refuses.
+    rows = 1024 + card["max_extra_tokens"]
+    assert run("5 " * (rows - 1) + "3\n").returncode == 0
+    for text in ("5 " * rows + "3\n", "5 60 3\n", "5 -1 3\n", lines[0] + "\n\n" + lines[1] + "\n"):
+        done = run(text)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == "a sentence is empty or too long, or an id is not in the vocabulary\n"
+    weights = folder / "weights.bin"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    done = run(lines[0])
+    weights.write_bytes(whole)
+    assert (done.returncode, done.stderr) == (1, "weights.bin is not a whole file of weights\n")
 
 
 def test_cpp_finds_what_python_finds(bundle: Path, tmp_path: Path) -> None:
     assert shutil.which("cmake"), "no cmake here: apt-get install cmake g++"
-    readme = re.search(r"```cpp\n(.*?)```", (bundle / "README.md").read_text(), re.DOTALL)
-    assert readme
-    (tmp_path / "readme.cpp").write_text(readme[1])
+    [program] = blocks(bundle, "model.ts", "cpp")
+    (tmp_path / "readme.cpp").write_text(program)
     build = tmp_path / "build"
     torch_folder = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    program = f"-DREADME_PROGRAM={tmp_path / 'readme.cpp'}"
+    with_readme = f"-DREADME_PROGRAM={tmp_path / 'readme.cpp'}"
     for command in (
-        ["cmake", "-S", HERE / "cpp", "-B", build, "-DCMAKE_BUILD_TYPE=Release", torch_folder, program],
+        ["cmake", "-S", HERE / "cpp", "-B", build, "-DCMAKE_BUILD_TYPE=Release", torch_folder, with_readme],
         ["cmake", "--build", build, "--parallel", "2"],
     ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -155,7 +202,7 @@ def test_cpp_finds_what_python_finds(bundle: Path, tmp_path: Path) -> None:
     assert "source ids must be 0 .. 59" in done.stderr
 
 
-def test_a_consumer_in_a_fresh_environment(bundle: Path, expected: list[str], tmp_path: Path) -> None:
+def test_a_consumer_in_a_fresh_environment(bundle: Path, beam: list[str], tmp_path: Path) -> None:
     """Only torch and sentencepiece are needed."""
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
@@ -176,4 +223,4 @@ def test_a_consumer_in_a_fresh_environment(bundle: Path, expected: list[str], tm
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == expected
+        assert done.stdout.splitlines() == beam

@@ -1,8 +1,5 @@
 """Bytes and user symbols survive translation with a checkpoint and with every format of a bundle."""
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from pipeline.export.bundle import FILES, bundle_files, write_bundle
 from pipeline.export.parity import Text
 from pipeline.inference.translator import Translator, padded
 from tests.conftest import train_tokenizer
+from tests.export.test_bundle import PROGRAMS, outputs, python_program
 
 SENTENCES = [
     "A sentence.",
@@ -61,20 +59,7 @@ def test_translations_hold_each_symbol_and_character_once(model: TrainedModel) -
 @pytest.mark.slow
 def test_every_format_of_a_bundle_repeats_symbols_and_bytes(model: TrainedModel, tmp_path: Path) -> None:
     """By the programs of the bundle's README, which use sentencepiece and none of this project."""
-    # The program for `cpp` has to be compiled first; test_cpp.py does so.
-    names = bundle_files([name for name in FILES if name != "cpp"], None)
+    names = bundle_files(model, [name for name in FILES if name != "cpp"], None)
     write_bundle(model, tmp_path, names, Text("symbols", SENTENCES, SENTENCES), [])
-    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
-    programs = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    head, tail = programs[0].split("source = ")
-    programs[1] = head + programs[1] + "source = " + tail
-    assert len(programs) == 6
-    for program in programs:
-        # One process per program: importing PyTorch takes longer than a translation.
-        repeated = (
-            f"import sys\nfor s in sys.argv[1:]:\n    exec({program!r}.replace('\"A sentence.\"', repr(s)), {{}})"
-        )
-        command = [sys.executable, "-I", "-X", "utf8", "-W", "ignore", "-c", repeated, *SENTENCES]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr.decode()
-        assert done.stdout.decode().removesuffix("\n").split("\n") == SENTENCES
+    for name in PROGRAMS[:-1]:  # but that of `cpp`, which has to be compiled first
+        assert outputs(python_program(tmp_path, name), SENTENCES, tmp_path) == SENTENCES, name

@@ -149,13 +149,11 @@ def test_exported_steps_and_pictures() -> None:
 
 
 def test_what_has_other_arithmetic_refuses_it(tmp_path: Path) -> None:
-    from pipeline.export.ctranslate2_model import require_shape
-    from pipeline.export.huggingface_model import _unsupported_settings
+    from pipeline.export.ctranslate2_model import require_ctranslate2
 
     network = Transformer(
         50, NetworkSettings(num_layers=1, d_model=16, d_ff=24, num_heads=2, self_attention="relative")
     )
     assert unsupported(network.settings) == "network.self_attention relative"
-    with pytest.raises(InputError, match=r"SelfAttention as network.self_attention only"):
-        require_shape(network)
-    assert _unsupported_settings(network) == ["network.self_attention is RelativeAttention, not SelfAttention"]
+    with pytest.raises(InputError, match=r"CTranslate2 lacks network\.self_attention relative"):
+        require_ctranslate2(network)

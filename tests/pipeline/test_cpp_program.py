@@ -6,17 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from model.fast.compiled_search import CompiledSearch
-from model.layers import NORMS
 from model.transformer import Transformer
-from pipeline.__main__ import main
 from pipeline.export import formats
-from pipeline.export.bundle import FILES, ON_REQUEST, bundle_files, write_bundle
-from pipeline.export.cpp_program import compile_cpp, num_positions, require_compiled, write_cpp
+from pipeline.export.bundle import write_bundle
+from pipeline.export.cpp_program import compile_cpp, require_compiled, write_cpp
 from tests.model.search_truth import VOCABULARY_SIZE
 from tests.pipeline.test_export import SHAPES, TEXT, make_model
 
@@ -28,12 +25,12 @@ HEADER = struct.Struct("<8s10q2fq")
 @pytest.fixture(scope="module")
 def library(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("cpp") / "cpp"
-    write_cpp(make_model(tokenizer).network, num_positions(0, EXTRA), folder)
+    write_cpp(make_model(tokenizer).network, EXTRA, folder)
     return compile_cpp(folder)
 
 
 def written(network: Transformer, folder: Path) -> Path:
-    write_cpp(network, num_positions(network.positions.max_positions, EXTRA), folder / "cpp")
+    write_cpp(network, EXTRA, folder / "cpp")
     return folder / "cpp" / "weights.bin"
 
 
@@ -107,33 +104,11 @@ def test_the_search_refuses_what_is_past_the_positions(
         search.greedy(torch.tensor([[5, EOS]]), None, EXTRA)
 
 
-def test_networks_that_the_program_lacks_are_refused(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(NORMS, "rms", nn.RMSNorm)
-    model = make_model(tokenizer, norm="rms")
-    with pytest.raises(InputError, match=r"the C\+\+ program lacks network\.norm rms"):
-        require_compiled(model.network)
-    with pytest.raises(InputError, match=r"lacks network\.norm rms"):
-        write_bundle(model, tmp_path, ["cpp"], TEXT, [])
-    assert not (tmp_path / "cpp").exists()
-
-
-def test_without_a_compiler(
-    trained_run: Path,
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_a_compiler(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = make_model(tokenizer).network
     monkeypatch.setenv("CXX", "/nowhere/g++")
     with pytest.raises(InputError, match=r"--format cpp is compiled to compare .* CXX names /nowhere/g\+\+"):
         require_compiled(network)
-    assert main(["export", str(trained_run), str(tmp_path / "bundle"), "--format", "cpp"]) == 2
-    [*_, last] = capsys.readouterr().err.splitlines()
-    assert last.startswith("error: --format cpp is compiled to compare it with the checkpoint: CXX names /nowhere/g++")
-    assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("CXX", "false")
     path = written(network, tmp_path)
     with pytest.raises(InputError, match=r"--format cpp cannot be compared .* ended with 1: no message"):
@@ -143,17 +118,8 @@ def test_without_a_compiler(
 def test_weights_that_differ_are_refused(
     library: ctypes.CDLL, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_another(bundle: formats.Bundle, path: Path) -> None:
-        written(make_model(tokenizer, d_ff=40).network, path.parent)
-
-    monkeypatch.setitem(formats.FORMATS, "cpp", formats.FORMATS["cpp"]._replace(write=write_another))
-    monkeypatch.setattr("pipeline.export.formats.compile_cpp", lambda folder: library)
+    another = make_model(tokenizer, d_ff=40).network
+    monkeypatch.setattr(formats, "write_cpp", lambda network, *arguments: write_cpp(another, *arguments))
+    monkeypatch.setattr(formats, "compile_cpp", lambda folder: library)
     with pytest.raises(InputError, match=r"cpp \(float32\): \d+ of 12 answers differ.* nothing was written"):
         write_bundle(make_model(tokenizer), tmp_path, ["cpp"], TEXT, [])
-
-
-def test_it_is_written_on_request_only() -> None:
-    assert "cpp" in ON_REQUEST
-    assert "cpp" not in bundle_files(None, None)
-    assert bundle_files(["cpp"], None) == ["cpp"]
-    assert set(bundle_files(None, None)) == {FILES[name] for name in FILES.keys() - ON_REQUEST}

@@ -8,10 +8,7 @@ import ctranslate2
 import pytest
 import torch
 
-from data_module.errors import InputError
-from data_module.registry import Registry
 from data_module.tokenization.tokenizer import Tokenizer
-from model.layers import ACTIVATIONS, NORMS
 from pipeline.export.bundle import write_bundle
 from pipeline.export.ctranslate2_model import write_ctranslate2
 from tests.model.search_truth import EOS, VOCABULARY_SIZE, forced_log_probability, tolerance
@@ -36,29 +33,6 @@ def test_probabilities_are_the_same(tokenizer: Tokenizer, tmp_path: Path, shape:
     for source, answer, one in zip(sources, answers, scored, strict=True):
         expected = forced_log_probability(network, torch.tensor(source), answer)
         assert sum(one.log_probs) == pytest.approx(expected, abs=tolerance(network))
-
-
-def test_an_unsupported_network_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="d_k 6, d_v 16"):
-        write_ctranslate2(make_model(tokenizer, d_k=6).network, tokenizer, tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-
-
-@pytest.mark.parametrize(
-    ("registry", "key", "kind"), [(NORMS, "norm", torch.nn.RMSNorm), (ACTIVATIONS, "activation", torch.nn.Tanh)]
-)
-def test_another_norm_or_activation_is_refused(
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    registry: Registry[object],
-    key: str,
-    kind: type,
-) -> None:
-    monkeypatch.setitem(registry, "other", kind)
-    with pytest.raises(InputError, match=rf"network\.{key} only; this network has {kind.__name__}; leave"):
-        write_ctranslate2(make_model(tokenizer, **{key: "other"}).network, tokenizer, tmp_path / "model")
-    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

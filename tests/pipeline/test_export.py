@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
-from model.padded_transformer import PaddedTransformer
+from model.layers import ACTIVATIONS, NORMS
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program, formats, torchscript
-from pipeline.export.bundle import FILES, bundle_files, obstacles, write_bundle
+from pipeline.export.bundle import FILES, ON_REQUEST, bundle_files, write_bundle
 from pipeline.export.card import readme
 from pipeline.export.parity import Text
 from pipeline.inference.translator import Translator
@@ -68,51 +69,74 @@ def stops_at_first(tokenizer: Tokenizer) -> TrainedModel:
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_every_format_agrees_for_each_shape(tokenizer: Tokenizer, tmp_path: Path, shape: str) -> None:
     model = make_model(tokenizer, **SHAPES[shape])
-    every = bundle_files(list(FILES), None)
-    left_out = obstacles(model, every)
-    assert [*left_out] == LEFT_OUT.get(shape, [])
-    names = [name for name in every if name not in left_out]
+    names = [*bundle_files(model, None, None), *bundle_files(model, sorted(ON_REQUEST), None)]
+    assert set(FILES.values()) - set(names) == set(LEFT_OUT.get(shape, []))
     write_bundle(model, tmp_path, names, TEXT, [])
     parity = json.loads((tmp_path / "parity.json").read_text())
-    assert all(parity[name]["float32"]["broken"] == [] for name in names)
+    assert [*parity["model.ts"]] == ["size_bytes", "float32", "float32, packed", "bfloat16"]
     assert parity["model.ts"]["float32"]["equal"] == len(TEXT.sources)
     assert parity["model.ts"]["float32, packed"]["equal"] == len(TEXT.sources)
     search = torchscript.load_torchscript(tmp_path / "model.ts", packed=False)
-    loaded = [
-        exported_program.load_exported_program(tmp_path / "model.pt2"),
-        exported_program.load_onnx(tmp_path / "onnx"),
-    ]
     source = torch.randint(4, VOCABULARY_SIZE, (1, 1100))
-    mask = torch.ones_like(source, dtype=torch.bool)
-    if shape == "learned":
-        with pytest.raises(torch.jit.Error, match="longer than the network's 24 positions"):
-            search.greedy(source, None, 1)
-        for programs in loaded:
-            with pytest.raises(Exception, match="24"):
-                programs["encode"](source, mask)
-    else:
+    if shape != "learned":
         # Positions beyond those in training: sinusoids have no limit.
-        with torch.no_grad():
-            memory = PaddedTransformer(model.network).encode(source, mask)
-            keys = model.network.decoder[0].cross_attention.keys_values(memory)[0]  # type: ignore
-            for programs in loaded:
-                assert (programs["encode"](source, mask)[0][0] - keys).abs().max() < 1e-4
         assert search.greedy(source, None, 0).lengths.item() > 0
+        return
+    with pytest.raises(torch.jit.Error, match="longer than the network's 24 positions"):
+        search.greedy(source, None, 1)
+    for load, name in ((exported_program.load_exported_program, "model.pt2"), (exported_program.load_onnx, "onnx")):
+        with pytest.raises(Exception, match="24"):
+            load(tmp_path / name)["encode"](source, torch.ones_like(source, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", ["model.ts", "model.pt2", "ctranslate2"])
+@pytest.mark.parametrize("name", ["model.ts", "model.pt2", "ctranslate2", "huggingface"])
 def test_a_format_that_differs_from_the_checkpoint_is_refused(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """ONNX is compared as model.pt2 is; Transformers' and C++ have tests of their own."""
+    """ONNX is compared as model.pt2 is; C++ has a test of its own."""
     model, another = (make_model(tokenizer, num_layers=1, d_ff=size) for size in (48, 40))
-    kind = formats.FORMATS[name]
-    broken = kind._replace(write=lambda bundle, path: kind.write(bundle._replace(model=another), path))
-    monkeypatch.setitem(formats.FORMATS, name, broken)
+    write = formats.write_format
+    monkeypatch.setattr(formats, "write_format", lambda name, bundle: write(name, bundle._replace(model=another)))
     refusal = rf"{re.escape(name)} \(float32\): \d+ of 12 (greedy )?answers differ.* nothing was written"
     with pytest.raises(InputError, match=refusal):
         write_bundle(model, tmp_path, [name], TEXT, [])
     assert not (tmp_path / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("ctranslate2", {"norm": "rms"}, "CTranslate2 lacks network.norm rms, which this model has; export other"),
+        ("ctranslate2", {"d_k": 6}, "lacks network.d_k 6 (it has d_model / num_heads, 16), which"),
+        ("huggingface", {"activation": "tanh"}, "Transformers' Marian lacks network.activation tanh, which"),
+        ("huggingface", {"pre_norm": True, "d_v": 10}, "lacks network.pre_norm true, network.d_v 10 (it has"),
+        ("huggingface", {"learned_positions": True}, "lacks network.learned_positions true, which"),
+        ("cpp", {"norm": "rms"}, "the C++ program lacks network.norm rms, which"),
+    ],
+)
+def test_a_network_that_a_program_lacks_is_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str, shape: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setitem(NORMS, "rms", nn.RMSNorm)
+    monkeypatch.setitem(ACTIVATIONS, "tanh", nn.Tanh)
+    with pytest.raises(InputError, match=re.escape(said)):
+        bundle_files(make_model(tokenizer, **shape), [name], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("ctranslate2", "ctranslate2"), ("huggingface", "transformers"), ("onnx", "onnxruntime"), ("onnx", "onnxscript")],
+)
+def test_a_format_whose_package_is_missing_is_refused_or_left_out(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, package: str
+) -> None:
+    model = make_model(tokenizer, num_layers=1)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InputError, match=rf"^{package} is not installed; run: .*\.\[{name}\]"):
+        bundle_files(model, [name], None)
+    assert set(bundle_files(model, None, None)) == {FILES[one] for one in FILES.keys() - ON_REQUEST - {name}}
+    said = capsys.readouterr().err
+    assert (f"without {name}/: {package} is not installed" in said) == (name not in ON_REQUEST)
 
 
 def test_the_programs_of_the_readme_stop_as_the_recipe_says(
@@ -132,7 +156,7 @@ def test_the_programs_of_the_readme_stop_as_the_recipe_says(
     assert [line.replace("\u2047", "").strip() for line in capsys.readouterr().out.splitlines()] == first != exact
     card = json.loads((tmp_path / "card.json").read_text())
     for rule, flag in (("first", 1), ("exact", 0)):
-        page = readme(["cpp", "model.ts"], card | {"stop_rule": rule}, [5, 3], 10, packed=False)
+        page = readme(["cpp", "model.ts"], card | {"stop_rule": rule}, [5, 3], packed=False)
         assert f"request.stops_at_first = {flag};" in page
         assert f'int64_t(1),\n         "{rule}"' in page
 
@@ -206,42 +230,3 @@ def test_a_bundle_is_replaced_only_with_force(
     assert main([*command, "--force"]) == 0
     assert not mark.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
-
-
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [
-        ("ctranslate2", "ctranslate2"),
-        ("huggingface", "transformers"),
-        ("onnx", "onnxruntime"),
-        ("onnx", "onnxscript"),
-    ],
-)
-def test_a_format_whose_package_is_missing_is_refused_by_name(
-    trained_run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    package: str,
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    assert main(["export", str(trained_run), str(tmp_path / "bundle"), "--format", name]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"error: {package} is not installed; run: ")
-    assert f".[{name}]" in said
-    assert not (tmp_path / "bundle").exists()
-
-
-def test_a_format_that_is_not_named_is_left_out_if_its_package_is_missing(
-    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from pipeline.export import bundle
-
-    monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    # The other formats are tested elsewhere.
-    monkeypatch.setattr(bundle, "FILES", {one: bundle.FILES[one] for one in ("torchscript", "ctranslate2")})
-    assert main(["export", str(trained_run), str(tmp_path / "bundle")]) == 0
-    assert "without ctranslate2/: ctranslate2 is not installed" in capsys.readouterr().err
-    assert (tmp_path / "bundle" / "model.ts").exists()
-    assert not (tmp_path / "bundle" / "ctranslate2").exists()

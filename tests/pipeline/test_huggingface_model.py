@@ -10,17 +10,15 @@ import transformers
 import yaml
 
 from data_module.errors import InputError
-from data_module.registry import Registry
 from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
-from model.layers import ACTIVATIONS, NORMS
 from model.padded_transformer import PaddedTransformer
 from model.settings import DecodingSettings
 from model.transformer import Transformer
-from pipeline.export import formats
-from pipeline.export.bundle import obstacles, write_bundle
+from pipeline.export.bundle import write_bundle
 from pipeline.export.card import model_card
-from pipeline.export.huggingface_model import generation_settings, write_huggingface
+from pipeline.export.formats import HuggingFaceRunner
+from pipeline.export.huggingface_model import generation_settings, require_marian, write_huggingface
 from pipeline.inference.translator import LONGEST
 from tests.conftest import sentences, train_tokenizer
 from tests.model.search_truth import VOCABULARY_SIZE, trained_network
@@ -123,80 +121,24 @@ def test_generation_settings(tokenizer: Tokenizer) -> None:
     assert "length_penalty" not in settings(beam_size=1)
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"),
-    [
-        (
-            {"pre_norm": True, "learned_positions": True, "d_k": 6, "d_v": 10},
-            ["pre_norm is true", "learned_positions is true", "d_k is 6, not d_model / num_heads, 16", "d_v is 10"],
-        ),
-        (
-            {"norm": "rms", "activation": "tanh"},
-            ["norm is RMSNorm, not LayerNorm", "activation is Tanh, not ReLU or SiLU"],
-        ),
-    ],
-)
-def test_unsupported_networks_are_refused(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any], words: list[str]
-) -> None:
-    """By all their settings at once."""
-    monkeypatch.setattr("model.layers.NORMS", Registry("network.norm", **NORMS, rms=torch.nn.RMSNorm))
-    activations = Registry("network.activation", **ACTIVATIONS, tanh=torch.nn.Tanh)
-    monkeypatch.setattr("model.layers.ACTIVATIONS", activations)
-    model = make_model(tokenizer, **shape)
-    [reason] = obstacles(model, ["torchscript", "huggingface"]).values()
-    assert all(f"network.{one}" in reason for one in words)
-    assert "\n" not in reason
-    with pytest.raises(InputError, match="cannot hold this model"):
-        write(model.network, tokenizer, tmp_path)
-
-
-def test_symbols_that_marian_takes_for_language_codes_are_refused(tmp_path: Path) -> None:
+def test_symbols_that_marian_takes_for_language_codes_are_refused() -> None:
     tokenizer = train_tokenizer(sentences(300, 1), 90, user_symbols=[">>de<<", "<2de>"])
-    with pytest.raises(InputError, match=r"corpus\.user_symbols has >>de<<, which"):
-        write(make_model(tokenizer).network, tokenizer, tmp_path)
+    with pytest.raises(InputError, match=r"Marian lacks corpus\.user_symbols >>de<< as other symbols than"):
+        require_marian(make_model(tokenizer).network, tokenizer)
 
 
-def test_a_folder_of_other_weights_is_no_bundle(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A changed weight, or a tokenizer with other ids, ends the export."""
-
-    def write_other(network: Transformer, tokenizer: Tokenizer, *arguments: Any) -> None:
-        other = make_model(tokenizer).network
-        other.encoder[1].feed_forward.outer.bias.data[3] += 5.0  # type: ignore[union-attr, index]
-        write_huggingface(other, tokenizer, *arguments)
-        vocabulary = arguments[-1] / "vocab.json"
-        pieces = json.loads(vocabulary.read_text())
-        special, others = list(pieces)[:4], list(pieces)[4:]
-        pieces = {piece: number for number, piece in enumerate([*special, *others[::-1]])}
-        vocabulary.write_text(json.dumps(pieces))
-
-    monkeypatch.setattr(formats, "write_huggingface", write_other)
-    with pytest.raises(InputError, match="greedy largest score difference") as raised:
-        write_bundle(make_model(tokenizer), tmp_path, ["huggingface"], TEXT, [])
-    assert "its tokenizer encodes" in str(raised.value)
-    assert "its tokenizer decodes" in str(raised.value)
-
-
-def test_greedy_answers_of_one_length_come_in_batches(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A text may have thousands of sentences of one length."""
+def test_a_tokenizer_with_other_ids_is_found(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = make_model(tokenizer)
     write(model.network, tokenizer, tmp_path)
-    runner = formats.HuggingFaceRunner(tmp_path, model)
-    source = [*tokenizer.encode(["abc cab"])[0].tolist(), tokenizer.eos_id]
-    expected, sizes, generate = runner.greedy([source])[0].tokens, [], runner.model.generate
-
-    def counted(ids: torch.Tensor, **options: Any) -> Any:
-        sizes.append(len(ids))
-        return generate(ids, **options)
-
-    monkeypatch.setattr(runner.model, "generate", counted)
-    monkeypatch.setattr(formats, "BATCH_TOKENS", 64)
-    assert [answer.tokens for answer in runner.greedy([source] * 10)] == [expected] * 10
-    assert sizes == [4, 4, 2]
+    ids = [ids.tolist() for ids in tokenizer.encode(TEXT.sources)]
+    compared = TEXT.sources, [[*row, tokenizer.eos_id] for row in ids], ids
+    assert HuggingFaceRunner(tmp_path, model).tokenizer_differences(*compared) == []
+    vocabulary = tmp_path / "vocab.json"
+    pieces = list(json.loads(vocabulary.read_text()))
+    vocabulary.write_text(json.dumps({piece: number for number, piece in enumerate(pieces[:4] + pieces[:3:-1])}))
+    encodes, decodes = HuggingFaceRunner(tmp_path, model).tokenizer_differences(*compared)
+    assert encodes == "its tokenizer encodes 12 of 12 texts differently"
+    assert decodes == "its tokenizer decodes 12 of 12 texts differently"
 
 
 def test_the_model_card(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -207,10 +149,9 @@ def test_the_model_card(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert page == model_card(card)
     assert yaml.safe_load(page.split("---")[1])["language"] == ["xx", "yy"]
     assert f"| letters | 12 | {card['scores']['bleu']:.2f} | `{card['scores']['bleu_signature']}` |" in page
-    assert "- licence: CC0 (made up); CC BY 4.0" in page
-    assert "- the corpus was not available" in page
-    files = [{"file": "train.xx", "bytes": 7, "sha256": "abc"}]
-    data = {"train_pairs": 29000, "validation_pairs": 1014, "source_files": files, "hub_revisions": {"wmt": "f00"}}
-    page = model_card({**card, "data": data, "scores": {}})
-    assert "- pairs: 29,000 for training, 1,014 for validation\n- train.xx, SHA-256 abc\n- wmt, revision f00" in page
-    assert "Not measured" in page
+    assert json.loads(page.split("```json")[1].split("```")[0]) == {
+        "data": "the corpus was not available",
+        "licences": ["CC0 (made up)", "CC BY 4.0"],
+        "code": card["code"],
+    }
+    assert "Not measured" in model_card({**card, "scores": {}})
