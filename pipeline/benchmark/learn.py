@@ -48,11 +48,9 @@ MARIAN = (
     *("schedule=linear", "peak_learning_rate=1e-3", "learning_rate_factor=1"),
 )
 """The baseline's `training:`, but for its warm-up."""
-BASELINE_KEYS = ("network.", "training.", "batches.batch_tokens", "run.seed", "trainer.precision")
-"""What `--baseline-setting` may change: whole sections and single keys."""
-UNUSED = ("training.ema_decay", "training.muon_momentum", "training.r_drop_alpha", "training.warmup_steps")
-"""Keys of these sections that the baseline does not use."""
 SCORES = {"negative_log_likelihood": "nats a token", "bleu": "BLEU"}
+Length = tuple[int | None, float | None]
+"""Updates to train; if None, the minutes."""
 Rows = list[dict[str, float]]
 """A network's validations: `update`, `minutes` and the scores."""
 
@@ -64,13 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--minutes", type=float, help="how long each network trains")
     length.add_argument("--updates", type=int, help="in place of minutes: how many updates each network takes")
     parser.add_argument("--baseline", choices=("marian",), help="train Hugging Face's MarianMTModel as well")
-    parser.add_argument(
-        "--baseline-setting",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of the baseline alone, such as training.peak_learning_rate=5e-4; may be repeated",
-    )
     parser.add_argument("--output", type=user_path, help="folder to write to (default: runs/<recipe>_learn)")
 
 
@@ -79,7 +70,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name in ("minutes", "updates"):
         if (value := getattr(arguments, name)) is not None and not 0 < value < math.inf:
             raise InputError(f"--{name} {value:g}: must be more than 0")
-    refuse_unused(arguments.baseline, arguments.baseline_setting)
     quiet_lightning()
     recipes = {"ours": load_recipe(arguments.config, arguments.overrides, trainer_signature())}
     folder = arguments.output or Path("runs") / f"{recipes['ours'].name}_learn"
@@ -89,8 +79,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         from pipeline.export.huggingface_model import require_transformers
 
         require_transformers()
-        settings = [*(f"training.{setting}" for setting in MARIAN), *arguments.baseline_setting]
-        overrides = [*arguments.overrides, *(f"--{setting}" for setting in settings)]
+        overrides = [*arguments.overrides, *(f"--training.{setting}" for setting in MARIAN)]
         recipes["marian"] = load_recipe(arguments.config, overrides, trainer_signature())
     from pipeline.benchmark.train import benchmark_device
     from pipeline.training.fit import ensure_corpus
@@ -99,36 +88,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     ensure_corpus(recipes["ours"].corpus)
     folder.mkdir(parents=True, exist_ok=True)
     length = arguments.updates, arguments.minutes
-    baseline = Marian(recipes["marian"]).turns(*length, folder) if arguments.baseline else iter(())
-    train_recipe(recipes["ours"], *length, folder, baseline)
+    curves = {name: Curve(name, folder) for name in recipes}
+    baseline = Marian(recipes["marian"]).turns(length, curves["marian"]) if arguments.baseline else iter(())
+    train_recipe(recipes["ours"], length, folder, curves["ours"], baseline)
     for _ in baseline:
         pass  # It has updates left.
-    curves: dict[str, Rows] = {name: [] for name in recipes}
-    for line in (folder / "learning.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        curves[row.pop("network")].append(row)
+    rows = {name: curve.rows for name, curve in curves.items()}
     if arguments.baseline:
-        recipes["marian"] = with_warm_up(recipes["marian"], int(curves["marian"][-1]["update"]))
-    draw(curves, folder / "learning.png")
+        recipes["marian"] = with_warm_up(recipes["marian"], int(rows["marian"][-1]["update"]))
+    draw(rows, folder / "learning.png")
     print(f"the picture is {folder / 'learning.png'}", file=sys.stderr)
     return {
         "recipe": recipes["ours"].name,
         "precision": str(options["precision"]),
-        **{name: {**rows[-1], "training": asdict(recipes[name].training)} for name, rows in curves.items()},
-        "minutes_to_baseline": minutes_until(curves["ours"], curves["marian"][-1]) if arguments.baseline else None,
-        "curves": curves,
+        **{name: {**of_network[-1], "training": asdict(recipes[name].training)} for name, of_network in rows.items()},
+        "minutes_to_baseline": minutes_until(rows["ours"], rows["marian"][-1]) if arguments.baseline else None,
+        "curves": rows,
     }
-
-
-def refuse_unused(baseline: str | None, settings: list[str]) -> None:
-    """Raise InputError for settings of a baseline that is not trained, or that does not use them."""
-    for setting in settings:
-        if baseline is None:
-            raise InputError(f"--baseline-setting {setting}: has no effect without --baseline marian")
-        key = setting.partition("=")[0]
-        allowed = any(key.startswith(name) if name.endswith(".") else key == name for name in BASELINE_KEYS)
-        if key in UNUSED or not allowed:
-            raise InputError(f"--baseline-setting {setting}: the baseline takes no {key}; leave it out")
 
 
 class Curve:
@@ -139,6 +115,7 @@ class Curve:
         self._seconds = self._started = self._turn_started = 0.0
         self.seconds_after = [0.0]
         """Seconds of training after each number of updates."""
+        self.rows: Rows = []
 
     def start(self) -> None:
         """Count the time from here on."""
@@ -169,21 +146,22 @@ class Curve:
                 f"{self._network}: the likelihood after {updates:,} updates is not finite; lower its learning rate"
             )
         row = {"update": updates, "minutes": self._seconds / 60, **scores}
+        self.rows.append(row)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"network": self._network, **row}) + "\n")
         said = ", ".join(f"{scores[name]:.4g} {unit}" for name, unit in SCORES.items())
         say(f"{self._network}: {updates:,} updates, {row['minutes']:.2f} minutes: {said}")
 
 
-def spaced(updates: int | None, minutes: float | None, train: Callable[[int, Curve], None]) -> tuple[int, int]:
+def spaced(length: Length, train: Callable[[int, Curve], None]) -> tuple[int, int]:
     """Return how many updates to train, and how many lie between validations, of which the last ends the training.
 
     Args:
-        updates: the number of updates, which is rounded up; if None, `train` trains for some updates and without a
-            validation to find how many fit into the minutes.
-        minutes: see `updates`.
+        length: updates are rounded up; for minutes, `train` trains for some updates and without a validation, to find
+            how many fit into these.
         train: takes the number of updates, and what measures them.
     """
+    updates, minutes = length
     if updates is None:
         assert minutes is not None
         timing = Curve("", Path())
@@ -195,9 +173,7 @@ def spaced(updates: int | None, minutes: float | None, train: Callable[[int, Cur
     return -(-updates // every) * every, every
 
 
-def train_recipe(
-    recipe: Recipe, updates: int | None, minutes: float | None, folder: Path, baseline: Iterator[None]
-) -> None:
+def train_recipe(recipe: Recipe, length: Length, folder: Path, curve: Curve, baseline: Iterator[None]) -> None:
     """Train the recipe as `fit` does, in turns with the baseline."""
     from lightning.pytorch.callbacks import LambdaCallback
 
@@ -239,7 +215,7 @@ def train_recipe(
             run = Path(unused) / "run"
             fit(run, updates, NEVER, curve, iter(()), warmup_steps=1, learning_rate_factor=0.0)
 
-    fit(folder / "run", *spaced(updates, minutes, only_for_time), Curve("ours", folder), baseline)
+    fit(folder / "run", *spaced(length, only_for_time), curve, baseline)
 
 
 class Marian:
@@ -278,14 +254,14 @@ class Marian:
         recipe, size = with_warm_up(self._recipe, updates), self._tokenizer.vocabulary_size
         return Baseline("marian", recipe, size, self._data, self._precision, updates)
 
-    def turns(self, updates: int | None, minutes: float | None, folder: Path) -> Iterator[None]:
+    def turns(self, length: Length, curve: Curve) -> Iterator[None]:
         """Train, and yield at the end of each turn."""
 
         def only_for_time(updates: int, curve: Curve) -> None:
             for _ in self._train(updates, NEVER, curve):
                 pass
 
-        yield from self._train(*spaced(updates, minutes, only_for_time), Curve("marian", folder))
+        yield from self._train(*spaced(length, only_for_time), curve)
 
     def _train(self, updates: int, every: int, curve: Curve) -> Iterator[None]:
         baseline = self.baseline(updates)
