@@ -3,7 +3,6 @@
 Figures are drawn with the Agg canvas, without pyplot: threads may draw at the same time, and no display is needed.
 """
 
-import unicodedata
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import product
@@ -70,10 +69,9 @@ def axis_labels(source: list[str], target: list[str], bos: str, eos: str) -> Lab
     note = ""
     if sides:
         characters = sorted(set.union(*lacking.values()))
-        scripts = sorted({unicodedata.name(character, "UNNAMED").split()[0] for character in characters})
         named = " ".join(f"U+{ord(character):04X}" for character in characters[:_MAX_NAMED])
         more = f" and {len(characters) - _MAX_NAMED} more" if len(characters) > _MAX_NAMED else ""
-        note = f"{' and '.join(sides)} pieces are numbered: no font has signs for {named}{more} ({', '.join(scripts)})"
+        note = f"{' and '.join(sides)} pieces are numbered: no font has signs for {named}{more}"
     by_axis = {
         "source": [*shown["source"], eos],
         "next": [*shown["target"], eos],

@@ -1,10 +1,6 @@
 """Images at each validation: attention weights and position encodings, and the embeddings for the projector."""
 
-import os
 from itertools import zip_longest
-from tempfile import TemporaryDirectory
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +90,9 @@ class AttentionPlots(Callback):
 
     def _log_attention(self, log: RunLog, module: TranslationModule, number: int, pair: int, step: int) -> None:
         """Log the attention of a validation pair while the decoder is given its translation."""
-        drawing, special = _drawing(), module.special
+        from pipeline.monitoring import attention_images as drawing  # imports matplotlib
+
+        special = module.special
         source = [*self._sources[pair][: _MAX_PIECES - 1], special.eos]
         target = [piece for piece in self._samples.translation(pair).pieces if piece >= NUM_SPECIAL_IDS]
         target = target[: _MAX_PIECES - 1]
@@ -118,6 +116,8 @@ class AttentionPlots(Callback):
             log.add_image(f"validation_attention/{kind}_{number}", image, step)
 
     def _log_positions(self, log: RunLog, module: TranslationModule, step: int) -> None:
+        from pipeline.monitoring.attention_images import draw_matrix  # imports matplotlib
+
         positions = module.network.positions
         count = min(_MAX_POSITIONS, positions.max_positions or _MAX_POSITIONS)
         with torch.no_grad():
@@ -127,7 +127,7 @@ class AttentionPlots(Callback):
             title = f"sinusoidal positions, {table.shape[1]} dimensions"
             columns = "sines (dimensions 0, 2, 4 …), then cosines (1, 3, 5 …)"
             table = np.concatenate((table[:, 0::2], table[:, 1::2]), axis=1)
-        image = _drawing().draw_matrix(title, table, "position", columns)
+        image = draw_matrix(title, table, "position", columns)
         log.add_image("validation_attention/positions", image, step)
 
     def _write_embeddings(self, log: RunLog, module: TranslationModule) -> None:
@@ -151,34 +151,11 @@ class AttentionPlots(Callback):
     def _labels(self, ids: list[int]) -> list[str]:
         return [self._pieces[index] for index in ids]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: whether fixed positions have been drawn."""
-        return {"positions_drawn": self._positions_drawn}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the callback's state."""
-        self._positions_drawn = state_dict["positions_drawn"]
-
 
 def _numbered(pieces: dict[str, list[str]]) -> str:
     """Return a table of the pieces and their numbers."""
     rows = enumerate(zip_longest(*pieces.values(), fillvalue=""), 1)
     return table(["number", *pieces], ((number, *row) for number, row in rows))
-
-
-def _drawing() -> ModuleType:
-    """Import the module that draws, and with it matplotlib.
-
-    Matplotlib's cache of fonts goes to a folder that is removed, unless MPLCONFIGDIR names one: a home may be read-only
-    or slow, and listing the fonts of the system takes 0.1 s.
-    """
-    with TemporaryDirectory() as folder:
-        given = os.environ.setdefault("MPLCONFIGDIR", folder)
-        from pipeline.monitoring import attention_images
-
-        if given == folder:
-            del os.environ["MPLCONFIGDIR"]
-    return attention_images
 
 
 def _most_frequent(corpus: ParallelCorpus, vocabulary_size: int, count: int) -> list[tuple[int, int]]:

@@ -1,6 +1,5 @@
 """Images of attention and positions: which pixels show a value, which scripts have labels, and what drawing leaves."""
 
-import os
 import subprocess
 import sys
 from itertools import product
@@ -123,10 +122,10 @@ def test_a_side_that_no_font_can_write_is_numbered() -> None:
         "next": ["1", "2", "3", "</s>"],
         "previous": ["<s>", "1", "2", "3"],
     }
-    assert note == "target pieces are numbered: no font has signs for U+304B U+4E8C U+5339 (CJK, HIRAGANA)"
+    assert note == "target pieces are numbered: no font has signs for U+304B U+4E8C U+5339"
     _, note, _ = axis_labels(["가나다라마"], ["ก"], "<s>", "</s>")
     assert note.startswith("source and target pieces are numbered: no font has signs for U+0E01 U+AC00 ")
-    assert note.endswith(" and 2 more (HANGUL, THAI)")
+    assert note.endswith(" and 2 more")
 
 
 def test_a_font_of_the_system_writes_what_matplotlibs_font_lacks(tmp_path: Path) -> None:
@@ -149,35 +148,22 @@ def test_a_font_of_the_system_writes_what_matplotlibs_font_lacks(tmp_path: Path)
     fontManager.addfont(tmp_path / "dog.ttf")
     labels = axis_labels(["▁犬"], ["猫"], "<s>", "</s>")
     assert labels.by_axis["source"] == ["▁犬", "</s>"]
-    assert labels.note == "target pieces are numbered: no font has signs for U+732B (CJK)"
+    assert labels.note == "target pieces are numbered: no font has signs for U+732B"
     assert labels.families == ["DejaVu Sans", "One Dog"]
-    assert axis_labels(["\x01"], [], "", "").note.endswith("U+0001 (UNNAMED)")
+    assert axis_labels(["\x01"], [], "", "").note.endswith("U+0001")
     square, line = (picture(np.zeros((2, 2), dtype=np.float32), [text, "</s>"], ["x", "y"], labels) for text in "犬I")
     assert line.sum() - square.sum() > 2 * 50 * 150  # the label of both panels
 
 
 @pytest.mark.slow
-def test_nothing_is_written_to_the_home_and_nothing_said(tmp_path: Path) -> None:
-    """Matplotlib warns where a home cannot be written, and torchmetrics would import it on every rank."""
+def test_ranks_that_do_not_draw_do_not_import_matplotlib() -> None:
+    """Torchmetrics would import it too."""
     program = """
-import os, sys
+import sys
 from pipeline.compat.metrics import leave_out_pyplot
 leave_out_pyplot()
-from pipeline.monitoring.attention_plots import _drawing
+import pipeline.monitoring.attention_plots
 assert "torchmetrics" in sys.modules
 assert "matplotlib" not in sys.modules
-assert _drawing().axis_labels(["a"], ["b"], "", "").note == ""
-assert "matplotlib" in sys.modules
-assert "MPLCONFIGDIR" not in os.environ
 """
-    (tmp_path / "home").touch()  # a file: no folder can be created in it
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "MPL"))}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=environment | {"HOME": str(tmp_path / "home")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
