@@ -55,7 +55,7 @@ _RUNS = ".runs"
 """In a corpus: the folders of the runs that have trained on it, one a line."""
 _MAX_NAMED = 3
 _VERSIONS = "versions.json"
-_OWN_FILES = ("config.yaml", "tokenizer.model", _VERSIONS)
+_OWN_FILES = ("config.yaml", "tokenizer.model", _VERSIONS, STARTS)
 
 
 def step_path(run: Path, step: int) -> Path:

@@ -119,16 +119,6 @@ class RunLog(Logger):
             with self._warn_on_os_error(self.run / name), atomic_file(self.run / name) as file:
                 file.write(contents)
 
-    def append(self, name: str, values: dict[str, Any]) -> None:
-        """Append a line of JSON to a file of the run folder."""
-        if self.writes:
-            with self._warn_on_os_error(self.run / name):
-                file = AppendedFile(self.run / name)
-                try:
-                    file.append((json.dumps(values) + "\n").encode())
-                finally:
-                    file.close()
-
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Do nothing: `add_hyperparameters` writes those of the recipe."""
 

@@ -189,7 +189,7 @@ def _local_time(seconds: float) -> str:
 
 
 def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> list[dict[str, Any]]:
-    """Append the record of this start, and return all records of the run, the oldest first.
+    """Add the record of this start, and return all records of the run, the oldest first.
 
     `submitted` and `began` are seconds since the epoch; `submitted` is when the job was put into the queue.
     `backend` is how it computes, by part.
@@ -204,9 +204,9 @@ def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> l
         "restarts": job.restarts if job else 0,
         "backend": backend,
     }
-    earlier = _read(log.run / STARTS)
-    log.append(STARTS, start)
-    return [*earlier, start]
+    starts = [*_read(log.run / STARTS), start]
+    log.write(STARTS, "".join(json.dumps(one) + "\n" for one in starts).encode())
+    return starts
 
 
 def first_submission(starts: list[dict[str, Any]]) -> float:
