@@ -118,19 +118,12 @@ def resolve_checkpoint(path: Path) -> Path:
     if not candidates:
         raise InputError(f"{path}: holds no checkpoint; give a .ckpt file or a run folder that fit has written")
     if newest is not None and outdated and candidates[0] not in averages:
-        print(_outdated_message(path, outdated[0], newest, candidates[0]), file=sys.stderr)
+        print(
+            f"{outdated[0].name} is of step {_made_at(outdated[0])} and the run is at step {step_of(newest)}, so "
+            f"{candidates[0].name} is used; to use an average, run {PROGRAM} average again",
+            file=sys.stderr,
+        )
     return candidates[0]
-
-
-def _outdated_message(run: Path, average: Path, newest: Path, candidate: Path) -> str:
-    contents = read_checkpoint(average)
-    # A file with the name of an average need not be one.
-    last = f"--last {len(contents['averaged']) if 'averaged' in contents else 5}"
-    option = contents["selection"]["option"] if "selection" in contents else last
-    return (
-        f"{average.name} is of step {_made_at(average)} and the run is at step {step_of(newest)}, so "
-        f"{candidate.name} is used; to average again, run: {PROGRAM} average {run} {option}"
-    )
 
 
 def _made_at(average: Path) -> int:

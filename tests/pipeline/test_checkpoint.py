@@ -186,7 +186,7 @@ def test_an_outdated_average_is_reported(
     assert resolve_checkpoint(run).name == "best.ckpt"
     assert capsys.readouterr().err == (
         "average-last-3.ckpt is of step 240 and the run is at step 250, so best.ckpt is used; "
-        f"to average again, run: python -m pipeline average {run} --last 3\n"
+        "to use an average, run python -m pipeline average again\n"
     )
     # Nothing is reported if one average of several is up to date.
     write_atomic(average(step_checkpoints(run)) | {"global_step": 250}, run / "average-last-4.ckpt")
