@@ -21,8 +21,8 @@ from PIL import Image
 PANELS_PER_LINE = 4
 CELL_SIZE = 15
 """Pixels of a weight."""
-_DPI, _MARGIN, _GAP = 100, 200, 24
-"""Pixels an inch, for the longest label, and between panels."""
+_DPI, _MARGIN, _GAP, _CAPTION = 100, 200, 24, 110
+"""Pixels an inch, for the longest label, between panels, and for the line below a panel."""
 _MAX_LABEL_CHARACTERS = 14
 _MAX_NAMED = 4
 """Characters without a font are named up to this number."""
@@ -102,8 +102,8 @@ def draw_attention(
     description, rows, columns = AXES[kind]
     title = f"{kind} attention{subject}\n{description}" + (f"\n{labels.note}" if labels.note else "")
     frame = _draw_labels(labels.by_axis[rows], labels.by_axis[columns], labels.families)
-    height, width = frame.shape[0] + _GAP, frame.shape[1] + _GAP
     cell_rows, cell_columns = (CELL_SIZE * size for size in weights[0].shape[1:])
+    height, width = frame.shape[0] + _GAP, frame.shape[1] + max(0, _CAPTION - cell_columns) + _GAP
     per_line = min(PANELS_PER_LINE, len(heads))
     title_lines = title.split("\n")
     top = 20 * len(title_lines)

@@ -82,6 +82,15 @@ def test_a_label_is_beside_its_row_and_above_its_column() -> None:
     assert columns[beside].max() < left - 2 * CELL_SIZE
 
 
+def test_lines_below_narrow_panels_are_whole_and_apart() -> None:
+    labels = axis_labels([], [], "", "")._replace(by_axis={"next": ["a", "b"], "source": ["x"]})
+    weights = np.zeros((4, 2, 1), dtype=np.float32)
+    image = np.asarray(draw_attention("cross", [weights], labels, [0], range(4), "").convert("L"))
+    inked = np.flatnonzero((image[-20:] < 200).any(axis=0))
+    assert (np.diff(inked) > 20).sum() == 3
+    assert inked[-1] < image.shape[1] - 8
+
+
 def test_a_matrix_is_blue_above_zero_and_red_below() -> None:
     values = np.array([[1.0, -1.0], [0.0, 0.0]], dtype=np.float32).repeat(8, axis=0)
     pixels = np.asarray(draw_matrix("title", values, "row", "column").convert("RGB"))
