@@ -17,7 +17,7 @@ from pathlib import Path
 from data_module.settings import BpeDropout, NoiseSettings, TextSource
 from pipeline.config.recipe import Recipe
 from pipeline.config.recipe_files import description, first_sentence
-from pipeline.config.settings import RESERVED_KEYS, trainer_signature
+from pipeline.config.settings import trainer_signature
 from tests.conftest import ROOT
 from tests.docs import recipe_schema, roofline
 from tests.docs.recipe_schema import meanings
@@ -98,13 +98,8 @@ def _default(value: ast.expr | None) -> str:
 
 
 def trainer_keys() -> str:
-    """The keys of Lightning's Trainer that a recipe may set, and those that it may not, by reason."""
-    accepted = ", ".join(f"`{name}`" for name in trainer_signature())
-    refused: dict[str, list[str]] = {}
-    for name, reason in RESERVED_KEYS.items():
-        refused.setdefault(reason or "set by the pipeline", []).append(f"`{name}`")
-    rows = [f"| {', '.join(names)} | {reason} |" for reason, names in refused.items()]
-    return "\n".join([f"Accepted: {accepted}.", "", "| refused | reason, or what to use |", "| --- | --- |", *rows])
+    """The keys of Lightning's Trainer that a recipe may set."""
+    return f"Accepted: {', '.join(f'`{name}`' for name in trainer_signature())}."
 
 
 def configs() -> str:
