@@ -103,15 +103,15 @@ def trainer_keys() -> str:
 
 
 def configs() -> str:
-    """A row for each recipe and overlay, from the first sentence of its comment; those of Table 3 share a row."""
+    """A row for each recipe, from the first sentence of its comment; those of a folder share a row."""
     rows = ["| file | what it is |", "| --- | --- |"]
-    table3 = ROOT / "configs" / "table3"
-    for path in sorted((ROOT / "configs").rglob("*.yaml"), key=lambda one: (len(one.parts), str(one))):
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
         name = path.relative_to(ROOT)
-        if path.parent != table3:
-            rows.append(f"| [`{name}`](../{name}) | {description(path)} |")
-    names = ", ".join(f"`{path.stem}`" for path in sorted(table3.glob("*.yaml")))
-    return "\n".join([*rows, f"| [`configs/table3/`](../configs/table3) | The rows of Table 3: {names} |"])
+        rows.append(f"| [`{name}`](../{name}) | {description(path)} |")
+    for folder, what in (("hardware", "Overlays for devices"), ("table3", "The rows of Table 3")):
+        names = ", ".join(f"`{path.stem}`" for path in sorted((ROOT / "configs" / folder).glob("*.yaml")))
+        rows.append(f"| [`configs/{folder}/`](../configs/{folder}) | {what}: {names} |")
+    return "\n".join(rows)
 
 
 def layers() -> str:

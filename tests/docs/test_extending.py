@@ -22,7 +22,6 @@ REGISTRIES = [
     "model.layers.NORMS",
     "model.layers.ACTIVATIONS",
     "model.layers.SELF_ATTENTIONS",
-    "tests.model.fast_paths.FAST_PATHS",
 ]
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
