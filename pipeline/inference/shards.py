@@ -84,13 +84,7 @@ class Shards:
                 "give another --output, or remove the folder to start over"
             )
         if self._output.exists():
-            with self._output.open("rb") as file:
-                found_lines = self._num_translated(file)
-            if found_lines != self._num_lines:
-                raise InputError(
-                    f"{self._output}: has {found_lines:,} lines for {self._num_lines:,}; remove it, or give another "
-                    "--output"
-                )
+            self._require_lines(self._output, self._num_lines, "or give another --output")
 
     def runs(self) -> Iterator[tuple[int, Iterator[str]]]:
         """Yield lines of this process's shards, and the number of the first, until the output is there.
@@ -191,24 +185,22 @@ class Shards:
             joined = self._folder / "joined"
             with atomic_file(joined) as file:
                 for shard, name in enumerate(self._names):
-                    file.write(self._checked(shard, self._folder / name))
+                    path = self._folder / name
+                    self._require_lines(path, self._num_lines_of(shard), "and run the same command again")
+                    file.write(path.read_bytes())
             joined.replace(self._output)
             sync_to_disk(self._output.parent)
 
-    def _checked(self, shard: int, path: Path) -> bytes:
-        text = path.read_bytes()
-        found = self._num_translated(text.split(b"\n")[:-1])
-        expected = self._num_lines_of(shard)
+    def _require_lines(self, path: Path, expected: int, way_out: str) -> None:
+        """Raise InputError if a file has not the translations of as many lines."""
+        with path.open("rb") as lines:
+            if self._one_translation:
+                found = sum(1 for _ in lines)
+            else:
+                # With --n-best, a translation begins with the number of its line.
+                found = sum(1 for _ in groupby(lines, lambda line: line.partition(b"\t")[0]))
         if found != expected:
-            raise InputError(f"{path}: has {found:,} lines for {expected:,}; remove it, and run the same command again")
-        return text
-
-    def _num_translated(self, lines: Iterable[bytes]) -> int:
-        """Return the number of lines whose translations these are."""
-        if self._one_translation:
-            return sum(1 for _ in lines)
-        # With --n-best, a translation begins with the number of its line.
-        return sum(1 for _ in groupby(lines, lambda line: line.partition(b"\t")[0]))
+            raise InputError(f"{path}: has {found:,} lines for {expected:,}; remove it, {way_out}")
 
     def _num_lines_of(self, shard: int) -> int:
         return min(self._size, self._num_lines - shard * self._size)

@@ -36,11 +36,11 @@ Runs = Iterable[tuple[int, Iterator[str]]]
 
 
 def translate(shards: Shards, runs: Runs, log: list[int]) -> Iterator[None]:
-    """Translate into capitals; each step is a line."""
+    """Translate into capitals, twice with `n_best`; each step is a line."""
     for first, lines in runs:
         for number, line in enumerate(lines, first):
             log.append(number)
-            shards.write(number, f"{number} {line.upper()}\n")
+            shards.write(number, f"{number}\t{line.upper()}\n" * (1 if shards._one_translation else 2))
             yield
 
 
@@ -55,7 +55,7 @@ def finish(shards: Shards) -> list[int]:
 
 def check(folder: Path) -> None:
     """The output is whole, and nothing is left beside it but the manifest."""
-    expected = "".join(f"{number} LINE {number}\n" for number in range(1, NUM_LINES + 1))
+    expected = "".join(f"{number}\tLINE {number}\n" for number in range(1, NUM_LINES + 1))
     assert (folder / "output").read_text() == expected
     assert [entry.name for entry in (folder / "output.shards").iterdir()] == [MANIFEST]
 
@@ -117,19 +117,6 @@ def test_a_task_without_a_shard_reports_those_of_others(
     assert f"output: {NUM_LINES - SIZE} of {NUM_LINES} lines (83%), " in naps[1]
 
 
-@pytest.mark.parametrize("n_best", [None, 2])
-def test_an_output_that_was_overwritten(start: Callable[..., Shards], tmp_path: Path, n_best: int | None) -> None:
-    """With the manifest beside it. With several translations of a line, lines are counted by their numbers."""
-    shards = start(n_best=n_best)
-    for first, lines in shards.runs():
-        for number, line in enumerate(lines, first):
-            shards.write(number, f"{number}\t{line}\n" * (n_best or 1))
-    assert finish(start(n_best=n_best)) == []
-    (tmp_path / "output").write_text("1\tline\n" * NUM_LINES if n_best else "line\n")
-    with pytest.raises(InputError, match=f"output: has 1 lines for {NUM_LINES}; remove it, or give another --output"):
-        start(n_best=n_best)
-
-
 def test_warnings_name_lines_of_the_text(
     start: Callable[..., Shards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,25 +175,24 @@ def test_what_was_begun_otherwise(
 
 
 @pytest.mark.parametrize("n_best", [None, 2])
-def test_shards_that_do_not_add_up(start: Callable[..., Shards], tmp_path: Path, n_best: int | None) -> None:
+def test_files_that_do_not_add_up(start: Callable[..., Shards], tmp_path: Path, n_best: int | None) -> None:
     """Nothing is joined. With several translations of a line, lines are counted by their numbers."""
     shards = start(n_best=n_best)
-    last: list[Path] = []
-    for first, lines in shards.runs():
-        for number, line in enumerate(lines, first):
-            if number == NUM_LINES:
-                [*_, last_but_one] = last = sorted((tmp_path / "output.shards").glob("*[0-9]"))
-                text = last_but_one.read_text().splitlines(keepends=True)
-                last_but_one.write_text("".join(text[: -(n_best or 1)]))
-            shards.write(number, f"{number}\t{line}\n" * (n_best or 1))
-            if number == NUM_LINES:
-                break
-        else:
-            continue
-        break
-    with pytest.raises(InputError, match=f"^{last[-1]}: has 3 lines for 4; remove it, and run the same command again"):
+    part = translate(shards, shards.runs(), [])
+    for _ in range(NUM_LINES):
+        next(part)
+    *_, path, _ = sorted((tmp_path / "output.shards").glob("*[0-9]"))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[: -(n_best or 1)]))
+    with pytest.raises(InputError, match=f"^{path}: has 3 lines for 4; remove it, and run the same command again"):
         finish(start(n_best=n_best))
     assert not (tmp_path / "output").exists()
+    path.unlink()
+    assert len(finish(start(n_best=n_best))) == SIZE
+    assert finish(start(n_best=n_best)) == []
+    # The manifest is still there when another program has written to the output.
+    (tmp_path / "output").write_text("1\tline\n" * NUM_LINES if n_best else "line\n")
+    with pytest.raises(InputError, match=f"output: has 1 lines for {NUM_LINES}; remove it, or give another --output"):
+        start(n_best=n_best)
 
 
 def test_a_text_that_becomes_shorter(start: Callable[..., Shards], tmp_path: Path) -> None:
