@@ -157,7 +157,7 @@ def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, t
     from pipeline.inference.metrics import require_moses_language
 
     if arguments.paper:
-        require_moses_language(translator.recipe["corpus"]["target_language"], text.references)
+        require_moses_language(translator.recipe["corpus"]["target_language"])
     tokenizer = tokenizer_of(translator.recipe)
     if warning := spacing_warning(text.references, tokenizer):
         print(f"{text.name}: its lines {warning}", file=sys.stderr)

@@ -22,7 +22,6 @@ _PACKAGES = {
 """Tokenizer -> module -> the package that has it."""
 _WITHOUT_SPACES = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 """Thai, Lao, Tibetan, Burmese, Khmer, kana and Han: scripts that do not put spaces between words."""
-_HANGUL = re.compile("[\u1100-\u11ff\uac00-\ud7af]")
 
 
 class Choice(NamedTuple):
@@ -101,25 +100,18 @@ def require_tokenizer(tokenizer: str, reason: str) -> None:
 
 def spacing_warning(references: Iterable[str], tokenizer: str) -> str | None:
     """Return a warning about references without spaces between words if the tokenizer splits at spaces."""
-    if tokenizer in ("13a", "intl") and _is_mostly(_WITHOUT_SPACES, references):
-        return (
-            f"have no spaces between words: BLEU on {tokenizer} tokens says little, read chrF; in a new run, set "
-            "corpus.target_language (ja, zh), or run.bleu_tokenizer to char"
-        )
-    return None
-
-
-def is_unspaced_or_hangul(lines: list[str]) -> bool:
-    """Return whether most letters are Hangul or of a script without spaces between words."""
-    return _is_mostly(_WITHOUT_SPACES, lines) or _is_mostly(_HANGUL, lines)
-
-
-def _is_mostly(script: re.Pattern[str], lines: Iterable[str]) -> bool:
-    inside = letters = 0
-    for line in lines:
-        inside += len(script.findall(line))
+    if tokenizer not in ("13a", "intl"):
+        return None
+    unspaced = letters = 0
+    for line in references:
+        unspaced += len(_WITHOUT_SPACES.findall(line))
         letters += sum(map(str.isalpha, line))
-    return 2 * inside > letters
+    if 2 * unspaced <= letters:
+        return None
+    return (
+        f"have no spaces between words: BLEU on {tokenizer} tokens says little, read chrF; in a new run, set "
+        "corpus.target_language (ja, zh), or run.bleu_tokenizer to char"
+    )
 
 
 def _of_language(language: str) -> str:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from data_module.errors import InputError, install
 from data_module.registry import Registry
 from pipeline.compat.metrics import chrf_score, chrf_statistics
-from pipeline.inference.bleu_tokenizer import DEFAULT, is_unspaced_or_hangul, language_code
+from pipeline.inference.bleu_tokenizer import DEFAULT, language_code
 
 RESAMPLES, SEED = 1000, 12345
 """Number of bootstrap resamples and seed of their generator: sacreBLEU's defaults, which give its intervals."""
@@ -231,15 +231,16 @@ def require_sacremoses() -> Any:
     return sacremoses
 
 
-def require_moses_language(language: str, references: list[str]) -> None:
+def require_moses_language(language: str) -> None:
     """Raise InputError if `paper_score` was not made for the language.
 
     A corpus that does not name its languages has "target", for which Moses' rules are English's.
     """
-    if language_code(language) in MOSES_LANGUAGES or (language == "target" and not is_unspaced_or_hangul(references)):
-        return
-    what = "the references' script" if language == "target" else f"corpus.target_language {language}"
-    raise InputError(f"--paper: Moses' tokens are not made for {what}, only for {' '.join(MOSES_LANGUAGES)}; omit it")
+    if language_code(language) not in (*MOSES_LANGUAGES, "target"):
+        raise InputError(
+            f"--paper: Moses' tokens are not made for corpus.target_language {language}, only for "
+            f"{' '.join(MOSES_LANGUAGES)}; omit it"
+        )
 
 
 def compare(

@@ -13,7 +13,6 @@ from data_module.errors import InputError
 from pipeline.inference.bleu_tokenizer import (
     Choice,
     choose_tokenizer,
-    is_unspaced_or_hangul,
     require_tokenizer,
     resume_tokenizer,
     spacing_warning,
@@ -120,13 +119,11 @@ def test_text_without_spaces_is_noticed(lines: list[str]) -> None:
         assert f"BLEU on {tokenizer} tokens" in warning
     for tokenizer in ("char", "zh", "ja-mecab"):
         assert spacing_warning(lines, tokenizer) is None
-    assert is_unspaced_or_hangul(lines)
 
 
 @pytest.mark.parametrize("lines", [sides("13a")[1], sides("ko-mecab")[1], [*sides("13a")[1], "犬"], ["3.5 %"], []])
 def test_text_with_spaces_has_no_warning(lines: list[str]) -> None:
     assert spacing_warning(lines, "13a") is None
-    assert is_unspaced_or_hangul(lines) is ("개" in "".join(lines))
 
 
 @pytest.mark.parametrize("tokenizer", TEXTS)
@@ -164,23 +161,14 @@ def test_validation_and_comparison_have_the_same_score(tokenizer: str) -> None:
     assert versus["bleu_difference"] == pytest.approx(100 - expected.score, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("language", "tokenizer", "refused"),
-    [
-        *((language, "13a", None) for language in ("de", "en", "cs", "de_DE", "DE", "target")),
-        *((language, name, f"corpus.target_language {language}") for language, name in (
-            ("ja", "ja-mecab"), ("zh_CN", "zh"), ("ko", "13a"), ("th", "13a"),
-        )),
-        *(("target", name, "the references' script") for name in ("ja-mecab", "zh", "ko-mecab")),
-    ],
-)  # fmt: skip
-def test_the_papers_count_is_for_languages_that_it_was_made_for(
-    language: str, tokenizer: str, refused: str | None
-) -> None:
-    hypotheses, references = sides(tokenizer)
-    if refused is None:
-        require_moses_language(language, references)
-        assert paper_score(hypotheses[:3], references[:3], language)["bleu_paper"] > 0
-        return
-    with pytest.raises(InputError, match=f"^--paper: Moses' tokens are not made for {refused}, only for ca cs"):
-        require_moses_language(language, references)
+@pytest.mark.parametrize("language", ["de", "en", "cs", "de_DE", "DE", "target"])
+def test_the_papers_count_of_languages_that_it_was_made_for(language: str) -> None:
+    hypotheses, references = sides("13a")
+    require_moses_language(language)
+    assert paper_score(hypotheses[:3], references[:3], language)["bleu_paper"] > 0
+
+
+@pytest.mark.parametrize("language", ["ja", "zh_CN", "ko", "th"])
+def test_the_papers_count_refuses_other_languages(language: str) -> None:
+    with pytest.raises(InputError, match=f"^--paper: .* not made for corpus.target_language {language}, only for ca"):
+        require_moses_language(language)
