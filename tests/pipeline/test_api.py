@@ -206,7 +206,7 @@ def test_pictures_of_attention(model: pipeline.Model, tokenizer: Tokenizer) -> N
     assert "layer -2" in refusal(lambda: attention.picture(layer=-2))
 
 
-def test_a_bundle_translates_as_its_checkpoint(model: pipeline.Model, bundle: Path) -> None:
+def test_a_bundle_is_loaded_as_its_checkpoint(model: pipeline.Model, bundle: Path) -> None:
     for path in (bundle, str(bundle), bundle / "model.ts"):
         assert pipeline.load(path).translate(TEXTS) == model.translate(TEXTS)
     greedy = pipeline.load(bundle, beam_size=1)

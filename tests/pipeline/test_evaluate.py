@@ -194,8 +194,9 @@ def test_a_prefix_for_files(
 
 
 def test_one_source_is_scored_as_a_whole(
-    recipe: dict[str, SeveralLanguages], capsys: pytest.CaptureFixture[str]
+    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And files that are missing or of unequal length are refused."""
     assert main(["evaluate", "this"]) == 0
     corpus = recipe["this"].recipe["corpus"]
     for test in (corpus["test"][:1], corpus["test"][::2]):
@@ -205,21 +206,16 @@ def test_one_source_is_scored_as_a_whole(
         printed = capsys.readouterr().out
         assert printed.startswith("bleu ")
         assert "sources" not in json.loads(printed.splitlines()[-1])
-    recipe["this"].recipe["corpus"] = corpus | {"test": [{"source": "none.en", "target": "none.de"}]}
-    assert main(["evaluate", "this"]) == 2
-    assert "error: this: none.en: no such file; correct the path" in capsys.readouterr().err
-
-
-def test_files_of_unequal_length_are_refused(
-    recipe: dict[str, SeveralLanguages], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["evaluate", "this"]) == 0
     source, target = tmp_path / "test.en", tmp_path / "test.de"
     source.write_text("one\nthree\n")
     target.write_text("eins\nzwei\ndrei\n")
-    recipe["this"].recipe["corpus"] |= {"test": [{"source": str(source), "target": str(target)}]}
-    assert main(["evaluate", "this"]) == 2
-    assert "test.en: 2 lines, but" in capsys.readouterr().err
+    for files, message in (
+        ({"source": "none.en", "target": "none.de"}, "error: this: none.en: no such file; correct the path"),
+        ({"source": str(source), "target": str(target)}, "test.en: 2 lines, but"),
+    ):
+        recipe["this"].recipe["corpus"] = corpus | {"test": [files]}
+        assert main(["evaluate", "this"]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_output_is_no_input(

@@ -166,22 +166,11 @@ def test_two_processes_on_a_gpu(trained_run: Path) -> None:
         assert [found.text for found in translator.translate_lines(lines, CHUNK)] == one
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--devices", 0), "--devices 0: this process may use "),
-        (("--devices", 2, "--beam", 2, "--n-best", 3), "--n-best 3: is more than the beam, 2; raise --beam"),
-        (("--devices", 2, "--prefix", ">>de<<"), "--prefix >>de<<: is no prefix of this model"),
-    ],
-    ids=str,
-)
-def test_refusals(trained_run: Path, options: tuple[object, ...], message: str) -> None:
-    done = pipeline("translate", trained_run, *options, text="a dog\n")
-    assert done.returncode == 2
-    assert done.stdout == b""
-    errors = messages(done.stderr)
-    assert len(errors) == 1
-    assert errors[0].startswith(f"error: {message}")
+def test_a_prefix_that_the_processes_do_not_know(trained_run: Path) -> None:
+    done = pipeline("translate", trained_run, "--devices", 2, "--prefix", ">>de<<", text="a dog\n")
+    assert (done.returncode, done.stdout) == (2, b"")
+    [error] = messages(done.stderr)
+    assert error.startswith("error: --prefix >>de<<: is no prefix of this model")
 
 
 class Command:
@@ -312,17 +301,17 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("error", "last", "num_lines"),
+    ("error", "last"),
     [
-        ("MemoryError", r"is out of memory \(\); give fewer --devices or a smaller --beam", 1),
-        ("RuntimeError('DefaultCPUAllocator:\\n can\\'t allocate memory: you tried 9 bytes')", "is out of memory", 1),
-        ("RuntimeError('a bug')", "ended with exit code 1; what it wrote above says why", None),
+        (
+            "RuntimeError('DefaultCPUAllocator:\\n can\\'t allocate memory: you tried 9 bytes')",
+            r"is out of memory \(.* 9 bytes\); give fewer --devices or a smaller --beam",
+        ),
+        ("RuntimeError('a bug')", "ended with exit code 1; what it wrote above says why"),
     ],
-    ids=["memory", "PyTorch's memory", "bug"],
+    ids=["memory", "bug"],
 )
-def test_a_process_that_fails(
-    start: Callable[..., Command], tmp_path: Path, error: str, last: str, num_lines: int | None
-) -> None:
+def test_a_process_that_fails(start: Callable[..., Command], tmp_path: Path, error: str, last: str) -> None:
     """Processes also run the program that has registered extensions, here one that fails."""
     program = tmp_path / "my_pipeline.py"
     program.write_text(PROGRAM.format(error=error))
@@ -332,8 +321,7 @@ def test_a_process_that_fails(
     code, errors = command.end()
     assert code == 1
     assert re.match(f"error: {NAME} {last}", errors[-1])
-    assert num_lines is None or len(errors) == num_lines
-    assert (num_lines is None) == ("RuntimeError: a bug" in errors)
+    assert (len(errors) == 1) != ("RuntimeError: a bug" in errors)
 
 
 def test_one_process_answers_at_a_prompt(trained_run: Path) -> None:
