@@ -6,7 +6,6 @@ ranks of a job are missing or do not respond, which may be different at the next
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,14 +68,11 @@ def _run_on_all_ranks(job: "JobStep", load: Load) -> int:
     from pipeline.runtime.console import RendezvousError, UnusableAddressError
     from pipeline.runtime.launch import RANKS_MISSING
     from pipeline.runtime.rendezvous import Rendezvous
+    from pipeline.training.rank_checks import RankGroup  # Importing torch is no part of the time to connect.
 
     try:
-        meeting = Rendezvous.of_job(job)
-        meeting.call_roll()
-        from pipeline.training.rank_checks import RankGroup  # It imports torch.
-
         ranks = RankGroup(job)
-        ranks.connect(replace(meeting))  # whose time begins now
+        ranks.connect(Rendezvous.of_job(job))
         gathered = ranks.all_gather(_results_of(ranks, load))
     except (InputError, UnusableAddressError) as error:
         return print_results([CheckResult(False, str(error), job.location)])

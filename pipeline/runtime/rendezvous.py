@@ -5,8 +5,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -28,7 +27,6 @@ _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _OUTCOME = "rendezvous/outcome"
 """Key of what rank 0 has found: what is wrong, or nothing."""
-_ALL_REPORTED = "all ranks have reported"
 _MOST_NAMED = 16
 
 
@@ -77,17 +75,6 @@ class Rendezvous:
     def _waited(self) -> float:
         return time.monotonic() - self._started
 
-    def call_roll(self) -> None:
-        """Report to rank 0, and wait until all ranks have.
-
-        It needs no torch: a rank that has not started is told from one that still imports it.
-
-        Raises RendezvousError as `connect` does.
-        """
-        self._check_host()
-        if problem := self._take_reports() if self.rank == 0 else self._report():
-            raise RendezvousError(problem)
-
     def connect(self, serves: bool) -> "dist.Store":
         """Connect to rank 0's store, wait until all ranks have, and return it.
 
@@ -127,43 +114,6 @@ class Rendezvous:
                 f"{name}; add it to DNS or /etc/hosts, or export MASTER_ADDR=its address"
             ) from None
 
-    def _take_reports(self) -> str:
-        """Wait on rank 0 for the report of every rank, and tell them the outcome, which is returned."""
-        present, reporters, problem = {0: node_name()}, [], ""
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        with ExitStack() as open_sockets:
-            try:
-                server = socket.create_server(("", self.port), family=family, dualstack_ipv6=both, backlog=self.size)
-            except OSError as error:
-                raise self._cannot_listen(error) from None
-            open_sockets.enter_context(server)
-            server.settimeout(1)
-            while not problem and self._missing(present):
-                with suppress(OSError, ValueError):  # Nobody connects for a second, or something else than a rank.
-                    reporter = open_sockets.enter_context(server.accept()[0])
-                    reporter.settimeout(_ATTEMPT_SECONDS)
-                    rank, node = reporter.makefile(encoding="utf-8").readline().split()
-                    present[int(rank)] = node
-                    reporters.append(reporter)
-                problem = self._overdue(lambda: present)
-            for reporter in reporters:
-                with suppress(OSError):
-                    reporter.sendall(f"{problem or _ALL_REPORTED}\n".encode())
-        return problem
-
-    def _report(self) -> str:
-        """Report to rank 0; return what is wrong if ranks are missing, else an empty string."""
-
-        def report() -> str:
-            with socket.create_connection((self.host, self.port), timeout=_ATTEMPT_SECONDS) as connection:
-                connection.sendall(f"{self.rank} {node_name()}\n".encode())
-                connection.settimeout(max(self.timeout_seconds - self._waited, 0) + _GRACE_SECONDS)
-                return connection.makefile(encoding="utf-8").readline().strip()
-
-        answer = self._when_listening(report)
-        return "" if answer == _ALL_REPORTED else answer or self._rank_0_has_ended()
-
     def _serve(self) -> "dist.TCPStore":
         """Host the store. A port that is in use is found before PyTorch, which would fill the log."""
         import torch.distributed as dist
@@ -176,15 +126,12 @@ class Rendezvous:
                 probe.bind(("", self.port))
             return dist.TCPStore(self.host, self.port, is_master=True, timeout=timeout, wait_for_workers=False)
         except (OSError, RuntimeError) as error:
-            raise self._cannot_listen(error) from None
-
-    def _cannot_listen(self, error: Exception) -> RendezvousError:
-        problem = f"cannot listen on {self._where} for other ranks ({reason_of(error)})"
-        # Who uses the port may have ended at the next start: a step that was killed, or another job.
-        recurs = isinstance(error, OSError) and error.errno != errno.EADDRINUSE
-        return (UnusableAddressError if recurs else RendezvousError)(
-            f"{problem}; export another MASTER_PORT, or MASTER_ADDR=an address of this node"
-        )
+            # Who uses the port may have ended at the next start: a step that was killed, or another job.
+            recurs = isinstance(error, OSError) and error.errno != errno.EADDRINUSE
+            raise (UnusableAddressError if recurs else RendezvousError)(
+                f"cannot listen on {self._where} for other ranks ({reason_of(error)}); export another MASTER_PORT, or"
+                " MASTER_ADDR=an address of this node"
+            ) from None
 
     def _rank_0_has_ended(self) -> str:
         return f"rank 0 at {self._where} has ended; see its messages, or check its node"
@@ -223,43 +170,31 @@ class Rendezvous:
         PyTorch's own wait would write to the log when it ends in vain.
         """
 
-        def present() -> dict[int, str]:
-            ranks = [rank for rank in range(self.size) if store.check([_connected(rank)])]
-            return {rank: store.get(_connected(rank)).decode() for rank in ranks}
-
         problem = ""
         while not problem and not store.check([_connected(rank) for rank in range(self.size)]):
             time.sleep(_POLL_SECONDS)
-            problem = self._overdue(present)
+            is_over = self._waited > self.timeout_seconds
+            if not is_over and (self._noticed or self._waited < NOTICE_SECONDS):
+                continue
+            missing = self._missing(store)
+            if missing and is_over:
+                problem = (
+                    f"{missing} did not connect to rank 0 at {self._where} within {self.timeout_seconds:g} s;"
+                    " see their messages, or check their nodes and firewalls between nodes"
+                )
+            elif missing:
+                print_above_bars(f"rank 0 waits for {missing} to connect to {self._where}")
+                self._noticed = True
         store.set(_OUTCOME, problem)
         if problem:
             time.sleep(5 * _POLL_SECONDS)  # The store ends with this process; first the others read this.
         return problem
 
-    def _overdue(self, present: Callable[[], Mapping[int, str]]) -> str:
-        """Return what is wrong if the time for ranks to connect is over; say before, once, for whom rank 0 waits.
-
-        Args:
-            present: returns the ranks that have connected, with their nodes.
-        """
-        is_over = self._waited > self.timeout_seconds
-        if not is_over and (self._noticed or self._waited < NOTICE_SECONDS):
-            return ""
-        missing = self._missing(present())
-        if missing and is_over:
-            return (
-                f"{missing} did not connect to rank 0 at {self._where} within {self.timeout_seconds:g} s;"
-                " see their messages, or check their nodes and firewalls between nodes"
-            )
-        if missing:
-            print_above_bars(f"rank 0 waits for {missing} to connect to {self._where}")
-            self._noticed = True
-        return ""
-
-    def _missing(self, present: Mapping[int, str]) -> str:
+    def _missing(self, store: "dist.Store") -> str:
         """Return the ranks that have not connected, and the nodes from which none has; empty if all have."""
-        missing = [rank for rank in range(self.size) if rank not in present]
-        silent = [node for node in self.nodes if node not in present.values()]
+        missing = [rank for rank in range(self.size) if not store.check([_connected(rank)])]
+        heard = {store.get(_connected(rank)).decode() for rank in range(self.size) if rank not in missing}
+        silent = [node for node in self.nodes if node not in heard]
         return f"ranks {few(missing)}" + (f" (all of {few(silent)})" if silent else "") if missing else ""
 
     def _wait_for_outcome(self, store: "dist.Store") -> str:
