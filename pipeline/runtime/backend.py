@@ -4,28 +4,30 @@ Beside plain PyTorch there are the fast paths of `model/fast/`. What is compiled
 PyTorch here, before anything relies on it.
 """
 
+import ctypes
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from data_module.errors import InputError
+from model.backend import PYTORCH_SEARCH, Backend, Search
+from model.fast import compiled_attention, compiled_loss, packed_linear
+from model.fast import compiled_search as search_program
+from model.fast.captured_step import CapturedStep
+from model.fast.cast_weights import CastWeights
+from model.fast.compilation import CompiledForward
+from model.loss import PYTORCH_LOSS
+from model.packed_attention import PYTORCH_ATTENTION
 from model.settings import NetworkSettings
+from model.transformer import Transformer
 from pipeline.runtime.compiled_code import Program, load_program, missing_compiler
 from pipeline.runtime.devices import device_indices, num_ranks
 from pipeline.runtime.launch import local_rank
+from pipeline.runtime.memory import limit_onednn_cache
 
-if TYPE_CHECKING:
-    import ctypes
-
-    from model.backend import Backend, Search
-    from model.fast.compiled_attention import CompiledAttention
-    from model.fast.compiled_loss import CompiledLoss
-    from model.fast.compiled_search import CompiledSearch
-    from model.loss import LossFunctions
-    from model.packed_attention import Attention
-    from model.transformer import Transformer
-
-_COMPILED_LOSS = ("bf16-mixed", "32-true", "32")
-"""Precisions that the compiled loss computes in."""
+_FLOAT32 = ("32-true", "32")
 _SEARCHES_IN_FLOAT32 = 256
 """Up to this d_model, the compiled search, which computes in float32, is faster than PyTorch's in bfloat16, too."""
 
@@ -36,7 +38,7 @@ def choose_backend(
     options: dict[str, Any],
     network: NetworkSettings,
     cuda_graphs: bool | None = None,
-) -> "Backend":
+) -> Backend:
     """Return how training steps are computed: as the recipe says, or else as this process's device can do it fastest.
 
     Programs are compiled and compared with PyTorch's operators here, which takes some seconds the first time.
@@ -51,81 +53,59 @@ def choose_backend(
     Raises:
         InputError: the machine cannot run what is requested.
     """
-
-    from model.backend import PYTORCH_SEARCH, Backend
-    from model.fast.captured_step import CapturedStep
-    from model.fast.cast_weights import CastWeights
-    from model.fast.compilation import CompiledForward
-    from model.loss import PYTORCH_LOSS
-    from model.packed_attention import PYTORCH_ATTENTION
-
     on_gpu = _on_gpu(options)
     precision = str(options["precision"])
     notes: list[str] = []
     refuse_cuda_graphs(cuda_graphs, options)  # First, since these two refuse at once.
     compiles = should_compile(compiles, options, notes)
-    attention, loss, search = PYTORCH_ATTENTION, PYTORCH_LOSS, PYTORCH_SEARCH
+    parts: dict[str, Any] = {"attention": PYTORCH_ATTENTION, "loss": PYTORCH_LOSS, "search": PYTORCH_SEARCH}
     if _use_triton(kernels, options, network, on_gpu, notes):
         from model.fast.triton_attention import TRITON_ATTENTION
         from model.fast.triton_loss import TRITON_LOSS
 
-        attention, loss = TRITON_ATTENTION, TRITON_LOSS
+        parts |= {"attention": TRITON_ATTENTION, "loss": TRITON_LOSS}
     elif options["accelerator"] == "cpu" and kernels is None:
-        attention, loss, search = _compiled_programs(precision, network, bool(compiles), notes)
-    in_blocks = attention is PYTORCH_ATTENTION and not (on_gpu and _flash_takes(precision, network))
+        parts |= _compiled_programs(precision, network, compiles, notes)
+    in_blocks = parts["attention"] is PYTORCH_ATTENTION and not (on_gpu and _flash_takes(precision, network))
     refuse_cuda_graphs(cuda_graphs, options, in_blocks)
     return Backend(
         precision,
         in_blocks,
-        attention,
-        loss,
         compiled=CompiledForward if compiles else None,
         cast_weights=CastWeights if on_gpu and precision.endswith("-mixed") else None,
         captured_step=CapturedStep if cuda_graphs else None,
-        search=search,
         notes=tuple(notes),
+        **parts,
     )
 
 
-def _compiled_programs(
-    precision: str, network: NetworkSettings, compiles: bool, notes: list[str]
-) -> tuple["Attention", "LossFunctions", "Search"]:
-    """Return the compiled attention, loss and search, or PyTorch's in their place with a note why."""
-    from model.backend import PYTORCH_SEARCH
-    from model.fast.compiled_search import unsupported
-    from model.loss import PYTORCH_LOSS
-    from model.packed_attention import PYTORCH_ATTENTION
-
-    attention, loss, search = PYTORCH_ATTENTION, PYTORCH_LOSS, PYTORCH_SEARCH
+def _compiled_programs(precision: str, network: NetworkSettings, compiles: bool, notes: list[str]) -> dict[str, Any]:
+    """Return the compiled parts that can and should be used, by their names in `Backend`; note which are missing."""
+    is_float32 = precision in _FLOAT32
+    loaders: dict[str, Callable[[], Any]] = {}
+    if is_float32 and not compiles and _attention_takes(network):
+        loaders["attention"] = lambda: load_compiled_attention().attention()
+    if is_float32 or precision == "bf16-mixed":
+        loaders["loss"] = lambda: load_compiled_loss().functions()
+    is_faster = is_float32 or (precision == "bf16-mixed" and network.d_model <= _SEARCHES_IN_FLOAT32)
+    if is_faster and search_program.unsupported(network) is None:
+        loaders["search"] = compiled_search
+    parts: dict[str, Any] = {}
     lacking: dict[str, list[str]] = {}
-    if precision in ("32-true", "32") and not compiles and _attention_takes(network):
+    for part, load in loaders.items():
         try:
-            attention = load_compiled_attention().attention()
+            parts[part] = load()
         except OSError as error:
-            lacking.setdefault(str(error), []).append("attention")
-    if precision in _COMPILED_LOSS:
-        try:
-            loss = load_compiled_loss().functions()
-        except OSError as error:
-            lacking.setdefault(str(error), []).append("loss")
-    is_faster = precision in ("32-true", "32") or (
-        precision == "bf16-mixed" and network.d_model <= _SEARCHES_IN_FLOAT32
-    )
-    if is_faster and unsupported(network) is None:
-        try:
-            search = compiled_search()
-        except OSError as error:
-            lacking.setdefault(str(error), []).append("search")
-    for reason, parts in lacking.items():
-        notes.append(f"training without the compiled {', '.join(parts)}, which is slower: {reason}")
-    return attention, loss, search
+            lacking.setdefault(str(error), []).append(part)
+    for reason, names in lacking.items():
+        notes.append(f"training without the compiled {', '.join(names)}, which is slower: {reason}")
+    return parts
 
 
 def _attention_takes(network: NetworkSettings) -> bool:
     """Return whether the compiled attention can compute the network's."""
-    from model.fast.compiled_attention import HEAD_MULTIPLE
-
-    takes_heads = network.key_size % HEAD_MULTIPLE == network.value_size % HEAD_MULTIPLE == 0
+    multiple = compiled_attention.HEAD_MULTIPLE
+    takes_heads = network.key_size % multiple == network.value_size % multiple == 0
     return takes_heads and not network.attention_dropout and network.self_attention == NetworkSettings.self_attention
 
 
@@ -149,8 +129,6 @@ def _use_triton(
 
 def _obstacle_to_triton(options: dict[str, Any], network: NetworkSettings) -> str | None:
     """Return why Triton's kernels cannot run on this process's GPU; None if they can."""
-    import torch
-
     if network.self_attention != NetworkSettings.self_attention:
         return f"they do not compute network.self_attention {network.self_attention}"
     device = _own_device(options)
@@ -178,16 +156,12 @@ def _obstacle_to_triton(options: dict[str, Any], network: NetworkSettings) -> st
 
 def _own_device(options: dict[str, Any]) -> int:
     """Return the index of the GPU that Lightning will give to this process."""
-    import torch
-
     indices, rank = device_indices(options), local_rank()
     index = indices[rank] if rank < len(indices) else 0
     return index if index < torch.cuda.device_count() else 0  # Lightning reports the mistake.
 
 
 def _on_gpu(options: dict[str, Any]) -> bool:
-    import torch
-
     return options["accelerator"] in ("auto", "gpu", "cuda") and torch.cuda.is_available()
 
 
@@ -236,8 +210,6 @@ def refuse_cuda_graphs(requested: bool | None, options: dict[str, Any], in_block
 
 def _flash_takes(precision: str, network: NetworkSettings) -> bool:
     """Return whether PyTorch's variable-length flash attention can compute the network's attention on a GPU."""
-    import torch
-
     d_k, d_v = network.key_size, network.value_size
     takes_heads = d_k == d_v and d_k % 8 == 0 and d_k <= 256 and not network.attention_dropout
     takes_heads &= network.self_attention == NetworkSettings.self_attention
@@ -245,16 +217,12 @@ def _flash_takes(precision: str, network: NetworkSettings) -> bool:
 
 
 def choose_search(
-    device: str, network: "Transformer", bos_id: int, eos_id: int, pad_id: int
-) -> "Transformer | CompiledSearch":
+    device: str, network: Transformer, bos_id: int, eos_id: int, pad_id: int
+) -> Transformer | search_program.CompiledSearch:
     """Return what searches fastest on a device. On a CPU, the network can do nothing else afterwards."""
     if device != "cpu":
         return network
-    from model.fast.compiled_search import unsupported
-    from model.fast.packed_linear import can_pack, pack_linears
-    from pipeline.runtime.memory import limit_onednn_cache
-
-    lacking = unsupported(network.settings)
+    lacking = search_program.unsupported(network.settings)
     try:
         if lacking is None:
             return compiled_search().function(network, bos_id, eos_id, pad_id)
@@ -263,57 +231,38 @@ def choose_search(
         reason = str(error)
     print(f"translating without the compiled search, which is slower: {reason}", file=sys.stderr)
     limit_onednn_cache()
-    if can_pack(network):
-        pack_linears(network)
+    if packed_linear.can_pack(network):
+        packed_linear.pack_linears(network)
     return network
 
 
-def load_compiled_attention() -> "CompiledAttention":
-    """Return the compiled attention, and compile it first if that has not been done.
-
-    Raises:
-        OSError: it cannot be compiled here, or computes something else than PyTorch's operators.
-    """
-    from model.fast import compiled_attention as program
-
-    return load_program(Program("attention", program.SOURCES, program.CompiledAttention, program.agrees))
+def load_compiled_attention() -> compiled_attention.CompiledAttention:
+    """Return the compiled attention; raise OSError as `load_program` does."""
+    module = compiled_attention
+    return load_program(Program("attention", module.SOURCES, module.CompiledAttention, module.agrees))
 
 
-def load_compiled_loss() -> "CompiledLoss":
-    """Return the compiled loss, and compile it first if that has not been done.
-
-    Raises:
-        OSError: it cannot be compiled here, or computes something else than PyTorch's operators.
-    """
-    from model.fast import compiled_loss
-
-    return load_program(Program("loss", compiled_loss.SOURCES, compiled_loss.CompiledLoss, compiled_loss.agrees))
+def load_compiled_loss() -> compiled_loss.CompiledLoss:
+    """Return the compiled loss; raise OSError as `load_program` does."""
+    module = compiled_loss
+    return load_program(Program("loss", module.SOURCES, module.CompiledLoss, module.agrees))
 
 
-def load_compiled_search() -> "ctypes.CDLL":
-    """Return the compiled search, and compile it first if that has not been done.
-
-    Raises:
-        OSError: it cannot be compiled here, or finds other translations than PyTorch's operators.
-    """
-    from model.fast import compiled_search as program
-
-    return load_program(Program("search", program.SOURCES, program.load_library, program.agrees))
+def load_compiled_search() -> ctypes.CDLL:
+    """Return the compiled search; raise OSError as `load_program` does."""
+    module = search_program
+    return load_program(Program("search", module.SOURCES, module.load_library, module.agrees))
 
 
-def compiled_search() -> "Search":
+def compiled_search() -> Search:
     """Return the compiled search as a part of the backend; it copies the weights.
 
-    Raises:
-        OSError: as `load_compiled_search` does.
+    Raises OSError as `load_program` does.
     """
-    from model.backend import Search
-    from model.fast.compiled_search import CompiledSearch
-
     library = load_compiled_search()
 
     # No partial: EMA copies the module with its backend, and a library cannot be copied.
-    def search(network: "Transformer", bos_id: int, eos_id: int, pad_id: int) -> CompiledSearch:
-        return CompiledSearch(library, network, bos_id, eos_id, pad_id)
+    def search(network: Transformer, bos_id: int, eos_id: int, pad_id: int) -> search_program.CompiledSearch:
+        return search_program.CompiledSearch(library, network, bos_id, eos_id, pad_id)
 
     return Search("C++", search)
