@@ -124,11 +124,13 @@ def benchmark_device(trainer: dict[str, Any]) -> "tuple[dict[str, Any], Precisio
     """
     import torch
 
+    from pipeline.runtime.devices import allow_tf32
     from pipeline.training.trainer import trainer_options
 
     names = ("accelerator", "precision", "deterministic")
     kept: dict[str, Any] = {key: trainer[key] for key in names if key in trainer}
     options = trainer_options({**kept, "devices": 1})
+    allow_tf32(options)
     on_cpu = options["accelerator"] == "cpu"
     if not on_cpu and not torch.cuda.is_available():
         raise InputError(f"trainer.accelerator {options['accelerator']} is not available on this machine; use cpu")

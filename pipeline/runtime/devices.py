@@ -8,8 +8,6 @@ from data_module.errors import InputError
 from pipeline.runtime.console import say
 from pipeline.runtime.launch import JobStep
 
-_ONE_EACH = {"--gpus-per-task": "1", "--gpu-bind": "single:1"}
-"""Options of SLURM by which each task sees a part of its node's GPUs, with the value by which it sees one."""
 ONE_GPU_NOTE = (
     "each task sees one GPU of its node: NCCL may find no NVLink to GPUs that it does not see; compare the speed of its"
     " all-reduce below with --gpus-per-node, without --gpus-per-task and --gpu-bind"
@@ -34,7 +32,7 @@ def gpus_mistake(job: JobStep, visible: int, environment: Mapping[str, str] = os
     """Return the mistake if the tasks of this node cannot have a GPU each; None if they can, or if there are none.
 
     A task sees all GPUs of its node, or its own only (`--gpus-per-task=1`, `--gpu-bind=single:1`). Whether another task
-    sees the same one is known where tasks compare them: `rank_checks`.
+    has the same one is known where tasks compare them: `rank_checks`.
 
     Args:
         job: the SLURM job step of this process.
@@ -42,26 +40,13 @@ def gpus_mistake(job: JobStep, visible: int, environment: Mapping[str, str] = os
         environment: SLURM_GPUS_ON_NODE is the number of this node's GPUs that the job has.
     """
     tasks, allocated = job.tasks_per_node, environment.get("SLURM_GPUS_ON_NODE", "")
-    count = int(allocated) if allocated.isdigit() else visible
-    option = _binding_option(environment)
-    if visible == count == 1 and option:
-        count = tasks  # It may be the number of the task's own GPUs.
-    if option and visible > 1 and (visible != count or (visible != tasks and option == "--gpus-per-task")):
-        return f"each task sees {visible} GPUs and trains on one; set {option}={_ONE_EACH[option]}, or leave it out"
-    is_own = visible == 1 and (option or "," not in environment.get("CUDA_VISIBLE_DEVICES", ","))
-    if visible != count and not is_own:
-        hint = "check nvidia-smi and torch's CUDA build"
-        return f"SLURM allocated {count} GPUs on this node and torch sees {visible}; {hint}"
-    if visible and count != tasks:
-        hint = f"request {tasks} GPUs per node, or set --ntasks-per-node={count}"
-        return f"the node has {count} GPUs for {tasks} tasks; {hint}"
-    return None
-
-
-def _binding_option(environment: Mapping[str, str]) -> str | None:
-    if environment.get("SLURM_GPUS_PER_TASK"):
-        return "--gpus-per-task"
-    return "--gpu-bind" if environment.get("SLURM_GPU_BIND", "") not in ("", "none") else None
+    if visible in (1, tasks) or (not visible and allocated in ("", "0")):
+        return None
+    return (
+        f"torch sees {visible} of the {allocated or visible} GPUs of this node, which has {tasks} tasks; ask for a GPU"
+        f" for each task, and let it see all of them (--gpus-per-node={tasks}) or its own (--gpus-per-task=1), or check"
+        " nvidia-smi and torch's CUDA build"
+    )
 
 
 def sees_own_gpu_only(job: JobStep, visible: int) -> bool:
@@ -79,11 +64,12 @@ def _cuda_error() -> str:
     return "torch gives no reason"
 
 
-def allow_tf32() -> None:
+def allow_tf32(options: dict[str, Any]) -> None:
     """Use TF32 for float32 matrix products on GPUs that support it, several times as fast, and report it."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
+    is_float32 = str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda")
+    if is_float32 and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
         torch.set_float32_matmul_precision("high")
         if os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
             say("float32: matrix products use TF32; set NVIDIA_TF32_OVERRIDE=0 in the environment for full precision")

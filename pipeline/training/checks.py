@@ -5,8 +5,8 @@ seconds to import, are needed by the last ones only.
 """
 
 import os
+import platform
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from data_module.settings import CorpusSettings, TextSource
     from pipeline.config.recipe import Recipe
     from pipeline.runtime.launch import JobStep
+
+
+SUPPORTED = {"Python": ("3.11", "3.14"), "torch": ("2.11", "2.14"), "lightning": ("2.6.6", "2.7")}
+"""The first version of each that serves, and the first one that does not."""
 
 
 class CheckResult(NamedTuple):
@@ -79,7 +83,7 @@ def refuse_mistakes(context: CheckContext) -> None:
 def check_recipe(context: CheckContext) -> Iterator[CheckResult]:
     """Run all checks of a recipe for `doctor`, each whatever the others find."""
     context = replace(context, for_doctor=True)
-    for check in (*CHECKS, check_disk_space, check_ignored_keys):
+    for check in (*CHECKS, check_disk_space):
         try:
             with context.recipe.naming_places():
                 yield from check(context)
@@ -92,16 +96,15 @@ def check_machine(job: "JobStep | None" = None) -> Iterator[CheckResult]:
     from importlib.metadata import version
 
     import torch
+    from packaging.version import Version
 
     from pipeline.runtime.devices import ONE_GPU_NOTE, best_precision, gpus_mistake, sees_own_gpu_only
     from pipeline.runtime.launch import min_nodes_mistake
 
-    python, lightning = sys.version_info, version("lightning")
-    yield CheckResult((3, 11) <= python[:2] < (3, 14), f"Python {python.major}.{python.minor} (needs 3.11 to 3.13)")
-    supported = (2, 11) <= _version_numbers(torch.__version__)[:2] <= (2, 13)
-    yield CheckResult(supported, f"torch {torch.__version__} (needs 2.11 to 2.13)")
-    safe = _version_numbers(lightning) >= (2, 6, 6)
-    yield CheckResult(safe, f"lightning {lightning}" + ("" if safe else " is unsafe; install lightning>=2.6.6"))
+    for name, (first, end) in SUPPORTED.items():
+        found = platform.python_version() if name == "Python" else version(name)
+        fits = Version(first) <= Version(found.partition("+")[0]) < Version(end)
+        yield CheckResult(fits, f"{name} {found} (needs {first} or later, below {end})")
     count = torch.cuda.device_count()  # as the driver reports it
     visible = count if torch.cuda.is_available() else 0
     for index in range(visible):
@@ -115,10 +118,6 @@ def check_machine(job: "JobStep | None" = None) -> Iterator[CheckResult]:
         yield from (CheckResult(False, mistake) for mistake in mistakes if mistake)
         if mistakes[0] is None and sees_own_gpu_only(job, visible):
             yield CheckResult(True, ONE_GPU_NOTE, is_warning=True)
-
-
-def _version_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
 
 
 def check_training(context: CheckContext) -> Iterable[CheckResult]:
@@ -234,17 +233,20 @@ def check_text(
     return None
 
 
-def check_trainer(context: CheckContext) -> Iterable[CheckResult]:
-    """Check that the machine can train as the recipe asks for: what Lightning and the choice of a backend refuse."""
+def check_trainer(context: CheckContext) -> Iterator[CheckResult]:
+    """Check that the machine can train as the recipe asks for: metric, Lightning's options, optimizer and backend."""
     import torch
 
+    from pipeline.inference.metrics import mode_of
     from pipeline.runtime.backend import refuse_cuda_graphs, should_compile
-    from pipeline.runtime.devices import gpus_mistake
-    from pipeline.training.trainer import complete_options, make_trainer
+    from pipeline.runtime.devices import gpus_mistake, num_ranks
+    from pipeline.training.build import refuse_optimizer
+    from pipeline.training.trainer import make_trainer, trainer_options
 
     recipe, job = context.recipe, context.job
+    mode_of(recipe.run.best_by)
     quiet_lightning()
-    options = complete_options(recipe.trainer, job, recipe.run.timeout_seconds)
+    options = trainer_options(recipe.trainer, job, recipe.run.timeout_seconds)
     if job is not None and options["accelerator"] != "cpu":
         visible = torch.cuda.device_count()
         mistake = gpus_mistake(job, visible)
@@ -252,23 +254,31 @@ def check_trainer(context: CheckContext) -> Iterable[CheckResult]:
             raise InputError(mistake)
     with warnings.catch_warnings(action="ignore"):  # They are shown when training starts.
         make_trainer(options, job, logger=False)
+    refuse_optimizer(recipe)
+    asked = recipe.trainer.get("accelerator", "auto"), recipe.trainer.get("devices", "auto")
+    if job is None and asked[0] == "auto" and options["accelerator"] == "cpu" and num_ranks(options) > 1:
+        yield CheckResult(
+            True,
+            f"trainer.devices {asked[1]}: torch finds no GPU, so {num_ranks(options)} processes share the CPU; one"
+            " process uses all its cores: remove the key, or check nvidia-smi if there should be GPUs",
+            is_warning=True,
+        )
     run, is_alone = recipe.run, job is None or job.num_tasks == 1
     if run.kernels == "triton" or (context.for_doctor and is_alone):
-        described = list(check_backend(context))
-        return described if context.for_doctor and is_alone else [one for one in described if not one.ok]
+        yield from (one for one in check_backend(context) if not one.ok or (context.for_doctor and is_alone))
+        return
     # Nothing else can be wrong; the whole choice, which takes time, is made and said when training starts.
     should_compile(run.compile, options, [])
     refuse_cuda_graphs(run.cuda_graphs, options)
-    return ()
 
 
 def check_backend(context: CheckContext) -> Iterator[CheckResult]:
     """Choose this process's backend, which may have to compile programs, and describe it."""
     from pipeline.runtime.backend import choose_backend
-    from pipeline.training.trainer import complete_options
+    from pipeline.training.trainer import trainer_options
 
     recipe, run = context.recipe, context.recipe.run
-    options = complete_options(recipe.trainer, context.job, run.timeout_seconds)
+    options = trainer_options(recipe.trainer, context.job, run.timeout_seconds)
     try:
         with recipe.naming_places():
             backend = choose_backend(run.kernels, run.compile, options, recipe.network, run.cuda_graphs)
@@ -277,14 +287,6 @@ def check_backend(context: CheckContext) -> Iterator[CheckResult]:
         return
     yield CheckResult(True, backend.line())
     yield from (CheckResult(True, note, is_warning=True) for note in backend.notes)
-
-
-def check_optimizer(context: CheckContext) -> Iterable[CheckResult]:
-    """Check that the recipe's network can be trained with its optimizer."""
-    from pipeline.training.build import refuse_optimizer
-
-    refuse_optimizer(context.recipe)
-    return ()
 
 
 def check_bleu_tokenizer(context: CheckContext) -> Iterable[CheckResult]:
@@ -304,46 +306,13 @@ def check_bleu_tokenizer(context: CheckContext) -> Iterable[CheckResult]:
     return [CheckResult(True, note or f"validation BLEU on {tokenizer} tokens")]
 
 
-def check_best_by(context: CheckContext) -> Iterable[CheckResult]:
-    """Check that the metric that chooses the best validation is registered."""
-    from pipeline.inference.metrics import mode_of
-
-    mode_of(context.recipe.run.best_by)
-    return ()
-
-
-def check_shared_cpu(context: CheckContext) -> Iterable[CheckResult]:
-    """Warn if several devices were asked for and would be CPU processes, because there is no GPU."""
-    options = {"accelerator": "auto", "devices": "auto", **context.recipe.trainer}
-    if context.job is not None or options["accelerator"] != "auto" or options["devices"] in ("auto", -1, "-1", 1, "1"):
-        return
-    import torch
-
-    from pipeline.training.trainer import device_indices
-
-    try:
-        count = len(device_indices(options))
-    except InputError:
-        return  # `check_trainer` reports it.
-    if count > 1 and not torch.cuda.is_available():
-        yield CheckResult(
-            True,
-            f"trainer.devices {options['devices']}: torch finds no GPU, so {count} processes share the CPU; one process"
-            " uses all its cores: remove the key, or check nvidia-smi if there should be GPUs",
-            is_warning=True,
-        )
-
-
 CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
     check_training,
     check_run_folder,
     check_initial_state,
     check_corpus,
     check_trainer,
-    check_optimizer,
-    check_best_by,
     check_bleu_tokenizer,
-    check_shared_cpu,
 )
 """What `fit` and `doctor` check. Each raises InputError with what is wrong and what to do, or yields what it found."""
 
@@ -365,13 +334,3 @@ def check_disk_space(context: CheckContext) -> Iterable[CheckResult]:
     hint = "" if free > needed else "; lower run.keep_last or set another run.folder"
     message = f"{free / 2**30:.1f} GiB free, checkpoints need {needed / 2**30:.1f} GiB{hint}"
     return [CheckResult(free > needed, message)]
-
-
-def check_ignored_keys(context: CheckContext) -> Iterable[CheckResult]:
-    """Report `trainer.devices` and `trainer.num_nodes` that the job overrides."""
-    if context.job is None:
-        return
-    for key, count in (("devices", context.job.tasks_per_node), ("num_nodes", context.job.num_nodes)):
-        value = context.recipe.trainer.get(key, "auto")
-        if value not in ("auto", -1, "-1", count, str(count)):
-            yield CheckResult(True, f"trainer.{key} {value} is ignored: the job sets it to {count}")

@@ -129,11 +129,13 @@ def train(start: Start, further_callbacks: Sequence["Callback"] = ()) -> None:
 
     from pipeline.runtime.backend import choose_backend
     from pipeline.runtime.compiled_code import start_compiler
+    from pipeline.runtime.devices import allow_tf32
     from pipeline.training.build import build_callbacks, build_data, build_module, build_trainer
     from pipeline.training.trainer import trainer_options
 
     recipe = start.recipe
     options = trainer_options(recipe.trainer, start.job, recipe.run.timeout_seconds)
+    allow_tf32(options)
     run = recipe.run
     backend = choose_backend(run.kernels, run.compile, options, recipe.network, run.cuda_graphs)
     for line in (*backend.notes, backend.line()):

@@ -1,21 +1,25 @@
-"""Lightning's Trainer, and those of its options that depend on the machine and the SLURM job."""
+"""Lightning's Trainer, those of its options that depend on the machine and the SLURM job, DDP, and a step's ranks."""
 
+import atexit
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
-from pipeline.runtime.devices import (
-    allow_tf32,
-    best_precision,
-    device_indices,
-    missing_gpu,
-    precision_plugin,
-    sees_own_gpu_only,
-)
-from pipeline.runtime.launch import JobStep
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from data_module.errors import InputError
+from pipeline.compat.lightning import SingleStreamDDP
+from pipeline.runtime.console import RendezvousError
+from pipeline.runtime.devices import best_precision, device_indices, missing_gpu, precision_plugin, sees_own_gpu_only
+from pipeline.runtime.launch import JobStep, known_nodes, main_address, main_port, node_name
+from pipeline.runtime.rendezvous import Rendezvous, reason_of
+from pipeline.training.graceful_stop import MARGIN_SECONDS
 
 
 def trainer_options(
@@ -30,18 +34,6 @@ def trainer_options(
 
     Raises InputError for a GPU that is missing, and for `devices` that are none.
     """
-    options = complete_options(recipe_options, job, timeout_seconds)
-    if str(options["precision"]) in ("32-true", "32") and options["accelerator"] in ("auto", "gpu", "cuda"):
-        allow_tf32()
-    return options
-
-
-def complete_options(recipe_options: dict[str, Any], job: JobStep | None, timeout_seconds: int) -> dict[str, Any]:
-    """Do what `trainer_options` does, without changing how PyTorch multiplies."""
-    import torch
-
-    from data_module.errors import InputError
-
     options = {"val_check_interval": 1000, "accelerator": "auto", **recipe_options}
     if missing := missing_gpu(options["accelerator"]):
         raise InputError(missing)
@@ -59,7 +51,7 @@ def complete_options(recipe_options: dict[str, Any], job: JobStep | None, timeou
     return options
 
 
-def make_trainer(options: dict[str, Any], job: JobStep | None, plugins: tuple[Any, ...] = (), **own: Any) -> "Trainer":
+def make_trainer(options: dict[str, Any], job: JobStep | None, plugins: tuple[Any, ...] = (), **own: Any) -> Trainer:
     """Return Lightning's Trainer.
 
     Args:
@@ -70,10 +62,6 @@ def make_trainer(options: dict[str, Any], job: JobStep | None, plugins: tuple[An
 
     Raises InputError for what Lightning refuses; it names the key.
     """
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-    from data_module.errors import InputError
-
     refusals = (MisconfigurationException, ValueError, ImportError)
     try:
         return _make_trainer(options, job, plugins, own)
@@ -92,12 +80,7 @@ def make_trainer(options: dict[str, Any], job: JobStep | None, plugins: tuple[An
 
 def _make_trainer(
     options: dict[str, Any], job: JobStep | None, plugins: tuple[Any, ...], own: dict[str, Any]
-) -> "Trainer":
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
-
-    from data_module.errors import InputError
-
+) -> Trainer:
     float16 = precision_plugin(options)
     given = [*plugins, cluster_environment(job), float16]
     # `GracefulStop` ends the run in time; Lightning accepts the precision from one place.
@@ -129,10 +112,6 @@ def _make_trainer(
 
 def cluster_environment(job: JobStep | None) -> Any:
     """Return the plugin from which Lightning takes ranks and address; None leaves the choice to Lightning."""
-    from lightning.pytorch.plugins.environments import LightningEnvironment
-
-    from pipeline.training.ddp import StepEnvironment
-
     if job is None:
         # Lightning would take any process inside a job for one of its tasks.
         return LightningEnvironment() if "SLURM_JOB_ID" in os.environ and "RANK" not in os.environ else None
@@ -144,9 +123,6 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
 
     Raises InputError for more than one device in an interactive session: other ranks could not be started there.
     """
-    from data_module.errors import InputError
-    from pipeline.training.ddp import ConnectedDDP
-
     num_devices = len(device_indices(options))
     if num_devices * int(options.get("num_nodes", 1)) > 1:
         if hasattr(sys, "ps1"):
@@ -156,3 +132,116 @@ def strategy(options: dict[str, Any], timeout_seconds: int = 600) -> Any:
             )
         return ConnectedDDP(timeout_seconds)
     return "auto"
+
+
+class ConnectedDDP(SingleStreamDDP):
+    """DDP, with gradients as views of its buckets, whose ranks name those that are missing."""
+
+    def __init__(self, timeout_seconds: int, **options: Any) -> None:
+        """Ranks wait this long for one another to connect."""
+        timeout = timedelta(seconds=timeout_seconds + MARGIN_SECONDS)
+        super().__init__(gradient_as_bucket_view=True, timeout=timeout, **options)
+        self._patience = timeout_seconds
+        self._group_timeout = timeout
+
+    def setup_distributed(self) -> None:
+        """Create the process group, which Lightning then finds.
+
+        Raises RendezvousError if a rank is missing or cannot be reached.
+        """
+        if not dist.is_initialized():
+            self.set_world_ranks()
+            try:
+                self._connect()
+            except RendezvousError as error:
+                raise RendezvousError(f"rank {self.global_rank} on {node_name()}: {error}") from None
+        super().setup_distributed()
+
+    def _connect(self) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        rank, size = environment.global_rank(), environment.world_size()
+        # torchrun's agent has a store already.
+        serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        host, port = environment.main_address, environment.main_port
+        store = Rendezvous(host, port, rank, size, self._patience, getattr(environment, "nodes", ())).connect(serves)
+        store.set_timeout(timedelta(seconds=self._patience))
+        on_gpu = self.root_device.type == "cuda"
+        backend, device = ("nccl", self.root_device) if on_gpu else ("gloo", None)
+        options: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": self._group_timeout}
+        try:
+            prefixed = dist.PrefixStore("default_pg", store)
+            dist.init_process_group(backend, store=prefixed, device_id=device, **options)
+        except (RuntimeError, dist.DistError) as error:
+            raise RendezvousError(
+                f"all {size} ranks have met at {host}:{port}, but {backend} does not connect them"
+                f" ({reason_of(error)}); export {backend.upper()}_SOCKET_IFNAME=the interface between"
+                " nodes, and check firewalls"
+            ) from None
+        store.set_timeout(self._group_timeout)
+        if on_gpu:
+            atexit.register(_destroy_group)  # NCCL warns about a group that is left
+
+
+def _destroy_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class StepEnvironment(ClusterEnvironment):
+    """Ranks and address of the job step that srun started this process in.
+
+    Lightning's `SLURMEnvironment` takes a job of certain names for an interactive one, and misreads short forms of node
+    lists.
+    """
+
+    def __init__(self, job: JobStep) -> None:
+        super().__init__()
+        self._job = job
+
+    @staticmethod
+    def detect() -> bool:
+        """Return False: it is chosen by `cluster_environment`."""
+        return False
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether something else than Lightning starts the ranks."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Name or address of the node on which rank 0 listens."""
+        return main_address()
+
+    @property
+    def main_port(self) -> int:
+        """Port on which rank 0 listens."""
+        return main_port()
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of the step's nodes; empty if SLURM does not tell them."""
+        return known_nodes()
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._job.num_tasks
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the step sets it."""
+
+    def global_rank(self) -> int:
+        """Return this process's rank."""
+        return self._job.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the step sets it."""
+
+    def local_rank(self) -> int:
+        """Return this process's rank among those of its node."""
+        return self._job.local_rank
+
+    def node_rank(self) -> int:
+        """Return the index of this process's node."""
+        return self._job.node

@@ -26,9 +26,9 @@ from pipeline.runtime.backend import refuse_cuda_graphs
 from pipeline.runtime.devices import ONE_GPU_NOTE, gpus_mistake, mixed_processors_mistake
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name
 from pipeline.training import rank_checks
-from pipeline.training.checks import CheckContext, CheckResult, check_ignored_keys, check_machine, check_trainer
+from pipeline.training.checks import CheckContext, CheckResult, check_machine, check_trainer
 from pipeline.training.rank_checks import RankGroup, check_ranks
-from pipeline.training.trainer import complete_options, make_trainer
+from pipeline.training.trainer import make_trainer, trainer_options
 from tests.conftest import ROOT
 
 FORK = multiprocessing.get_context("fork")
@@ -147,40 +147,18 @@ BOUND = {"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_TASK": "1"}
 
 
 @pytest.mark.parametrize(
-    ("tasks", "visible", "environment", "mistake"),
+    ("tasks", "visible", "allocated", "fits"),
     [
-        (4, 4, {"SLURM_GPUS_ON_NODE": "4"}, None),
-        (4, 0, {}, None),
-        (4, 4, {"SLURM_GPUS_ON_NODE": "gpu:4", "SLURM_GPU_BIND": "closest"}, None),
-        (4, 0, {"SLURM_GPUS_ON_NODE": "4"}, "SLURM allocated 4 GPUs on this node and torch sees 0; check nvidia-smi"),
-        (4, 3, {"SLURM_GPUS_ON_NODE": "4"}, "SLURM allocated 4 GPUs on this node and torch sees 3; check nvidia-smi"),
-        # A driver that has lost seven GPUs.
-        (8, 1, {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, "SLURM allocated 8 GPUs on"),
-        (8, 1, {"SLURM_GPUS_ON_NODE": "8"}, "SLURM allocated 8 GPUs on"),
-        (4, 8, {"SLURM_GPUS_ON_NODE": "8"}, "the node has 8 GPUs for 4 tasks; request 4 GPUs per node, or set"),
-        # One of the node's GPUs, by an option or by a script of the site.
-        (8, 1, BOUND, None),
-        (8, 1, {"SLURM_GPUS_ON_NODE": "8", "SLURM_GPU_BIND": "single:1"}, None),
-        (8, 1, {"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "3"}, None),
-        (8, 1, {"SLURM_GPUS_PER_TASK": "1"}, None),
-        (8, 1, {**BOUND, "SLURM_GPUS_ON_NODE": "1"}, None),
-        (8, 1, {"SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"}, "the node has 1 GPUs for 8 tasks; request 8"),
-        (4, 1, {"SLURM_GPUS_ON_NODE": "8", "SLURM_GPU_BIND": "single:1"}, "the node has 8 GPUs for 4 tasks; request 4"),
-        (8, 1, {"SLURM_GPUS_ON_NODE": "4", "SLURM_GPU_BIND": "single:2"}, "the node has 4 GPUs for 8 tasks; request 8"),
-        # What cannot work: nothing says which of these GPUs is for which task.
-        (4, 2, {**BOUND, "SLURM_GPUS_PER_TASK": "2"}, "each task sees 2 GPUs and trains on one; set --gpus-per-task=1"),
-        (4, 2, {"SLURM_GPUS_ON_NODE": "2", "SLURM_GPUS_PER_TASK": "2"}, "each task sees 2 GPUs and trains on one; set"),
-        (
-            8,
-            4,
-            {"SLURM_GPUS_ON_NODE": "8", "SLURM_GPU_BIND": "closest"},
-            "each task sees 4 GPUs and trains on one; set",
-        ),
+        *((8, 8, "8", True), (8, 1, "8", True), (2, 0, "", True), (2, 0, "0", True), (1, 1, "", True)),
+        *((4, 0, "4", False), (4, 3, "4", False), (4, 8, "8", False), (4, 2, "8", False), (1, 2, "", False)),
     ],
 )
-def test_tasks_and_gpus_of_a_node(tasks: int, visible: int, environment: dict[str, str], mistake: str | None) -> None:
+def test_tasks_and_gpus_of_a_node(tasks: int, visible: int, allocated: str, fits: bool) -> None:
+    """All of the node's GPUs or one of its own for each task; which one, tasks compare with one another."""
     step = JobStep(**{**vars(STEP), "num_tasks": 2 * tasks, "tasks_per_node": tasks})
-    assert (gpus_mistake(step, visible, environment) or "none")[: len(mistake or "none")] == (mistake or "none")
+    mistake = gpus_mistake(step, visible, {"SLURM_GPUS_ON_NODE": allocated} if allocated else {})
+    line = f"torch sees {visible} of the {allocated or visible} GPUs of this node, which has {tasks} tasks; ask for "
+    assert mistake is None if fits else str(mistake).startswith(line)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -223,7 +201,7 @@ def test_a_task_that_sees_one_gpu_trains_on_it(local_rank: int, one_gpu: pytest.
     one_gpu.setattr("pipeline.runtime.backend.missing_compiler", lambda _: "has no compiler")
     list(check_trainer(replace(demo_context([]), job=step)))
 
-    options = complete_options({"max_steps": 1}, step, 60)
+    options = trainer_options({"max_steps": 1}, step, 60)
     trainer = make_trainer(options, step, logger=False)
     assert trainer.strategy.root_device == torch.device("cuda", 0)
     assert (trainer.num_devices, trainer.world_size, trainer.local_rank) == (4, 4, local_rank)
@@ -244,18 +222,12 @@ def test_a_part_of_a_nodes_gpus_is_refused_by_fit(one_gpu: pytest.MonkeyPatch) -
     """In the line that doctor prints, not by Lightning."""
     step = JobStep(**{**vars(STEP), "num_tasks": 8, "num_nodes": 1, "tasks_per_node": 8})
     one_gpu.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(InputError, match=r"^each task sees 2 GPUs and trains on one; set --gpus-per-task=1"):
-        check_trainer(replace(demo_context([]), job=step))
+    with pytest.raises(InputError, match=r"^torch sees 2 of the 4 GPUs of this node, which has 8 tasks; ask for a GPU"):
+        list(check_trainer(replace(demo_context([]), job=step)))
 
 
 def demo_context(options: list[str]) -> CheckContext:
     return CheckContext(load_recipe([ROOT / "configs" / "demo.yaml"], options), STEP, reset=False, init_from=None)
-
-
-def test_nodes_and_devices_of_a_recipe_are_ignored() -> None:
-    assert list(check_ignored_keys(demo_context(["--trainer.devices=1", "--trainer.num_nodes=2"]))) == []
-    [ignored] = check_ignored_keys(demo_context(["--trainer.num_nodes=3"]))
-    assert ignored == CheckResult(True, "trainer.num_nodes 3 is ignored: the job sets it to 2")
 
 
 @pytest.mark.parametrize("fails_on", [{1}, {0, 1}, set()])

@@ -29,10 +29,10 @@ from pipeline.config.settings import trainer_signature
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.translator import load_translator
 from pipeline.runtime.devices import best_precision
-from pipeline.training.ddp import ConnectedDDP
 from pipeline.training.fit import train
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 from pipeline.training.start import Start
+from pipeline.training.trainer import ConnectedDDP
 from tests.conftest import sentences
 
 

@@ -15,7 +15,7 @@ from pipeline.commands.doctor import load_context
 from pipeline.compat.lightning import SingleStreamDDP
 from pipeline.config.settings import max_seconds
 from pipeline.runtime.console import lightning_noise_restored, quiet_lightning
-from pipeline.runtime.devices import best_precision, precision_plugin
+from pipeline.runtime.devices import allow_tf32, best_precision, precision_plugin
 from pipeline.runtime.launch import JobStep
 from pipeline.training.checks import check_machine, check_recipe
 from pipeline.training.fit import fit
@@ -76,7 +76,7 @@ def test_float32_on_gpus_uses_tf32(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions_set.append)
     for capability, precision in (((7, 0), "32-true"), ((8, 0), "16-mixed"), ((8, 0), "32-true")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        trainer_options({"accelerator": "gpu", "precision": precision, "devices": 1})
+        allow_tf32({"accelerator": "gpu", "precision": precision})
     assert precisions_set == ["high"]
     assert capsys.readouterr().err.count("matrix products use TF32; set NVIDIA_TF32_OVERRIDE=0") == 1
 
@@ -99,7 +99,7 @@ def test_unusable_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
     step = JobStep("1", rank=0, local_rank=0, num_tasks=8, num_nodes=1, tasks_per_node=8, restarts=0)
     results = {result.message: result.ok for result in check_machine(step)}
-    assert [ok for message, ok in results.items() if "8 GPUs on this node and torch sees 0" in message] == [False]
+    assert [ok for message, ok in results.items() if message.startswith("torch sees 0 of the 8 GPUs")] == [False]
     assert any("8 GPUs that torch cannot use" in message for message in results)
 
 
