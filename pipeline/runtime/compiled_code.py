@@ -1,7 +1,7 @@
 """Compiles the project's C++ programs for this processor, once, and keeps all compiled code in the user's own cache.
 
-A program is code that runs with the user's rights. It is made from the source that comes with the project, it is
-loaded from the user's private folder only, and only if it is the program that was put there.
+A program is code that runs with the user's rights. It is made from the source that comes with the project, and loaded
+from the user's private folder only.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def load_program(program: Program[Loaded]) -> Loaded:
     # Several processes of one command, or threads of one process, begin at the same time.
     with FileLock(folder / f"{program.name}.lock") as lock:
         lock.take(wait=True)
-        if not _is_whole(path):
+        if not path.exists():
             _compile(compiler, program, path)
     return program.load(path)
 
@@ -110,19 +110,6 @@ def _processor() -> str:
     return "\n".join([platform.machine(), platform.processor(), *named])
 
 
-def _checksum_path(path: Path) -> Path:
-    return path.with_suffix(".sha256")
-
-
-def _is_whole(path: Path) -> bool:
-    """Return whether a program is there and has the checksum that was written with it."""
-    try:
-        expected = _checksum_path(path).read_text(encoding="ascii")
-        return hashlib.sha256(path.read_bytes()).hexdigest() == expected
-    except (OSError, ValueError):
-        return False
-
-
 def build(compiler: list[str], source: Path, made: Path) -> None:
     """Compile a program to `made`.
 
@@ -142,7 +129,7 @@ def build(compiler: list[str], source: Path, made: Path) -> None:
 
 
 def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:
-    """Compile a program to `path`, and write its checksum.
+    """Compile a program to `path`.
 
     Raises:
         OSError: the compiler fails, or the program computes something else than PyTorch's operators.
@@ -157,11 +144,8 @@ def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:
         build(compiler, source, made)
         if not program.agrees(program.load(made)):
             raise OSError(f"what {compiler[0]} made from {source.name} computes other results; try another compiler")
-        contents = made.read_bytes()
-    # The program first: a checksum without its program, or with another one, makes it anew.
-    for target, data in ((path, contents), (_checksum_path(path), hashlib.sha256(contents).hexdigest().encode())):
-        with atomic_file(target) as file:
-            file.write(data)
+        with atomic_file(path) as file:
+            file.write(made.read_bytes())
 
 
 def compiled_code_folder() -> Path:

@@ -193,7 +193,12 @@ def _network_weights(folder: Path, config: Mapping[str, Any], vocabulary: _Vocab
 
     path, weights = _read_weights(folder)
     depths, d_model = (config["encoder_layers"], config["decoder_layers"]), config["d_model"]
-    _drop_derived(path, weights, d_model)
+    # Copies of the embedding, which the configuration says is one, and position tables, which are computed.
+    for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"):
+        if (copy := weights.pop(name, None)) is not None:
+            weights.setdefault(SHARED, copy)
+    for side in ("encoder", "decoder"):
+        weights.pop(f"model.{side}.embed_positions.weight", None)
     weights.setdefault(BIAS, torch.zeros(1, config["vocab_size"]))
     shapes = marian_shapes(depths, config["vocab_size"], d_model, config["encoder_ffn_dim"])
     wrong = [f"{name} is missing" for name in shapes if name not in weights]
@@ -238,26 +243,3 @@ def _read_weights(folder: Path) -> "tuple[Path, dict[str, Tensor]]":
             f"{path}: cannot be read as weights: it is damaged or holds more; copy the model's folder again"
         )
     return path, weights
-
-
-def _drop_derived(path: Path, weights: "dict[str, Tensor]", d_model: int) -> None:
-    """Remove copies of the embedding, and position tables, from the weights.
-
-    Raises InputError when they are no copies, or no sinusoids.
-    """
-    import torch
-
-    from model.transformer import sinusoidal_table
-    from pipeline.export.huggingface_model import SHARED, halves
-
-    for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"):
-        copy = weights.pop(name, None)
-        if copy is not None and not torch.equal(weights.setdefault(SHARED, copy), copy):
-            raise InputError(f"{path}: {name} is not {SHARED}, and this network has one embedding; give another model")
-    for name in ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"):
-        table = weights.pop(name, None)
-        if table is not None and (
-            table.shape[1:] != (d_model,)
-            or not torch.allclose(table.float(), sinusoidal_table(len(table), d_model)[:, halves(d_model)], atol=1e-3)
-        ):
-            raise InputError(f"{path}: {name} holds no sinusoids, and this network computes them; give another model")
