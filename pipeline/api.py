@@ -356,11 +356,10 @@ def train(recipe: Mapping[str, Any]) -> Path:
         KeyboardInterrupt: after the checkpoint is saved.
     """
     from pipeline.config.recipe import recipe_from_dict
-    from pipeline.config.settings import trainer_signature
     from pipeline.training.fit import fit_recipe
 
     with _mistakes_in_one_line(), _state_restored():
-        checked = recipe_from_dict(recipe, trainer_signature())
+        checked = recipe_from_dict(recipe)
         try:
             fit_recipe(checked, reset=False, init_from=None)
         except signals.Stopped as stop:

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from data_module.errors import InputError
 from data_module.files import user_path
 from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
-from pipeline.config.settings import trainer_signature
 from pipeline.runtime.console import quiet_lightning, say
 from pipeline.runtime.signals import Stopped
 
@@ -71,7 +70,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if (value := getattr(arguments, name)) is not None and not 0 < value < math.inf:
             raise InputError(f"--{name} {value:g}: must be more than 0")
     quiet_lightning()
-    recipes = {"ours": load_recipe(arguments.config, arguments.overrides, trainer_signature())}
+    recipes = {"ours": load_recipe(arguments.config, arguments.overrides)}
     folder = arguments.output or Path("runs") / f"{recipes['ours'].name}_learn"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: is there already; remove it, or give another --output")
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
         require_transformers()
         overrides = [*arguments.overrides, *(f"--training.{setting}" for setting in MARIAN)]
-        recipes["marian"] = load_recipe(arguments.config, overrides, trainer_signature())
+        recipes["marian"] = load_recipe(arguments.config, overrides)
     from pipeline.benchmark.train import benchmark_device
     from pipeline.training.fit import ensure_corpus
 

@@ -302,7 +302,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Predict steps, print a table and return the figures."""
-    from pipeline.config.settings import trainer_signature
 
     gpu, network, per_node = GPUS[arguments.gpu], arguments.network_gb_s, arguments.gpus_per_node
     if per_node < 1:
@@ -312,7 +311,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if not 0 < network < math.inf:
             raise InputError(f"--network-gb-s {network}: must be more than 0")
         gpu = gpu._replace(adapter_bytes_per_second=network * 1e9 / per_node)
-    recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
+    recipe = load_recipe(arguments.config, arguments.overrides)
     batch = batch_of(recipe)
     figures = predict_all(batch, gpu)
     print(f"{gpu.name}, {batch.tokens:,} tokens a side\n{table(figures)}", file=sys.stderr)

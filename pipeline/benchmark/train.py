@@ -30,7 +30,6 @@ import numpy as np
 
 from data_module.errors import InputError
 from pipeline.config.recipe import add_recipe_arguments, load_recipe
-from pipeline.config.settings import trainer_signature
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train the recipe's network and, in turns with it, the baselines; print a table and return the figures."""
-    recipe = load_recipe(arguments.config, arguments.overrides, trainer_signature())
+    recipe = load_recipe(arguments.config, arguments.overrides)
     if arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps}: must be 1 or more")
     if recipe.training.r_drop_alpha:

@@ -127,7 +127,7 @@ def load_context(
         The context for `check_recipe`, None without a valid recipe, and the result of loading it.
     """
     from pipeline.config.recipe import load_recipe
-    from pipeline.config.settings import trainer_signature, validate_trainer_keys
+    from pipeline.config.settings import validate_trainer_keys
 
     if not configs:
         if overrides:
@@ -135,7 +135,7 @@ def load_context(
             return None, CheckResult(False, f"argument '{overrides[0]}' is unknown without a recipe; {hint}")
         return None, CheckResult(True, "no recipe to check; give one with --config FILE")
     try:
-        recipe = load_recipe(configs, overrides, trainer_signature())
+        recipe = load_recipe(configs, overrides)
         with recipe.naming_places():
             validate_trainer_keys(recipe.trainer)
     except InputError as error:

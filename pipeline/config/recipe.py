@@ -15,8 +15,8 @@ from data_module.files import user_path
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from pipeline.config.recipe_files import RecipeLoader, extended, merge, read_extended
-from pipeline.config.schema import Checker, Signature, annotation, place_in, takes_text
-from pipeline.config.settings import RESERVED_KEYS, MonitoringSettings, RunSettings
+from pipeline.config.schema import Checker, annotation, place_in, takes_text
+from pipeline.config.settings import RESERVED_KEYS, TRAINER_KEYS, MonitoringSettings, RunSettings
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, required: bool = True)
     )
 
 
-def load_recipe(
-    paths: Iterable[Path], overrides: Iterable[str] = (), trainer_signature: Signature | None = None
-) -> Recipe:
+def load_recipe(paths: Iterable[Path], overrides: Iterable[str] = ()) -> Recipe:
     """Read, merge and check a recipe.
 
     A recipe may extend another one with `extends: FILE`, relative to its own folder, and then contains what differs. It
@@ -99,7 +97,6 @@ def load_recipe(
     Args:
         paths: a recipe and its overlays. Later files take precedence; mappings are merged, lists replaced.
         overrides: `--section.key value` or `--section.key=value`, split into words as on the command line.
-        trainer_signature: the keys that `trainer:` may have; not checked if None (for commands that do not train).
 
     Raises InputError that names all unknown keys and wrong types, and of each section the first value out of range.
     """
@@ -112,20 +109,16 @@ def load_recipe(
         if "corpus" not in contents and len(names) > 1:
             names.remove(path.stem)  # An overlay, which may come before the recipe.
         merge(values, contents)
-    mistakes = _override(values, places, list(overrides), trainer_signature or {})
+    mistakes = _override(values, places, list(overrides))
     values.setdefault("name", names[0])
     places[""] = str(paths[0])
-    return _checked(values, places, trainer_signature, mistakes)
+    return _checked(values, places, mistakes)
 
 
-def recipe_from_dict(recipe: Mapping[str, Any], trainer_signature: Signature | None = None) -> Recipe:
+def recipe_from_dict(recipe: Mapping[str, Any]) -> Recipe:
     """Check a recipe that is given as a dictionary with the keys of a recipe file, and leave the dictionary as it is.
 
     Paths may be `Path`s. `extends` names a file relative to the current folder.
-
-    Args:
-        recipe: the recipe.
-        trainer_signature: as for `load_recipe`.
 
     Raises InputError as `load_recipe` does.
     """
@@ -141,7 +134,7 @@ def recipe_from_dict(recipe: Mapping[str, Any], trainer_signature: Signature | N
     # Named as a file of the current folder would be.
     own_places = _places(values) if "extends" in values else {}
     values = extended(values, own_places, Path("the recipe"), places, ())
-    return _checked(values, places, trainer_signature, [])
+    return _checked(values, places, [])
 
 
 def _places(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -161,16 +154,14 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _checked(
-    values: dict[str, Any], places: dict[str, str], trainer_signature: Signature | None, mistakes: list[str]
-) -> Recipe:
+def _checked(values: dict[str, Any], places: dict[str, str], mistakes: list[str]) -> Recipe:
     """Return the recipe; raise InputError that names `mistakes` and all that are found."""
     refused = {f"trainer.{key}": why or "the pipeline sets it" for key, why in RESERVED_KEYS.items()}
     check = Checker(places, refused | REMOVED_KEYS)
     recipe = check.dataclass(values, Recipe, "")
     check.mistakes += _unregistered_names(values, places)
-    if trainer_signature is not None and isinstance(values.get("trainer"), dict):
-        check.signature(values["trainer"], trainer_signature, "trainer")
+    if isinstance(values.get("trainer"), dict):
+        check.signature(values["trainer"], TRAINER_KEYS, "trainer")
     mistakes += check.mistakes
     if mistakes:
         many = f"{len(mistakes)} mistakes: " if len(mistakes) > 1 else ""
@@ -217,9 +208,7 @@ def _unregistered_names(values: dict[str, Any], places: dict[str, str]) -> list[
     return mistakes
 
 
-def _override(
-    values: dict[str, Any], places: dict[str, str], arguments: list[str], trainer_signature: Signature
-) -> list[str]:
+def _override(values: dict[str, Any], places: dict[str, str], arguments: list[str]) -> list[str]:
     """Apply overrides to `values`; return the mistakes found."""
     mistakes = []
     while arguments:
@@ -229,7 +218,7 @@ def _override(
             as_what = "settings are given as --section.key value"
             if argument.endswith(".yaml"):
                 as_what = "overlays are given as --config FILE"
-            elif meant := [f"--{place}" for place in _settings_named(key, trainer_signature)]:
+            elif meant := [f"--{place}" for place in _settings_named(key)]:
                 as_what = f"did you mean {' or '.join(meant)}?"
                 if not equals and arguments and not arguments[0].startswith("--"):
                     arguments.pop(0)
@@ -250,7 +239,7 @@ def _override(
             if not isinstance(inner, dict):
                 inner = section[name] = {}
             section = inner
-        section[last] = _parse(text, annotation(key, Recipe, {"trainer": trainer_signature}))
+        section[last] = _parse(text, annotation(key, Recipe, {"trainer": TRAINER_KEYS}))
         for inside in [other for other in places if other.startswith(f"{key}.")]:
             del places[inside]  # They are those of a value that this one replaces.
         places[key] = "command line"
@@ -268,9 +257,9 @@ def _parse(text: str, kind: Any) -> Any:
     return text if kind == list[str] and not isinstance(value, list) else value
 
 
-def _settings_named(key: str, trainer_signature: Signature) -> list[str]:
+def _settings_named(key: str) -> list[str]:
     """Return the settings with this name in any section, as `section.key`."""
     sections = {section.name: section.type for section in fields(Recipe)}
     named = {name: {setting.name for setting in fields(kind)} for name, kind in sections.items() if is_dataclass(kind)}
-    named["trainer"] = set(trainer_signature)
+    named["trainer"] = set(TRAINER_KEYS)
     return [f"{section}.{key}" for section, keys in named.items() if key in keys]

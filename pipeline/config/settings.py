@@ -77,12 +77,6 @@ class MonitoringSettings:
             raise ValueError(f"monitoring.embedding_pieces {self.embedding_pieces} is not 1 or more")
 
 
-CHOICES: dict[str, tuple[str | None, ...]] = {
-    "accelerator": ("auto", "cpu", "gpu", "cuda"),
-    "strategy": ("auto", "ddp"),
-    "profiler": (None, "simple", "advanced", "pytorch"),
-}
-"""The values of some keys that are supported, of those that Lightning may know."""
 RESERVED_KEYS = {
     "callbacks": "the pipeline has its own",
     "logger": "TensorBoard is always written",
@@ -113,85 +107,50 @@ RESERVED_KEYS = {
     ),
 }
 """Keys of Lightning's Trainer that this program sets or does not use, with what to use instead."""
-_SIGNATURE: dict[str, Any] = {
-    "accelerator": str,
-    "strategy": str,
+TRAINER_KEYS: dict[str, Any] = {
+    "accelerator": Literal["auto", "cpu", "gpu", "cuda"],
+    "strategy": Literal["auto", "ddp"],
     "devices": list[int] | str | int,
     "num_nodes": int,
-    "precision": Literal[64, 32, 16]
-    | Literal[
-        "transformer-engine",
-        "transformer-engine-float16",
-        "16-true",
-        "16-mixed",
-        "bf16-true",
-        "bf16-mixed",
-        "32-true",
-        "64-true",
-    ]
-    | Literal["64", "32", "16", "bf16"]
-    | None,
+    "precision": Literal["bf16-mixed", "16-mixed", "32-true", "64-true", 32, 64] | None,
     "max_steps": int,
     "min_steps": int | None,
-    "max_time": str | timedelta | dict[str, int] | None,
-    "val_check_interval": int | float | str | timedelta | dict[str, int] | None,
+    "max_time": str | None,
+    "val_check_interval": int,
     "deterministic": bool | Literal["warn"] | None,
     "inference_mode": bool,
-    "profiler": str | None,
+    "profiler": Literal["simple", "advanced", "pytorch"] | None,
     "detect_anomaly": bool,
 }
-"""The other keys of Lightning's Trainer, without the classes that a recipe cannot contain.
+"""The other keys of Lightning's Trainer, with those of their values that this program supports.
 
 They are written out because importing Lightning takes seconds, and a mistake is to be reported before that.
 """
 
 
 def validate_trainer_keys(options: dict[str, Any]) -> None:
-    """Raise InputError for values of a recipe's `trainer:` that Lightning accepts and this program does not."""
+    """Raise InputError for values of a recipe's `trainer:` that are out of range, and without `max_steps`."""
     if "max_steps" not in options:
         raise InputError("trainer.max_steps is missing; give the number of optimizer steps")
-    steps, every = options["max_steps"], options.get("val_check_interval", 1)
-    precision = str(options.get("precision"))
-    if steps < 1:  # -1 means "without end" to Lightning; a run has a last step.
-        raise InputError(f"trainer.max_steps {steps} is not a number of steps; give 1 or more")
-    if not isinstance(every, int) or every < 1:
-        # A duration ends at another step on each rank, and epochs differ in their number of steps.
-        raise InputError(f"trainer.val_check_interval {every} is not a number of steps; give 1 or more")
-    if precision in ("16-true", "16", "bf16-true", "bf16"):
-        raise InputError(f"trainer.precision {precision} is too coarse for Adam's updates; use 16-mixed or bf16-mixed")
-    if precision.startswith("transformer-engine"):
-        raise InputError(f"trainer.precision {precision} is not supported; use bf16-mixed")
-    for key, choices in CHOICES.items():
-        if (value := options.get(key, choices[0])) not in choices:
-            several = ", and DDP is used on several devices" if key == "strategy" else ""
-            names = ", ".join(map(str, filter(None, choices)))
-            raise InputError(f"trainer.{key} {value} is not supported; remove it{several}, or give one of {names}")
+    for key in ("max_steps", "val_check_interval"):
+        if (steps := options.get(key, 1)) < 1:  # -1 means "without end" to Lightning; a run has a last step.
+            raise InputError(f"trainer.{key} {steps} is not a number of steps; give 1 or more")
     max_seconds(options.get("max_time"))
 
 
-def max_seconds(max_time: Any) -> float | None:
+def max_seconds(max_time: str | None) -> float | None:
     """Return a recipe's `trainer.max_time` in seconds, None if it has none.
 
     Lightning's own limit would end the run as if it had finished, and synchronize all ranks in each step.
 
     Raises InputError for a value that is not a duration.
     """
-    try:
-        if isinstance(max_time, str) and (match := re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", max_time.strip())):
-            max_time = dict(zip(("days", "hours", "minutes", "seconds"), map(int, match.groups()), strict=True))
-        if isinstance(max_time, dict):
-            max_time = timedelta(**max_time)
-    except (TypeError, OverflowError):
-        pass
-    if isinstance(max_time, timedelta):
-        return max_time.total_seconds()
-    if max_time is not None:
+    if max_time is None:
+        return None
+    parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", max_time.strip())
+    if parts is None:
         raise InputError(
             f"trainer.max_time {max_time} is not a duration; give days:hours:minutes:seconds, as in 00:00:45:00"
         )
-    return None
-
-
-def trainer_signature() -> dict[str, Any]:
-    """Return the keys that a recipe's `trainer:` may have, with their type annotations."""
-    return dict(_SIGNATURE)
+    days, hours, minutes, seconds = map(int, parts.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

@@ -35,9 +35,8 @@ def fit(configs: list[Path], overrides: list[str], reset: bool, init_from: Path 
     Raises InputError for a user's mistake, Stopped when a signal or `trainer.max_time` stopped the run.
     """
     from pipeline.config.recipe import load_recipe
-    from pipeline.config.settings import trainer_signature
 
-    return fit_recipe(load_recipe(configs, overrides, trainer_signature()), reset, init_from)
+    return fit_recipe(load_recipe(configs, overrides), reset, init_from)
 
 
 def fit_recipe(

@@ -14,7 +14,7 @@ from pathlib import Path
 from data_module.errors import InputError
 from pipeline.__main__ import parse
 from pipeline.config.recipe import load_recipe
-from pipeline.config.settings import trainer_signature, validate_trainer_keys
+from pipeline.config.settings import validate_trainer_keys
 from tests.conftest import ROOT
 
 STANDS_FOR = {f"configs/{name}.yaml": "configs/your_text.yaml" for name in ("mine", "a", "b", "c")}
@@ -105,7 +105,7 @@ def _recipe(arguments: argparse.Namespace, training: bool) -> str | None:
     if not configs:
         return f"{arguments.overrides[0]}: unknown without a recipe" if arguments.overrides else None
     paths = [ROOT / STANDS_FOR.get(str(path), str(path)) for path in configs]
-    recipe = load_recipe(paths, arguments.overrides, trainer_signature() if training else None)
+    recipe = load_recipe(paths, arguments.overrides)
     if training:
         validate_trainer_keys(recipe.trainer)
     return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from data_module.settings import BpeDropout, NoiseSettings, TextSource
 from pipeline.config.recipe import Recipe
 from pipeline.config.recipe_files import description, first_sentence
-from pipeline.config.settings import trainer_signature
+from pipeline.config.settings import TRAINER_KEYS
 from tests.conftest import ROOT
 from tests.docs import recipe_schema, roofline
 from tests.docs.recipe_schema import meanings
@@ -99,7 +99,7 @@ def _default(value: ast.expr | None) -> str:
 
 def trainer_keys() -> str:
     """The keys of Lightning's Trainer that a recipe may set."""
-    return f"Accepted: {', '.join(f'`{name}`' for name in trainer_signature())}."
+    return f"Accepted: {', '.join(f'`{name}`' for name in TRAINER_KEYS)}."
 
 
 def configs() -> str:

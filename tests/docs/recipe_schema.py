@@ -21,7 +21,7 @@ from model.optimization import OPTIMIZERS, SCHEDULES
 from model.settings import NetworkSettings, TrainingSettings
 from pipeline.config.recipe import Recipe
 from pipeline.config.recipe_files import SCHEMA
-from pipeline.config.settings import CHOICES, trainer_signature, validate_trainer_keys
+from pipeline.config.settings import TRAINER_KEYS, validate_trainer_keys
 from tests.conftest import ROOT
 
 FILE = ROOT / "configs" / SCHEMA
@@ -139,7 +139,7 @@ def _value(hint: Any, key: str, limits: Callable[[], Schema]) -> Schema:
     """
     members = _members(hint)
     if len(members) > 1:
-        found = [_value(one, key, limits) for one in members if getattr(one, "__name__", "") != "timedelta"]
+        found = [_value(one, key, limits) for one in members]
         if all(set(one) == {"type"} for one in found):
             names = [name for one in found for name in ([one["type"]] if isinstance(one["type"], str) else one["type"])]
             return {"type": list(dict.fromkeys(names))}
@@ -182,18 +182,10 @@ def _default(one: "Field[Any]") -> Schema:
 def _trainer() -> Schema:
     """Return the schema of `trainer:`, restricted to what `validate_trainer_keys` accepts."""
     properties = {}
-    for name, hint in trainer_signature().items():
-        literals = [one for one in _members(hint) if typing.get_origin(one) is typing.Literal]
-        values = [value for one in literals for value in typing.get_args(one)]
-        if name in CHOICES:
-            properties[name] = {"enum": list(CHOICES[name])}
-        elif name == "precision":
-            nothing = [None] if type(None) in _members(hint) else []
-            properties[name] = {"enum": [value for value in [*values, *nothing] if _trainer_accepts(name, value)]}
-        elif name in ("max_steps", "val_check_interval"):
-            properties[name] = {"type": "integer", **_limits(functools.partial(_trainer_accepts, name))}
-        else:
-            properties[name] = _value(hint, f"trainer.{name}", dict)
+    for name, hint in TRAINER_KEYS.items():
+        is_steps = name in ("max_steps", "val_check_interval")
+        limits = functools.partial(_limits, functools.partial(_trainer_accepts, name)) if is_steps else dict
+        properties[name] = _value(hint, f"trainer.{name}", limits)
     summary = "Arguments of Lightning's Trainer."
     return {"type": "object", "description": summary, "additionalProperties": False, "properties": properties}
 

@@ -16,7 +16,6 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.backend import Backend
 from model.optimization import OPTIMIZERS, muon
 from pipeline.config.recipe import load_recipe
-from pipeline.config.settings import trainer_signature
 from pipeline.inference.metrics import METRICS, ExactMatch
 from pipeline.training.build import build_callbacks, build_data, build_module
 from pipeline.training.checks import CheckContext, check_recipe
@@ -132,6 +131,6 @@ def test_an_optimizer_that_cannot_train_is_refused_before_anything_is_prepared(
     with pytest.raises(InputError, match=f"^command line: training.optimizer own: {mistake}") as refused:
         fit([recipe_file], overrides, reset=False, init_from=None)
     assert not corpus.exists()
-    recipe = load_recipe([recipe_file], overrides, trainer_signature())
+    recipe = load_recipe([recipe_file], overrides)
     found = [result.message for result in check_recipe(CheckContext(recipe, None, False, None)) if not result.ok]
     assert found == [str(refused.value)]

@@ -13,7 +13,6 @@ from model.optimization import build_schedule
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.transformer import Transformer
 from pipeline.config.recipe import Recipe, load_recipe
-from pipeline.config.settings import trainer_signature
 from tests.conftest import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -72,7 +71,7 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
 def test_loads(path: Path) -> None:
-    recipe = load_recipe([path], (), trainer_signature())
+    recipe = load_recipe([path])
     assert recipe.name == path.stem
     assert recipe.trainer["max_steps"] > 0
     if path.stem not in ("demo", "your_text"):
@@ -158,10 +157,9 @@ def test_modern_recipes_have_the_peak_learning_rates_of_their_sources() -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
 def test_overlays_fit_every_recipe(overlay: Path) -> None:
     """Overlays change only `trainer` and `run`, so that they do not affect what is learned."""
-    signature = trainer_signature()
     settings = yaml.safe_load(overlay.read_text())
     for path in RECIPES:
-        plain, with_overlay = (load_recipe(paths, (), signature).as_dict() for paths in ([path], [path, overlay]))
+        plain, with_overlay = (load_recipe(paths).as_dict() for paths in ([path], [path, overlay]))
         different = {key for key in plain if plain[key] != with_overlay[key]}
         assert settings["trainer"].items() <= with_overlay["trainer"].items()
         assert different <= {"trainer", "run"}

@@ -25,7 +25,7 @@ from model.optimization import OPTIMIZERS, muon
 from model.transformer import LearnedPositions, Transformer
 from pipeline.checkpointing.checkpoint import write_atomic
 from pipeline.config.recipe import Recipe, recipe_from_dict
-from pipeline.config.settings import trainer_signature
+from pipeline.config.settings import TRAINER_KEYS
 from pipeline.inference.options import SearchOptions
 from pipeline.inference.translator import load_translator
 from pipeline.runtime.devices import best_precision
@@ -251,7 +251,7 @@ KEYS: dict[str, tuple[Any, Use | None]] = {
     "trainer.precision": (PRECISION, lambda b: b.trainer.precision),
     "trainer.max_steps": (7, lambda b: b.trainer.max_steps),
     "trainer.min_steps": (5, lambda b: b.trainer.min_steps),
-    "trainer.max_time": ({"minutes": 45}, lambda b: {"minutes": b.callbacks["GracefulStop"]._max_seconds / 60}),
+    "trainer.max_time": ("00:00:45:00", lambda b: f"00:00:{b.callbacks['GracefulStop']._max_seconds / 60:.0f}:00"),
     "trainer.val_check_interval": (6, lambda b: b.trainer.val_check_interval),
     "trainer.deterministic": ("warn", lambda b: "warn" if b.deterministic else None),
     "trainer.inference_mode": (False, lambda b: b.trainer.fit_loop.epoch_loop.val_loop.inference_mode),
@@ -342,7 +342,7 @@ def built(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         patch.setattr(torch.backends.cudnn, "benchmark", True)
         write_texts()
-        recipe = recipe_from_dict(values, trainer_signature())
+        recipe = recipe_from_dict(values)
         built = build(recipe)
         built.search = arguments_of_search(built)
         yield built
@@ -353,7 +353,7 @@ def default_of(one: Any) -> Any:
 
 
 def test_every_key_is_in_a_table_with_another_value_than_its_default(built: Built) -> None:
-    found = [*(f"trainer.{key}" for key in trainer_signature())]
+    found = [*(f"trainer.{key}" for key in TRAINER_KEYS)]
     for section in fields(Recipe):
         if is_dataclass(section.type):
             for one in fields(section.type):

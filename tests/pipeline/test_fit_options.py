@@ -63,9 +63,8 @@ def test_help_names_the_page_that_lists_all_settings() -> None:
 def test_max_time() -> None:
     assert max_seconds(None) is None
     assert max_seconds("01:00:02:03") == 86_523
-    assert max_seconds({"minutes": 2}) == 120
     assert max_seconds("00:00:00:00") == 0
-    for wrong in ("45", "45 minutes", "216000", {"minute": 2}, {"minutes": "x"}):
+    for wrong in ("45", "45 minutes", "216000"):
         with pytest.raises(InputError, match=r"trainer\.max_time .*00:00:45:00"):
             max_seconds(wrong)
 
@@ -121,17 +120,12 @@ def test_lightning_is_quiet_on_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         ("devices: 0", "trainer.devices 0: cannot be used on a CPU"),
         ("num_nodes: 0", "trainer.num_nodes 0: `num_nodes` must be a positive integer"),
         ("num_nodes: 2", "trainer.num_nodes 2: nothing starts ranks on other nodes here; use srun"),
-        ("accelerator: tpu", "trainer.accelerator tpu is not supported; remove it, or give one of auto, cpu, gpu"),
-        (
-            "precision: 16-true",
-            "trainer.precision 16-true is too coarse for Adam's updates; use 16-mixed",
-        ),
-        ("strategy: fsdp", "trainer.strategy fsdp is not supported; remove it, and DDP is used on several devices"),
+        ("accelerator: tpu", "trainer.accelerator must be one of 'auto', 'cpu', 'gpu', 'cuda', not 'tpu'"),
+        ("precision: 16-true", "trainer.precision must be one of 'bf16-mixed', '16-mixed', '32-true', '64-true', 32"),
         ("max_steps: -1", "trainer.max_steps -1 is not a number of steps; give 1 or more"),
-        ("val_check_interval: 0.5", "trainer.val_check_interval 0.5 is not a number of steps; give 1 or more"),
-        ("precision: transformer-engine", "trainer.precision transformer-engine is not supported; use bf16-mixed"),
+        ("val_check_interval: 0.5", "trainer.val_check_interval must be a whole number, not 0.5"),
+        ("val_check_interval: 0", "trainer.val_check_interval 0 is not a number of steps; give 1 or more"),
         ("max_time: 45", "trainer.max_time 45 is not a duration; give days:hours:minutes:seconds"),
-        ("profiler: xla", "trainer.profiler xla is not supported; remove it, or give one of simple, advanced"),
     ],
 )
 def test_what_lightning_would_refuse_late(recipe_file: Path, tmp_path: Path, line: str, message: str) -> None:
