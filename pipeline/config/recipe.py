@@ -156,7 +156,7 @@ def _plain(value: Any) -> Any:
 
 def _checked(values: dict[str, Any], places: dict[str, str], mistakes: list[str]) -> Recipe:
     """Return the recipe; raise InputError that names `mistakes` and all that are found."""
-    refused = {f"trainer.{key}": why or "the pipeline sets it" for key, why in RESERVED_KEYS.items()}
+    refused = {f"trainer.{key}": why for key, why in RESERVED_KEYS.items()}
     check = Checker(places, refused | REMOVED_KEYS)
     recipe = check.dataclass(values, Recipe, "")
     check.mistakes += _unregistered_names(values, places)

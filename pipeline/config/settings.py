@@ -89,24 +89,12 @@ RESERVED_KEYS = {
     "gradient_clip_algorithm": "use training.gradient_clip_norm",
     "log_every_n_steps": "use run.log_every_steps",
     "default_root_dir": "use run.folder",
-    "num_sanity_val_steps": "",
-    "use_distributed_sampler": "",
-    "reload_dataloaders_every_n_epochs": "",
-    "enable_checkpointing": "",
-    "enable_progress_bar": "",
-    "enable_model_summary": "",
-    "enable_autolog_hparams": "",
-    "model_registry": "",
-    "barebones": "",
     "limit_train_batches": "use trainer.max_steps",
     "limit_val_batches": "give a smaller validation text",
     "overfit_batches": "give a small corpus",
     "fast_dev_run": "use trainer.max_steps",
-    **dict.fromkeys(
-        ("limit_test_batches", "limit_predict_batches", "benchmark", "sync_batchnorm"), "remove it: it has no effect"
-    ),
 }
-"""Keys of Lightning's Trainer that this program sets or does not use, with what to use instead."""
+"""Keys of Lightning's Trainer that a recipe may not have although one might expect it, with what to use instead."""
 TRAINER_KEYS: dict[str, Any] = {
     "accelerator": Literal["auto", "cpu", "gpu", "cuda"],
     "strategy": Literal["auto", "ddp"],
@@ -122,7 +110,7 @@ TRAINER_KEYS: dict[str, Any] = {
     "profiler": Literal["simple", "advanced", "pytorch"] | None,
     "detect_anomaly": bool,
 }
-"""The other keys of Lightning's Trainer, with those of their values that this program supports.
+"""The keys of Lightning's Trainer that a recipe may have, with those of their values that this program supports.
 
 They are written out because importing Lightning takes seconds, and a mistake is to be reported before that.
 """

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -28,7 +28,6 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "
 """Arguments of the compiler, before `SOURCE -o LIBRARY`.
 
 With `-ffast-math` in CXX, loading a program would make the whole process round subnormal numbers to 0."""
-_COMPILERS = ("g++", "clang++", "c++")
 _COMPILING = "-compiling-"
 """Part of the name of a folder in which a program is made."""
 _SECONDS = 300
@@ -65,23 +64,22 @@ def load_program(program: Program[Loaded]) -> Loaded:
     return program.load(path)
 
 
-def find_compiler() -> list[str]:
-    """Return the command of a C++ compiler: CXX, or the first that is installed.
+def find_compiler(variable: str = "CXX", names: Sequence[str] = ("g++", "clang++", "c++")) -> list[str]:
+    """Return the command of a compiler: that of an environment variable, or the first of `names` that is installed.
 
     Raises:
         OSError: there is none.
     """
     try:
-        given = shlex.split(os.environ.get("CXX", ""))
+        given = shlex.split(os.environ.get(variable, ""))
     except ValueError as error:
-        raise OSError(f"CXX is no command: {error}") from None
-    candidates = [given] if given else [[name] for name in _COMPILERS]
-    for command in candidates:
+        raise OSError(f"{variable} is no command: {error}") from None
+    for command in [given] if given else [[name] for name in names]:
         if path := shutil.which(command[0]):
             return [path, *command[1:]]
     if given:
-        raise OSError(f"CXX names {given[0]}, which is not installed")
-    raise OSError("there is no C++ compiler; install g++ or clang++")
+        raise OSError(f"{variable} names {given[0]}, which is not installed")
+    raise OSError(f"none of {', '.join(names)} is installed, and {variable} names no other compiler")
 
 
 def _key(compiler: list[str], sources: tuple[Path, ...]) -> str:
@@ -194,14 +192,11 @@ def _reason(error: Exception) -> str:
 
 def missing_compiler(on_gpu: bool) -> str | None:
     """Return what compilation needs and does not find, as a predicate: "needs ..."; None if nothing is missing."""
-    # On a GPU the compiler is needed for the code that launches kernels.
-    variable, names = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
+    try:
+        find_compiler("CC", ("gcc", "clang")) if on_gpu else find_compiler()  # A GPU's code is launched by code in C.
+    except OSError as error:
+        return f"needs a compiler: {error}"
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Where Triton looks for it, too.
-    given = os.environ.get(variable, "").split()
-    if given and not shutil.which(given[0]):
-        return f"needs a compiler, and {variable} names {given[0]}, which is not installed"
-    if not given and not any(map(shutil.which, names)):
-        return f"needs one of {', '.join(names)}, or {variable} set to a compiler"
     if not header.exists():
         return f"needs Python's C headers, python3-dev or python3-devel, and {header} is missing"
     return None

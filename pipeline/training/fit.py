@@ -4,7 +4,6 @@ torch and Lightning take seconds to import. Functions import them where they are
 a recipe or a folder are refused before that.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +61,7 @@ def fit_recipe(
             if not has_finished(start):
                 train(start, further_callbacks)
                 run = recipe.run_folder()
-                report(start, f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
+                say(f"the run is in {run}; view it with: {SCRIPTS}tensorboard --logdir {run}")
     return 0
 
 
@@ -91,8 +90,7 @@ def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = No
         return manifest
     with signals.default_signals():
         manifest = prepare(settings, tokenizer)
-    if process_rank() == 0:
-        print(summary(manifest), file=sys.stderr)
+    say(summary(manifest))
     return manifest
 
 
@@ -100,18 +98,12 @@ def has_finished(start: Start) -> bool:
     """Return whether nothing is left to train; say so, or from where training starts."""
     if start.resume is not None:
         if reason := finished_reason(start.recipe, start.recipe.run_folder(), start.resume.step):
-            report(start, f"{start.recipe.run_folder()}: {reason}, or use --fresh")
+            say(f"{start.recipe.run_folder()}: {reason}, or use --fresh")
             return True
-        report(start, f"resuming from {start.resume.path}")
+        say(f"resuming from {start.resume.path}")
     elif start.initial is not None:
-        report(start, f"starting from the weights and the tokenizer of {start.initial.path}")
+        say(f"starting from the weights and the tokenizer of {start.initial.path}")
     return False
-
-
-def report(start: Start, message: str) -> None:
-    """Print a line on standard error, on the rank that writes to the run folder."""
-    if start.folder is not None:
-        print(message, file=sys.stderr)
 
 
 def train(start: Start, further_callbacks: Sequence["Callback"] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Checks that need all ranks of a job step: missing ranks, network, clocks, versions, shared folders, locks.
+"""Checks that need all ranks of a job step: missing ranks, network, versions, shared folders, locks.
 
 The ranks exchange values through a key-value store (TCPStore) in rank 0. Every wait has a limit that grows with the
 number of ranks: `patience_seconds`.
@@ -26,8 +26,6 @@ from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name, report_mi
 from pipeline.runtime.rendezvous import Rendezvous, patience_seconds
 from pipeline.training.checks import CheckResult
 
-MAX_CLOCK_DIFFERENCE_SECONDS = 2.0
-"""A larger difference makes times in logs and curves misleading."""
 ALL_REDUCE_BYTES = 1 << 24
 _SAMPLE_BYTES = 1 << 20
 
@@ -118,7 +116,7 @@ class RankGroup:
 
 def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult]:
     """Run all checks of this module. Every rank must run them, in the same order."""
-    yield from _check_clocks_and_versions(ranks)
+    yield from _check_versions(ranks)
     interfaces = list(_check_interfaces(ranks.first_node_is_local if ranks.job.num_nodes > 1 else True))
     yield from (result._replace(where=ranks.location) for result in interfaces)
     unreachable = any(ranks.all_gather(bool(interfaces)))
@@ -136,15 +134,9 @@ def check_ranks(ranks: RankGroup, recipe: Recipe | None) -> Iterator[CheckResult
         yield from _check_all_reduce(ranks)
 
 
-def _check_clocks_and_versions(ranks: RankGroup) -> Iterator[CheckResult]:
+def _check_versions(ranks: RankGroup) -> Iterator[CheckResult]:
     own = {name: version(name) for name in ("torch", "lightning", "numpy")}
-    ranks.all_gather(None)  # a barrier, so that all ranks read their clocks at about the same time
-    everyones = ranks.all_gather([time.time(), own])
-    first_clock, first = everyones[0]
-    difference = everyones[ranks.job.rank][0] - first_clock
-    if abs(difference) > MAX_CLOCK_DIFFERENCE_SECONDS:
-        hint = "fix the time synchronization of this node"
-        yield CheckResult(False, f"the clock is {difference:+.1f} s from rank 0's; {hint}", ranks.location)
+    first = ranks.all_gather(own)[0]
     for name, number in own.items():
         if number != first[name]:
             hint = "use one environment for all nodes, on a shared disk or in a container"

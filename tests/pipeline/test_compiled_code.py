@@ -1,8 +1,6 @@
 """Where compiled code is kept, and that no other user can put code there."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import pytest
 
 from data_module.errors import InputError
 from pipeline.runtime.compiled_code import keep_compiled_code
-from tests.conftest import ROOT
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
@@ -105,25 +102,3 @@ def test_a_folder_of_another_user_is_not_used(folders: tuple[Path, Path], capsys
     keep_compiled_code()
     assert_kept_in(folders[1])
     assert "belongs to another user" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_another_start_finds_what_was_compiled(folders: tuple[Path, Path]) -> None:
-    code = """
-import torch
-from torch._dynamo.utils import counters
-from pipeline.runtime.compiled_code import keep_compiled_code
-keep_compiled_code()
-x = torch.ones(300, requires_grad=True)
-torch.compile(lambda x: (x * 2 + 1).sigmoid().sum())(x).backward()
-assert x.grad is not None
-print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
-"""
-    found = []
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True, text=True)
-        found.append(tuple(map(int, done.stdout.split())))
-        assert any(folders[0].rglob("*.so"))
-    (misses, hits), (misses_again, hits_again) = found
-    assert misses > 0 == hits
-    assert misses_again == 0 < hits_again

@@ -167,7 +167,7 @@ def test_without_a_program_pytorch_computes_and_one_line_says_so(
 def test_no_compiler(square: Program[ctypes.CDLL], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(OSError, match=r"there is no C\+\+ compiler; install g\+\+ or clang\+\+"):
+    with pytest.raises(OSError, match=r"none of g\+\+, clang\+\+, c\+\+ is installed, and CXX names no other"):
         load_program(square)
 
 

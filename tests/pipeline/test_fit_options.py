@@ -144,20 +144,16 @@ def test_what_lightning_would_refuse_late(recipe_file: Path, tmp_path: Path, lin
     assert not (tmp_path / "corpus").exists()
 
 
-def test_cuda_graphs_on_a_cpu_are_refused_early(recipe_file: Path, tmp_path: Path) -> None:
-    options = ["--run.cuda_graphs", "true", "--corpus.folder", str(tmp_path / "corpus")]
-    with pytest.raises(InputError, match=r"^command line: run\.cuda_graphs: they need a GPU; set it to false, and"):
-        fit([recipe_file], options, False, None)
-    assert not (tmp_path / "corpus").exists()
-
-
-def test_compilation_without_a_compiler_is_refused_early(
-    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("key", "mistake"),
+    [("cuda_graphs", "they need a GPU; set it to false, and"), ("compile", "torch.compile needs a compiler: none of")],
+)
+def test_what_this_machine_cannot_do_is_refused_early(
+    recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, mistake: str
 ) -> None:
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", "")
-    options = ["--run.compile", "true", "--corpus.folder", str(tmp_path / "corpus")]
-    with pytest.raises(InputError, match=r"^command line: run\.compile: torch\.compile needs one of"):
-        fit([recipe_file], options, False, None)
+    with pytest.raises(InputError, match=rf"^command line: run\.{key}: {re.escape(mistake)}"):
+        fit([recipe_file], [f"--run.{key}", "true", "--corpus.folder", str(tmp_path / "corpus")], False, None)
     assert not (tmp_path / "corpus").exists()
