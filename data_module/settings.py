@@ -69,9 +69,9 @@ class BpeDropout:
     """BPE-dropout (Provilkov, Emelianenko and Voita 2020): the probability of leaving out a merge, for each side."""
 
     source: float = 0.0
-    """Probability for source text; the paper uses 0.1, and 0.6 for Chinese and Japanese."""
+    """Probability that a merge of source text is left out; the paper uses 0.1, and 0.6 for Chinese and Japanese."""
     target: float = 0.0
-    """Probability for target text."""
+    """Likewise for target text."""
 
     def __post_init__(self) -> None:
         for side in ("source", "target"):

@@ -26,8 +26,8 @@ from tests.test_structure import LAYERS
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
 _KINDS = {
     **{"int": "integer", "float": "number", "bool": "true or false", "str": "text", "PathText": "path", "None": "null"},
-    **{"NoiseSettings": "section", "BpeDropout": "section"},
 }
+_SECTIONS = {"NoiseSettings": NoiseSettings, "BpeDropout": BpeDropout}
 
 
 def updated(page: str) -> str:
@@ -50,22 +50,26 @@ def recipe_keys() -> str:
                 "A text source, an item of `corpus.train`, `corpus.validation` and `corpus.test`:\n\n"
                 + _table(TextSource, "")
             )
-            parts.append(f"The section `corpus.bpe_dropout`:\n\n{_table(BpeDropout, 'corpus.bpe_dropout')}")
-            parts.append(f"The section `corpus.noise`:\n\n{_table(NoiseSettings, 'corpus.noise')}")
     return "\n\n".join(parts)
 
 
 def _table(kind: type, section: str) -> str:
+    return "\n".join(["| key | type | default | meaning |", "| --- | --- | --- | --- |", *_rows(kind, section)])
+
+
+def _rows(kind: type, section: str) -> Iterator[str]:
+    """A row for each key; a section's keys in place of its own row."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
     texts = meanings(kind)
-    rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
             key = f"{section}.{name}" if section else name
-            rows.append(f"| `{key}` | {_type(node.annotation)} | {_default(node.value)} | {_escaped(texts[name])} |")
-    return "\n".join(rows)
+            if inner := _SECTIONS.get(ast.unparse(node.annotation)):
+                yield from _rows(inner, key)
+                continue
+            yield f"| `{key}` | {_type(node.annotation)} | {_default(node.value)} | {_escaped(texts[name])} |"
 
 
 def _escaped(text: str) -> str:
