@@ -4,22 +4,20 @@ A checkpoint needs no other file: its key `translation` holds the network's sett
 plain values and tensors, so that it loads with `weights_only`.
 """
 
-import io
-import shutil
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from data_module.errors import PROGRAM, InputError
-from data_module.files import FORMAT_VERSION, atomic_file, check_format, disk_full_error
+from data_module.files import FORMAT_VERSION, atomic_file, check_format
 from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
@@ -57,45 +55,17 @@ def tokenizer_of(contents: dict[str, Any]) -> bytes:
 
 
 def write_atomic(contents: dict[str, Any] | memoryview, path: Path) -> None:
-    """Save a checkpoint as a whole or not at all.
+    """Save a checkpoint as a whole or not at all; a full disk leaves earlier checkpoints intact.
 
     Args:
         contents: the contents, or the bytes of a file that `torch.save` has made of them.
         path: the file.
-
-    Raises InputError when the disk is too full for it.
     """
-    try:
-        with atomic_file(path) as file:
-            _write(contents, file)
-    except Exception as error:
-        full = disk_full_error(error)
-        if full is None:
-            raise
-        counter = _Counter()
-        _write(contents, counter)
-        free = shutil.disk_usage(path.parent).free
-        raise InputError(
-            f"{path}: {full.strerror}: it needs {counter.size / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free; "
-            "earlier checkpoints are intact; make room, then run the same command again"
-        ) from error
-
-
-def _write(contents: dict[str, Any] | memoryview, file: IO[bytes]) -> None:
-    if isinstance(contents, memoryview):
-        file.write(contents)
-    else:
-        torch.save(contents, file)
-
-
-class _Counter(io.BytesIO):
-    """A file that counts the bytes written to it and discards them."""
-
-    size = 0
-
-    def write(self, data: Any) -> int:
-        self.size += len(data)
-        return len(data)
+    with atomic_file(path) as file:
+        if isinstance(contents, memoryview):
+            file.write(contents)
+        else:
+            torch.save(contents, file)
 
 
 def resolve_checkpoint(path: Path) -> Path:

@@ -140,7 +140,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Save the whole checkpoint, or leave nothing behind.
 
-        Raises InputError when the disk is too full for it; one that is written in the background raises it at the next
+        Raises OSError when the disk is too full for it; one that is written in the background raises it at the next
         call of this function, `raise_error` or `wait`.
         """
         options = storage_options or WriteOptions()

@@ -116,8 +116,7 @@ def test_disk_full_while_saving_a_checkpoint(disk: SmallDisk, recipe_file: Path,
     [kept] = checkpoints(run)
     failed = f"step={step_of(kept) + 4:08d}.ckpt"
     assert line.startswith(f"error: {run / 'checkpoints' / failed}: ")
-    assert "it needs 38.5 MB and " in line
-    assert "make room, then run the same command again" in line
+    assert line.endswith("; make room, then run the same command again")
     assert not temporary_files(run)
     assert torch.load(kept, weights_only=True)["global_step"] == step_of(kept)
     disk.free_space()
