@@ -130,17 +130,6 @@ class StopAt(Callback):
             raise Stopped("asked to stop")
 
 
-class RecordCheckpoints(Callback):
-    """Record which checkpoints exist when a validation starts."""
-
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self.seen: list[list[int]] = []
-
-    def on_validation_start(self, *_: Any) -> None:
-        self.seen.append(steps(self.run))
-
-
 def newest(run: Path) -> Path:
     return step_checkpoints(run)[-1]
 
@@ -177,35 +166,23 @@ def test_stopped_while_the_moving_average_is_validated(train: Train, tmp_path: P
     assert torch.load(newest(tmp_path), weights_only=True)["state_dict"]["weight"].item() == pytest.approx(AVERAGES[4])
 
 
-def test_the_best_bleu_is_kept_when_resuming(train: Train, tmp_path: Path) -> None:
-    best = tmp_path / "checkpoints" / "best.ckpt"
-    bleu = {2: 10.0, 4: 30.0, 6: 20.0, 8: 25.0, 10: 30.0, 12: 40.0}
-    train(6, bleu=bleu, validate_every=2)
-    assert step_in(best) == 4
-    train(10, bleu=bleu, validate_every=2, ckpt_path=newest(tmp_path))
-    assert step_in(best) == 4
-    train(12, bleu=bleu, validate_every=2, ckpt_path=newest(tmp_path))
-    assert step_in(best) == 12
-
-
-def test_the_best_is_the_lowest_of_a_metric_that_should_be_low(train: Train, tmp_path: Path) -> None:
-    best = tmp_path / "checkpoints" / "best.ckpt"
-    scores = {2: 40.0, 4: 10.0, 6: 20.0, 8: 5.0}
-    options: dict[str, Any] = {"bleu": scores, "validate_every": 2, "mode": "min", "best_by": "error_rate"}
-    train(6, **options)
-    assert step_in(best) == 4
-    train(8, **options, ckpt_path=newest(tmp_path))
-    assert step_in(best) == 8
-
-
-def test_a_score_that_is_not_finite_is_never_the_best(train: Train, tmp_path: Path) -> None:
-    train(6, bleu={2: math.nan, 4: 0.5, 6: math.inf}, validate_every=2)
-    assert step_in(tmp_path / "checkpoints" / "best.ckpt") == 4
-
-
-def test_the_first_validation_is_the_best_so_far(train: Train, tmp_path: Path) -> None:
-    train(2, bleu={2: 0.0}, validate_every=2)
-    assert step_in(tmp_path / "checkpoints" / "best.ckpt") == 2
+@pytest.mark.parametrize(
+    ("mode", "scores", "best_of"),
+    [
+        ("max", {2: 10.0, 4: 30.0, 6: 20.0, 8: 25.0, 10: 30.0, 12: 40.0}, {6: 4, 10: 4, 12: 12}),
+        ("min", {2: 40.0, 4: 10.0, 6: 20.0, 8: 5.0}, {6: 4, 8: 8}),
+        ("max", {2: 0.0}, {2: 2}),  # the first one
+        ("max", {2: math.nan, 4: 0.5, 6: math.inf}, {6: 4}),
+    ],
+)
+def test_the_best_validation_is_kept(
+    train: Train, tmp_path: Path, mode: str, scores: dict[int, float], best_of: dict[int, int]
+) -> None:
+    """Train to each of the steps of `best_of`, resuming: its value is the best one's step."""
+    for last, best in best_of.items():
+        path = newest(tmp_path) if step_checkpoints(tmp_path) else None
+        train(last, bleu=scores, validate_every=2, mode=mode, best_by="error_rate", ckpt_path=path)
+        assert step_in(tmp_path / "checkpoints" / "best.ckpt") == best
 
 
 @pytest.mark.filterwarnings("ignore:.*no `val_dataloader`.*")
@@ -245,11 +222,12 @@ def test_writing_checkpoints_is_timed_separately(train: Train) -> None:
 
 def test_the_checkpoint_of_a_validated_step_is_saved_after_the_validation(train: Train, tmp_path: Path) -> None:
     """Resuming from it does not repeat the validation, and keeps the best BLEU."""
-    bleu = {2: 30.0, 4: 20.0}
-    recorder = RecordCheckpoints(tmp_path)
+    bleu, seen = {2: 30.0, 4: 20.0}, []
+    recorder = Callback()
+    recorder.on_validation_start = lambda *_: seen.append(steps(tmp_path))  # type: ignore[method-assign]
     train(2, recorder, bleu=bleu, checkpoint_every_steps=2, validate_every=2)
     # If it were saved before, a run killed in the validation would skip the validation.
-    assert recorder.seen == [[]]
+    assert seen == [[]]
     [second] = step_checkpoints(tmp_path)
     resumed = train(4, bleu=bleu, checkpoint_every_steps=2, validate_every=2, ckpt_path=second)
     assert len(resumed.validated) == 1
@@ -425,17 +403,6 @@ def test_nothing_is_removed_before_its_successor_has_its_name(
 
     train(5, At(5, look), bleu={2: 10.0, 4: 20.0}, ckpt_path=newest(tmp_path), **options)
     assert seen == [(["best.ckpt", "step=00000003.ckpt"], 2), (["best.ckpt", "step=00000004.ckpt"], 4)]
-
-
-def test_what_is_written_is_not_changed_by_later_steps(train: Train, tmp_path: Path, slow_disk: SlowDisk) -> None:
-    """Neither weights nor their average nor the state of loops and callbacks."""
-    train(4, EMA(decay=0.9), At(3, lambda _: slow_disk.go_on.set()), checkpoint_every_steps=2, validate_every=4)
-    contents = torch.load(step_path(tmp_path, 2), weights_only=True)
-    assert contents["global_step"] == 2
-    assert contents["current_model_state"]["weight"].item() == WEIGHTS[1]
-    assert contents["state_dict"]["weight"].item() == pytest.approx(AVERAGES[1])
-    progress = contents["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]
-    assert progress["ready"] == 2
 
 
 def test_one_write_is_in_flight_at_a_time(train: Train, tmp_path: Path, slow_disk: SlowDisk) -> None:

@@ -56,35 +56,36 @@ def recipe(tmp_path: Path) -> Recipe:
     return load_recipe([ROOT / "configs" / "demo.yaml"], ["--run.folder", str(tmp_path / "run")])
 
 
+def write_run(recipe: Recipe) -> Path:
+    """Write the recipe's run folder as `fit` does, and return it."""
+    with closing(RunFolder(recipe.run_folder())) as folder:
+        folder.write_config(recipe, b"")
+    return folder.path
+
+
 def test_differences_to_another_recipe(recipe: Recipe) -> None:
-    folder = RunFolder(recipe.run_folder())
-    assert differences(folder.path, recipe) == ([], [])
-    folder.write_config(recipe, b"")
-    assert differences(folder.path, recipe) == ([], [])
-    versions_file = folder.path / "versions.json"
-    run_versions = {**json.loads(versions_file.read_text()), "torch": "2.10.0", "host": "another"}
-    versions_file.write_text(json.dumps(run_versions))
-    assert differences(folder.path, recipe) == ([], [f"torch 2.10.0 -> {version('torch')}"])
+    assert differences(recipe.run_folder(), recipe) == ([], [])
+    run = write_run(recipe)
+    assert differences(run, recipe) == ([], [])
+    run_versions = {**json.loads((run / "versions.json").read_text()), "torch": "2.10.0", "host": "another"}
+    (run / "versions.json").write_text(json.dumps(run_versions))
+    assert differences(run, recipe) == ([], [f"torch 2.10.0 -> {version('torch')}"])
     # Sections are in the order of the recipe files.
-    assert list(yaml.safe_load((folder.path / "config.yaml").read_text())) == list(recipe.as_dict())
-    folder.close()
+    assert list(yaml.safe_load((run / "config.yaml").read_text())) == list(recipe.as_dict())
 
 
 def test_a_setting_newer_than_the_run_has_its_default(recipe: Recipe) -> None:
-    folder = RunFolder(recipe.run_folder())
-    folder.write_config(recipe, b"")
-    config = folder.path / "config.yaml"
-    config_values = yaml.safe_load(config.read_text())
+    run = write_run(recipe)
+    config_values = yaml.safe_load((run / "config.yaml").read_text())
     del config_values["training"]["adam_epsilon"]
-    config.write_text(yaml.safe_dump(config_values))
-    assert differences(folder.path, recipe) == ([], [])
+    (run / "config.yaml").write_text(yaml.safe_dump(config_values))
+    assert differences(run, recipe) == ([], [])
     other = replace(recipe, training=replace(recipe.training, adam_epsilon=1e-6))
-    assert differences(folder.path, other)[0] == [f"training.adam_epsilon {recipe.training.adam_epsilon} -> 1e-06"]
+    assert differences(run, other)[0] == [f"training.adam_epsilon {recipe.training.adam_epsilon} -> 1e-06"]
     # A setting that this version does not have is a difference.
     config_values["training"]["momentum"] = 0.5
-    config.write_text(yaml.safe_dump(config_values))
-    assert "training.momentum 0.5 -> null" in differences(folder.path, recipe)[0]
-    folder.close()
+    (run / "config.yaml").write_text(yaml.safe_dump(config_values))
+    assert "training.momentum 0.5 -> null" in differences(run, recipe)[0]
 
 
 def test_a_folder_that_holds_only_the_lock_is_removed(tmp_path: Path) -> None:
@@ -98,38 +99,33 @@ def test_a_folder_that_holds_only_the_lock_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_refusal_names_a_few_differences(recipe: Recipe) -> None:
-    folder = RunFolder(recipe.run_folder())
-    folder.write_config(recipe, b"")
+    run = write_run(recipe)
     texts = [TextSource(f"{i}.en", f"{i}.de") for i in range(2)]
     corpus = replace(recipe.corpus, train=texts, folder="other", lowercase=True, seed=2)
     other = replace(recipe, corpus=corpus, network=replace(recipe.network, d_ff=7))
     with pytest.raises(InputError) as raised:
-        check_same_run(folder.path, other)
+        check_same_run(run, other)
     [text] = recipe.corpus.train
     assert str(raised.value) == (
-        f"{folder.path}: contains a run of another recipe: corpus.lowercase False -> True; corpus.seed 1 -> 2; "
+        f"{run}: contains a run of another recipe: corpus.lowercase False -> True; corpus.seed 1 -> 2; "
         f"corpus.train: no longer {text.source} {text.target}, now 0.en 0.de, 1.en 1.de; and 1 more; change it back to"
-        f" resume that run (its recipe is {folder.path / 'config.yaml'}), or give another run.folder, or --fresh to"
+        f" resume that run (its recipe is {run / 'config.yaml'}), or give another run.folder, or --fresh to"
         " remove that run"
     )
     # A corpus of other settings has no room in the same folder.
     corpus = replace(recipe.corpus, lowercase=True, seed=2, max_tokens=9)
     with pytest.raises(InputError) as raised:
-        check_same_run(folder.path, replace(recipe, corpus=corpus))
+        check_same_run(run, replace(recipe, corpus=corpus))
     assert " more; change it back" not in str(raised.value)
     assert "or give another run.folder and another corpus.folder, or --fresh and another corpus.folder to" in str(
         raised.value
     )
-    folder.close()
 
 
 def test_where_the_schedule_ends_may_not_change(recipe: Recipe) -> None:
     recipe = replace(recipe, training=replace(recipe.training, schedule="cosine", peak_learning_rate=1e-3))
-    folder = RunFolder(recipe.run_folder())
-    folder.write_config(recipe, b"")
-    folder.close()
     longer = replace(recipe, trainer={**recipe.trainer, "max_steps": 77777})
-    [change], allowed = differences(folder.path, longer)
+    [change], allowed = differences(write_run(recipe), longer)
     assert change.endswith(" -> 77777, where training.schedule cosine ends")
     assert allowed == []
 
@@ -273,29 +269,23 @@ MAY_NOT_CHANGE = {
 
 
 def test_which_settings_a_run_may_change(recipe: Recipe) -> None:
-    folder = RunFolder(recipe.run_folder())
-    folder.write_config(recipe, b"")
-    folder.close()
-    changed = recipe.as_dict()
+    run, changed = write_run(recipe), recipe.as_dict()
     for key, value in {**MAY_CHANGE, **MAY_NOT_CHANGE}.items():
         section, _, name = key.rpartition(".")
         (changed[section] if section else changed)[name] = value
-    path = folder.path.with_name("changed.yaml")
+    path = run.with_name("changed.yaml")
     path.write_text(yaml.safe_dump(changed))
-    forbidden, allowed = differences(folder.path, load_recipe([path]))
+    forbidden, allowed = differences(run, load_recipe([path]))
     for lines, expected in ((forbidden, MAY_NOT_CHANGE), (allowed, MAY_CHANGE)):
         assert [line.split(" ")[0] for line in lines] == sorted(expected)
         assert all(line.endswith(f" -> {expected[line.split(' ')[0]]}") for line in lines)
 
 
 def test_depths_may_be_written_in_two_ways(recipe: Recipe) -> None:
-    folder = RunFolder(recipe.run_folder())
-    folder.write_config(recipe, b"")
-    folder.close()
-    depth = recipe.network.num_layers
+    run, depth = write_run(recipe), recipe.network.num_layers
 
     def forbidden(**depths: int) -> list[str]:
-        return differences(folder.path, replace(recipe, network=replace(recipe.network, **depths)))[0]
+        return differences(run, replace(recipe, network=replace(recipe.network, **depths)))[0]
 
     assert forbidden(num_encoder_layers=depth) == []
     assert forbidden(num_layers=9, num_encoder_layers=depth, num_decoder_layers=depth) == []
