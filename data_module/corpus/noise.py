@@ -1,4 +1,4 @@
-"""Noise for training text and for benchmarks: text as users type it.
+"""Noise for training text: text as users type it.
 
 A model that has seen no upper case, no typing errors and no web addresses translates them badly. Noise like this in
 part of the training text makes it robust (Belinkov and Bisk 2018, "Synthetic and Natural Noise Both Break Neural
@@ -29,27 +29,28 @@ CASINGS: tuple[str, ...] = ("lower_case", "title_case", "upper_case")
 TYPO_RATE = 1 / 6
 """Probability that a word of `MIN_LETTERS` letters or more is misspelled."""
 MIN_LETTERS = 4
-_LAYOUTS = (
-    ("qwertyuiop", "asdfghjkl", "zxcvbnm"),
-    ("qwertzuiop", "asdfghjkl", "yxcvbnm"),
-    ("azertyuiop", "qsdfghjklm", "wxcvbn"),
-)
-"""The rows of letters of QWERTY, QWERTZ and AZERTY keyboards."""
-MARKS = "".join(
+NEIGHBOURS = {
+    keys[0]: keys[1:]
+    for keys in (
+        *("aq", "bghnv", "cdfvx", "dcefrsx", "edrs", "fcdgrtv", "gbfhtv", "hbgjnu", "ijkou", "jhiknu", "kijlo", "lkop"),
+        *("nbhj", "oiklp", "plo", "qaw", "rdeft", "sdewx", "tfgr", "uhij", "vbcfg", "wqs", "xcds"),
+    )
+}
+"""Letter -> the letters that touch it on QWERTY, QWERTZ and AZERTY keyboards; none for `m`, `y` and `z`, which move."""
+_MARKS = "".join(
     character
     for character in map(chr, (*range(0x300, 0x2000), 0x200C, 0x200D, *range(0xA66F, 0xAC00)))
     if unicodedata.category(character) in ("Mn", "Mc", "Cf")
 )
 """Accents and vowel signs that belong to the letter before them, and joiners, for a regular expression's brackets."""
-_LETTER = rf"[^\W\d_][{MARKS}]*"
+_LETTER = rf"[^\W\d_][{_MARKS}]*"
 _LETTERS = re.compile(rf"(?:{_LETTER}){{{MIN_LETTERS},}}")
 # Digits, and signs inside a word: addresses, numbers, times, names of files, tags.
 _NOT_PLAIN = re.compile(r"[\d_@<>{}\\/]|[.:]\w")
 _FINAL = ".!?…。！？؟۔।"
-_ORDER = {kind: order for order, kind in enumerate(NOISE_KINDS)}
 _FIRST_LETTER = re.compile(r"(?:^|(?<= ))([^\w ]*)([^\W\d_])")
 # Three letters or digits, because a full stop behind fewer often ends an abbreviation.
-_SENTENCE_END = re.compile(rf"(?<=[\w{MARKS}]{{3}}[{_FINAL}]) (?=\S)")
+_SENTENCE_END = re.compile(rf"(?<=[\w{_MARKS}]{{3}}[{_FINAL}]) (?=\S)")
 
 
 def draw_kinds(settings: NoiseSettings, num_pairs: int, random: Generator) -> NDArray[np.bool_]:
@@ -85,18 +86,15 @@ def add_noise(
     Args:
         source: a sentence whose white space is normalized; see `normalize_white_space`. It stays normalized.
         target: its translation.
-        kinds: names in `NOISE_KINDS`. They are applied in the order of `NOISE_KINDS`.
+        kinds: some of `NOISE_KINDS`, which are applied in that order.
         random: the result is a function of its state and the other arguments.
         protected: symbols, such as the user symbols of a tokenizer. Words that contain one stay as they are.
 
     Returns:
         Source and target. The target differs where the noise changes what a correct translation is: in the casing and
         in inserted strings.
-
-    Raises:
-        KeyError: a kind is not in `NOISE_KINDS`.
     """
-    for kind in sorted(kinds, key=_ORDER.__getitem__):
+    for kind in filter(kinds.__contains__, NOISE_KINDS):
         if kind in CASINGS:
             source, target = with_casing(source, kind, protected), with_casing(target, kind, protected)
         elif kind == "typos":
@@ -233,28 +231,6 @@ def _with_typo(word: str, random: Generator) -> str:
     return before + (letter * 2 + following if letter == following else following + letter) + after
 
 
-def _neighbours(layout: tuple[str, ...]) -> dict[str, set[str]]:
-    """Return the keys that touch each key. Each row is half a key further to the right than the one above it."""
-    keys = {(row, column): letter for row, letters in enumerate(layout) for column, letter in enumerate(letters)}
-    around = [(0, -1), (0, 1), (-1, 0), (-1, 1), (1, -1), (1, 0)]
-    return {
-        letter: {keys[place] for down, right in around if (place := (row + down, column + right)) in keys}
-        for (row, column), letter in keys.items()
-    }
-
-
-def _common_neighbours() -> dict[str, str]:
-    of_layouts = [_neighbours(layout) for layout in _LAYOUTS]
-    return {
-        letter: "".join(sorted(set.intersection(*(layout[letter] for layout in of_layouts))))
-        for letter in of_layouts[0]
-    }
-
-
-NEIGHBOURS = _common_neighbours()
-"""Letter -> the letters beside it on all three keyboards; none for `m`, `y` and `z`, whose places differ."""
-
-
 _SYLLABLES = (
     *("al", "an", "ar", "ba", "bel", "ber", "bo", "ca", "co", "da", "del", "den", "di", "do", "el", "en", "fa", "fi"),
     *("ga", "gen", "go", "ha", "hel", "in", "ja", "jo", "ka", "ker", "ko", "la", "lin", "lo", "ma", "mar", "mi", "mo"),
@@ -314,8 +290,29 @@ def email_address(random: Generator) -> str:
 
 
 def number(random: Generator) -> str:
-    """Return a count, an amount, a time, a date, a version or a telephone number."""
-    return _choice(_NUMBERS, random)(random)
+    """Return a count, an amount, a time, a date, a telephone number or a version."""
+    kind = int(random.random() * 9)
+    if kind < 2:  # four to nine digits with commas: `1,234.56`
+        count = f"{int(10 ** (3 + random.random() * 6)):,}"
+        return count if random.random() < 0.5 else f"{count}.{_digits(2, random)}"
+    if kind == 2:
+        return str(int(10 ** (random.random() * 7)))
+    if kind == 3:
+        return _decimal(random)
+    if kind == 4:
+        amount = f"{int(10 ** (random.random() * 4)):,}.{_digits(2, random)}"
+        return _choice(("$", "€", "£"), random) + amount if random.random() < 0.5 else f"{_decimal(random)}%"
+    if kind == 5:
+        time = f"{int(random.random() * 24):02}:{int(random.random() * 60):02}"
+        return time if random.random() < 0.8 else f"{time}:{int(random.random() * 60):02}"
+    if kind == 6:
+        day, month, year = (first + int(random.random() * n) for first, n in ((1, 28), (1, 12), (1950, 100)))
+        form = _choice(("{2}-{1:02}-{0:02}", "{0:02}.{1:02}.{2}", "{1}/{0}/{2}"), random)
+        return form.format(day, month, year)
+    if kind == 7:  # `+49 30 1234567`, `(030) 123-4567`, `030 1234567` or `555-0123`
+        forms = "+{}{} {}{} {}{}{}{}{}{}{}", "({}{}{}) {}{}{}-{}{}{}{}", "0{}{}{} {}{}{}{}{}{}", "{}{}{}-{}{}{}{}"
+        return _choice(forms, random).format(*_digits(11, random))
+    return ".".join(str(int(random.random() * n)) for n in (10, 20, 30))
 
 
 def emoji(random: Generator) -> str:
@@ -329,51 +326,8 @@ def emoji(random: Generator) -> str:
     return first + _choice(_EMOJI, random)
 
 
-def _grouped(random: Generator) -> str:
-    """Return a count of four to nine digits with commas, and sometimes decimals: `1,234.56`."""
-    count = f"{int(10 ** (3 + random.random() * 6)):,}"
-    return count if random.random() < 0.5 else f"{count}.{_digits(2, random)}"
-
-
-def _plain(random: Generator) -> str:
-    return str(int(10 ** (random.random() * 7)))
-
-
 def _decimal(random: Generator) -> str:
     return f"{int(10 ** (random.random() * 3))}.{_digits(1 + int(random.random() * 3), random)}"
-
-
-def _amount(random: Generator) -> str:
-    amount = f"{int(10 ** (random.random() * 4)):,}.{_digits(2, random)}"
-    return _choice(("$", "€", "£"), random) + amount if random.random() < 0.5 else f"{_decimal(random)}%"
-
-
-def _time(random: Generator) -> str:
-    time = f"{int(random.random() * 24):02}:{int(random.random() * 60):02}"
-    return time if random.random() < 0.8 else f"{time}:{int(random.random() * 60):02}"
-
-
-def _date(random: Generator) -> str:
-    day, month, year = (first + int(random.random() * n) for first, n in ((1, 28), (1, 12), (1950, 100)))
-    form = _choice(("{2}-{1:02}-{0:02}", "{0:02}.{1:02}.{2}", "{1}/{0}/{2}"), random)
-    return form.format(day, month, year)
-
-
-def _telephone(random: Generator) -> str:
-    """Return a number such as `+49 30 1234567`, `(030) 123-4567` or `555-0123`."""
-    form = _choice(
-        ("+{}{} {}{} {}{}{}{}{}{}{}", "({}{}{}) {}{}{}-{}{}{}{}", "0{}{}{} {}{}{}{}{}{}", "{}{}{}-{}{}{}{}"), random
-    )
-    return form.format(*_digits(11, random))
-
-
-def _version(random: Generator) -> str:
-    return ".".join(str(int(random.random() * n)) for n in (10, 20, 30))
-
-
-_NUMBERS: tuple[Callable[[Generator], str], ...] = (
-    *(_grouped, _grouped, _plain, _decimal, _amount, _time, _date, _telephone, _version),
-)
 
 
 def _choice(options: Sequence[_Option], random: Generator) -> _Option:

@@ -5,11 +5,7 @@ pairs are encoded in chunks of a fixed size, and all that a chunk draws is seede
 number of processes write the same bytes.
 """
 
-import logging
-import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,12 +21,8 @@ from data_module.tokenization.encoders import DropoutEncoder
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.worker_processes import identity, ignore_signals, num_processors, signals_blocked
 
-log = logging.getLogger(__name__)
-
 CHUNK_PAIRS = 2**14
 """How many pairs are encoded at a time: a few seconds' work. Other chunks would draw other numbers."""
-_BYTES_PER_PAIR = 2 * (np.dtype(np.uint16).itemsize + np.dtype(np.int64).itemsize)
-"""Of lengths and offsets in a store."""
 
 
 class VariantText:
@@ -154,12 +146,11 @@ def write_variants(
         For each variant, its `token_counts`.
 
     Raises:
-        InputError: the disk has too little room; or a process that encodes has been killed.
+        InputError: a process that encodes has been killed.
     """
     encoder = _ChunkEncoder(text, tokenizer, settings)
-    _announce(encoder, text.chunks, folder, settings)
     encoded, counts = _encode_in_parallel(encoder), []
-    with _killed_processes_named():
+    try:
         for variant in range(settings.variants):
             with (
                 TokenStoreWriter(store_prefix(folder, "train", "source", variant), encoder.dtype) as source,
@@ -170,36 +161,15 @@ def write_variants(
                     target.append_flat(*target_chunk)
                     advance(len(source_chunk.lengths))
             counts.append(token_counts(source, target))
-    return counts
-
-
-def _announce(
-    encoder: _ChunkEncoder, chunks: Sequence[tuple[int, int]], folder: Path, settings: CorpusSettings
-) -> None:
-    """Say how long this will take and how large it will be, from one chunk in the middle of the text.
-
-    Raises:
-        InputError: the disk has too little room.
-    """
-    sizes = [end - begin for begin, end in chunks]
-    middle = len(chunks) // 2
-    times = settings.variants * sum(sizes) / sizes[middle]
-    started = time.perf_counter()
-    source, target = encoder[middle]
-    seconds = times * (time.perf_counter() - started) / num_processors()
-    size = times * (source.ids.nbytes + target.ids.nbytes + _BYTES_PER_PAIR * len(source.lengths))
-    minutes = seconds / 60
-    duration = f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.1f} minutes"
-    log.info(
-        "encoding the training text with corpus.variants %d: about %s on %d cores, and %s MB",
-        *(settings.variants, duration, num_processors(), f"{size / 1e6:,.0f}"),
-    )
-    free = shutil.disk_usage(folder).free
-    if size > free:
+    except RuntimeError as error:
+        # PyTorch raises it in a signal handler, at any line. It names the processes, and not why they have ended.
+        if "exited unexpectedly" not in str(error) and "killed by signal" not in str(error):
+            raise
         raise InputError(
-            f"{settings.folder}: corpus.variants {settings.variants} needs about {size / 1e6:,.0f} MB, and the disk has"
-            f" {free / 1e6:,.0f} left; free space, name another corpus.folder, or lower corpus.variants"
-        )
+            "corpus.variants: a process that encodes text was killed, probably because the memory was full; free"
+            " memory, or run prepare on fewer cores (`taskset -c 0` gives it one)"
+        ) from error
+    return counts
 
 
 def _encode_in_parallel(encoder: _ChunkEncoder) -> Iterator[tuple[_Encoded, _Encoded]]:
@@ -219,21 +189,3 @@ def _encode_in_parallel(encoder: _ChunkEncoder) -> Iterator[tuple[_Encoded, _Enc
     with signals_blocked():
         encoded = iter(loader)
     yield from encoded
-
-
-@contextmanager
-def _killed_processes_named() -> Iterator[None]:
-    """Say in one line that a process of a loader was killed.
-
-    PyTorch raises the error in a signal handler, which may interrupt this process at any line.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        # The message is PyTorch's; it names the processes, and not why they have ended.
-        if "exited unexpectedly" not in str(error) and "killed by signal" not in str(error):
-            raise
-        raise InputError(
-            "corpus.variants: a process that encodes text was killed, probably because the memory was full; free"
-            " memory, or run prepare on fewer cores (`taskset -c 0` gives it one)"
-        ) from error

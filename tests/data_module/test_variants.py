@@ -1,6 +1,5 @@
 """Variants of the training text: the same pairs in other ids, and the same bytes whoever writes them."""
 
-import logging
 import os
 import random
 import shutil
@@ -12,7 +11,6 @@ import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -261,46 +259,6 @@ def test_a_killed_process_is_one_line(settings: CorpusSettings, tmp_path: Path, 
     with pytest.raises(InputError, match=r"corpus\.variants: a process that encodes text was killed, .* memory"):
         made(settings, tmp_path / "corpus")
     assert not list(tmp_path.glob("*corpus*/*"))
-
-
-@pytest.mark.parametrize(("minutes", "said"), [(89.9, "89.9 minutes"), (90.5, "1.5 hours"), (6000.0, "100.0 hours")])
-def test_time_and_size_are_said_before(
-    settings: CorpusSettings,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    minutes: float,
-    said: str,
-) -> None:
-    """By a clock on which the chunk that is tried takes its part of so many minutes on two cores."""
-    texts = [(["\t".join(pair) for pair in text(source)], source.repeat) for source in settings.train]
-    sizes = [
-        len("\n".join(lines[begin : begin + CHUNK_PAIRS]).encode())
-        for lines, repeat in texts
-        for _ in range(repeat)
-        for begin in range(0, len(lines), CHUNK_PAIRS)
-    ]
-    times = 3 * sum(sizes) / sizes[len(sizes) // 2]
-    clock = iter([5.0, 5.0 + 2 * 60 * minutes / times])
-    monkeypatch.setattr(variants, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(variants, "num_processors", lambda: 2)
-    with caplog.at_level(logging.INFO):
-        made(settings, tmp_path / "corpus")
-    message = f"encoding the training text with corpus.variants 3: about {said} on 2 cores, and 0 MB"
-    assert [one for one in caplog.messages if "variants" in one] == [message]
-
-
-def test_a_disk_with_too_little_room_is_refused(
-    settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Within a twentieth of what is written in the end."""
-    written = sum(path.stat().st_size for path in Path(settings.folder).glob("train.*.npy"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0.95 * written))
-    with pytest.raises(InputError, match=r"full: corpus\.variants 3 needs about 0 MB, and the disk has 0 left; free"):
-        made(settings, tmp_path / "full")
-    assert not list(tmp_path.glob("*full*/*"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1.05 * written))
-    made(settings, tmp_path / "enough")
 
 
 def test_refusals(settings: CorpusSettings, tmp_path: Path) -> None:
