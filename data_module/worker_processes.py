@@ -28,9 +28,6 @@ def signals_blocked() -> Iterator[None]:
 
     A loader's workers then set up their own handling in `ignore_signals`.
     """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
     try:
         yield

@@ -4,7 +4,6 @@ It is endless: it goes from one epoch's plan to the next with the same workers. 
 which does not depend on the number of ranks, so that any number of ranks can resume from it.
 """
 
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from data_module.batching.batch import RankBatch, SpecialIds, collate
 from data_module.batching.batch_plan import Epoch, Epochs
 from data_module.batching.rank_rows import RowShape, rank_rows
-from data_module.errors import InputError
 from data_module.worker_processes import ignore_signals, signals_blocked
 
 NEVER_ENDS = 1 << 40
@@ -27,7 +25,7 @@ _COLLECTIVES_END_SECONDS = 0.1
 """How long to wait before forking workers on Python 3.11. Without other processes it takes some microseconds."""
 
 
-class RankBatchDataset(Dataset["RankBatch | InputError"]):
+class RankBatchDataset(Dataset[RankBatch]):
     """One rank's part of every global batch from a given position on, epoch after epoch.
 
     All work is done in `__getitem__`, in a worker process if there are any; the training process only receives tensors.
@@ -61,17 +59,8 @@ class RankBatchDataset(Dataset["RankBatch | InputError"]):
         self._current: Epoch | None = None
         self._epoch, self._first_item = epoch, -batch
 
-    def __getitem__(self, item: int) -> "RankBatch | InputError":
-        """Return this rank's part of the global batch `item` batches after the position. Items only increase.
-
-        An InputError is returned, because a loader process would raise it with a traceback in its message.
-        """
-        try:
-            return self._batch(item)
-        except InputError as error:
-            return error
-
-    def _batch(self, item: int) -> RankBatch:
+    def __getitem__(self, item: int) -> RankBatch:
+        """Return this rank's part of the global batch `item` batches after the position. Items only increase."""
         if self._current is None:
             self._current = self._epochs.get(self._epoch)
         # `_first_item` is the item that is the epoch's first batch. Workers take items in turn: one may skip an epoch.
@@ -95,17 +84,7 @@ class RankBatchDataset(Dataset["RankBatch | InputError"]):
         )
 
 
-class _EndlessSampler(Sampler[int]):
-    """Yields 0, 1, 2 and so on."""
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count()
-
-    def __len__(self) -> int:
-        return NEVER_ENDS
-
-
-class StatefulLoader(DataLoader["RankBatch | InputError"]):
+class StatefulLoader(DataLoader[RankBatch]):
     """Yields this rank's `RankBatch` of one optimizer step after another, endlessly."""
 
     def __init__(self, dataset: RankBatchDataset, *, workers: int, pin_memory: bool) -> None:
@@ -118,7 +97,7 @@ class StatefulLoader(DataLoader["RankBatch | InputError"]):
         """
         super().__init__(
             dataset,
-            sampler=_EndlessSampler(),
+            sampler=range(NEVER_ENDS),
             batch_size=None,
             num_workers=workers,
             pin_memory=pin_memory,
@@ -140,11 +119,7 @@ class StatefulLoader(DataLoader["RankBatch | InputError"]):
         """
 
     def __iter__(self) -> Iterator[RankBatch]:  # type: ignore[override]
-        """Yield batches from the position on, endlessly.
-
-        Raises:
-            InputError: a worker has come upon a mistake of the user, such as a corpus that has been removed.
-        """
+        """Yield batches from the position on, endlessly."""
         self._rank_batches.seek(*self._position)
         _wait_for_collectives_to_end()
         with signals_blocked():
@@ -152,8 +127,6 @@ class StatefulLoader(DataLoader["RankBatch | InputError"]):
         while True:
             self._notify("data_wait")
             batch = next(batches)
-            if isinstance(batch, InputError):
-                raise batch
             self._notify("loop_overhead")
             # Workers are several batches ahead. The position counts only what training has received, so that a resumed
             # run neither repeats nor skips a batch.
