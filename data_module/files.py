@@ -162,18 +162,16 @@ class FileLock:
     keep the lock when it dies. Two objects exclude one another in one process too.
     """
 
-    def __init__(self, path: Path, *, of_all_users: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         """Open the file, which is created with its folder if it is not there; `take` locks it.
 
         Args:
             path: the file to lock. It may be removed while it is locked, and its folder too.
-            of_all_users: other users may lock a file that this one creates.
 
         Raises:
-            OSError: it cannot be created or opened. Another user's file has to be writable, or only readable if it is
-                `of_all_users`.
+            OSError: it cannot be created or opened.
         """
-        self._path, self._of_all_users = path, of_all_users
+        self._path = path
         self._descriptor: int | None = self._open()
         _open_locks.add(self)
 
@@ -228,17 +226,10 @@ class FileLock:
 
     def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._of_all_users:
+        try:
             return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        with suppress(FileNotFoundError):
-            try:
-                return os.open(self._path, os.O_RDWR)
-            except PermissionError:
-                return os.open(self._path, os.O_RDONLY)  # enough for a lock, but for NFS
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        with suppress(PermissionError):  # It may be another user's by now.
-            os.fchmod(descriptor, 0o666)  # whatever the umask is
-        return descriptor
+        except PermissionError:
+            return os.open(self._path, os.O_RDONLY)  # Another user's serves for a lock, but on NFS.
 
 
 _open_locks: "weakref.WeakSet[FileLock]" = weakref.WeakSet()

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -200,10 +201,7 @@ def _write_validation(
         ]
         bar = stack.enter_context(_bar("encoding validation", None, progress))
         for text in settings.validation:
-            pairs: list[tuple[str, str]] = []
-            for encoded in split.add(text):
-                pairs += encoded.text
-                bar.update(encoded.num_pairs_read)
+            pairs = list(chain.from_iterable(split.add(text, bar)))
             validation_pairs.update(pairs)
             for file, lines in zip(texts, zip(*pairs, strict=True), strict=False):
                 file.writelines(f"{line}\n" for line in lines * text.repeat)
@@ -233,10 +231,9 @@ def _write_train(
         _bar("encoding", sum(num_pairs), progress) as bar,
     ):
         for text in settings.train:
-            for encoded in split.add(text):
+            for pairs in split.add(text, bar):
                 if variant_text is not None:
-                    variant_text.append(encoded.text)
-                bar.update(encoded.num_pairs_read)
+                    variant_text.append(pairs)
             if variant_text is not None:
                 variant_text.end_source(text.repeat)
     also_in = {"validation": pair_filter.account.also_in_validation, "test": pair_filter.account.also_in_test}
@@ -249,12 +246,6 @@ def _write_train(
                 " and were dropped" if settings.drop_overlap else "; corpus.drop_overlap: true drops them",
             )
     return split.account(settings.train) | {"variants": [token_counts(*split.writers)]}
-
-
-class _EncodedChunk(NamedTuple):
-    num_pairs_read: int
-    text: list[tuple[str, str]]
-    """The pairs that were kept."""
 
 
 class _Split:
@@ -276,8 +267,8 @@ class _Split:
         self._num_pairs: list[int] = []
         self._unknown = 0
 
-    def add(self, text: TextSource) -> Iterator[_EncodedChunk]:
-        """Read a source once and write its pairs, as often as it is repeated; yield its chunks, cleaned and encoded."""
+    def add(self, text: TextSource, bar: tqdm) -> Iterator[list[tuple[str, str]]]:
+        """Read a source once and write its pairs, as often as it is repeated; yield the pairs that were kept."""
         start = len(self.writers[0])
         for chunk in read_pairs(text, self._settings):
             sides = chunk.source, chunk.target
@@ -288,7 +279,8 @@ class _Split:
                 flat = np.frombuffer(b"".join([ids[i] for i in indices]), dtype=writer.dtype)
                 self._unknown += int(np.count_nonzero(flat == UNK_ID))
                 writer.append_flat(flat, lengths[kept])
-            yield _EncodedChunk(len(chunk.source), [(chunk.source[i], chunk.target[i]) for i in indices])
+            yield [(chunk.source[i], chunk.target[i]) for i in indices]
+            bar.update(len(chunk.source))
         self._num_pairs.append(len(self.writers[0]) - start)
         for writer in self.writers:
             writer.repeat_from(start, text.repeat - 1)
@@ -343,25 +335,16 @@ def _encode(encoder: WordEncoder, sentences: list[str], settings: CorpusSettings
     return ids, lengths
 
 
-class _StageBar(tqdm):
-    """A bar that appears after two seconds. In a log file it is one line then, and another one every half minute."""
-
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Show the bar; in a log file, wait for half a minute before the next time."""
-        if not sys.stderr.isatty():
-            self.mininterval = 30.0
-        super().display(msg, pos)
-
-
-def _bar(description: str, total: int | None, progress: bool) -> _StageBar:
-    return _StageBar(
+def _bar(description: str, total: int | None, progress: bool) -> tqdm:
+    """Return a bar that appears after two seconds, and in a log file is one line every half minute."""
+    return tqdm(
         desc=description,
         total=total,
         unit=" pairs",
         bar_format=None if total else "{desc}: {elapsed}",
         delay=2,
         miniters=1,
-        mininterval=0.1 if sys.stderr.isatty() else 2.0,
+        mininterval=0.1 if sys.stderr.isatty() else 30.0,
         file=sys.stderr,
         disable=not progress,
     )

@@ -73,16 +73,12 @@ class HubDataset(Reader):
                 f" {source!r}; name its two languages"
             )
         builder, files = _open_split(self.text)
-        is_empty = True
         for name, path in files.items():
             for table in _tables(builder, name, path, str(self.text.split)):
                 yield (
                     _lines(table, name, self._key("source_language"), source),
                     _lines(table, name, self._key("target_language"), target),
                 )
-                is_empty = False
-        if is_empty:
-            raise InputError(f"{self.names[0]}: the split is empty; name one with text")
 
     def _key(self, name: str) -> str:
         """Return what to call the source's language, if it names one, or else the corpus's."""
@@ -113,8 +109,6 @@ def _lines(table: Any, name: str, key: str, language: str) -> list[bytes]:
 
 def _tables(builder: Any, name: str, path: Path, split: str) -> Iterator[Any]:
     """Yield one file's rows as Arrow tables. Files are read separately so that an error can name the file."""
-    if not path.stat().st_size:
-        raise InputError(f"{name}: the file is empty; fetch it again")
     read = _parquet_tables(path) if builder.name == "parquet" else _json_tables(builder, path, split)
     while True:
         with _library_errors(f"{name}: is damaged or of another format", "fetch it again"):

@@ -171,7 +171,7 @@ def _up_to_date(
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which need not exist. The operating system releases it if the process dies."""
-    with FileLock(lock_file(folder), of_all_users=True) as lock:
+    with FileLock(lock_file(folder)) as lock:
         if not lock.take():
             log.info("another process is preparing %s; waiting for it", folder)
             lock.take(wait=True)

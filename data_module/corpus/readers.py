@@ -8,11 +8,12 @@ To add a kind of text source, subclass `Reader`, implement `chunks`, and registe
 """
 
 import gzip
+import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -26,7 +27,7 @@ CHUNK_BYTES = 2**20
 """Approximate size of a chunk, per side."""
 _NOT_TEXT = {
     b"\x1f\x8b": "gzip-compressed; let its name end in .gz",
-    b"BZh": "compressed; unpack it (bunzip2)",
+    b"BZh91AY&SY": "compressed; unpack it (bunzip2)",
     b"\xfd7zXZ\0": "compressed; unpack it (unxz)",
     b"\x28\xb5\x2f\xfd": "compressed; unpack it (unzstd)",
     b"\xff\xfe": "UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
@@ -86,17 +87,6 @@ class Reader(ABC):
             ok = Path(name).is_file()
             yield ok, f"text {name}" + ("" if ok else " is missing; put it there or correct its path in corpus:")
 
-    def count_pairs(self) -> int:
-        """Return the number of pairs, after checking the source as far as possible without decoding it.
-
-        Raises:
-            InputError: see `chunks`; or the source is empty.
-        """
-        count = sum(len(source) for source, _ in self.chunks())
-        if not count:
-            raise InputError(f"{self.names[0]}: has no text; name a source with text")
-        return count
-
     def hub_revisions(self) -> dict[str, str]:
         """Return the commits of the remote data sets that this source is read from, by data set name."""
         return {}
@@ -115,19 +105,20 @@ def as_lines(sentences: Iterable[str | bytes | None]) -> list[bytes]:
 
 @contextmanager
 def open_file(name: str) -> Iterator[BinaryIO]:
-    """Open a plain or gzip-compressed (`.gz`) file for reading, and report errors in one line that names it.
+    """Open a plain or gzip-compressed (`.gz`) text file for reading, and report errors in one line that names it.
 
     Raises:
-        InputError: the file cannot be opened, or reading it inside the `with` block fails.
+        InputError: the file cannot be opened, is no text, or reading it inside the `with` block fails.
     """
-    with read_errors(name), _open(name) as file:
+    with read_errors(name), BufferedReader(_open(name), CHUNK_BYTES) as file:
+        for beginning, kind in _NOT_TEXT.items():
+            if file.peek(len(beginning)).startswith(beginning):
+                raise InputError(f"{name}: is {kind}")
         yield file
 
 
-def _open(name: str) -> BinaryIO:
-    if name.endswith(".gz"):
-        return BufferedReader(gzip.open(name), CHUNK_BYTES)
-    return Path(name).open("rb", buffering=CHUNK_BYTES)
+def _open(name: str) -> gzip.GzipFile | FileIO:
+    return gzip.open(name) if name.endswith(".gz") else Path(name).open("rb", buffering=0)
 
 
 def num_lines(file: BinaryIO) -> int:
@@ -165,33 +156,31 @@ class PairedFiles(Reader):
         """The paths of both files."""
         return str(self.text.source), str(self.text.target)
 
-    def count_pairs(self) -> int:
-        """Count the lines of both files; they must be different files with equally many lines."""
-        source, target = self.names
-        if _is_same_file(source, target):
-            raise InputError(f"{source}: source and target are the same file; name the other language's as target")
-        counts = [_count_lines(name) for name in self.names]
-        if counts[0] != counts[1]:
-            short, long = sorted(zip(counts, self.names, strict=True))
-            raise InputError(
-                f"{short[1]}: {short[0]} lines, but {long[1]} has {long[0]}: it is shorter, and line i must pair"
-                " with line i; restore the missing lines"
-            )
-        return counts[0]
-
     def chunks(self) -> Iterator[tuple[list[bytes], list[bytes]]]:
-        """Yield the lines of both files."""
+        """Yield the lines of both files, which must be different files with equally many lines."""
         source, target = self.names
+        num_lines_before = 0
         with open_file(source) as source_file, open_file(target) as target_file:
+            if os.path.sameopenfile(source_file.fileno(), target_file.fileno()):
+                raise InputError(f"{source}: source and target are the same file; name the other language's as target")
             while True:
                 with read_errors(source):
                     source_lines = source_file.readlines(CHUNK_BYTES)
-                target_lines = list(islice(target_file, len(source_lines)))
+                # At the end of the source, one line shows that the target goes on.
+                target_lines = list(islice(target_file, len(source_lines) or 1))
                 if len(source_lines) != len(target_lines):
-                    raise InputError(f"{target}: became shorter while it was read; run prepare again")
+                    num_target = num_lines_before + len(target_lines) + num_lines(target_file)
+                    with read_errors(source):
+                        num_source = num_lines_before + len(source_lines) + num_lines(source_file)
+                    short, long = sorted([(num_source, source), (num_target, target)])
+                    raise InputError(
+                        f"{short[1]}: {short[0]} lines, but {long[1]} has {long[0]}: it is shorter, and line i must"
+                        " pair with line i; restore the missing lines"
+                    )
                 if not source_lines:
                     return
                 yield source_lines, target_lines
+                num_lines_before += len(source_lines)
 
 
 class TsvFile(Reader):
@@ -201,10 +190,6 @@ class TsvFile(Reader):
     def names(self) -> tuple[str, str]:
         """The path of the file, for both sides."""
         return str(self.text.tsv), str(self.text.tsv)
-
-    def count_pairs(self) -> int:
-        """Count the lines; `chunks` checks the columns."""
-        return _count_lines(self.names[0])
 
     def chunks(self) -> Iterator[tuple[list[bytes], list[bytes]]]:
         """Yield the columns of the lines, which must have exactly two."""
@@ -219,21 +204,3 @@ class TsvFile(Reader):
                         raise InputError(f"{name}:{first_line + i}: {columns}, not two; correct the line{cut}")
                 yield [row[0] + b"\n" for row in rows], [row[1] for row in rows]
                 first_line += len(lines)
-
-
-def _count_lines(name: str) -> int:
-    with open_file(name) as file:
-        for beginning, kind in _NOT_TEXT.items():
-            if file.peek(len(beginning)).startswith(beginning):  # type: ignore[attr-defined]
-                raise InputError(f"{name}: is {kind}")
-        lines = num_lines(file)
-    if not lines:
-        raise InputError(f"{name}: the file is empty; name one with text")
-    return lines
-
-
-def _is_same_file(source: str, target: str) -> bool:
-    with read_errors(source):
-        Path(source).stat()
-    with read_errors(target):
-        return Path(source).samefile(target)

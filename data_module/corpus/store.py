@@ -5,7 +5,6 @@ lengths. Opening a store reads no tokens. The processes of a node share its page
 """
 
 import hashlib
-import logging
 import threading
 from collections.abc import Sequence
 from functools import cached_property
@@ -18,8 +17,6 @@ from numpy.typing import NDArray
 from data_module.corpus.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
 from data_module.errors import PROGRAM, InputError
 from data_module.tokenization.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 _ARRAYS = ("lengths", "tokens", "offsets")
 MAX_TOKENS = np.iinfo(np.uint16).max - 1  # batches store lengths with EOS in 16 bits too
@@ -171,9 +168,6 @@ class TokenStore:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Return the ids of one sentence, a read-only view of the file."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sentence {index} of {len(self)}")
-        index %= len(self)
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -241,37 +235,23 @@ def open_corpus(folder: Path, split: str, variant: int = 0) -> ParallelCorpus:
 def read_ahead(corpora: Sequence[ParallelCorpus]) -> threading.Thread:
     """Read whole corpora once, in a background thread, so that their pages are in this node's page cache.
 
-    Training reads short sentences in random order; on a shared file system each would be a request of its own. If they
-    are larger than half of the available memory, they are not read, and a warning is logged.
+    Training reads short sentences in random order; on a shared file system each would be a request of its own.
     """
-    thread = threading.Thread(target=_read, args=(corpora,), daemon=True)
-    thread.start()
-    return thread
-
-
-def _read(corpora: Sequence[ParallelCorpus]) -> None:
     # Lengths first, because an epoch's plan is computed from them.
     paths = [
         _path(side.prefix, name) for corpus in corpora for name in _ARRAYS for side in (corpus.source, corpus.target)
     ]
-    size = sum(path.stat().st_size for path in paths)
-    if size > _free_memory() // 2:
-        log.warning("%s: %.1f GB do not fit in memory; copy the corpus to a local disk", paths[0].parent, size / 1e9)
-        return
-    block = bytearray(2**23)
-    for path in paths:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(block):
-                pass
 
+    def read() -> None:
+        block = bytearray(2**23)
+        for path in paths:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(block):
+                    pass
 
-def _free_memory() -> int:
-    """Return the available memory in bytes, including the page cache."""
-    try:
-        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return 2**40
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread
 
 
 def _path(prefix: Path, name: str) -> Path:

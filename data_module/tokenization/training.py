@@ -150,7 +150,8 @@ def _options(words: WordCounts, settings: CorpusSettings) -> dict[str, Any]:
         # sentencepiece adds the most frequent of the other characters until this much of the text is covered, and
         # accepts no less.
         options["character_coverage"] = 0.98 if byte_fallback else 1.0
-        smallest = minimum_size(len(user_symbols), byte_fallback) + len(learnable) + len(symbols) - len(user_symbols)
+        # Besides, there are the special ids and the space.
+        smallest = NUM_SPECIAL_IDS + 1 + NUM_BYTES * byte_fallback + len(symbols) + len(learnable)
         if size < smallest:
             others = [f"{NUM_BYTES} bytes"] * byte_fallback + [f"{len(user_symbols)} user symbols"] * bool(user_symbols)
             raise InputError(
@@ -159,11 +160,6 @@ def _options(words: WordCounts, settings: CorpusSettings) -> dict[str, Any]:
                 " lower corpus.character_coverage"
             )
     return options
-
-
-def minimum_size(num_user_symbols: int, byte_fallback: bool) -> int:
-    """Return the number of pieces that a vocabulary has beside those of characters and words."""
-    return NUM_SPECIAL_IDS + 1 + num_user_symbols + NUM_BYTES * byte_fallback
 
 
 def _train(words: WordCounts, options: dict[str, Any]) -> bytes:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_module.corpus.manifest import source_names
-from data_module.corpus.pairs import open_reader, read_pairs
+from data_module.corpus.pairs import read_pairs
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings
 from pipeline.config.schema import Checker
@@ -88,7 +88,6 @@ def text_of_recipe(corpus: dict[str, Any]) -> EvaluationText:
         raise InputError("the recipe has no corpus.test; give a text to score with --source FILE and --reference FILE")
     parts = []
     for name, text in zip(source_names(settings.test), settings.test, strict=True):
-        open_reader(text, settings).count_pairs()  # Raises for files with unequal numbers of lines.
         part = TextPart(name, text.prefix, [], [])
         for chunk in read_pairs(replace(text, prefix=None), settings):
             valid = sorted(set(range(len(chunk.source))) - set(chunk.invalid))

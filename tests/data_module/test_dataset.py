@@ -113,8 +113,7 @@ def test_a_data_set_is_the_same_corpus_as_its_text_in_files(settings: CorpusSett
             assert path.read_bytes() == (Path(settings.folder) / path.name).read_bytes(), path.name
 
 
-@pytest.mark.parametrize("readme", [True, False])
-@pytest.mark.parametrize("name", ["wmt14", "json"])  # the library takes this name for a format
+@pytest.mark.parametrize(("readme", "name"), [(True, "wmt14"), (False, "json")])  # a format of this name is known
 def test_with_and_without_a_readme(
     settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readme: bool, name: str
 ) -> None:
@@ -244,14 +243,12 @@ def test_no_such_data_set_subset_split_or_language(settings: CorpusSettings, tmp
          "train.parquet: 'en' is none of its languages (it has none)"),
         (lambda f: parquet.write_table(pa.table({"translation": [{"de": [1], "en": [2]}]}), f / "train.parquet"),
          "train.parquet: its 'en' is not text"),
-        (lambda f: write_parquet(f / "train.parquet", []), ":train: the split is empty; name one with text"),
+        (lambda f: write_parquet(f / "train.parquet", []), ":train: has no text; name a source with text"),
         (lambda f: (f / "train.parquet").write_bytes(b"PAR1 no parquet"), "train.parquet: is damaged or of another"),
         (lambda f: (f / "train.json").write_text('{"translation": {"de": "a", '), "train.json: is damaged or of"),
-        (lambda f: (f / "train.jsonl").touch(), "train.jsonl: the file is empty; fetch it again"),
         (lambda f: (f / "train.csv").write_text("de,en\na,b\n"), "its files are read as csv; name a data set of"),
         (lambda f: (f / "train.pkl").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR."), "No (supported) data files"),
         (lambda f: (f / f"{f.name}.py").write_text("1 / 0"), "Dataset scripts are no longer supported"),
-        (lambda f: (f / "README.md").write_text("---\nconfigs: [a: {\n---\n"), "cannot be read as a data set"),
     ],
 )  # fmt: skip
 def test_folders_that_are_not_data_sets_of_translations(

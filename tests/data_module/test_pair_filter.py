@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from data_module.corpus.manifest import summary
 from data_module.corpus.pairs import HeldOutPairs, PairFilter, Reason, SeenPairs, hash_pairs, read_pairs
+from data_module.corpus.readers import _NOT_TEXT
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from tests.data_module.test_preparation import assert_adds_up, contents, dropped, made, pairs_of_text, write_pairs
@@ -93,7 +94,7 @@ LINES = st.one_of(
     st.sampled_from([b"a", b"a b", b" a\r", b"a b c d", b"", b"\xef\xbb\xbfa"]),
     st.text(max_size=6).map(lambda line: line.replace("\n", "").encode()),
     st.binary(max_size=6).map(lambda line: line.replace(b"\n", b"")),
-)
+).filter(lambda line: not line.startswith(tuple(_NOT_TEXT)))
 
 
 def words(line: bytes) -> tuple[str, ...] | None:

@@ -125,23 +125,6 @@ def test_ranks_divide_each_step_and_have_the_same_position(tiny_corpus: Path) ->
         assert sorted(whole) == sorted(p for part in parts for p in pairs(part))
 
 
-def test_a_rank_without_pairs_gets_padding(tiny_corpus: Path) -> None:
-    idle = next(iter(loader(tiny_corpus, rank=199, world_size=200)))
-    assert [batch.target_output.unique().tolist() for batch in idle.micro_batches] == [[SPECIAL.pad]]
-    assert pairs(idle) == []
-    assert idle.num_target_tokens > 0
-
-
-def test_more_workers_than_processors(tiny_corpus: Path) -> None:
-    processors = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(processors)})
-    try:
-        rank_batches = [pairs(rank_batch) for rank_batch in islice(loader(tiny_corpus, workers=2), 3)]
-    finally:
-        os.sched_setaffinity(0, processors)
-    assert rank_batches == [pairs(rank_batch) for rank_batch in islice(loader(tiny_corpus), 3)]
-
-
 def test_on_wait_is_called_before_and_after_waiting(tiny_corpus: Path) -> None:
     events = []
     rank_batches = loader(tiny_corpus)

@@ -26,12 +26,6 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(SENTENCES, 120)
 
 
-def test_white_space_is_normalized() -> None:
-    for width in range(1, 20):
-        assert normalize_white_space(f"a{' ' * width}b") == "a b"
-    assert normalize_white_space("\n".join(["a  b ", " c", "", "d\r"])) == "a b\nc\n\nd"
-
-
 def test_ids_are_int32_without_special_ids_and_special_ids_are_skipped(tokenizer: Tokenizer) -> None:
     (ids,) = tokenizer.encode([SENTENCES[0]])
     assert ids.dtype == np.int32
@@ -153,12 +147,6 @@ def test_with_byte_fallback_nothing_is_unknown(byte_tokenizer: Tokenizer) -> Non
     # Four bytes each, after the space.
     assert [len(ids) for ids in byte_tokenizer.encode(["😀", "😀😀", "𝕏"])] == [5, 9, 5]
     assert pickle.loads(pickle.dumps(byte_tokenizer)).byte_fallback  # noqa: S301
-
-
-@given(st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60), max_size=5))
-def test_with_byte_fallback_any_text_survives(byte_tokenizer: Tokenizer, sentences: list[str]) -> None:
-    expected = [normalize_white_space(sentence.replace("\n", " ")) for sentence in sentences]
-    assert byte_tokenizer.decode(byte_tokenizer.encode(sentences)) == expected
 
 
 def test_incomplete_bytes_are_replaced(byte_tokenizer: Tokenizer) -> None:

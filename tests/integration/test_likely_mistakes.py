@@ -152,18 +152,6 @@ def test_a_vocabulary_that_the_text_does_not_allow(place: Path) -> None:
         assert pipeline(command, place / "mine.yaml", *options).returncode == 0
 
 
-def test_swapped_sides_are_named_before_and_after_they_are_prepared(place: Path) -> None:
-    sides = {side: (place / f"validation.{side}").read_text() for side in ("source", "target")}
-    (place / "train.source").write_text(sides["target"].upper())
-    (place / "train.target").write_text(sides["source"])
-    (place / "validation.target").write_text(sides["target"].upper())
-    note = f"{place / 'train.source'}, {place / 'train.target'}: its source resembles the target of "
-    for command in ("doctor", "prepare", "doctor"):
-        done = pipeline(command, place / "mine.yaml")
-        assert done.returncode == 0, done.stderr
-        assert note in (done.stdout + done.stderr).decode()
-
-
 def test_torch_says_nothing_about_many_loader_processes() -> None:
     """No process is started before the loader is iterated over."""
     with warnings.catch_warnings(record=True) as caught:
