@@ -1,6 +1,7 @@
 """Hugging Face data sets of various layouts, read by the library; every error is reported in one line."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +14,11 @@ import pyarrow.parquet as parquet
 import pytest
 import yaml
 
+from data_module.corpus import dataset_reader
 from data_module.corpus.pairs import read_pairs
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
+from pipeline.training.fit import ensure_corpus
 from tests.conftest import ROOT, pipeline, sentences
 from tests.data_module.test_preparation import made, text_of
 
@@ -205,6 +208,48 @@ def test_null_translations_and_row_numbers_across_files(settings: CorpusSettings
         ("", ""),
     ]
     assert max(len(chunk.source) for chunk in chunks) == 10_000
+
+
+def test_by_name_from_the_hub(settings: CorpusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is told to find the hub's data sets in a folder, at one commit."""
+    import datasets
+
+    hub, load, fetched = tmp_path / "hub", datasets.load_dataset_builder, []
+    wmt_like(hub / "wmt/wmt14")
+    monkeypatch.chdir(tmp_path)
+
+    def builder_of(path: str, *arguments: Any, **options: Any) -> Any:
+        if not (hub / path).exists():
+            raise datasets.exceptions.DatasetNotFoundError(path)
+        builder = load(str(hub / path), *arguments, **options)
+        builder.hash = "a" * 40
+        return builder
+
+    def download(_: Any, files: list[str]) -> list[str]:
+        fetched.extend(files)
+        return files
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder_of)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", builder_of)
+    monkeypatch.setattr(datasets.DownloadManager, "download", download)
+    train = replace(settings.train[0], dataset="wmt/wmt14")
+    named = replace(settings, train=[train], validation=[replace(train, split="validation")])
+    manifest = made(named)
+    assert text_of(named) == rows(90, 1)
+    assert manifest["hub_revisions"] == {"wmt/wmt14": "a" * 40}
+    names = [f"de-en/train-0000{i}-of-00003.parquet" for i in range(3)] + ["de-en/validation-00000-of-00001.parquet"]
+    assert [entry["file"] for entry in manifest["source_files"]] == [f"wmt/wmt14/{name}" for name in names]
+    assert fetched == [f"{hub}/wmt/wmt14/{name}" for name in names]  # once, and no file of the other language
+    write_parquet(hub / "wmt/wmt14" / names[1], rows(30, 9))
+    with pytest.raises(InputError, match=rf"wmt/wmt14/{names[1]} has changed"):
+        made(named)
+    # Training does not contact the hub, because compute nodes may have no network.
+    shutil.rmtree(hub)
+    dataset_reader._open_on_hub.cache_clear()
+    ensure_corpus(named)
+    message = r"wmt/none: no such folder, and no such data set on the Hugging Face hub"
+    with pytest.raises(InputError, match=message):
+        made(replace(named, train=[replace(train, dataset="wmt/none")]))
 
 
 def test_invalid_utf8(settings: CorpusSettings, tmp_path: Path) -> None:
