@@ -226,10 +226,7 @@ class FileLock:
 
     def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        except PermissionError:
-            return os.open(self._path, os.O_RDONLY)  # Another user's serves for a lock, but on NFS.
+        return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
 
 
 _open_locks: "weakref.WeakSet[FileLock]" = weakref.WeakSet()

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from data_module.corpus.manifest import FORMAT, TOKENIZER_NAME, source_names, write_manifest
 from data_module.corpus.noise import CASINGS, with_casing
-from data_module.corpus.pairs import HeldOutPairs, PairFilter, Reason, read_pairs
+from data_module.corpus.pairs import PairFilter, Reason, read_pairs
 from data_module.corpus.store import TokenStoreWriter, store_prefix, token_counts, token_type
 from data_module.corpus.variants import VariantText, write_variants
 from data_module.errors import InputError
@@ -114,8 +114,8 @@ def write_corpus(
         target_encoder = WordEncoder(tokenizer.target, dtype)
     encoders = source_encoder, target_encoder
     # Read first, because training pairs are compared with them.
-    held_out = HeldOutPairs(validation=set(), test=_test_pairs(settings))
-    validation = _write_validation(settings, encoders, held_out.validation, folder, progress)
+    held_out: dict[str, set[tuple[str, str]]] = {"validation": set(), "test": _test_pairs(settings)}
+    validation = _write_validation(settings, encoders, held_out["validation"], folder, progress)
     with VariantText(folder) if settings.is_varied() else nullcontext() as text:
         train = _write_train(settings, encoders, held_out, text, num_pairs, folder, progress)
         if text is not None:
@@ -218,7 +218,7 @@ def _write_validation(
 def _write_train(
     settings: CorpusSettings,
     encoders: tuple[WordEncoder, WordEncoder],
-    held_out: HeldOutPairs,
+    held_out: dict[str, set[tuple[str, str]]],
     variant_text: VariantText | None,
     num_pairs: list[int],
     folder: Path,
@@ -236,8 +236,7 @@ def _write_train(
                     variant_text.append(pairs)
             if variant_text is not None:
                 variant_text.end_source(text.repeat)
-    also_in = {"validation": pair_filter.account.also_in_validation, "test": pair_filter.account.also_in_test}
-    for held_out_split, count in also_in.items():
+    for held_out_split, count in pair_filter.account.also_in.items():
         if count:
             log.warning(
                 "%d training pairs also occur in the %s text%s",

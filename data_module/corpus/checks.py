@@ -128,11 +128,6 @@ def check_folder(settings: CorpusSettings) -> None:
         raise InputError(f"{folder}: cannot be written: {error} ({parent}); name another corpus.folder")
 
 
-def lock_file(folder: Path) -> Path:
-    """Return the name of the file that locks a folder, beside it."""
-    return folder.with_name(f".{folder.name}.lock")
-
-
 def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
     """Read a source once without tokenizing it: its line counts, columns and encoding.
 

@@ -145,10 +145,8 @@ class PairAccount:
 
     read: int = 0
     kept: int = 0
-    also_in_validation: int = 0
-    """Number of pairs that also occur in the validation text, dropped or not."""
-    also_in_test: int = 0
-    """Number of pairs that also occur in the test text, dropped or not."""
+    also_in: dict[str, int] = field(default_factory=lambda: {"validation": 0, "test": 0})
+    """Number of pairs that also occur in the text of each of these splits, dropped or not."""
     dropped: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     lines: dict[Reason, list[str]] = field(default_factory=lambda: {reason: [] for reason in Reason})
 
@@ -169,8 +167,8 @@ class PairAccount:
                 str(reason): {"pairs": count, "first_lines": self.lines[reason]}
                 for reason, count in self.dropped.items()
             },
-            "pairs_also_in_validation": self.also_in_validation,
-            "pairs_also_in_test": self.also_in_test,
+            "pairs_also_in_validation": self.also_in["validation"],
+            "pairs_also_in_test": self.also_in["test"],
         }
 
 
@@ -204,29 +202,18 @@ def hash_pairs(pairs: Iterable[tuple[str, str]]) -> np.ndarray:
     return np.frombuffer(b"".join(digests), dtype="<u8")
 
 
-@dataclass(frozen=True)
-class HeldOutPairs:
-    """The pairs that training text is compared with.
-
-    Only whole pairs are compared, with white space normalized. A source sentence alone may legitimately recur with
-    another translation ("Thank you.").
-    """
-
-    validation: set[tuple[str, str]]
-    test: set[tuple[str, str]]
-
-
 class PairFilter:
     """Filters the pairs of one split, in the order in which they are read."""
 
-    def __init__(self, settings: CorpusSettings, held_out: HeldOutPairs | None = None) -> None:
+    def __init__(self, settings: CorpusSettings, held_out: dict[str, set[tuple[str, str]]] | None = None) -> None:
         """Create a filter.
 
         Args:
             settings: the recipe's `corpus:` section.
-            held_out: the pairs to compare with; None for the validation split itself. From validation, only pairs are
-                dropped that are invalid UTF-8, empty or too long, so that its scores do not depend on the other
-                settings.
+            held_out: the pairs of "validation" and of "test" to compare with, whole pairs with white space normalized:
+                a source sentence alone may recur with another translation ("Thank you."). None for the validation
+                split itself, from which only pairs are dropped that are invalid UTF-8, empty or too long, so that its
+                scores do not depend on the other settings.
         """
         self.account = PairAccount()
         self._settings = settings
@@ -251,13 +238,11 @@ class PairFilter:
         if self._held_out is not None:
             if settings.max_length_ratio is not None:
                 drop(Reason.LENGTH_RATIO, longer > settings.max_length_ratio * shorter)
-            in_validation = left & _occur(chunk, self._held_out.validation)
-            in_test = left & _occur(chunk, self._held_out.test)
-            account.also_in_validation += int(in_validation.sum()) * repeat
-            account.also_in_test += int(in_test.sum()) * repeat
-            if settings.drop_overlap:
-                drop(Reason.IN_VALIDATION, in_validation)
-                drop(Reason.IN_TEST, in_test)
+            also_in = {split: left & _occur(chunk, pairs) for split, pairs in self._held_out.items()}
+            for split, found in also_in.items():
+                account.also_in[split] += int(found.sum()) * repeat
+                if settings.drop_overlap:
+                    drop(Reason(f"overlap_with_{split}"), found)
             if settings.drop_duplicates:
                 candidates = np.flatnonzero(left)
                 hashes = hash_pairs((chunk.source[i], chunk.target[i]) for i in candidates.tolist())

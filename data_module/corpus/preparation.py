@@ -19,7 +19,6 @@ from data_module.corpus.checks import (
     check_settings,
     check_source,
     check_tokenizer,
-    lock_file,
     size_warnings,
     source_warnings,
 )
@@ -170,12 +169,19 @@ def _up_to_date(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which need not exist. The operating system releases it if the process dies."""
-    with FileLock(lock_file(folder)) as lock:
+    """Hold the lock of a folder, which need not exist. The operating system releases it if the process dies.
+
+    The lock's file is removed at the end, so that no other user meets a file that is not theirs.
+    """
+    path = folder.with_name(f".{folder.name}.lock")
+    with FileLock(path) as lock:
         if not lock.take():
             log.info("another process is preparing %s; waiting for it", folder)
             lock.take(wait=True)
-        yield
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _partial(folder: Path) -> Path:

@@ -11,7 +11,6 @@ from data_module.corpus.preparation import prepare
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
-from tests.conftest import another_user
 
 
 def text_of(folder: Path, name: str, source: list[str], target: list[str]) -> TextSource:
@@ -99,20 +98,6 @@ def test_a_run_that_takes_a_tokenizer_over_may_have_little_text(
     tokenizer = Tokenizer.load(tmp_path / "corpus" / "tokenizer.model")
     prepare(settings, tokenizer, force=True, progress=False)
     assert "pairs are few" not in caplog.text
-
-
-def test_a_lock_that_another_user_has_left() -> None:
-    """One that may be read serves."""
-    with another_user() as folder:
-        text = text_of(folder, "train", ["a"], ["b"])
-        settings = replace(settings_of(folder, [text], text), vocabulary_size=7)
-        lock = folder / ".corpus.lock"
-        lock.touch(0o400)
-        prepare(settings, progress=False)
-        lock.chmod(0)
-        with pytest.raises(InputError) as caught:
-            prepare(settings, force=True, progress=False)
-        assert str(caught.value).startswith(f"{settings.folder}: cannot be written: Permission denied ({lock}); ")
 
 
 def test_a_corpus_folder_that_cannot_be_created(tmp_path: Path) -> None:

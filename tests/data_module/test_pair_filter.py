@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_module.corpus.manifest import summary
-from data_module.corpus.pairs import HeldOutPairs, PairFilter, Reason, SeenPairs, hash_pairs, read_pairs
+from data_module.corpus.pairs import PairFilter, Reason, SeenPairs, hash_pairs, read_pairs
 from data_module.corpus.readers import _NOT_TEXT
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
@@ -169,7 +169,7 @@ def test_any_text_is_kept_or_dropped_for_its_first_reason(
             expected[why].append((place, repeat))
 
     folder = tmp_path_factory.getbasetemp()
-    pair_filter = PairFilter(settings, HeldOutPairs(validation, test))
+    pair_filter = PairFilter(settings, {"validation": validation, "test": test})
     kept = []
     repeats = {place.split(".")[0]: repeat for _, place, repeat in read}
     for number, lines in enumerate(texts):
