@@ -132,7 +132,7 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
     """Read a source once without tokenizing it: its line counts, columns and encoding.
 
     Raises:
-        InputError: see `read_pairs`; or the source has no text, or holds its own prefix already.
+        InputError: see `read_pairs`; or the source holds its own prefix already.
     """
     names = open_reader(text, settings).names
     result = SourceCheck(", ".join(dict.fromkeys(names)))
@@ -148,8 +148,6 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
                 f"{names[0]}:{chunk.first_line + index}: the pair holds the prefix {text.prefix!r} of its source"
                 " already; remove `prefix` from the source, or choose another symbol"
             )
-    if not result.num_pairs:
-        raise InputError(f"{names[0]}: has no text; name a source with text")
     return result
 
 

@@ -74,7 +74,8 @@ def read_pairs(text: TextSource, settings: CorpusSettings) -> Iterator[PairChunk
     """Read a source once, from its first pair to its last, about a megabyte at a time.
 
     Raises:
-        InputError: see `Reader.chunks`; or a line is invalid UTF-8 and `corpus.drop_invalid_utf8` is false.
+        InputError: see `Reader.chunks`; or there is no text, or a line is invalid UTF-8 and `corpus.drop_invalid_utf8`
+            is false.
     """
     reader = open_reader(text, settings)
     first_line = 1
@@ -100,6 +101,8 @@ def read_pairs(text: TextSource, settings: CorpusSettings) -> Iterator[PairChunk
             decoded[0] = [f"{text.prefix} {sentence}" if sentence else "" for sentence in decoded[0]]
         yield PairChunk(reader.names, first_line, decoded[0], decoded[1], sorted(invalid))
         first_line += len(decoded[0])
+    if first_line == 1:
+        raise InputError(f"{reader.names[0]}: has no text; name a source with text")
 
 
 def invalid_utf8(name: str, line: int) -> InputError:
