@@ -183,8 +183,8 @@ def test_greedy_answers_are_counted_by_hand(parity: Parity, truth: dict[tuple[in
     """What comes after the first tokens that differ has no part in a tie."""
     parity.tolerance = 1e-5
     one = Answer((5, 6, END), -4.0)
-    near, far, begin = (Answer(tokens, -4.0) for tokens in ((5, 7, 7, END), (5, 8, END), (5, 6)))
-    truth.update({one.tokens: -4.0, near.tokens: -4.0, far.tokens: -4.25, begin.tokens: -3.0})
+    near, far, begin = Answer((5, 7, 7, END), -9.0), Answer((5, 8, END), -4.25), Answer((5, 6), -4.0)
+    truth.update({one.tokens: -4.0, near.tokens: -9.0, far.tokens: -4.0, begin.tokens: -3.0})
     truth.update({(5, 6): -3.0, (5, 7): -3.0 - 1.9e-5, (5, 8): -3.0 - 2.1e-5})
     parity.sources, parity.greedy = parity.sources[:4], [one] * 4
     outcomes, differences = parity.greedy_against([one, near, far, begin])
@@ -224,7 +224,7 @@ def test_log_probabilities_are_those_of_the_search(parity: Parity) -> None:
 def test_throughput_is_measured_after_two_calls(parity: Parity, monkeypatch: pytest.MonkeyPatch) -> None:
     now, calls = 50.0, []
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    best = parity.sources[0][:3]
+    best = parity.sources[5][:-1]  # six words, since BLEU of fewer than four is 0
 
     def beam(sources: list[list[int]]) -> list[list[Answer]]:
         nonlocal now
@@ -239,7 +239,10 @@ def test_throughput_is_measured_after_two_calls(parity: Parity, monkeypatch: pyt
     assert calls == [5, 5, 12, 12]
     expected = sacrebleu.corpus_bleu([translation] * 12, [parity.references])
     assert figures.pop("bleu_signature").startswith("nrefs:1|case:mixed")
-    assert figures == {"target_tokens_per_second": 22.1, "bleu": round(expected.score, 4)}
+    assert figures == {"target_tokens_per_second": round(len(best) / 0.1357913, 1), "bleu": round(expected.score, 4)}
+    # With one sentence in three, their references are taken.
+    parity.references[1::3] = ["of other sentences"] * 4
+    assert parity.measure(beam, every=3)[1]["bleu"] == figures["bleu"] > 10
 
 
 def test_the_length_penalty_of_other_programs_by_hand(parity: Parity) -> None:
