@@ -25,8 +25,6 @@ from pipeline.inference.options import SearchOptions, add_search_arguments
 ROUNDS = 3
 SINGLE_SENTENCES = 40
 """Number of sentences, spread over the text, that are translated alone in each round."""
-RATIOS = {"ratio": "seconds", "latency_ratio": "latency_median_seconds"}
-"""Figures in which engines are compared, by the name of the ratio: theirs divided by ours."""
 BATCH_TOKENS = 4096
 """Upper bound on the padded source tokens of a batch, for both engines."""
 
@@ -90,11 +88,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         **figures["pipeline"],
     }
     if baseline:
-        result[baseline] = figures[baseline]
-        for ratio, figure in RATIOS.items():
-            result[f"{ratio}_to_{baseline}"] = figures[baseline][figure] / figures["pipeline"][figure]
+        result[baseline] = theirs = figures[baseline]
+        result[f"ratio_to_{baseline}"] = theirs["seconds"] / result["seconds"]
+        result[f"latency_ratio_to_{baseline}"] = theirs["latency_median_seconds"] / result["latency_median_seconds"]
         pairs = zip(rounds["pipeline"][0].texts, rounds[baseline][0].texts, strict=True)
-        result[f"same_as_{baseline}"] = sum(ours == theirs for ours, theirs in pairs) / len(sentences)
+        result[f"same_as_{baseline}"] = sum(one == other for one, other in pairs) / len(sentences)
     _print_table(figures)
     return result
 

@@ -102,25 +102,24 @@ GPUS = {
 
 
 class Work(NamedTuple):
-    """Equal kernels."""
+    """A kernel."""
 
     flops: float
-    """Of one kernel, in matrix products. An addition and a multiplication count as two."""
+    """In matrix products. An addition and a multiplication count as two."""
     num_bytes: float
-    """That one kernel reads and writes."""
-    kernels: int = 1
+    """That it reads and writes."""
     depth: int = 0
     """Length of the sums of a matrix product; 0 for attention, which attains another share of the peak rate."""
 
     def seconds(self, gpu: Gpu, assumed: Assumptions) -> float:
-        """Return the time of all kernels."""
+        """Return the kernel's time."""
         share = assumed.attention_share
         if self.depth:
             # To begin and to end a tile takes as long as the arithmetic of `half` terms of its sums.
             half = assumed.half_depth * gpu.flops_per_second / 1e15
             share = assumed.product_share * self.depth / (self.depth + half)
         arithmetic = self.flops / (share * gpu.flops_per_second)
-        return self.kernels * max(arithmetic, self.num_bytes / (assumed.bandwidth_share * gpu.bytes_per_second))
+        return max(arithmetic, self.num_bytes / (assumed.bandwidth_share * gpu.bytes_per_second))
 
 
 class Batch(NamedTuple):
@@ -147,7 +146,7 @@ class Batch(NamedTuple):
         return self.network.encoder_layers + 2 * self.network.decoder_layers
 
 
-def linear(tokens: int, inputs: int, outputs: int, layers: int = 1) -> list[Work]:
+def linear(tokens: int, inputs: int, outputs: int) -> list[Work]:
     """Return a linear layer's products: outputs, gradients of inputs and gradients of weights.
 
     A product of [a, b] and [b, c] reads and writes ab + bc + ac numbers in 16 bits, except that gradients of weights
@@ -157,9 +156,9 @@ def linear(tokens: int, inputs: int, outputs: int, layers: int = 1) -> list[Work
     states = HALF * tokens * (inputs + outputs)
     # Gradients of weights are sums over all tokens, but of so few tiles that several multiprocessors share a sum.
     return [
-        Work(flops, states + HALF * weights, layers, depth=inputs),
-        Work(flops, states + HALF * weights, layers, depth=outputs),
-        Work(flops, states + FLOAT * weights, layers, depth=min(tokens, inputs, outputs)),
+        Work(flops, states + HALF * weights, depth=inputs),
+        Work(flops, states + HALF * weights, depth=outputs),
+        Work(flops, states + FLOAT * weights, depth=min(tokens, inputs, outputs)),
     ]
 
 
@@ -171,7 +170,7 @@ def products(batch: Batch) -> list[Work]:
     works = []
     for shapes, layers in (own, batch.network.encoder_layers), ([*own, *cross], batch.network.decoder_layers):
         for inputs, outputs in shapes:
-            works += linear(batch.tokens, inputs, outputs, layers)
+            works += layers * linear(batch.tokens, inputs, outputs)
     return works
 
 
@@ -186,12 +185,11 @@ def attention(batch: Batch) -> list[Work]:
     keys, values = batch.head_sizes
     scores = 2.0 * batch.tokens * (QUERIES_PER_TILE + SENTENCE_TOKENS)
     states = HALF * batch.tokens * (keys + values)
-    return [
-        # Queries, keys and values are read; the result is written.
-        Work(scores * (keys + values), 2 * states, batch.attentions),
-        # These and the result's gradient are read twice, the result once; three gradients are written.
-        Work(scores * (4 * keys + 3 * values), 6 * states, batch.attentions),
-    ]
+    # Queries, keys and values are read; the result is written.
+    forward = Work(scores * (keys + values), 2 * states)
+    # These and the result's gradient are read twice, the result once; three gradients are written.
+    backward = Work(scores * (4 * keys + 3 * values), 6 * states)
+    return batch.attentions * [forward, backward]
 
 
 def loss(batch: Batch) -> list[Work]:

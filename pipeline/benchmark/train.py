@@ -5,8 +5,8 @@ same process, in turns with ours, a few steps at a time, so that a machine whose
 batches have pairs of similar length and as many tokens, padding included. A ratio is the median over these rounds of
 our target tokens a second divided by the baseline's, both without padding. Figures:
 
-  target_tokens_per_second  without padding, after the warm-up: median and quartiles
-  step_seconds              median and quartiles, waiting for data included
+  target_tokens_per_second  without padding, median of the rounds after the warm-up
+  step_seconds              median, waiting for data included
   peak_memory_bytes         maximum size of the network's tensors: weights, moments, gradients, activations
   mfu                       model FLOPs utilization: flops_per_target_token x target_tokens_per_second /
                             ceiling_flops_per_second. The peak is measured on this machine, not taken from a data
@@ -24,9 +24,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from data_module.errors import InputError
 from pipeline.config.recipe import add_recipe_arguments, load_recipe
@@ -276,14 +275,14 @@ def figures_of(comparison: SideBySide, flops: float) -> dict[str, Any]:
         comparison: the measurements.
         flops: FLOPs of the network per target token.
     """
-    product_rate = float(np.median(comparison.product_rates))
+    product_rate = median(comparison.product_rates)
 
     def of_network(name: str) -> dict[str, Any]:
         return {
-            **_spread("target_tokens_per_second", comparison.token_rates[name]),
-            **_spread("step_seconds", comparison.step_seconds[name]),
+            "target_tokens_per_second": median(comparison.token_rates[name]),
+            "step_seconds": median(comparison.step_seconds[name]),
             "peak_memory_bytes": comparison.peak_memory[name],
-            "mfu": float(np.median(comparison.token_rates[name])) * flops / product_rate,
+            "mfu": median(comparison.token_rates[name]) * flops / product_rate,
         }
 
     ours, *baselines = comparison.token_rates
@@ -296,7 +295,7 @@ def figures_of(comparison: SideBySide, flops: float) -> dict[str, Any]:
     }
     for name in baselines:
         rates = zip(comparison.token_rates[ours], comparison.token_rates[name], strict=True)
-        figures |= _spread(f"ratio_to_{name}", [mine / theirs for mine, theirs in rates])
+        figures[f"ratio_to_{name}"] = median(mine / theirs for mine, theirs in rates)
     return figures
 
 
@@ -315,9 +314,3 @@ def table(figures: dict[str, Any]) -> str:
         f"{figures['flops_per_target_token'] / 1e6:.1f} MFLOP a target token"
     )
     return "\n".join(lines)
-
-
-def _spread(name: str, values: list[float]) -> dict[str, Any]:
-    """Return median and quartiles."""
-    low, middle, high = (float(q) for q in np.percentile(values, (25, 50, 75)))
-    return {name: middle, f"{name}_quartiles": [low, high]}

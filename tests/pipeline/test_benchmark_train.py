@@ -42,8 +42,6 @@ def test_figures(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = json.loads(printed.out.splitlines()[-1])
     for one in (figures, figures["baselines"]["torch"], figures["baselines"]["marian"]):
         assert all(one[key] > 0 for key in NETWORK_FIGURES)
-        low, high = one["target_tokens_per_second_quartiles"]
-        assert low <= one["target_tokens_per_second"] <= high
         assert 0 < one["mfu"] < 1
     assert 0 < figures["padding_share"] < 1
     assert figures["flops_per_target_token"] > 0
@@ -70,7 +68,6 @@ def test_figures_by_hand() -> None:
     figures = figures_of(comparison, flops=7e6)
     assert (figures["target_tokens_per_second"], figures["step_seconds"]) == (10.0, 1.0)
     assert figures["ratio_to_torch"] == 3.0  # of 5, 1 and 3
-    assert figures["ratio_to_torch_quartiles"] == [2.0, 4.0]
     assert figures["padding_share"] == 0.25
     assert figures["mfu"] == pytest.approx(10.0 * 7e6 / 2e9)
     torch_figures = figures["baselines"]["torch"]

@@ -28,11 +28,11 @@ MB = 10**6
 
 
 def flops(works: list[Work]) -> float:
-    return sum(work.kernels * work.flops for work in works)
+    return sum(work.flops for work in works)
 
 
 def num_bytes(works: list[Work]) -> float:
-    return sum(work.kernels * work.num_bytes for work in works)
+    return sum(work.num_bytes for work in works)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,12 @@ def test_products_are_those_that_pytorch_counts(batch: Batch) -> None:
 def test_attention_by_hand() -> None:
     # A tile of 64 queries in sentences of 27 meets 91 keys on average. 3 layers with 3 attentions, 2 heads of d_k 6 and
     # d_v 10.
-    forward, backward = roofline.attention(ODD._replace(tokens=128))
-    assert flops([forward]) == 9 * 2 * 2 * 128 * 91 * (6 + 10)
-    assert flops([backward]) == 9 * 2 * 2 * 128 * 91 * ((2 * 6 + 10) + (2 * 6 + 2 * 10))
-    assert num_bytes([forward]) == 9 * 128 * 2 * 2 * 2 * (6 + 10)
-    assert num_bytes([backward]) == 9 * 128 * 2 * 2 * 6 * (6 + 10)
+    works = roofline.attention(ODD._replace(tokens=128))
+    forward, backward = works[::2], works[1::2]
+    assert flops(forward) == 9 * 2 * 2 * 128 * 91 * (6 + 10)
+    assert flops(backward) == 9 * 2 * 2 * 128 * 91 * ((2 * 6 + 10) + (2 * 6 + 2 * 10))
+    assert num_bytes(forward) == 9 * 128 * 2 * 2 * 2 * (6 + 10)
+    assert num_bytes(backward) == 9 * 128 * 2 * 2 * 6 * (6 + 10)
     kernel = triton_attention.tiles(triton_attention._forward, 64, 64, torch.bfloat16)
     assert kernel["QUERIES"] == roofline.QUERIES_PER_TILE
 
@@ -73,7 +74,7 @@ def test_the_rate_of_products_by_hand() -> None:
     """Half of the peak for sums as long as `half_depth`, which grows with the GPU's rate; else the memory's rate."""
     assumed = Assumptions(product_share=0.8, half_depth=300)
     gpu = ROUND._replace(flops_per_second=2e15, bytes_per_second=1e12)
-    assert Work(8e12, 0, 3, depth=600).seconds(gpu, assumed) == pytest.approx(3 * 8e12 / (0.4 * 2e15))
+    assert Work(8e12, 0, depth=600).seconds(gpu, assumed) == pytest.approx(8e12 / (0.4 * 2e15))
     assert Work(8e12, 0, depth=1_800).seconds(gpu, assumed) == pytest.approx(8e12 / (0.6 * 2e15))
     assert Work(8e12, 8e12, depth=1_800).seconds(gpu, assumed) == pytest.approx(8e12 / 0.8e12)
     assert Work(3e12, 0).seconds(gpu, assumed) == pytest.approx(3e12 / (0.15 * 2e15))
@@ -98,13 +99,6 @@ def test_terms_by_hand() -> None:
     assert two["optimizer"] == pytest.approx(63_082_496 * 46 / (0.8 * 3.35e12))
     assert two["host"] - one["host"] == pytest.approx(193 * 12e-6)
     assert {name: two[name] for name in ("products", "loss")} == {name: one[name] for name in ("products", "loss")}
-
-
-def test_the_slow_end_is_slower() -> None:
-    for gpu in GPUS.values():
-        fast, slow = terms(BASE, gpu, FAST), terms(BASE, gpu, SLOW)
-        assert all(fast[name] <= slow[name] for name in fast)
-        assert sum(fast.values()) < sum(slow.values())
 
 
 def test_all_reduce_by_hand() -> None:
