@@ -205,8 +205,8 @@ class Model:
             raise InputError(f"n_best {count}: must be 1 or more")
         if count > beam_size:
             raise InputError(f"n_best {count}: is more than the beam, {beam_size}; load the model with more beam_size")
-        with _mistakes_in_one_line():
-            translations = self._translator.translate(texts, count, sample, progress=progress)
+        with _mistakes_in_one_line(), progress_bar(len(texts), show=progress) as bar:
+            translations = self._translator.translate(texts, count, sample, finished=bar.update)
         self._warn([translation.defects for translation in translations])
         answers: list[Any] = [
             translation.text if n_best is None else translation.hypotheses for translation in translations

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 from data_module.errors import InputError
 from data_module.files import atomic_file, user_path
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments
-from pipeline.inference.text_io import SentenceWarnings
+from pipeline.inference.text_io import SentenceWarnings, progress_bar
 
 if TYPE_CHECKING:
     from pipeline.inference.evaluation_text import EvaluationText
@@ -139,7 +139,9 @@ def translations(translator: "Translator", text: "EvaluationText") -> list[str]:
     prefixes = translator.prefixes
     if unknown := text.unknown_prefixes(prefixes):
         print(f"{translator.name}: sources are without {' '.join(unknown)}, which it does not know", file=sys.stderr)
-    answers = translator.translate(text.sources(prefixes), progress=True)
+    sources = text.sources(prefixes)
+    with progress_bar(len(sources)) as bar:
+        answers = translator.translate(sources, finished=bar.update)
     warnings = SentenceWarnings(prefixes, translator.max_source_tokens, translator.name)
     for number, answer in enumerate(answers, 1):
         warnings.add(number, answer.defects)

@@ -91,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 for _, text in _translated(arguments, translator, [(1, sentences(stream))], chunk):
                     print(text, end="", flush=chunk == 1)
+                # Only here: where it has not ended, another thread may be reading from it.
+                stream.close()
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

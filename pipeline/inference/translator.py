@@ -170,8 +170,7 @@ class Translator:
         sampling: Sampling | None = None,
         first: int = 1,
         *,
-        progress: bool = False,
-        finished: Callable[[int], object] | None = None,
+        finished: Callable[[int], object] = lambda count: None,
     ) -> list[Translation]:
         """Translate sentences. A sentence without pieces gets an empty translation.
 
@@ -180,8 +179,7 @@ class Translator:
             n_best: number of hypotheses for each sentence.
             sampling: how to draw each translation at random; None for a search. `n_best` is 1 then.
             first: number of the first sentence in its text, which samples depend on.
-            progress: show a progress bar on standard error.
-            finished: called with a number of sentences whenever some have been translated, in place of that bar.
+            finished: called with a number of sentences whenever some have been translated.
 
         Raises:
             ValueError: `n_best` or a setting is out of bounds (see `BeamSearch.beam` and `BeamSearch.sample`).
@@ -189,13 +187,11 @@ class Translator:
         """
         sources, defects = encode_sources(self.tokenizer, sentences, self.max_source_tokens, self.prefixes)
         results: list[list[Hypothesis]] = [[EMPTY] for _ in sources]
-        with progress_bar(len(sources), show=progress) as bar:
-            for batch in length_batches([len(source) for source in sources], *self._batch_limits):
-                batch_sources, report = [sources[i] for i in batch], finished or bar.update
-                lines = None if sampling is None else torch.tensor([first + i for i in batch], device=self.device)
-                answers = self._search(batch_sources, n_best, sampling, lines, report)
-                for index, hypotheses in zip(batch, answers, strict=True):
-                    results[index] = hypotheses
+        for batch in length_batches([len(source) for source in sources], *self._batch_limits):
+            lines = None if sampling is None else torch.tensor([first + i for i in batch], device=self.device)
+            answers = self._search([sources[i] for i in batch], n_best, sampling, lines, finished)
+            for index, hypotheses in zip(batch, answers, strict=True):
+                results[index] = hypotheses
         return [Translation(*result) for result in zip(results, defects, strict=True)]
 
     def translate_lines(

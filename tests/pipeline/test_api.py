@@ -225,9 +225,10 @@ def test_commands_take_a_bundle(
         assert main(["evaluate", str(path), "--source", str(text), "--reference", str(text), "--beam", "2"]) == 0
         figures = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert figures.pop("checkpoint").endswith("best.ckpt" if path == trained_run else "model.ts")
-        printed.append((figures, run_command("translate", path, "--source", text, "--beam", 2).stdout))
+        assert main(["translate", str(path), "--source", str(text), "--beam", "2"]) == 0
+        printed.append((figures, capsys.readouterr().out))
     assert printed[0] == printed[1]
-    assert printed[0][1].count(b"\n") == len(TEXTS)
+    assert printed[0][1].count("\n") == len(TEXTS)
     several = run_command("translate", bundle, "--source", text, "--devices", 2)
     assert (several.returncode, several.stdout) == (2, b"")
     assert b"error: --devices 2: a bundle has one process" in several.stderr

@@ -27,7 +27,7 @@ class Repeat:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def translate(self, sentences: list[str], *, progress: bool) -> list[Any]:
+    def translate(self, sentences: list[str], *, finished: Any) -> list[Any]:
         drops = self.name == "other"
         texts = [line.removesuffix(" .") if drops else line for line in sentences]
         return [SimpleNamespace(text=text, defects=Defects()) for text in texts]
@@ -109,7 +109,7 @@ class SeveralLanguages(Repeat):
             self.prefixes = Prefixes((">>de<<",), (">>de<<",), False)
         self.seen: list[str] = []
 
-    def translate(self, sentences: list[str], *, progress: bool) -> list[Any]:
+    def translate(self, sentences: list[str], *, finished: Any) -> list[Any]:
         self.seen = sentences
         texts = [line.removeprefix(">>de<< ").removeprefix(">>fr<< ") for line in sentences]
         defects = [Defects(lacks_prefix=self.prefixes.is_missing(line)) for line in sentences]

@@ -89,21 +89,24 @@ def test_many_unreadable_lines_are_counted(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == f"{file}: line 2: not valid UTF-8; invalid bytes were replaced\n"
 
 
-def test_n_best_with_scores(trained_run: Path) -> None:
-    text = PLAIN + b"\n\na red house\n"
-    done = pipeline("translate", trained_run, "--beam", 3, "--n-best", 3, "--scores", text=text)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("\t") for line in done.stdout.decode().splitlines()]
+def test_n_best_with_scores(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_bytes(PLAIN + b"\n\na red house\n")
+
+    def translate(*options: str) -> list[list[str]]:
+        words = ["translate", str(trained_run), "--source", str(tmp_path / "text"), "--beam", "3", "--scores"]
+        assert main([*words, *options]) == 0
+        return [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+
+    rows = translate("--n-best", "3")
     assert [row[0] for row in rows] == ["1"] * 3 + ["2"] + ["3"] * 3
     assert rows[3] == ["2", "0.0000", ""]
     for first in (0, 4):
         scores = [float(row[1]) for row in rows[first : first + 3]]
         assert scores == sorted(scores, reverse=True)
         assert len({row[2] for row in rows[first : first + 3]}) == 3
-    best = pipeline("translate", trained_run, "--beam", 3, "--scores", text=text).stdout.decode().splitlines()
-    assert best == ["\t".join(rows[place][1:]) for place in (0, 3, 4)]
-    other = pipeline("translate", trained_run, "--beam", 3, "--scores", "--length-penalty", 0, text=text)
-    assert float(other.stdout.split(b"\t")[0]) < float(best[0].split("\t")[0])
+    best = translate()
+    assert best == [rows[place][1:] for place in (0, 3, 4)]
+    assert float(translate("--length-penalty", "0")[0][0]) < float(best[0][0])
 
 
 def test_search_options_reach_the_search(trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
