@@ -193,7 +193,10 @@ def _reason(error: Exception) -> str:
 def missing_compiler(on_gpu: bool) -> str | None:
     """Return what compilation needs and does not find, as a predicate: "needs ..."; None if nothing is missing."""
     try:
-        find_compiler("CC", ("gcc", "clang")) if on_gpu else find_compiler()  # A GPU's code is launched by code in C.
+        if on_gpu:  # for the code that launches kernels
+            find_compiler("CC", ("gcc", "clang"))
+        else:
+            find_compiler()
     except OSError as error:
         return f"needs a compiler: {error}"
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")  # Where Triton looks for it, too.

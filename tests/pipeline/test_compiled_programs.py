@@ -130,9 +130,8 @@ def test_the_headers_are_among_the_sources(sources: tuple[Path, ...]) -> None:
         ("exit 0", "No such file"),
     ],
 )
-@pytest.mark.parametrize("program", [SEARCH, LOSS], ids=["search", "loss"])
 def test_a_compiler_that_is_missing_or_fails(
-    program: Real,
+    square: Program[ctypes.CDLL],
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -143,9 +142,9 @@ def test_a_compiler_that_is_missing_or_fails(
     is_script = command.startswith(("exit", "echo"))
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", command) if is_script else command)
     with pytest.raises(OSError, match=re.escape(message)) as refused:
-        program.load()
+        load_program(square)
     assert len(str(refused.value).splitlines()) == 1
-    assert capsys.readouterr().err in ("", f"compiling the {program.name} for this processor, once\n")
+    assert capsys.readouterr().err in ("", COMPILING)
     assert not programs(cache)
 
 

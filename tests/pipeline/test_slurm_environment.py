@@ -9,6 +9,7 @@ import socket
 import subprocess
 import termios
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,9 @@ TASK = {
 
 
 def test_a_task_of_a_step() -> None:
-    step = current_step({**TASK, "SLURM_RESTART_COUNT": "3", "SLURM_NODEID": "2"})
+    step = current_step({**TASK, "SLURM_RESTART_COUNT": "3", "RESTARTS_IN_JOB": "2", "SLURM_NODEID": "2"})
     assert step is not None
-    assert (step.job, step.rank, step.local_rank, step.restarts) == ("7", 5, 1, 3)
+    assert (step.job, step.rank, step.local_rank, step.restarts) == ("7", 5, 1, 5)
     assert (step.num_tasks, step.num_nodes, step.tasks_per_node, step.node) == (6, 3, 2, 2)
     environment = cluster_environment(step)
     assert (environment.world_size(), environment.global_rank()) == (6, 5)
@@ -95,12 +96,6 @@ def test_the_port_of_a_job() -> None:
             main_port({"SLURM_JOB_ID": "7", "MASTER_PORT": wrong})
 
 
-def test_restarts_inside_the_job_count_as_those_by_slurm() -> None:
-    step = current_step({**TASK, "SLURM_RESTART_COUNT": "3", "RESTARTS_IN_JOB": "2"})
-    assert step is not None
-    assert step.restarts == 5
-
-
 @pytest.mark.parametrize(
     ("value", "mistake"),
     [
@@ -117,13 +112,9 @@ def test_min_nodes(value: str, mistake: str | None) -> None:
     found = min_nodes_mistake(step, {"MIN_NODES": value})
     assert found is None if mistake is None else found is not None and found.startswith(mistake)
     assert min_nodes_mistake(step, {}) is None
-
-
-def test_a_requeued_job_may_have_fewer_nodes_than_it_needs() -> None:
-    step = current_step({**TASK, "SLURM_RESTART_COUNT": "1"})
-    assert step is not None
-    assert min_nodes_mistake(step, {"MIN_NODES": "4"}) is None
-    assert min_nodes_mistake(step, {"MIN_NODES": "0"}) is not None
+    # A requeued job may have fewer nodes than it needs.
+    again = min_nodes_mistake(replace(step, restarts=1), {"MIN_NODES": value})
+    assert again == (None if value == "4" else found)
 
 
 def test_files_for_the_jobs_script(tmp_path: Path) -> None:
