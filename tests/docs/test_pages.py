@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT, pipeline
+from tests.conftest import ROOT
 from tests.docs import command_lines, generate, pages
 
 PAGES = dict(zip(pages.NAMES, map(pages.read, pages.PAGES), strict=True))
@@ -101,12 +101,9 @@ def test_blocks_have_a_language(name: str) -> None:
 
 @pytest.mark.parametrize("name", PYTHON_PAGES)
 def test_python_runs(name: str, trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a page run one after another, as one program, in a folder with a trained run and its export."""
+    """The blocks of a page run one after another, as one program, in a folder with a trained run."""
     shutil.copytree(trained_run, tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)
-    if "exports/mine" in PAGES[name]:
-        done = pipeline("export", "runs/mine", "exports/mine", "--format", "torchscript", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr.decode()
     program = "\n".join(block.text for block in pages.blocks(PAGES[name]) if block.language == "python")
     exec(compile(program, name, "exec"), {"__name__": "page"})
 
