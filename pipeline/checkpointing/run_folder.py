@@ -120,12 +120,12 @@ def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
     return None, skipped
 
 
-def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl.
+def read_metrics(run: Path, name: str = METRICS) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's metrics.jsonl or another file of JSON lines; none if it cannot be read.
 
     A line that a killed process has written in part ends them, as it does where a run resumes.
     """
-    with (run / METRICS).open(encoding="utf-8", errors="replace") as file:
+    with suppress(OSError), (run / name).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 yield json.loads(line)

@@ -135,8 +135,7 @@ def best_validation(run: Path, metric: str) -> tuple[int, float]:
     from pipeline.inference.metrics import mode_of
 
     best, key = (max if mode_of(metric) == "max" else min), f"validation/{metric}"
-    lines = list(read_metrics(run)) if (run / METRICS).is_file() else []
-    scores = [(line["step"], float(line[key])) for line in lines if line.get(key) is not None]
+    scores = [(line["step"], float(line[key])) for line in read_metrics(run) if line.get(key) is not None]
     if not scores:
         raise InputError(f"{run}: {METRICS} has no validation scores to choose checkpoints by; give --last N")
     return best(scores, key=lambda score: score[1])  # The first of equal ones, as for best.ckpt.

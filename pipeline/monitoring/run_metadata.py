@@ -5,7 +5,6 @@ import statistics
 import subprocess
 import time
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,14 +130,8 @@ def compared_metrics(best_by: str) -> list[str]:
 
 
 def final_metrics(log: RunLog, best_by: str) -> dict[str, Any]:
-    """Return the last value of each metric, the best validation by a metric, and the median throughput.
-
-    Empty if metrics.jsonl cannot be read.
-    """
-    try:
-        lines = list(read_metrics(log.run))
-    except OSError:
-        return {}
+    """Return the last value of each metric, the best validation by a metric, and the median throughput."""
+    lines = list(read_metrics(log.run))
     last: dict[str, Any] = {}
     for line in lines:
         last |= line
@@ -204,7 +197,7 @@ def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> l
         "restarts": job.restarts if job else 0,
         "backend": backend,
     }
-    starts = [*_read(log.run / STARTS), start]
+    starts = [*read_metrics(log.run, STARTS), start]
     log.write(STARTS, "".join(json.dumps(one) + "\n" for one in starts).encode())
     return starts
 
@@ -212,13 +205,6 @@ def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> l
 def first_submission(starts: list[dict[str, Any]]) -> float:
     """Return when the run was first submitted, in seconds since the epoch."""
     return min(start["submitted"] for start in starts)
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        return []
 
 
 def _submit_time(job: str) -> float:

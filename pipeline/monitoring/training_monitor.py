@@ -7,7 +7,6 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from pipeline.monitoring.validation_metrics import quality
 from pipeline.runtime.console import say
 from pipeline.runtime.devices import mixed_processors_mistake, processor_name
 from pipeline.runtime.launch import node_name
+from pipeline.runtime.memory import can_measure_peak, private_memory
 from pipeline.runtime.step_clock import OWN, StepClock
 
 ANNOUNCE_AFTER_SECONDS = 10.0
@@ -373,10 +373,7 @@ def memory_bytes(device: torch.device) -> int:
     """Return this process's peak memory on a GPU, or its current memory on a CPU (0 if the system is not Linux)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0
-    return int(status.read_text(encoding="utf-8").split("VmRSS:")[1].split()[0]) << 10
+    return private_memory() if can_measure_peak() else 0
 
 
 def _raise_if_diverged(step: int, skipped_in_a_row: int) -> None:
