@@ -27,8 +27,7 @@ from pipeline.inference.options import (
 from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, open_text, sentences
 
 if TYPE_CHECKING:
-    from pipeline.inference.parallel import ParallelTranslator
-    from pipeline.inference.translator import Translator
+    from pipeline.inference.translator import LineTranslator
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +104,7 @@ def _standard_input() -> BinaryIO:
 
 
 @contextmanager
-def _translator(arguments: argparse.Namespace, one_process: bool) -> Iterator["Translator | ParallelTranslator"]:
+def _translator(arguments: argparse.Namespace, one_process: bool) -> Iterator["LineTranslator"]:
     """Load the checkpoint, in this process or in one for each device."""
     from data_module.errors import InputError
     from pipeline.export.bundle import bundle_of, load_checkpoint_or_bundle
@@ -126,7 +125,7 @@ _NOT_IN_TRANSLATIONS = {"checkpoint", "source", "output", "shard_lines", "device
 """Arguments that decide no translation, or whose contents are compared by themselves."""
 
 
-def _write_shards(arguments: argparse.Namespace, translator: "Translator | ParallelTranslator") -> None:
+def _write_shards(arguments: argparse.Namespace, translator: "LineTranslator") -> None:
     """Write the translations to `--output`, together with other processes that do the same."""
     from pipeline.inference.shards import Shards
 
@@ -140,7 +139,7 @@ def _write_shards(arguments: argparse.Namespace, translator: "Translator | Paral
 
 def _translated(
     arguments: argparse.Namespace,
-    translator: "Translator | ParallelTranslator",
+    translator: "LineTranslator",
     runs: Iterable[tuple[int, Iterable[str]]],
     chunk: int,
 ) -> Iterator[tuple[int, str]]:

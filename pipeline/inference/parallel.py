@@ -9,39 +9,26 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from data_module.errors import InputError
 from data_module.worker_processes import num_processors
-from model.sampling import Sampling
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.text_io import progress_bar, show_token_rate
-from pipeline.inference.translator import Translation, announced_checkpoint, load_on_device
+from pipeline.inference.translator import Chunk, LineTranslator, Translation, announced_checkpoint, load_on_device
 
 _CHUNKS_PER_WORKER = 2
 """Chunks in memory for each process: one that it translates, and one that waits for it or for earlier ones."""
-
-
-class Chunk(NamedTuple):
-    """Lines to translate together, and the other arguments of `Translator.translate`."""
-
-    lines: list[str]
-    n_best: int
-    sampling: Sampling | None
-    first: int
-    """Number of the first line in the text."""
 
 
 def run_worker(checkpoint: Path, device: str, num_threads: int, options: SearchOptions, connection: Connection) -> None:
@@ -166,8 +153,8 @@ class _Worker:
         self._process.join()
 
 
-class ParallelTranslator:
-    """Translates lines as `Translator.translate_lines` does, with a process for each device.
+class ParallelTranslator(LineTranslator):
+    """Translates lines as a `Translator` does, with a process for each device.
 
     Use it as a context manager: at its end no process is left.
     """
@@ -214,31 +201,13 @@ class ParallelTranslator:
         for worker in self._workers:
             worker.kill()
 
-    def translate_lines(
-        self,
-        lines: Iterable[str],
-        chunk: int,
-        n_best: int = 1,
-        total: int | None = None,
-        *,
-        sampling: Sampling | None = None,
-        first: int = 1,
-        show: bool = True,
-    ) -> Iterator[Translation]:
-        """Translate lines in order, `chunk` lines at a time; for the arguments see `Translator.translate_lines`.
-
-        An error of `lines` is raised after the translations of the chunks before it.
-
-        Raises:
-            WorkerError: a process has ended or run out of memory.
-        """
-        chunks = _chunks(iter(lines), chunk, n_best, sampling, first)
+    def _translate_chunks(self, chunks: Iterator[Chunk], bar: Any) -> Iterator[list[Translation]]:
         room = threading.Semaphore(_CHUNKS_PER_WORKER * len(self._workers))
         futures: SimpleQueue[Future[list[Translation]] | None] = SimpleQueue()
         free: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
             free.put(worker)
-        pool, stopped, num_tokens = ThreadPoolExecutor(len(self._workers)), threading.Event(), 0
+        pool, stopped = ThreadPoolExecutor(len(self._workers)), threading.Event()
 
         def translate(work: Chunk) -> list[Translation]:
             worker = free.get()
@@ -261,24 +230,15 @@ class ParallelTranslator:
         # the program may end before they come.
         threading.Thread(target=read, daemon=True).start()
         try:
-            with progress_bar(total, show=show, smoothing=0) as bar:
-                while (future := futures.get()) is not None:
-                    translations = future.result()
-                    bar.update(len(translations))
-                    num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
-                    show_token_rate(bar, num_tokens)
-                    yield from translations
-                    room.release()
+            while (future := futures.get()) is not None:
+                translations = future.result()
+                bar.update(len(translations))
+                yield translations
+                room.release()
         finally:
             stopped.set()
             room.release()
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _chunks(lines: Iterator[str], size: int, n_best: int, sampling: Sampling | None, first: int) -> Iterator[Chunk]:
-    while batch := list(islice(lines, size)):
-        yield Chunk(batch, n_best, sampling, first)
-        first += len(batch)
 
 
 @contextmanager

@@ -110,7 +110,69 @@ LONGEST = 1024
 EMPTY = Hypothesis("", 0.0, 0.0, 0)
 
 
-class Translator:
+class Chunk(NamedTuple):
+    """Lines to translate together, and the other arguments of `Translator.translate`."""
+
+    lines: list[str]
+    n_best: int
+    sampling: Sampling | None
+    first: int
+    """Number of the first line in the text."""
+
+
+class LineTranslator:
+    """Translates a stream of lines: `Translator` in this process, `ParallelTranslator` in several."""
+
+    name: str
+    settings: DecodingSettings
+    max_source_tokens: int | None
+    prefixes: Prefixes
+
+    def translate_lines(
+        self,
+        lines: Iterable[str],
+        chunk: int,
+        n_best: int = 1,
+        total: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        first: int = 1,
+        show: bool = True,
+    ) -> Iterator[Translation]:
+        """Translate lines in order, `chunk` lines at a time.
+
+        Args:
+            lines: source lines. An error of theirs is raised after the translations of the chunks before it.
+            chunk: number of lines translated together.
+            n_best: number of hypotheses for each line.
+            total: number of lines, if it is known, for the time left.
+            sampling: how to draw each translation at random; None for a search.
+            first: number of the first line in its text, which samples depend on.
+            show: whether to show a progress bar.
+
+        Raises:
+            WorkerError: a process of a `ParallelTranslator` has ended or run out of memory.
+        """
+        chunks, num_tokens = _chunks(iter(lines), chunk, n_best, sampling, first), 0
+        # The mean rate: within a chunk, the longest sentences are translated first and the rate rises.
+        with progress_bar(total, show=show, smoothing=0) as bar:
+            for translations in self._translate_chunks(chunks, bar):
+                num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
+                show_token_rate(bar, num_tokens)
+                yield from translations
+
+    def _translate_chunks(self, chunks: Iterator[Chunk], bar: Any) -> Iterator[list[Translation]]:
+        """Yield the translations of each chunk, and count lines on the bar."""
+        raise NotImplementedError
+
+
+def _chunks(lines: Iterator[str], size: int, n_best: int, sampling: Sampling | None, first: int) -> Iterator[Chunk]:
+    while batch := list(islice(lines, size)):
+        yield Chunk(batch, n_best, sampling, first)
+        first += len(batch)
+
+
+class Translator(LineTranslator):
     """Translates lists of sentences and returns translations in the same order."""
 
     def __init__(
@@ -161,7 +223,7 @@ class Translator:
         self.tokenizer, self.settings = tokenizer, settings
         self._batch_limits = (math.inf, SEARCHED) if isinstance(search, CompiledSearch) else (batch_tokens, None)
         limits = [limit for limit in (self.search.max_positions, max_source_tokens) if limit]
-        self.max_source_tokens: int | None = min(limits, default=None)
+        self.max_source_tokens = min(limits, default=None)
 
     def translate(
         self,
@@ -194,39 +256,12 @@ class Translator:
                 results[index] = hypotheses
         return [Translation(*result) for result in zip(results, defects, strict=True)]
 
-    def translate_lines(
-        self,
-        lines: Iterable[str],
-        chunk: int,
-        n_best: int = 1,
-        total: int | None = None,
-        *,
-        sampling: Sampling | None = None,
-        first: int = 1,
-        show: bool = True,
-    ) -> Iterator[Translation]:
-        """Translate lines in order, `chunk` lines at a time.
-
-        Args:
-            lines: source lines.
-            chunk: number of lines translated together.
-            n_best: number of hypotheses for each line.
-            total: number of lines, if it is known, for the time left.
-            sampling: how to draw each translation at random; None for a search.
-            first: number of the first line in its text, which samples depend on.
-            show: whether to show a progress bar.
-        """
-        lines, num_tokens = iter(lines), 0
-        # The mean rate: within a chunk, the longest sentences are translated first and the rate rises.
-        with progress_bar(total, show=show, smoothing=0) as bar:
-            while batch := list(islice(lines, chunk)):
-                done = bar.n
-                translations = self.translate(batch, n_best, sampling, first, finished=bar.update)
-                first += len(batch)
-                bar.update(done + len(batch) - bar.n)
-                num_tokens += sum(translation.hypotheses[0].num_tokens for translation in translations)
-                show_token_rate(bar, num_tokens)
-                yield from translations
+    def _translate_chunks(self, chunks: Iterator[Chunk], bar: Any) -> Iterator[list[Translation]]:
+        for chunk in chunks:
+            done = bar.n
+            translations = self.translate(*chunk, finished=bar.update)
+            bar.update(done + len(chunk.lines) - bar.n)
+            yield translations
 
     def _search(
         self,

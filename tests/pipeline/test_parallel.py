@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,9 @@ from tqdm import TMonitor
 from data_module.errors import InputError
 from data_module.worker_processes import num_processors
 from pipeline.inference.options import SearchOptions
-from pipeline.inference.parallel import Chunk, ParallelTranslator, choose_devices
+from pipeline.inference.parallel import ParallelTranslator, choose_devices
 from pipeline.inference.text_io import CHUNK
-from pipeline.inference.translator import Hypothesis, Translation, load_translator
+from pipeline.inference.translator import Chunk, Hypothesis, Translation, load_translator
 from tests.conftest import ROOT, pipeline, sentences
 
 NAME = r"translation process [12] of 2 on the CPU"
@@ -46,7 +45,9 @@ class FakeWorker:
 
 
 def translate_lines(workers: list[FakeWorker], lines: Iterator[str], chunk: int) -> Iterator[Translation]:
-    return ParallelTranslator.translate_lines(SimpleNamespace(_workers=workers), lines, chunk)  # type: ignore[arg-type]
+    translator = ParallelTranslator.__new__(ParallelTranslator)
+    translator._workers = workers  # type: ignore[assignment]
+    return translator.translate_lines(lines, chunk)
 
 
 def numbered(count: int, read: list[int]) -> Iterator[str]:
