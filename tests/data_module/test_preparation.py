@@ -57,7 +57,7 @@ def text_of(settings: CorpusSettings, split: str = "train") -> list[tuple[str, s
     return list(zip(*sides, strict=True))
 
 
-def contents(folder: str) -> dict[str, bytes]:
+def contents(folder: str | Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 

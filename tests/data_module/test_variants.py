@@ -27,7 +27,7 @@ from data_module.settings import BatchSettings, BpeDropout, CorpusSettings, Nois
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
 from tests.conftest import ROOT, train_tokenizer
-from tests.data_module.test_preparation import pairs_of_text, write_pairs
+from tests.data_module.test_preparation import contents, pairs_of_text, write_pairs
 
 DROPOUT = BpeDropout(source=0.3, target=0.3)
 SPECIAL = SpecialIds(pad=0, bos=2, eos=3)
@@ -93,10 +93,6 @@ def sides_of(corpus: ParallelCorpus) -> tuple[TokenStore, TokenStore]:
 def decoded(corpus: ParallelCorpus) -> list[tuple[str, str]]:
     tokenizer = Tokenizer.load(corpus.source.prefix.parent / "tokenizer.model")
     return list(zip(*(tokenizer.decode(list(side)) for side in zip(*ids(corpus), strict=True)), strict=True))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_variants_are_the_same_text_in_other_ids(
