@@ -47,10 +47,10 @@ COMMANDS = {
     "doctor": Command("check the machine, the job and a recipe before running", "pipeline.commands.doctor"),
 }
 GONE_OPTIONS = {
-    "evaluate --messy": "has gone; give --source and --reference that have the noise",
     "translate --input": "is now called --source",
     "benchmark --checkpoint": "has gone; give the checkpoint right after `decode`",
-    "benchmark --bundle": "has gone; the bundle's parity.json has the speed of model.ts",
+    "benchmark --bundle": "has gone; time `translate` with the bundle's folder",
+    "benchmark --minutes": "has gone; give --steps",
 }
 """What serves instead of an option of an earlier version, by command and option."""
 

@@ -24,6 +24,7 @@ MIN_PIECE_TOKENS = 20
 """Tokens of training text for each piece of the vocabulary, below which many pieces are too rare to be learned."""
 _BYTES_PER_TOKEN = 5
 """Bytes of UTF-8 text that become one token, a rough mean over languages."""
+_SAMPLED = 1 << 14
 
 
 @dataclass
@@ -38,6 +39,8 @@ class SourceCheck:
     """Of both sides."""
     symbols: set[str] = field(default_factory=set)
     """The user symbols that occur in the text."""
+    characters: set[str] = field(default_factory=set)
+    """Of the first `_SAMPLED` characters of each side of each chunk of pairs."""
 
 
 def check_settings(settings: CorpusSettings) -> None:
@@ -140,6 +143,7 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
         sides = "\n".join(chunk.source), "\n".join(chunk.target)
         result.num_pairs += len(chunk.source)
         result.num_bytes += sum(len(side.encode()) + 1 for side in sides)
+        result.characters.update(*(side[:_SAMPLED] for side in sides))
         result.symbols |= {symbol for symbol in settings.user_symbols if any(symbol in side for side in sides)}
         if text.prefix in result.symbols:
             pairs = zip(chunk.source, chunk.target, strict=True)
@@ -201,7 +205,9 @@ def size_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[
             f"corpus.train: {pairs:,} pairs are few: a network learns them by heart and translates other text badly;"
             f" add text, {FEW_PAIRS:,} pairs or more, or start from a trained run with --init-from"
         )
-    suggestion = max(100, tokens // (2 * MIN_PIECE_TOKENS)) + reserved
+    # A vocabulary needs a piece for each character, and some for words.
+    characters = set().union(*(source.characters for source in train))
+    suggestion = max(100, tokens // (2 * MIN_PIECE_TOKENS), 2 * len(characters)) + reserved
     if tokens < MIN_PIECE_TOKENS * learned and suggestion < settings.vocabulary_size:
         warnings.append(
             f"corpus.vocabulary_size {settings.vocabulary_size}: each piece occurs only about"

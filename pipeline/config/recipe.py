@@ -173,7 +173,10 @@ def _checked(values: dict[str, Any], places: dict[str, str], mistakes: list[str]
 
 REMOVED_KEYS = {
     "batches.group_tokens": "batches are no longer divided into groups; remove the key",
-    "training.share_casings": "casings no longer share embeddings; remove the key",
+    **dict.fromkeys(
+        ("trainer.limit_test_batches", "trainer.limit_predict_batches", "trainer.benchmark", "trainer.sync_batchnorm"),
+        "it has no effect; remove the key",
+    ),
 }
 """Keys of earlier revisions, each with what to do."""
 _REGISTRY_KEYS = {

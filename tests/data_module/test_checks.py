@@ -11,6 +11,7 @@ from data_module.corpus.preparation import prepare
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
+from tests.conftest import another_user
 
 
 def text_of(folder: Path, name: str, source: list[str], target: list[str]) -> TextSource:
@@ -73,6 +74,14 @@ def test_few_pairs_and_a_vocabulary_that_they_cannot_feed(tmp_path: Path) -> Non
     assert pieces.endswith("occurs only about 20 times, so that many are learned badly; set about 1508")
 
 
+def test_the_suggested_vocabulary_has_room_for_all_characters(tmp_path: Path) -> None:
+    characters = "".join(map(chr, range(ord("一"), ord("一") + 300)))
+    text = text_of(tmp_path, "train", [characters] * 9, ["abc"] * 9)
+    settings = replace(settings_of(tmp_path, [text], text), vocabulary_size=4000)
+    [_, pieces] = size_warnings(settings, [check_source(text, settings)] * 2)
+    assert int(pieces.rsplit(" ", 1)[1]) == 2 * (300 + 3 + 1)  # with the line end
+
+
 def test_symbols_that_the_training_text_lacks(tmp_path: Path) -> None:
     one = text_of(tmp_path, "one", ["a house"] * 9 + ["<b>a <b>house"], ["ein Haus"] * 10)
     two = text_of(tmp_path, "two", ["a house"] * 3, ["ein Haus", "§ein", "Haus"])
@@ -113,3 +122,11 @@ def test_a_corpus_folder_that_cannot_be_created(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             prepare(replace(settings, folder=bad), progress=False)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_lock_that_another_user_has_left() -> None:
+    with another_user() as folder:
+        text = text_of(folder, "train", ["a"], ["b"])
+        (folder / ".corpus.lock").touch(0)
+        with pytest.raises(InputError, match=r"\.corpus\.lock: cannot be locked: Permission denied; remove it if no"):
+            prepare(settings_of(folder, [text], text), progress=False)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
+from data_module.corpus import builder
 from data_module.corpus.builder import learn_tokenizer
 from data_module.corpus.preparation import prepare
 from data_module.corpus.store import open_corpus
@@ -46,6 +48,15 @@ def settings(tmp_path: Path) -> CorpusSettings:
 
 def made(settings: CorpusSettings, **options: Any) -> dict[str, Any]:
     return prepare(settings, progress=False, **options)
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_progress(settings: CorpusSettings, monkeypatch: pytest.MonkeyPatch, progress: bool) -> None:
+    shown: list[bool] = []
+    monkeypatch.setattr(builder, "tqdm", lambda **options: shown.append(not options["disable"]) or tqdm(**options))
+    prepare(settings, progress=progress)
+    assert shown
+    assert set(shown) == {progress}
 
 
 def text_of(settings: CorpusSettings, split: str = "train") -> list[tuple[str, str]]:

@@ -38,7 +38,7 @@ def save(*_):
 
 signal.signal(signal.SIGINT, save)
 pathlib.Path("begun").touch()
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -22,18 +22,19 @@ def test_two_fits_started_at_once_without_a_corpus(tiny_corpus: Path, recipe_fil
     corpus, run = tmp_path / "corpus", tmp_path / "run"
     command = ["fit", "--config", recipe_file, "--corpus.folder", corpus, "--run.folder", run]
     fits = [start(*command, "--trainer.max_steps", 100_000, stderr=subprocess.PIPE) for _ in range(2)]
-    deadline = time.monotonic() + 60
-    while all(fit.poll() is None for fit in fits) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    [refused] = [fit for fit in fits if fit.poll() is not None]
-    [writer] = [fit for fit in fits if fit is not refused]
-    line = refused.communicate()[1].decode().splitlines()[-1]
-    assert refused.returncode == 2
+    try:
+        while all(fit.poll() is None for fit in fits):
+            time.sleep(0.05)
+        while not checkpoints(run) and any(fit.poll() is None for fit in fits):
+            time.sleep(0.05)
+    finally:
+        was_running = [kill(fit) for fit in fits]
+        messages = [fit.communicate()[1] or b"" for fit in fits]
+    assert sorted(was_running) == [False, True]
+    refused = was_running.index(False)
+    assert fits[refused].returncode == 2
+    line = messages[refused].decode().splitlines()[-1]
     assert line.startswith(f"error: {run}: another fit is writing to it; ")
-    while not checkpoints(run) and writer.poll() is None:
-        time.sleep(0.05)
-    assert kill(writer)
-    writer.communicate()
     assert is_same_corpus(corpus, tiny_corpus)
 
 

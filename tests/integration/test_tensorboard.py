@@ -1,6 +1,6 @@
 """TensorBoard of a run and of a killed and resumed run, opened in a browser and read from the page.
 
-The screenshots go to the folder in SCREENSHOTS, or to a temporary one. Two of them are in docs/images/.
+The screenshots go to the folder in SCREENSHOTS, or to a temporary one. Two of them are in docs/screenshots/.
 """
 
 import json

@@ -63,10 +63,10 @@ def test_a_command_without_recipes_takes_yaml_files_as_they_are() -> None:
     ("words", "message"),
     [
         ("translate run --input text", "--input: is now called --source"),
-        ("evaluate run --messy", "--messy: has gone; give --source and --reference that have the noise"),
         ("translate --input=text run", "--input: is now called --source"),
         ("benchmark decode --checkpoint run --source text", "--checkpoint: has gone; give the checkpoint right after"),
-        ("benchmark decode run --source text --bundle export", "--bundle: has gone; the bundle's parity.json has"),
+        ("benchmark decode run --source text --bundle export", "--bundle: has gone; time `translate` with"),
+        ("benchmark train recipe.yaml --minutes 3", "--minutes: has gone; give --steps"),
     ],
 )
 def test_gone_options_say_what_serves_instead(words: str, message: str) -> None:
