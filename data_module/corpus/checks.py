@@ -1,5 +1,6 @@
 """Checks of a recipe's `corpus:` section before anything expensive is done, for `prepare`, `fit` and `doctor`."""
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -122,9 +123,17 @@ def check_tokenizer(settings: CorpusSettings, tokenizer: Tokenizer) -> None:
         )
 
 
+def lock_file(folder: Path) -> Path:
+    """Return the file that is locked, beside a corpus folder, while `prepare` writes the folder."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
 def check_folder(settings: CorpusSettings) -> None:
-    """Raise InputError if the corpus folder is neither there nor can be created."""
+    """Raise InputError if the corpus folder cannot be created, or is locked by another user."""
     folder = Path(settings.folder)
+    lock = lock_file(folder.resolve())
+    if lock.exists() and not os.access(lock, os.W_OK, effective_ids=True):
+        raise InputError(f"{lock}: belongs to another user; remove it if that user is not preparing this corpus")
     # A corpus is written beside its folder, and then renamed.
     parent = existing_parent(folder.resolve().parent)
     if error := write_error(parent):

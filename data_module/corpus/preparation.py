@@ -19,6 +19,7 @@ from data_module.corpus.checks import (
     check_settings,
     check_source,
     check_tokenizer,
+    lock_file,
     size_warnings,
     source_warnings,
 )
@@ -173,14 +174,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
     The lock's file is removed at the end, so that no other user meets a file that is not theirs.
     """
-    path = folder.with_name(f".{folder.name}.lock")
-    try:
-        opened = FileLock(path)
-    except PermissionError as error:  # A process of another user that was killed has left it.
-        raise InputError(
-            f"{path}: cannot be locked: {error.strerror}; remove it if no other user is preparing this corpus"
-        ) from error
-    with opened as lock:
+    path = lock_file(folder)
+    with FileLock(path) as lock:
         if not lock.take():
             log.info("another process is preparing %s; waiting for it", folder)
             lock.take(wait=True)

@@ -5,6 +5,7 @@ lengths. Opening a store reads no tokens. The processes of a node share its page
 """
 
 import hashlib
+import logging
 import threading
 from collections.abc import Sequence
 from functools import cached_property
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 from data_module.corpus.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
 from data_module.errors import PROGRAM, InputError
 from data_module.tokenization.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 _ARRAYS = ("lengths", "tokens", "offsets")
 MAX_TOKENS = np.iinfo(np.uint16).max - 1  # batches store lengths with EOS in 16 bits too
@@ -235,7 +238,8 @@ def open_corpus(folder: Path, split: str, variant: int = 0) -> ParallelCorpus:
 def read_ahead(corpora: Sequence[ParallelCorpus]) -> threading.Thread:
     """Read whole corpora once, in a background thread, so that their pages are in this node's page cache.
 
-    Training reads short sentences in random order; on a shared file system each would be a request of its own.
+    Training reads short sentences in random order; on a shared file system each would be a request of its own. If they
+    are larger than half of the available memory, they are not read, and a warning is logged.
     """
     # Lengths first, because an epoch's plan is computed from them.
     paths = [
@@ -243,6 +247,10 @@ def read_ahead(corpora: Sequence[ParallelCorpus]) -> threading.Thread:
     ]
 
     def read() -> None:
+        size = sum(path.stat().st_size for path in paths)
+        if size > _available_memory() // 2:
+            log.warning("%s: %.1f GB do not fit in memory; copy it to a local disk", paths[0].parent, size / 1e9)
+            return
         block = bytearray(2**23)
         for path in paths:
             with path.open("rb", buffering=0) as file:
@@ -252,6 +260,15 @@ def read_ahead(corpora: Sequence[ParallelCorpus]) -> threading.Thread:
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     return thread
+
+
+def _available_memory() -> int:
+    """Return the available memory in bytes, including the page cache."""
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 2**40
 
 
 def _path(prefix: Path, name: str) -> Path:

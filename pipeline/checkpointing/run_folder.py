@@ -121,11 +121,11 @@ def latest_valid(run: Path) -> tuple[Path | None, list[Path]]:
 
 
 def read_metrics(run: Path, name: str = METRICS) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl or another file of JSON lines; none if it cannot be read.
+    """Yield the lines of a run's metrics.jsonl or another file of JSON lines; none if it does not exist.
 
     A line that a killed process has written in part ends them, as it does where a run resumes.
     """
-    with suppress(OSError), (run / name).open(encoding="utf-8", errors="replace") as file:
+    with suppress(FileNotFoundError), (run / name).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 yield json.loads(line)

@@ -89,6 +89,7 @@ RESERVED_KEYS = {
     "gradient_clip_algorithm": "use training.gradient_clip_norm",
     "log_every_n_steps": "use run.log_every_steps",
     "default_root_dir": "use run.folder",
+    "enable_checkpointing": "checkpoints are always written",
     "limit_train_batches": "use trainer.max_steps",
     "limit_val_batches": "give a smaller validation text",
     "overfit_batches": "give a small corpus",
@@ -135,7 +136,7 @@ def max_seconds(max_time: str | None) -> float | None:
     """
     if max_time is None:
         return None
-    parts = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", max_time.strip())
+    parts = re.fullmatch(r"(\d{1,6}):(\d\d):(\d\d):(\d\d)", max_time.strip())
     if parts is None:
         raise InputError(
             f"trainer.max_time {max_time} is not a duration; give days:hours:minutes:seconds, as in 00:00:45:00"

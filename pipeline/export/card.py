@@ -93,9 +93,11 @@ def _trained_with(checkpoint: Path) -> dict[str, Any] | str:
     """Return the versions that `fit` recorded in the run folder."""
     for folder in (checkpoint.parent, checkpoint.parent.parent):
         try:
-            return _code_of(json.loads((folder / "versions.json").read_text(encoding="utf-8")))
+            recorded = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
+        if isinstance(recorded, dict):
+            return _code_of(recorded)
     return "the run folder was not available"
 
 

@@ -40,7 +40,10 @@ def gpus_mistake(job: JobStep, visible: int, environment: Mapping[str, str] = os
         environment: SLURM_GPUS_ON_NODE is the number of this node's GPUs that the job has.
     """
     tasks, allocated = job.tasks_per_node, environment.get("SLURM_GPUS_ON_NODE", "")
-    if visible in (1, tasks) or (not visible and allocated in ("", "0")):
+    # With these, SLURM may count a task's own GPUs only.
+    is_bound = environment.get("SLURM_GPUS_PER_TASK") or environment.get("SLURM_GPU_BIND", "none") not in ("", "none")
+    is_shared = visible == 1 < tasks and allocated == "1" and not is_bound
+    if (visible in (1, tasks) and not is_shared) or (not visible and allocated in ("", "0")):
         return None
     return (
         f"torch sees {visible} of the {allocated or visible} GPUs of this node, which has {tasks} tasks; ask for a GPU"

@@ -103,7 +103,8 @@ def check_machine(job: "JobStep | None" = None) -> Iterator[CheckResult]:
 
     for name, (first, end) in SUPPORTED.items():
         found = platform.python_version() if name == "Python" else version(name)
-        fits = Version(first) <= Version(found.partition("+")[0]) < Version(end)
+        # A vendor's build may call itself 2.11.0a0+..., which is before 2.11.
+        fits = Version(first) <= Version(Version(found).base_version) < Version(end)
         yield CheckResult(fits, f"{name} {found} (needs {first} or later, below {end})")
     count = torch.cuda.device_count()  # as the driver reports it
     visible = count if torch.cuda.is_available() else 0
@@ -234,17 +235,14 @@ def check_text(
 
 
 def check_trainer(context: CheckContext) -> Iterator[CheckResult]:
-    """Check that the machine can train as the recipe asks for: metric, Lightning's options, optimizer and backend."""
+    """Check that the machine can train as the recipe asks for: Lightning's options and the backend."""
     import torch
 
-    from pipeline.inference.metrics import mode_of
     from pipeline.runtime.backend import refuse_cuda_graphs, should_compile
     from pipeline.runtime.devices import gpus_mistake, num_ranks
-    from pipeline.training.build import refuse_optimizer
     from pipeline.training.trainer import make_trainer, trainer_options
 
     recipe, job = context.recipe, context.job
-    mode_of(recipe.run.best_by)
     quiet_lightning()
     options = trainer_options(recipe.trainer, job, recipe.run.timeout_seconds)
     if job is not None and options["accelerator"] != "cpu":
@@ -254,7 +252,6 @@ def check_trainer(context: CheckContext) -> Iterator[CheckResult]:
             raise InputError(mistake)
     with warnings.catch_warnings(action="ignore"):  # They are shown when training starts.
         make_trainer(options, job, logger=False)
-    refuse_optimizer(recipe)
     asked = recipe.trainer.get("accelerator", "auto"), recipe.trainer.get("devices", "auto")
     if job is None and asked[0] == "auto" and options["accelerator"] == "cpu" and num_ranks(options) > 1:
         yield CheckResult(
@@ -270,6 +267,22 @@ def check_trainer(context: CheckContext) -> Iterator[CheckResult]:
     # Nothing else can be wrong; the whole choice, which takes time, is made and said when training starts.
     should_compile(run.compile, options, [])
     refuse_cuda_graphs(run.cuda_graphs, options)
+
+
+def check_optimizer(context: CheckContext) -> Iterable[CheckResult]:
+    """Check that the recipe's network can be trained with its optimizer."""
+    from pipeline.training.build import refuse_optimizer
+
+    refuse_optimizer(context.recipe)
+    return ()
+
+
+def check_metric(context: CheckContext) -> Iterable[CheckResult]:
+    """Check that the metric that chooses checkpoints is registered."""
+    from pipeline.inference.metrics import mode_of
+
+    mode_of(context.recipe.run.best_by)
+    return ()
 
 
 def check_backend(context: CheckContext) -> Iterator[CheckResult]:
@@ -311,7 +324,9 @@ CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
     check_run_folder,
     check_initial_state,
     check_corpus,
+    check_metric,
     check_trainer,
+    check_optimizer,
     check_bleu_tokenizer,
 )
 """What `fit` and `doctor` check. Each raises InputError with what is wrong and what to do, or yields what it found."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_module.corpus import store
 from data_module.corpus.manifest import differences
 from data_module.corpus.preparation import existing_corpus, prepare
 from data_module.corpus.store import (
@@ -152,7 +153,9 @@ def test_a_link_to_a_corpus_is_kept(settings: CorpusSettings, tmp_path: Path) ->
     assert not list(there.parent.glob(".corpus.*"))
 
 
-def test_read_ahead_reads_every_byte(tiny_corpus: Path) -> None:
+def test_read_ahead_reads_every_byte_if_there_is_memory(
+    tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def read_so_far() -> int:
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         return int(fields["rchar"])
@@ -164,6 +167,11 @@ def test_read_ahead_reads_every_byte(tiny_corpus: Path) -> None:
     assert reading.daemon, "a process that ends would wait for it"
     reading.join()
     assert read_so_far() - before >= size
+    monkeypatch.setattr(store, "_available_memory", lambda: 2 * size - 2)
+    before = read_so_far()
+    read_ahead([opened]).join()
+    assert read_so_far() - before < size
+    assert "copy it to a local disk" in caplog.text
 
 
 def test_differences_name_new_and_missing_files() -> None:

@@ -147,7 +147,14 @@ BOUND = {"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_TASK": "1"}
     ("tasks", "visible", "allocated", "fits"),
     [
         *((8, 8, "8", True), (8, 1, "8", True), (2, 0, "", True), (2, 0, "0", True), (1, 1, "", True)),
-        *((4, 0, "4", False), (4, 3, "4", False), (4, 8, "8", False), (4, 2, "8", False), (1, 2, "", False)),
+        *(
+            (4, 1, "1", False),
+            (4, 0, "4", False),
+            (4, 3, "4", False),
+            (4, 8, "8", False),
+            (4, 2, "8", False),
+            (1, 2, "", False),
+        ),
     ],
 )
 def test_tasks_and_gpus_of_a_node(tasks: int, visible: int, allocated: str, fits: bool) -> None:
@@ -156,6 +163,8 @@ def test_tasks_and_gpus_of_a_node(tasks: int, visible: int, allocated: str, fits
     mistake = gpus_mistake(step, visible, {"SLURM_GPUS_ON_NODE": allocated} if allocated else {})
     line = f"torch sees {visible} of the {allocated or visible} GPUs of this node, which has {tasks} tasks; ask for "
     assert mistake is None if fits else str(mistake).startswith(line)
+    if visible == 1:  # SLURM may count a task's own GPUs only.
+        assert gpus_mistake(step, 1, {"SLURM_GPUS_ON_NODE": "1", "SLURM_GPUS_PER_TASK": "1"}) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -64,7 +64,7 @@ def test_max_time() -> None:
     assert max_seconds(None) is None
     assert max_seconds("01:00:02:03") == 86_523
     assert max_seconds("00:00:00:00") == 0
-    for wrong in ("45", "45 minutes", "216000"):
+    for wrong in ("45", "45 minutes", "216000", "9999999999:00:00:00"):
         with pytest.raises(InputError, match=r"trainer\.max_time .*00:00:45:00"):
             max_seconds(wrong)
 
