@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import NO_GPUS, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @dataclass
@@ -187,7 +187,7 @@ def said(whole_cluster: Cluster, tiny_corpus: Path, tmp_path_factory: pytest.Tem
     subprocess.run(["bindfs", folder, mounted], check=True)
     try:
         job = whole_cluster.submit("--nodes=2", *NO_GPUS, script)
-        assert job.wait(500) == "COMPLETED", job.log
+        assert job.wait(1500) == "COMPLETED", job.log
     finally:
         subprocess.run(["umount", mounted], check=True)
     parts = re.split(r"\n=== (.*)\n", job.log)
