@@ -105,7 +105,7 @@ def test_rounds_of_warm_up_memory_and_time() -> None:
     [
         (["--steps", "0"], "--steps 0"),
         (["--training.r_drop_alpha", "5"], "training.r_drop_alpha 5"),
-        (["--trainer.precision", "bf16-true"], "trainer.precision bf16-true"),
+        (["--trainer.precision", "bf16-true"], "trainer.precision must be one of"),
         (["--baseline", "torch", "--network.pre_norm", "true"], "network.pre_norm"),
         (["--network.d_modle", "8"], "d_model"),
     ],

@@ -69,6 +69,7 @@ def test_no_home(
     """In a container, a user may be in no list of users."""
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
+    monkeypatch.setenv("USER", "nobody")  # PyTorch 2.12 asks for a name when it is imported.
     unknown: dict[int, None] = {}
     monkeypatch.setattr("pwd.getpwuid", unknown.__getitem__)
     keep_compiled_code()
