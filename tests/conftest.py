@@ -249,6 +249,15 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Restore the handlers of stop signals: programs that later tests start would inherit that they are ignored."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
     """Run the tests that can run on a machine without all packages."""
     return _Module.from_parent(parent, path=module_path)
