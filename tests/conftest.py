@@ -31,26 +31,8 @@ with suppress(ModuleNotFoundError):  # some GPU machines lack it
 _BEFORE = pytest.StashKey[set[str]]()
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {"data_module", "model", "pipeline", "tests"}
-WORDS = [
-    "the",
-    "a",
-    "red",
-    "blue",
-    "old",
-    "new",
-    "house",
-    "tree",
-    "dog",
-    "cat",
-    "sees",
-    "likes",
-    "has",
-    "and",
-    "near",
-    "under",
-    "big",
-    "small",
-]
+WORDS = ["the", "a", "red", "blue", "old", "new", "house", "tree", "dog", "cat"]
+WORDS += ["sees", "likes", "has", "and", "near", "under", "big", "small"]
 
 
 def sentences(count: int, seed: int, lengths: Sequence[int] = range(2, 15)) -> list[str]:

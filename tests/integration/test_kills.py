@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpointing.run_folder import STARTS, RunFolder, read_metrics, step_path
+from pipeline.checkpointing.run_folder import STARTS, read_metrics, step_path
 from tests.conftest import pipeline
 from tests.integration.runs import (
     accumulator,
@@ -204,12 +204,3 @@ def test_child_processes_of_a_killed_run_end(recipe_file: Path, tmp_path: Path, 
     while still_running(children) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not still_running(children)
-
-
-def test_killed_before_the_recipe_was_written(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / ".lock").touch()
-    (run / ".config.yaml.99.tmp").write_text("corp")
-    RunFolder(run).close()
-    assert not run.exists()

@@ -15,16 +15,8 @@ from tests.conftest import ROOT, pipeline, tiny_recipe
 from tests.integration.runs import accumulator, checkpoints
 
 pytestmark = pytest.mark.slow
-WORDS = {
-    "dog": "犬",
-    "cat": "猫",
-    "man": "男性",
-    "sees": "見る",
-    "house": "家",
-    "snow": "雪",
-    "red": "赤い",
-    "runs": "走る",
-}
+ENGLISH = ["dog", "cat", "man", "sees", "house", "snow", "red", "runs"]
+WORDS = dict(zip(ENGLISH, ["犬", "猫", "男性", "見る", "家", "雪", "赤い", "走る"], strict=True))
 STEPS = 120
 
 

@@ -13,26 +13,9 @@ from tests.conftest import pipeline, tiny_recipe
 from tests.integration.runs import accumulator, assert_same_state, checkpoints, scalars, start
 
 pytestmark = pytest.mark.slow
-GERMAN = {
-    "dog": "Hund",
-    "cat": "Katze",
-    "house": "Haus",
-    "tree": "Baum",
-    "sees": "sieht",
-    "likes": "mag",
-    "red": "rot",
-    "small": "klein",
-}
-FRENCH = {
-    "dog": "chien",
-    "cat": "chat",
-    "house": "maison",
-    "tree": "arbre",
-    "sees": "voit",
-    "likes": "aime",
-    "red": "rouge",
-    "small": "petit",
-}
+ENGLISH = ["dog", "cat", "house", "tree", "sees", "likes", "red", "small"]
+GERMAN = dict(zip(ENGLISH, ["Hund", "Katze", "Haus", "Baum", "sieht", "mag", "rot", "klein"], strict=True))
+FRENCH = dict(zip(ENGLISH, ["chien", "chat", "maison", "arbre", "voit", "aime", "rouge", "petit"], strict=True))
 LANGUAGES = {"de": GERMAN, "fr": FRENCH}
 STEPS = 160
 

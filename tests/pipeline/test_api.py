@@ -26,7 +26,6 @@ from PIL import Image
 import pipeline
 from data_module.tokenization.tokenizer import Tokenizer
 from model.padded_transformer import attention_maps
-from pipeline import api
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.inference.options import Prefixes, SearchOptions
@@ -444,7 +443,6 @@ def test_nothing_ends_the_process(recipe: dict[str, Any], monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         pipeline.train(recipe)
     assert process_state() == before
-    assert not hasattr(api, "exit")
 
 
 def test_training_in_a_thread(recipe: dict[str, Any]) -> None:

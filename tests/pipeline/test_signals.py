@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,17 +16,12 @@ from pipeline.runtime.signals import (
     raise_if_stopped,
 )
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 @pytest.fixture(autouse=True)
-def restore_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Clear received signals, and restore the handlers afterwards."""
+def no_signal_received(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "_received", [])
-    handlers = [signal.getsignal(signum) for signum in SIGNALS]
-    yield
-    for signum, handler in zip(SIGNALS, handlers, strict=True):
-        signal.signal(signum, handler)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
@@ -65,7 +59,7 @@ def test_the_second_ctrl_c_stops_at_once() -> None:
 def test_default_signals_end_the_process_immediately() -> None:
     install()
     with default_signals():
-        assert [signal.getsignal(signum) for signum in SIGNALS[:2]] == [signal.SIG_DFL] * 2
+        assert [signal.getsignal(signum) for signum in SIGNALS] == [signal.SIG_DFL] * 2
     assert callable(signal.getsignal(signal.SIGTERM))
     os.kill(os.getpid(), signal.SIGTERM)
     assert first_signal() == signal.SIGTERM
@@ -77,17 +71,17 @@ def test_default_signals_leave_another_programs_handlers() -> None:
     def theirs(*_: object) -> None:
         pass
 
-    for signum in SIGNALS[:2]:
+    for signum in SIGNALS:
         signal.signal(signum, theirs)
     with default_signals():
-        assert [signal.getsignal(signum) for signum in SIGNALS[:2]] == [theirs] * 2
-    assert [signal.getsignal(signum) for signum in SIGNALS[:2]] == [theirs] * 2
+        assert [signal.getsignal(signum) for signum in SIGNALS] == [theirs] * 2
+    assert [signal.getsignal(signum) for signum in SIGNALS] == [theirs] * 2
 
 
 def test_ignored_signals_are_not_recorded() -> None:
     install()
     signals.ignore()
-    for signum in SIGNALS[:2]:
+    for signum in SIGNALS:
         os.kill(os.getpid(), signum)
     assert first_signal() is None
 
