@@ -1,9 +1,7 @@
 """The compiled attention beside its row in `fast_paths.py`: threads, numbers that are not finite, copies, mistakes."""
 
 import copy
-import ctypes.util
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -57,8 +55,3 @@ def test_copies_and_pickles(compiled: CompiledAttention) -> None:
     wanted = results(compiled, tensors, CROSS, "cross")
     for other in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):  # noqa: S301
         assert torch.equal(results(other, tensors, CROSS, "cross")[0], wanted[0])
-
-
-def test_another_library_is_refused() -> None:
-    with pytest.raises(OSError, match="is no compiled attention"):
-        CompiledAttention(Path(ctypes.util.find_library("m") or "libm.so.6"))

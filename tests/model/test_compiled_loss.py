@@ -1,9 +1,7 @@
 """The compiled loss beside its row in `fast_paths.py`: rounding, threads, logits that are not finite, mistakes."""
 
 import copy
-import ctypes.util
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -99,11 +97,6 @@ def test_copies_and_pickles(compiled: CompiledLoss) -> None:
 def test_a_target_that_is_no_class_is_refused(target: int, compiled: CompiledLoss) -> None:
     with pytest.raises(IndexError, match=r"a target is not in 0 \.\. 2"):
         compiled.read_logits(torch.zeros(2, 3), torch.tensor([[0], [target]]), torch.float32, 0.1, True)
-
-
-def test_another_library_is_refused() -> None:
-    with pytest.raises(OSError, match="is no compiled loss"):
-        CompiledLoss(Path(ctypes.util.find_library("m") or "libm.so.6"))
 
 
 def test_memory_that_is_not_there_is_reported(compiled: CompiledLoss) -> None:

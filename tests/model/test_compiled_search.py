@@ -1,6 +1,5 @@
 """The compiled search beside PyTorch's operators; tests/model/test_decoding.py compares both with enumeration."""
 
-import ctypes.util
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,6 @@ from model.fast.compiled_search import (
     SOURCES,
     CompiledSearch,
     agreement_cases,
-    load_library,
     unsupported,
 )
 from model.layers import ACTIVATIONS, NORMS
@@ -223,11 +221,6 @@ def test_rounding_cannot_make_the_check_after_compiling_fail() -> None:
             limit = length + EXTRA_TOKENS
             margin = plain_beam(network, row[:length], BEAM_SIZE, LENGTH_PENALTY, limit).margin
             assert margin > 20 * tolerance(network)
-
-
-def test_another_library_is_refused() -> None:
-    with pytest.raises(OSError, match="is no compiled search"):
-        load_library(Path(ctypes.util.find_library("m") or "libm.so.6"))
 
 
 def test_memory_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

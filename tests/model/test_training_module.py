@@ -2,18 +2,15 @@
 
 import copy
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
@@ -102,11 +99,10 @@ class Recorder(Callback):
         self.steps.append(Step(dict(outputs), parameters_to_vector(pl_module.parameters()).detach()))
 
 
-def make_trainer(rank: int = 0, num_ranks: int = 1, strategy: Strategy | None = None, **options: Any) -> Trainer:
+def make_trainer(rank: int = 0, num_ranks: int = 1, **options: Any) -> Trainer:
     """Return the trainer of one rank, which does not exchange gradients with others."""
-    if strategy is None:
-        strategy = SingleDeviceStrategy("cpu")
-        strategy.global_rank, strategy.world_size = rank, num_ranks
+    strategy = SingleDeviceStrategy("cpu")
+    strategy.global_rank, strategy.world_size = rank, num_ranks
     return Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -341,44 +337,6 @@ def test_one_micro_batch_equals_many_and_many_ranks(monkeypatch: pytest.MonkeyPa
     of_ranks = torch.stack([step([part], num_ranks=4) for part in (*parts, [])]).mean(0)
     for found in (step(parts), of_ranks):
         torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
-
-
-class _Exchanges(Callback):
-    """Records the gradients that DDP exchanges in each step, and returns them as their mean over ranks."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[Tensor]] = []
-
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        def keep(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            self.steps[-1].append(bucket.buffer().clone())
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
-
-        trainer.strategy.model.register_comm_hook(None, keep)  # type: ignore[union-attr, operator]
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.steps.append([])
-
-
-def test_ranks_exchange_the_sum_of_all_micro_batches_once_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exchanges, recorder, shares = _Exchanges(), Recorder(), make_shares(2)
-    expected = [step.output["gradient_norm"] for step in fit(make_module(), shares)]
-    # Lightning adds variables for rank and address to the environment.
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        strategy = DDPStrategy(parallel_devices=[torch.device("cpu")])
-        trainer = make_trainer(strategy=strategy, max_steps=2, callbacks=[exchanges, recorder])
-        trainer.fit(make_module(), DataLoader(shares, batch_size=None))
-    finally:
-        dist.destroy_process_group()
-    assert [len(buckets) for buckets in exchanges.steps] == [1, 1]
-    torch.testing.assert_close([buckets[0].norm() for buckets in exchanges.steps], expected)
-    torch.testing.assert_close([step.output["gradient_norm"] for step in recorder.steps], expected)
 
 
 def test_each_step_has_16_bit_copies_of_its_weights() -> None:

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data_module.batching.batch import SpecialIds
 from data_module.errors import InputError
-from model.attention import CrossAttention, SelfAttention
 from model.loss import label_smoothed_loss
 from model.padded_transformer import PaddedTransformer
 from model.settings import NetworkSettings
@@ -25,6 +24,7 @@ from pipeline.__main__ import main
 from pipeline.benchmark.baselines import TorchNetwork, baseline_network, cross_entropy
 from pipeline.benchmark.train import PeakMemory, SideBySide, figures_of
 from pipeline.monitoring.performance import training_flops
+from tests.model.test_network import copy_layer
 
 SETTINGS = NetworkSettings(num_layers=2, d_model=16, d_ff=24, num_heads=4, dropout=0.0)
 DEEP = replace(SETTINGS, num_encoder_layers=3, num_decoder_layers=1)
@@ -135,29 +135,12 @@ def batch(padded: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 def with_weights_of(ours: Transformer, settings: NetworkSettings) -> TorchNetwork:
     """Return the torch baseline with our weights."""
-
-    def copy(theirs: nn.Module, mine: nn.Module) -> None:
-        theirs.load_state_dict(mine.state_dict())
-
-    def copy_attention(theirs: nn.MultiheadAttention, mine: SelfAttention | CrossAttention) -> None:
-        inward = [mine.query_key_value] if isinstance(mine, SelfAttention) else [mine.query, mine.key_value]
-        theirs.in_proj_weight.data = torch.cat([linear.weight.data for linear in inward])
-        theirs.in_proj_bias.data = torch.cat([linear.bias.data for linear in inward])
-        copy(theirs.out_proj, mine.output)
-
     network = TorchNetwork(PIECES, settings)
-    copy(network.embedding, ours.embedding)
-    for stack, mine_stack in ((network.encoder.layers, ours.encoder), (network.decoder.layers, ours.decoder)):
-        for theirs, mine in zip(stack, mine_stack, strict=True):
-            copy_attention(theirs.self_attn, mine.self_attention)
-            copy(theirs.linear1, mine.feed_forward.inner)
-            copy(theirs.linear2, mine.feed_forward.outer)
-            norms = [mine.self_attention_residual.norm, mine.feed_forward_residual.norm]
-            if isinstance(theirs, nn.TransformerDecoderLayer):
-                copy_attention(theirs.multihead_attn, mine.cross_attention)
-                norms.insert(1, mine.cross_attention_residual.norm)
-            for number, norm in enumerate(norms, start=1):
-                copy(getattr(theirs, f"norm{number}"), norm)
+    network.embedding.load_state_dict(ours.embedding.state_dict())
+    for mine, theirs in zip(
+        [*ours.encoder, *ours.decoder], [*network.encoder.layers, *network.decoder.layers], strict=True
+    ):
+        copy_layer(mine, theirs)
     return network
 
 

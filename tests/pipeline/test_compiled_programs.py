@@ -1,6 +1,7 @@
 """When the search and the loss are compiled, and which programs are loaded."""
 
 import ctypes
+import ctypes.util
 import re
 import shutil
 import subprocess
@@ -215,6 +216,19 @@ def test_a_program_leaves_the_arithmetic_of_the_process_as_it_is(square: Program
     code = f"import ctypes, sys; ctypes.CDLL({str(made)!r}); assert sys.float_info.min / 2 > 0, 'subnormals are 0'"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("load", "name"),
+    [
+        (compiled_search.load_library, "search"),
+        (compiled_loss.CompiledLoss, "loss"),
+        (compiled_attention.CompiledAttention, "attention"),
+    ],
+)
+def test_another_library_is_refused(load: Callable[[Path], Any], name: str) -> None:
+    with pytest.raises(OSError, match=f"is no compiled {name}"):
+        load(Path(ctypes.util.find_library("m") or "libm.so.6"))
 
 
 def test_threads_of_a_process_compile_once(
