@@ -211,6 +211,14 @@ def bundle(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def marian(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of Marian in Transformers' files."""
+    from tests.pipeline.marian_folder import write_marian
+
+    return write_marian(tmp_path_factory.mktemp("marian") / "model")
+
+
 class _Module(pytest.Module):
     """A test module that is skipped if a package that it imports is not installed; in CI, that is an error."""
 

@@ -46,18 +46,19 @@ def contents(run: Path, step: int) -> dict:
     return torch.load(run / "checkpoints" / f"step={step:08d}.ckpt", weights_only=True)
 
 
-def test_starts_from_the_weights_and_the_tokenizer_of_another_run(recipe_file: Path, tmp_path: Path) -> None:
-    parent, child = tmp_path / "parent", tmp_path / "child"
-    fit(recipe_file, "--run.folder", parent)
+def test_starts_from_the_weights_and_the_tokenizer_of_another_run(
+    recipe_file: Path, trained_run: Path, tmp_path: Path
+) -> None:
+    parent, child = trained_run, tmp_path / "child"
     # A different corpus, for which a larger vocabulary is configured.
     corpus = ["--corpus.folder", tmp_path / "other", "--corpus.max_tokens", 30, "--corpus.vocabulary_size", 90]
-    start = ["--run.folder", child, *corpus, "--init-from", parent / "checkpoints" / "step=00000012.ckpt"]
+    start = ["--run.folder", child, *corpus, "--init-from", parent / "checkpoints" / "step=00000240.ckpt"]
 
     # With a learning rate of 0, a step does not change the weights.
     stderr = fit(recipe_file, *start, "--trainer.max_steps", 1, "--training.learning_rate_factor", 0)
     assert "starting from the weights and the tokenizer of" in stderr
-    before, after = contents(parent, 12), contents(child, 1)
-    assert before["global_step"] == 12
+    before, after = contents(parent, 240), contents(child, 1)
+    assert before["global_step"] == 240
     assert after["global_step"] == 1
     assert all(torch.equal(weight, after["state_dict"][name]) for name, weight in before["state_dict"].items())
     assert torch.equal(before["translation"]["tokenizer"], after["translation"]["tokenizer"])
@@ -104,10 +105,9 @@ def test_each_setting_that_makes_another_network_is_refused(
             load_initial_weights(trained_run, replace(recipe, network=replace(recipe.network, **changes)))
 
 
-def test_incompatible_checkpoints_are_refused(recipe_file: Path, tmp_path: Path) -> None:
-    parent, child = tmp_path / "parent", tmp_path / "child"
-    fit(recipe_file, "--run.folder", parent, "--trainer.max_steps", 4)
-    start = ["--run.folder", child, "--init-from", parent]
+def test_incompatible_checkpoints_are_refused(recipe_file: Path, trained_run: Path, tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    start = ["--run.folder", child, "--init-from", trained_run]
     wider = fit(recipe_file, *start, "--network.d_ff", 80, "--network.dropout", 0.2, should_fail=True)
     assert wider.count("\n") == 1
     assert "has another network: network.d_ff" in wider
@@ -123,7 +123,7 @@ def test_incompatible_checkpoints_are_refused(recipe_file: Path, tmp_path: Path)
     assert stderr.count("\n") == 1
     assert "was made with another vocabulary" in stderr
     shutil.rmtree(tmp_path / "other")
-    assert pipeline("prepare", "--config", recipe_file, *other, "--init-from", parent).returncode == 0
-    assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (parent / "tokenizer.model").read_bytes()
+    assert pipeline("prepare", "--config", recipe_file, *other, "--init-from", trained_run).returncode == 0
+    assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (trained_run / "tokenizer.model").read_bytes()
     assert "there is no such checkpoint" in fit(recipe_file, "--init-from", tmp_path / "none", should_fail=True)
     assert not child.exists()

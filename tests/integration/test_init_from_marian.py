@@ -13,14 +13,9 @@ import torch
 import yaml
 
 from tests.conftest import pipeline, sentences
-from tests.pipeline.marian_folder import NETWORK, load, target_text, write_marian
+from tests.pipeline.marian_folder import NETWORK, load, target_text
 
 LINES = [">>de<< the dog", "the\u00a0dog Ä ☃", *sentences(30, seed=7)]
-
-
-@pytest.fixture(scope="module")
-def marian(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_marian(tmp_path_factory.mktemp("marian") / "model")
 
 
 def run(*arguments: object, text: list[str] | None = None, code: int = 0) -> tuple[list[str], str]:

@@ -24,7 +24,7 @@ from model.transformer import Transformer
 from pipeline.export.huggingface_model import write_huggingface
 from pipeline.training.marian_import import is_marian, load_marian
 from tests.conftest import sentences, train_tokenizer
-from tests.pipeline.marian_folder import load, target_text, write_marian
+from tests.pipeline.marian_folder import load, target_text
 from tests.pipeline.test_export import make_model
 
 LINES = [
@@ -37,11 +37,6 @@ LINES = [
     "a<b",
     *sentences(20, 7),
 ]
-
-
-@pytest.fixture(scope="module")
-def marian(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_marian(tmp_path_factory.mktemp("marian") / "model")
 
 
 def loaded_network(folder: Path) -> tuple[Transformer, Tokenizer]:
