@@ -58,12 +58,14 @@ step() {
     pid=$!
     abandon_when_over "$pid" &
     watcher=$!
+    disown "$watcher" # else bash would report that it was killed
     while kill -0 "$pid" 2>/dev/null; do
         wait "$pid" 2>/dev/null
     done
     wait "$pid" 2>/dev/null
     code=$?
-    kill "$watcher" 2>/dev/null
+    # A script that is started with SIGTERM ignored passes that on to its watcher.
+    kill -KILL "$watcher" 2>/dev/null
     KILLED=" (killed; is --mem too small?)"
     [[ ! -e $ABANDONED_FILE ]] || KILLED=" (not waited for)"
     rm -f "$FIRST_TASK_FILE" "$ABANDONED_FILE"

@@ -5,12 +5,14 @@ import functools
 import os
 import pty
 import shutil
+import signal
 import socket
 import subprocess
 import termios
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,12 +219,20 @@ def test_a_job_evaluates_two_texts_or_the_recipes(words: str, code: int, output:
     assert (done.returncode, output in done.stdout + done.stderr) == (code, True), done.stderr
 
 
-def job(script: str, words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a job's script with an srun that prints the pipeline's arguments."""
+def test_a_job_ends_though_it_ignores_sigterm(tmp_path: Path) -> None:
+    """Nothing that it has started goes on and holds its log open."""
+    done = job("export", "runs/a exports/a", tmp_path, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "export runs/a exports/a --force\n", "")
+
+
+def job(script: str, words: str, folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a job's script with an srun that prints the pipeline's arguments; `options` are those of a process."""
     write_program(folder / "srun", 'while [ "$1" != pipeline ]; do shift; done; shift; echo "$@"')
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": "true", "SLURM_JOB_ID": "1"}
     command = ["bash", f"slurm/{script}.sbatch", *words.split()]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60, check=False, **options
+    )
 
 
 def write_program(path: Path, code: str) -> None:
