@@ -22,6 +22,7 @@ _LIGHTNING_LOGGERS = (
     "lightning.pytorch.accelerators.cuda",
     "lightning.pytorch.utilities.rank_zero",
     "lightning.fabric.utilities.distributed",
+    "lightning.pytorch.profilers",
 )
 
 _UTF8_MODE = "PYTHONUTF8"
@@ -30,12 +31,15 @@ _UTF8_MODE = "PYTHONUTF8"
 def quiet_lightning() -> None:
     """Hide Lightning's start-up messages, and warnings that do not apply to this program."""
     for name in _LIGHTNING_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
+        # The report of `trainer.profiler` is a message of its logger.
+        level = logging.INFO if name.endswith("profilers") else logging.WARNING
+        logging.getLogger(name).setLevel(level)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*This DataLoader will create .* worker processes.*")
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
     warnings.filterwarnings("ignore", ".*overridden `transfer_batch_to_device`.*")  # It is overridden on purpose.
     warnings.filterwarnings("ignore", ".*`srun` command is available.*")
+    warnings.filterwarnings("ignore", ".*failed to export trace as `dirpath` is None.*")  # There is no key for it.
     # Scores are summed over ranks before they are logged.
     warnings.filterwarnings("ignore", ".*recommended to use .*sync_dist=True.*")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.profilers import SimpleProfiler
 
 from data_module.errors import InputError
 from pipeline.commands.doctor import load_context
@@ -103,13 +104,18 @@ def test_unusable_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lightning_is_quiet_on_gpus(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Also if it is imported later, and then sets the level of its package."""
+    """Also if it is imported later, and then sets the level of its package. A profiler that is asked for reports."""
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # which Lightning sets
     with lightning_noise_restored():
         quiet_lightning()
         logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
         CUDAAccelerator.set_nvidia_flags(0)
-    assert caplog.records == []
+        assert caplog.records == []
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        with (profiler := SimpleProfiler()).profile("a step"):
+            pass
+        profiler.describe()
+    assert ["a step" in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize(
