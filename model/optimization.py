@@ -163,7 +163,7 @@ def require_recordable(optimizer: Optimizer) -> None:
     """Raise ValueError if the host has to know whether a step of the optimizer is skipped."""
     if not skips_non_finite_steps(optimizer):
         raise ValueError(
-            f"{type(optimizer).__name__} is no fused optimizer of PyTorch, so its step cannot be recorded; set"
+            f"{type(optimizer).__name__} cannot skip a step on the device, so its step cannot be recorded; set"
             " run.cuda_graphs to false, and steps run kernel by kernel"
         )
 

@@ -68,8 +68,12 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
 def skips_non_finite_steps(optimizer: Optimizer) -> bool:
     """Return whether the optimizer reads what `set_gradient_scaling` sets. PyTorch's fused optimizers do.
 
+    SGD with momentum reads it, but a first step that is skipped leaves its momentum uninitialized.
+
     Public: `torch.amp.GradScaler`, which reads the same attribute. Seen in 2.11 to 2.13.
     """
+    if isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in optimizer.param_groups):
+        return False
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 

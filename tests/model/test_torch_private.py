@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import torch_private
+from model.optimization import take_step
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
@@ -76,6 +77,15 @@ def test_fused_optimizers_skip_a_step_and_divide_gradients(kind: type[torch.opti
     assert bool(steps[0].all())
     assert not steps[2].any()
     assert not torch_private.skips_non_finite_steps(kind([parameter], lr=0.1, fused=False))  # type: ignore[call-arg]
+
+
+def test_momentum_of_a_skipped_first_step() -> None:
+    """PyTorch's fused SGD makes room for it and leaves what was there before."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9, fused=True)
+    parameter.grad = torch.full((3,), torch.inf)
+    take_step(optimizer, optimizer.step, torch.tensor(0.1), torch.tensor(1.0), None)
+    assert not optimizer.state[parameter]
 
 
 def test_the_default_generator_is_dropouts() -> None:

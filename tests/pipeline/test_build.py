@@ -116,7 +116,7 @@ def test_a_resumed_run_keeps_the_tokenizer_of_bleu(recipe_file: Path, capsys: py
     ("build", "mistake"),
     [
         (lambda _, settings: muon([nn.Parameter(torch.ones(2))], settings), "it finds no projection in this network; "),
-        (lambda parameters, _: SGD(parameters), "SGD is no fused optimizer .*; set run.cuda_graphs to false, "),
+        (lambda parameters, _: SGD(parameters), "SGD cannot skip a step on the device, .*; set run.cuda_graphs "),
     ],
 )
 def test_an_optimizer_that_cannot_train_is_refused_before_anything_is_prepared(
