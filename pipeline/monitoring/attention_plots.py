@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_module.corpus.store import ParallelCorpus
-from data_module.errors import InputError
 from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
 from model.padded_transformer import attention_maps
 from model.settings import NetworkSettings
@@ -38,9 +37,6 @@ class AttentionPlots(Callback):
         tokenizer: splits the sentences into pieces.
         corpus: the training corpus, for the frequencies of pieces.
         network: the network's shape.
-
-    Raises:
-        InputError: a sentence of the settings does not exist.
     """
 
     def __init__(
@@ -62,10 +58,6 @@ class AttentionPlots(Callback):
             for kind, depth in depths.items()
         }
         self._heads = settings.attention_heads or list(range(min(network.num_heads, _MAX_HEADS)))
-        if (last := max(self._pairs, default=0)) >= len(sources):
-            raise InputError(
-                f"monitoring.attention_sentences: {last} does not exist; give numbers up to {len(sources) - 1}"
-            )
         samples.keep(self._pairs)
         self._frequent_pieces = _most_frequent(corpus, tokenizer.vocabulary_size, settings.embedding_pieces)
         self._positions_drawn = False

@@ -140,6 +140,8 @@ def build_data(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> Transl
         recipe: the recipe.
         tokenizer: the corpus's.
         backend: it decides on the layout of rows.
+
+    Raises InputError where settings do not fit the corpus.
     """
     data = TranslationDataModule(
         recipe.corpus_folder(),
@@ -150,12 +152,15 @@ def build_data(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> Transl
         recipe.corpus,
         backend.constant_rows,
     )
-    _check_positions(recipe, data)
+    _check_limits(recipe, data)
     return data
 
 
-def _check_positions(recipe: Recipe, data: TranslationDataModule) -> None:
-    """Raise InputError where sentences are longer than the network's table of learned positions."""
+def _check_limits(recipe: Recipe, data: TranslationDataModule) -> None:
+    """Raise InputError where the corpus has longer sentences or fewer validation pairs than the recipe supposes."""
+    last, num_pairs = max(recipe.monitoring.attention_sentences or (), default=0), len(data.validation_corpus)
+    if last >= num_pairs:
+        raise InputError(f"monitoring.attention_sentences: {last} does not exist; give numbers up to {num_pairs - 1}")
     longest = max(data.longest, 1 + data.validation_corpus.longest)
     if recipe.network.learned_positions and longest > recipe.network.max_positions:
         raise InputError(

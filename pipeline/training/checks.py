@@ -211,6 +211,20 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
         yield from (CheckResult(True, line, is_warning=True) for line in size_warnings(settings, checked))
 
 
+def check_data(context: CheckContext) -> Iterable[CheckResult]:
+    """Check for `doctor` that a prepared corpus keeps to the recipe's limits, as `fit` does when training starts."""
+    from data_module.corpus.preparation import existing_corpus
+
+    recipe = context.recipe
+    if context.for_doctor and existing_corpus(recipe.corpus, compare_texts=False) is not None:
+        from data_module.tokenization.tokenizer import Tokenizer
+        from model.backend import Backend
+        from pipeline.training.build import build_data
+
+        build_data(recipe, Tokenizer.load(recipe.corpus_folder() / "tokenizer.model"), Backend())
+    return ()
+
+
 def check_text(
     text: "TextSource", settings: "CorpusSettings", reads_text: bool
 ) -> Generator[CheckResult, None, "SourceCheck | None"]:
@@ -324,6 +338,7 @@ CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
     check_run_folder,
     check_initial_state,
     check_corpus,
+    check_data,
     check_metric,
     check_trainer,
     check_optimizer,

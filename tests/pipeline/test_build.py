@@ -134,3 +134,20 @@ def test_an_optimizer_that_cannot_train_is_refused_before_anything_is_prepared(
     recipe = load_recipe([recipe_file], overrides)
     found = [result.message for result in check_recipe(CheckContext(recipe, None, False, None)) if not result.ok]
     assert found == [str(refused.value)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "mistake"),
+    [
+        ("batches.max_tokens_per_device", 5, ".*: batches.max_tokens_per_device 5 is less than the longest sentence"),
+        ("network.max_positions", 5, "command line: network.max_positions 5 is less than the longest sentence"),
+        ("monitoring.attention_sentences", [40], "command line: .* 40 does not exist; give numbers up to 39"),
+    ],
+)
+def test_limits_that_the_corpus_exceeds(key: str, value: Any, mistake: str, recipe_file: Path, tmp_path: Path) -> None:
+    """By `fit` and `doctor`."""
+    overrides = [f"--{key}", str(value), "--run.folder", str(tmp_path / "run"), "--network.learned_positions", "true"]
+    with pytest.raises(InputError, match=f"^{mistake}") as refused:
+        fit([recipe_file], overrides, reset=False, init_from=None)
+    results = check_recipe(CheckContext(load_recipe([recipe_file], overrides), None, False, None))
+    assert [result.message for result in results if not result.ok] == [str(refused.value)]
