@@ -166,6 +166,9 @@ def test_positions_of_mistakes(tmp_path: Path) -> None:
     twice = write(tmp_path, MINIMAL + "run:\n  seed: 3\n  seed: 4\n")
     assert error_message(twice).startswith(f"{twice}:{line - 1}: run.seed is given twice; ")
     path = write(tmp_path, MINIMAL)
+    for seed in (-1, 1 << 63):
+        expected = f"command line: run.seed {seed} is not 0 or more and less than 2 ** 63"
+        assert error_message(path, f"--run.seed={seed}") == expected
     assert error_message(path, "--networks.d_model=5").startswith(
         "command line: networks is not a key; did you mean network?"
     )
