@@ -39,6 +39,8 @@ def quiet_lightning() -> None:
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")
     warnings.filterwarnings("ignore", ".*overridden `transfer_batch_to_device`.*")  # It is overridden on purpose.
     warnings.filterwarnings("ignore", ".*`srun` command is available.*")
+    # run.patience may be removed on resume, and with it the callback whose state is in the checkpoint.
+    warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint need to be provided.*")
     warnings.filterwarnings("ignore", ".*failed to export trace as `dirpath` is None.*")  # There is no key for it.
     # Scores are summed over ranks before they are logged.
     warnings.filterwarnings("ignore", ".*recommended to use .*sync_dist=True.*")

@@ -129,6 +129,8 @@ def test_early_stopping_by_patience(recipe_file: Path, tmp_path: Path) -> None:
     assert more.returncode == 0, more.stderr.decode()
     again = pipeline("fit", *options, "--run.patience", 4)
     assert f"stopped early at step {max(steps) + 4} after 4 validations" in again.stderr.decode()
+    without = pipeline("fit", *options, "--run.patience", "null", "--trainer.max_steps", max(steps) + 5)
+    assert (without.returncode, b"callbacks" in without.stderr) == (0, False), without.stderr.decode()
 
 
 def test_when_a_run_has_finished(recipe_file: Path, tmp_path: Path) -> None:
