@@ -100,9 +100,6 @@ def test_errors_of_the_command_line(trained_run: Path, tmp_path: Path, monkeypat
     assert "is more than the beam, 2; raise --beam" in refusal("translate", trained_run, "--n-best", 3, "--beam", 2)
     assert "--length-penalty -1" in refusal("translate", trained_run, "--length-penalty", -1)
     assert "none.txt" in refusal("translate", trained_run, "--source", tmp_path / "none.txt")
-    truncated = tmp_path / "cut.ckpt"
-    truncated.write_bytes((trained_run / "checkpoints" / "best.ckpt").read_bytes()[:5000])
-    assert "truncated" in refusal("translate", truncated)
     message = refusal("evaluate", trained_run, "--source", three, "--reference", two)
     assert "3 lines" in message
     assert f"{two} is shorter" in message

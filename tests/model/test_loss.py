@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import model.loss
 from model.loss import label_smoothed_loss
+from pipeline.runtime.backend import load_compiled_loss
 from tests.model.loss_truth import PAD, plain_r_drop, problem, two_passes
 
 
@@ -147,14 +148,6 @@ def test_r_drop_in_16_bits_stays_near_float64(dtype: torch.dtype) -> None:
         assert (one - other).norm() < 0.03 * other.norm()
 
 
-def test_r_drop_of_extreme_logits_stays_finite() -> None:
-    states = torch.tensor([[[1e4]], [[-1e4]]], requires_grad=True)
-    weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
-    sums = label_smoothed_loss(states, weight, torch.tensor([1]), 0.1, ignored_id=-1, r_drop_alpha=1.0)
-    sums.smoothed.backward()
-    assert all(one.isfinite().all() for one in (*sums, states.grad, weight.grad))
-
-
 def test_sums_over_bfloat16_states_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight's gradient is also summed in float32, over chunks of one row."""
     states, weight, targets = (one.detach().repeat_interleave(8, 0) for one in problem(torch.float32))
@@ -177,15 +170,20 @@ def test_probabilities_of_bfloat16_logits_are_float32() -> None:
     assert model.loss.read_logits(logits, target, torch.float32, 0.1, False)[2].dtype == torch.float32
 
 
-def test_extreme_logits_stay_finite() -> None:
-    states = torch.tensor([[1e4], [-1e4]], requires_grad=True)
-    weight = torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
-    sums = label_smoothed_loss(states, weight, torch.tensor([1, 1]), 0.1, ignored_id=-1)
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_extreme_logits_stay_finite(alpha: float, compiled: bool) -> None:
+    """Of two tokens, or of two passes over one."""
+    states, weight = torch.tensor([[[1e4]], [[-1e4]]]), torch.tensor([[1.0], [-1.0], [0.5]], requires_grad=True)
+    states = (states if alpha else states[:, 0]).requires_grad_()
+    functions = load_compiled_loss().functions() if compiled else model.loss.PYTORCH_LOSS
+    targets = torch.tensor([1] if alpha else [1, 1])
+    sums = label_smoothed_loss(states, weight, targets, 0.1, -1, functions=functions, r_drop_alpha=alpha)
     sums.smoothed.backward()
-    # Row 0: class 0 exceeds the target by 2e4. Row 1: the target is the most probable class.
-    assert sums.negative_log_likelihood.item() == pytest.approx(2e4, rel=1e-6)
-    assert torch.isfinite(states.grad).all()
-    assert torch.isfinite(weight.grad).all()
+    assert all(one.isfinite().all() for one in (*sums, states.grad, weight.grad))
+    if not alpha:
+        # Row 0: class 0 exceeds the target by 2e4. Row 1: the target is the most probable class.
+        assert sums.negative_log_likelihood.item() == pytest.approx(2e4, rel=1e-6)
 
 
 def test_validation_pays_for_no_gradient() -> None:

@@ -34,47 +34,35 @@ def test_the_warm_up_is_the_recipes() -> None:
     assert rate(4, 16, warmup_steps=4) == pytest.approx(0.25 * 0.5)
 
 
-def rates(schedule: str, steps: list[int], max_steps: int = 24) -> list[float]:
-    """Return the rates of a schedule with a warm-up of 4 steps to 0.8."""
+@pytest.mark.parametrize(
+    ("schedule", "max_steps", "expected"),
+    [
+        *((one, 24, {1: 0.2, 2: 0.4, 3: 0.6, 4: 0.8}) for one in ("inverse_sqrt", "linear", "cosine")),
+        ("inverse_sqrt", 24, {16: 0.4, 64: 0.2, 10_000: 0.016}),
+        # 21 steps from the peak to 0, which would be step 25.
+        ("linear", 24, {5: 0.8 * 20 / 21, 11: 0.8 * 14 / 21, 24: 0.8 / 21, 25: 0.0, 26: 0.0, 1000: 0.0}),
+        # A third of the way is 60 degrees, two thirds are 120.
+        (
+            "cosine",
+            24,
+            {11: 0.8 * 0.75, 18: 0.8 * 0.25, 24: 0.4 * (1 + math.cos(math.pi * 20 / 21)), 25: 0.0, 1000: 0.0},
+        ),
+        # Without a last step nothing decays, and the warm-up may end after it.
+        *((one, -1, {5: 0.8, 10**6: 0.8}) for one in ("linear", "cosine")),
+        *((one, 2, {2: 0.4, 4: 0.8}) for one in ("linear", "cosine")),
+    ],
+)
+def test_a_warm_up_of_four_steps_to_a_peak_and_the_decay(
+    schedule: str, max_steps: int, expected: dict[int, float]
+) -> None:
     settings = {"schedule": schedule, "peak_learning_rate": 0.4, "learning_rate_factor": 2.0, "warmup_steps": 4}
-    return [rate(step, 512, max_steps, **settings) for step in steps]
+    assert {step: rate(step, 512, max_steps, **settings) for step in expected} == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["inverse_sqrt", "linear", "cosine"])
-def test_the_others_rise_linearly_to_their_peak(schedule: str) -> None:
-    assert rates(schedule, [1, 2, 3, 4]) == pytest.approx([0.2, 0.4, 0.6, 0.8])
-
-
-def test_inverse_square_root() -> None:
-    assert rates("inverse_sqrt", [16, 64, 10_000]) == pytest.approx([0.4, 0.2, 0.016])
-    # The paper's schedule with its own peak.
+def test_inverse_square_root_is_the_papers_schedule_with_a_peak_of_its_own() -> None:
     peak = 512**-0.5 * 4000**-0.5
     for step in (1, 3999, 4000, 4001, 50_000):
-        settings = {"schedule": "inverse_sqrt", "peak_learning_rate": peak}
-        assert rate(step, **settings) == pytest.approx(rate(step))
-
-
-def test_linear_decay() -> None:
-    """21 steps from the peak to 0, which would be step 25."""
-    assert rates("linear", [5, 11, 24]) == pytest.approx([0.8 * 20 / 21, 0.8 * 14 / 21, 0.8 / 21])
-    assert rates("linear", [25, 26, 1000]) == [0.0, 0.0, 0.0]
-
-
-def test_cosine_decay() -> None:
-    """A third of the way is 60 degrees, two thirds are 120."""
-    assert rates("cosine", [11, 18]) == pytest.approx([0.8 * 0.75, 0.8 * 0.25])
-    assert rates("cosine", [24]) == pytest.approx([0.4 * (1 + math.cos(math.pi * 20 / 21))])
-    assert rates("cosine", [25, 1000]) == pytest.approx([0.0, 0.0], abs=1e-12)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_without_a_last_step_nothing_decays(schedule: str) -> None:
-    assert rates(schedule, [5, 10**6], max_steps=-1) == pytest.approx([0.8, 0.8])
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_warm_up_until_after_the_end(schedule: str) -> None:
-    assert rates(schedule, [2, 4], max_steps=2) == pytest.approx([0.4, 0.8])
+        assert rate(step, schedule="inverse_sqrt", peak_learning_rate=peak) == pytest.approx(rate(step))
 
 
 @pytest.mark.parametrize("schedule", ["paper", "linear"])

@@ -194,10 +194,6 @@ def test_what_export_refuses(
     best = trained_run / "checkpoints" / "best.ckpt"
     contents = torch.load(best, weights_only=True)
     changed = tmp_path / "changed.ckpt"
-    changed.write_text("no checkpoint")
-    assert "not a checkpoint" in refused(changed)
-    changed.write_bytes(best.read_bytes()[:5000])
-    assert "truncated" in refused(changed)
     other = torch.frombuffer(bytearray(tokenizer.model), dtype=torch.uint8)
     torch.save({**contents, "translation": {**contents["translation"], "tokenizer": other}}, changed)
     assert f"vocabulary of {VOCABULARY_SIZE} pieces" in refused(changed)
