@@ -18,7 +18,6 @@ class Compilations:
 
     @property
     def num_graphs(self) -> int:
-        """Number of new graphs so far."""
         graphs = counters["stats"]["unique_graphs"] if self._graphs_after is None else self._graphs_after
         return graphs - self._graphs_before
 

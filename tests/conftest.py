@@ -131,7 +131,6 @@ def tiny_recipe(texts: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def recipe_file(tiny_corpus: Path, tmp_path: Path) -> Path:
-    """The tiny recipe as a file."""
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(tiny_recipe(tiny_corpus.parent)))
     return path
@@ -293,7 +292,6 @@ def _left_over() -> set[str]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Remember what is there before the first test."""
     session.config.stash[_BEFORE] = _left_over()
 
 

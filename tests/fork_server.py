@@ -90,16 +90,13 @@ class ForkedProcess:
         return output[0], output[1]
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -169,7 +166,6 @@ class ForkServer:
         return process
 
     def close(self) -> None:
-        """End the server; the processes that it has started continue."""
         self._process.terminate()
         self._process.wait()
         self._folder.cleanup()
@@ -240,7 +236,6 @@ def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Run the module in the forked process, as `python -m` does."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])

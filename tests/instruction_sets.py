@@ -69,7 +69,6 @@ def environment(chosen: InstructionSet | None, folder: Path) -> dict[str, str]:
 
 
 def run(name: str, arguments: list[str]) -> int:
-    """Run the tests with one set; return pytest's exit code."""
     print(f"\n{name}: {SETS.get(name, 'all that the processor has')}", flush=True)
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
         variables = {"OMP_NUM_THREADS": "1", **environment(SETS.get(name), Path(folder))}

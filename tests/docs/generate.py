@@ -31,7 +31,6 @@ _SECTIONS = {"NoiseSettings": NoiseSettings, "BpeDropout": BpeDropout}
 
 
 def updated(page: str) -> str:
-    """The page with its generated parts written anew."""
     return _PART.sub(lambda match: f"{match[1]}\n{PARTS[match[2]]().strip()}\n\n{match[3]}", page)
 
 
@@ -119,7 +118,6 @@ def configs() -> str:
 
 
 def layers() -> str:
-    """The order of layers, from the top down."""
     rows = ["| package | layers, from the top down |", "| --- | --- |"]
     for package, names in LAYERS.items():
         rows.append(f"| `{package}` | {' > '.join(f'`{name}`' for name in names)} |")
@@ -162,7 +160,6 @@ PARTS = {
 
 
 def main() -> int:
-    """Rewrite the pages and the schema."""
     for page in sorted((ROOT / "docs").glob("*.md")):
         text = page.read_text(encoding="utf-8")
         if (new := updated(text)) != text:

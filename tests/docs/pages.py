@@ -20,8 +20,6 @@ _LINK = re.compile(r"(?<!`)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 
 
 class Block(NamedTuple):
-    """A fenced block of a page."""
-
     language: str
     text: str
     line: int
@@ -42,7 +40,6 @@ def blocks(text: str) -> list[Block]:
 
 
 def prose(text: str) -> str:
-    """The page without its fenced blocks."""
     return _FENCE.sub("", text)
 
 

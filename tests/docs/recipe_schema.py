@@ -48,7 +48,6 @@ _NEUTRAL: dict[type, dict[str, Any]] = {
 
 
 def text() -> str:
-    """Return the schema as it is written to `FILE`."""
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 

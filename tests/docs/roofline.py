@@ -26,7 +26,6 @@ def assumptions() -> str:
 
 
 def predictions() -> str:
-    """Return what the command prints of the base and the big model."""
     lines = ["```text"]
     for model, gpu in (("base", GPUS["a100"]), ("big", GPUS["a100"])):
         batch = batch_of(load_recipe([ROOT / "configs" / f"wmt14_en_de_{model}.yaml"]))

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.slow
 
 
 def blocks(bundle: Path, section: str, language: str) -> list[str]:
-    """The programs in a section of a bundle's README."""
     [found] = [
         part for part in (bundle / "README.md").read_text(encoding="utf-8").split("\n## ") if part.startswith(section)
     ]

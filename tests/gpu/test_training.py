@@ -172,8 +172,6 @@ def test_tritons_kernels_are_chosen_where_they_can_run() -> None:
 
 
 class _CountCompilations(Callback):
-    """Counts compilations before the first training step, and in all steps."""
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.before = -1
         self._compilations = Compilations().__enter__()

@@ -28,8 +28,6 @@ window.__text = () => window.__all().filter(e => !['STYLE', 'SCRIPT', 'NOSCRIPT'
 
 
 class Browser:
-    """A browser process with one page."""
-
     def __init__(self, profile: Path, width: int = 1400, height: int = 1000) -> None:
         binary = shutil.which("chromium")
         assert binary, "Debian's chromium is not installed"
@@ -80,11 +78,9 @@ class Browser:
                 return answer["result"]
 
     def open(self, address: str) -> None:
-        """Navigate to an address."""
         self._send("Page.navigate", url=address)
 
     def run(self, script: str) -> Any:
-        """Return the value of a JavaScript expression."""
         answer = self._send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -98,11 +94,9 @@ class Browser:
         return value
 
     def text(self) -> str:
-        """Return all text on the page."""
         return self.run("window.__text()")
 
     def wait_for_text(self, text: str) -> None:
-        """Wait until the page contains a text."""
         self.wait(f"window.__text().includes({json.dumps(text)})")
 
     def click(self, selector: str, text: str = "") -> None:
@@ -118,7 +112,6 @@ class Browser:
         path.write_bytes(base64.b64decode(self._send("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
-        """Close the browser and wait for it to exit."""
         self._send("Browser.close")
         self._process.wait(30)
         self._to.close()

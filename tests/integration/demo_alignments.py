@@ -22,8 +22,6 @@ _FORMS = {
 
 
 class AlignedPair(NamedTuple):
-    """A sentence pair."""
-
     source: str
     target: str
     words: set[tuple[int, int]]
@@ -31,7 +29,6 @@ class AlignedPair(NamedTuple):
 
 
 def aligned_pairs(seed: int, count: int) -> Iterator[AlignedPair]:
-    """Yield pairs of English and German sentences."""
     plain, marked = (Author(lexicon, random.Random(seed)) for lexicon in (Lexicon(), _marked_lexicon()))
     for _ in range(count):
         pair, with_marks = plain.sentence(), marked.sentence()

@@ -72,7 +72,6 @@ def assert_same_state(left: Path, right: Path) -> None:
 
 
 def position(contents: dict) -> dict:
-    """Return the position in the data that a checkpoint holds."""
     [state] = contents["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     return state
 
@@ -92,7 +91,6 @@ def still_running(pids: set[int]) -> set[int]:
 
 
 def _processes() -> dict[int, tuple[int, str]]:
-    """Return the parent and the state of every process, by id."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid=,state="], capture_output=True, text=True, check=True).stdout
     rows = (line.split() for line in listed.splitlines())
     return {int(pid): (int(parent), state) for pid, parent, state in rows}

@@ -15,8 +15,6 @@ Step = dict[int, list[int]]
 
 
 class Stage:
-    """One start of a run, and the pairs that it trained on."""
-
     def __init__(self, records: Path, *command: object, kill_after: Path | None = None) -> None:
         records.mkdir()
         node = records.with_name(f"{records.name}-node")  # has no plan of an epoch from another start

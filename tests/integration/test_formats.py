@@ -35,7 +35,6 @@ class Place(NamedTuple):
     text: Path
 
     def commands(self, kind: str) -> list[list[object]]:
-        """Return the commands that read files of a kind."""
         fit = ["fit", "--config", self.recipe, "--corpus.folder", self.corpus]
         with_text = ["--source", self.text, "--reference", self.text]
         return {

@@ -42,7 +42,6 @@ class SmallDisk:
         self.children = descendants(self.process)
 
     def fill(self, leave: int) -> None:
-        """Fill the disk except for `leave` bytes."""
         if not self.mounted:
             limit = max(leave, 30_000)  # enough for its stderr, but not for its curves
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -62,7 +61,6 @@ class SmallDisk:
                     allocated += size
 
     def stderr(self) -> str:
-        """Return the standard error so far."""
         return self._stderr.read_text()
 
     def wait_for(self, text: str) -> None:

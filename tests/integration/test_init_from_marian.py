@@ -19,7 +19,6 @@ LINES = [">>de<< the dog", "the\u00a0dog Ä ☃", *sentences(30, seed=7)]
 
 
 def run(*arguments: object, text: list[str] | None = None, code: int = 0) -> tuple[list[str], str]:
-    """The lines on standard output, and standard error."""
     done = pipeline(*arguments, text="".join(line + "\n" for line in text) if text else None)
     assert done.returncode == code, done.stderr.decode()
     return done.stdout.decode().splitlines(), done.stderr.decode()

@@ -35,8 +35,6 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 class FastPath(NamedTuple):
-    """A row of the table."""
-
     check: Callable[..., None]
     """Compares; takes a device, then a case."""
     cases: list[tuple[Any, ...]]

@@ -25,8 +25,6 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 
 
 class Build(NamedTuple):
-    """A compiled kernel."""
-
     registers: int
     """Of a thread."""
     spilled: int
@@ -75,7 +73,6 @@ def build_attention(name: str, options: Options, capability: int) -> Build:
 def build_loss(
     vocabulary_size: int, dtype: torch.dtype, has_gradient: bool, capability: int, of_pairs: bool = False
 ) -> Build:
-    """Compile the loss kernel, or that of R-Drop, for a compute capability."""
     kernel = triton_loss._row_pair if of_pairs else triton_loss._row
     types = dict.fromkeys(kernel.arg_names, "*fp32")
     types |= {"logits": "*" + TYPES[dtype], "targets": "*i64", "epsilon": "fp32", "alpha": "fp32"}

@@ -94,7 +94,6 @@ def each(sentences: Sentences, kind: str) -> Iterator[tuple[slice, slice]]:
 def run(
     tensors: list[Tensor], heads: Heads, sentences: Sentences, kind: str, dropout: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run Triton's kernel."""
     from model.fast.triton_attention import segment_attention
 
     own = segments(sentences, kind, tensors[0].device.type)

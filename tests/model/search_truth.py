@@ -157,7 +157,6 @@ def _log_probabilities(network: PaddedTransformer, source: Tensor, answers: list
 
 
 def forced_log_probability(network: Network, source: Tensor, answer: list[int]) -> float:
-    """Return log P(answer | source) of one answer in float64."""
     return forced_log_probabilities(network, source, [answer])[0]
 
 
@@ -166,8 +165,6 @@ def penalized(log_probability: float, length: int, alpha: float) -> float:
 
 
 class Reference(NamedTuple):
-    """The answers of a search in float64."""
-
     answers: list[tuple[float, list[int]]]
     """Score and tokens, best first."""
     margin: float

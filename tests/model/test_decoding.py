@@ -211,7 +211,6 @@ class Observed(PaddedTransformer):
 
 
 def observed(network: Transformer, endless: bool = False) -> tuple[BeamSearch, Observed]:
-    """Return a search and its network."""
     search, padded = BeamSearch(network, BOS, EOS, PAD).eval(), Observed(network)
     padded.batch_sizes, padded.endless = [], endless
     search.network = padded

@@ -32,7 +32,6 @@ def embedded(net: Transformer, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def copy_attention(own: SelfAttention | CrossAttention, theirs: nn.MultiheadAttention) -> None:
-    """Return torch.nn's multi-head attention with our weights."""
     if isinstance(own, SelfAttention):
         weight, bias = own.query_key_value.weight, own.query_key_value.bias
     else:
@@ -47,7 +46,6 @@ def copy_attention(own: SelfAttention | CrossAttention, theirs: nn.MultiheadAtte
 def copy_layer(
     own: EncoderLayer | DecoderLayer, theirs: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
 ) -> None:
-    """Give torch.nn's layer our weights."""
     copy_attention(own.self_attention, theirs.self_attn)
     norms = [own.self_attention_residual.norm]
     if isinstance(own, DecoderLayer):

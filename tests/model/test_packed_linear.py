@@ -34,8 +34,6 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 
 class PackedProducts(TorchDispatchMode):
-    """Counts products with packed weights."""
-
     count = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:

@@ -83,15 +83,11 @@ def make_module(
 
 
 class Step(NamedTuple):
-    """Return value of a training step, and the weights after it."""
-
     output: dict[str, Any]
     weights: Tensor
 
 
 class Recorder(Callback):
-    """Records all training steps."""
-
     def __init__(self) -> None:
         self.steps: list[Step] = []
 

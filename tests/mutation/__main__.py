@@ -111,7 +111,6 @@ def verdicts(pool: ProcessPoolExecutor, module: str, target: dict[str, Any], eve
 
 
 def main() -> int:
-    """Test the mutants, print the score of each module and list the survivors."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
     parser.add_argument("modules", nargs="*", help="modules of targets.yaml (default: all), or others with --tests")
     parser.add_argument("--tests", nargs="+", help="tests to run in place of those that targets.yaml lists")

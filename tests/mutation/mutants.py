@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """One change of a module."""
-
     module: str
     line: int
     before: str

@@ -84,6 +84,5 @@ HEADS = {"ffn_dim": 32, "attention_heads": 2}
 
 
 def load(folder: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer, as their users load them."""
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, local_files_only=True)
     return model.eval(), transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)

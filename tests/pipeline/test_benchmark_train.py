@@ -134,7 +134,6 @@ def batch(padded: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 
 def with_weights_of(ours: Transformer, settings: NetworkSettings) -> TorchNetwork:
-    """Return the torch baseline with our weights."""
     network = TorchNetwork(PIECES, settings)
     network.embedding.load_state_dict(ours.embedding.state_dict())
     for mine, theirs in zip(

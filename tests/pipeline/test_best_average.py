@@ -55,7 +55,6 @@ def run(ten_checkpoints: Path, tmp_path: Path) -> Path:
 
 
 def log_scores(run: Path, bleu: Mapping[int, float | None]) -> None:
-    """Replace the logged validation scores."""
     lines = [{"step": step, "time": 0.0, "validation/bleu": score} for step, score in bleu.items()]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 

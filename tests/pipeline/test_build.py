@@ -46,7 +46,6 @@ def make_start(recipe_file: Path, *overrides: object, resume: ResumePoint | None
 
 
 def callbacks(start: Start) -> dict[str, Any]:
-    """Return the callbacks by the names of their classes."""
     data = build_data(start.recipe, start.tokenizer, Backend())
     return {type(callback).__name__: callback for callback in build_callbacks(start, data, Backend())}
 

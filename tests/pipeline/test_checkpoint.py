@@ -256,7 +256,6 @@ def test_a_full_disk_is_one_line_and_leaves_no_file(tmp_path: Path, kind: type) 
 
 
 def broken_checkpoints(run: Path, folder: Path) -> dict[Path, str]:
-    """Return the files and what each is refused with."""
     complete = run / "checkpoints" / "step=00000240.ckpt"
     contents = torch.load(complete, weights_only=True)
     checkpoints: dict[Path, str] = {}

@@ -32,8 +32,6 @@ from tests.conftest import pipeline
 
 
 class Real(NamedTuple):
-    """A program of the project."""
-
     load: Callable[[], Any]
     name: str
 

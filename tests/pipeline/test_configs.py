@@ -65,7 +65,6 @@ layer and three layer norms each. An attention has 4 x (512 x 512 + 512) paramet
 
 
 def name_of(path: Path) -> str:
-    """Return the name of a recipe as in PARAMETERS."""
     return str(path.relative_to(CONFIGS).with_suffix(""))
 
 

@@ -95,7 +95,6 @@ def own_optimizer(*arguments: Any) -> Any:
 
 
 def same(values: Iterable[Any]) -> Any:
-    """Return the value of them all."""
     first, *others = values
     assert all(other == first for other in others), [first, *others]
     return first

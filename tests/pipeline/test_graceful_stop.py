@@ -112,7 +112,6 @@ def make_checkpoints(folder: Path, tokenizer: Path) -> CheckpointCallback:
 def make_callback(
     folder: Path, tokenizer: Path, timeout_seconds: int = TIMEOUT_SECONDS
 ) -> tuple[GracefulStop, Trainer, OneWeight]:
-    """Return the callback, and what its hooks are called with."""
     callback = GracefulStop(make_checkpoints(folder, tokenizer), timeout_seconds)
     return callback, Trainer(logger=False, plugins=[AtomicCheckpointIO()]), OneWeight(None)
 

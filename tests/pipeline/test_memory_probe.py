@@ -35,8 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
 
 
 class RecordState(Callback):
-    """Record the state that a training step depends on when training starts."""
-
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
 
@@ -197,8 +195,6 @@ def resident_memory() -> int:
 
 
 class RecordCopy(Callback):
-    """Record how large the copy is when training starts."""
-
     def __init__(self, writer: AtomicCheckpointIO) -> None:
         self.writer = writer
         self.seen: list[int] = []

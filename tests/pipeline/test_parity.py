@@ -40,8 +40,6 @@ def truth(searched: Parity, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, 
 
 
 class Fixed(Runner):
-    """A format with given answers."""
-
     def __init__(self, parity: Parity, beam: list[list[Answer]], greedy: list[Answer], **kinds: bool) -> None:
         vars(self).update(kinds)
         self.answers = {tuple(source): one for source, *one in zip(parity.sources, beam, greedy, strict=True)}

@@ -382,7 +382,6 @@ def documents(draw: st.DrawFn) -> str:
 
 
 def read_or_refuse(path: Path, text: str, *overrides: str) -> Recipe | None:
-    """Load a recipe; return None if it is refused in one line."""
     path.write_text(text, encoding="utf-8")
     try:
         return load_recipe([path], overrides)

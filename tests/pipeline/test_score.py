@@ -62,7 +62,6 @@ def with_languages(trained: TrainedModel, path: Path, source: str, target: str) 
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> list[list[str]]:
-    """Run `score` and return the columns of each line."""
     capsys.readouterr()
     assert main(["score", *map(str, words)]) == 0, capsys.readouterr().err
     return [line.split("\t") for line in capsys.readouterr().out.splitlines()]

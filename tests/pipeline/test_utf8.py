@@ -18,7 +18,6 @@ NAME = "größe-東京"
 
 
 def run(words: list[str], folder: Path, environment: dict[str, str]) -> tuple[int, bytes, bytes]:
-    """Run Python in a new process; return its exit code, output and errors."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment, capture_output=True, check=False, timeout=300

@@ -65,7 +65,6 @@ PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE PreemptMode=OFF 
 
 
 def missing() -> list[str]:
-    """Return the programs of SLURM that are not installed."""
     return [name for name in NEEDED if shutil.which(name, path=os.environ["PATH"] + ":" + SBIN) is None]
 
 
@@ -128,7 +127,6 @@ class Cluster:
         self.wait_until(self.is_idle, 100)
 
     def start_node(self, node: str) -> None:
-        """Start the daemon of a node."""
         inside = self._links.inside(node) if self._links else []
         self._run_forever(node, *inside, "slurmd", "-D", "-N", node, "-f", self.environment["SLURM_CONF"])
 
@@ -163,7 +161,6 @@ class Cluster:
             )
 
     def is_idle(self) -> bool:
-        """Return whether all nodes are up and idle."""
         lines = self.run("sinfo", "-h", "-N", "-p", "normal", "-o", "%N %T", check=False).stdout.split("\n")[:-1]
         return len(lines) == len(self.nodes) and all(line.endswith(" idle") for line in lines)
 
@@ -242,7 +239,6 @@ class Cluster:
 
     @staticmethod
     def sleep(seconds: float) -> None:
-        """Sleep."""
         time.sleep(seconds)
 
     @staticmethod
@@ -255,8 +251,6 @@ class Cluster:
 
 
 class Job:
-    """A submitted job."""
-
     def __init__(self, cluster: Cluster, number: str) -> None:
         self.cluster, self.number = cluster, number
 
@@ -269,7 +263,6 @@ class Job:
 
     @property
     def state(self) -> str:
-        """The state by SLURM's name."""
         return self.fields()["JobState"]
 
     def hosts(self) -> list[str]:
@@ -278,17 +271,14 @@ class Job:
 
     @property
     def restarts(self) -> int:
-        """How often the job was requeued."""
         return int(self.fields()["Restarts"])
 
     @property
     def log(self) -> str:
-        """The log so far."""
         path = self.cluster.folder / "logs" / f"job-{self.number}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait(self, seconds: float = 300) -> str:
-        """Wait until the job has ended, and return its state."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
         try:
             self.cluster.wait_until(lambda: self.state in over, seconds)
@@ -309,7 +299,6 @@ class Job:
 
 
 def processes() -> list[tuple[int, str]]:
-    """Return the process ids and command lines of all processes."""
     listed = subprocess.run(["ps", "-eo", "pid=,args=", "-ww"], capture_output=True, text=True, check=True).stdout
     return [(int(pid), arguments) for pid, arguments in (line.split(None, 1) for line in listed.splitlines())]
 

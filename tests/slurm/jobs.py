@@ -34,12 +34,10 @@ def train(
 
 
 def resumed_from(job: Job) -> list[int]:
-    """Return the steps that the starts of a job have resumed from."""
     return [step_of(Path(line.split()[-1])) for line in job.log.splitlines() if line.startswith("resuming from")]
 
 
 def saved_after(job: Job) -> list[int]:
-    """Return the steps after which a job has stopped on request."""
     return [
         int(line.split("saved after step ")[1].split(";")[0])
         for line in job.log.splitlines()
@@ -48,7 +46,6 @@ def saved_after(job: Job) -> list[int]:
 
 
 def wait_until_saved(job: Job, run: Path, step: int) -> None:
-    """Wait until a run has a checkpoint of this step or a later one."""
     try:
         job.cluster.wait_until(lambda: any(step_of(path) >= step for path in checkpoints(run)), 200)
     except AssertionError:
@@ -56,5 +53,4 @@ def wait_until_saved(job: Job, run: Path, step: int) -> None:
 
 
 def weights_of(run: Path) -> dict[str, Tensor]:
-    """Return the weights of the newest checkpoint."""
     return torch.load(checkpoints(run)[-1], weights_only=True)["state_dict"]

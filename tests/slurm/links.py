@@ -55,7 +55,6 @@ class Links:
         ip("link", "set", self._names[node], "down")
 
     def mend(self, node: str) -> None:
-        """Undo `cut`."""
         ip("link", "set", self._names[node], "up")
 
 

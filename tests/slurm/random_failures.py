@@ -36,8 +36,6 @@ OPTIONS += ["--trainer.max_steps", 80, "--run.timeout_seconds", 6]
 
 
 class Trial:
-    """One job and its failures."""
-
     def __init__(self, cluster: Cluster, links: Links, recipe: Path, folder: Path, choice: random.Random) -> None:
         self.cluster, self.links, self.recipe, self.folder, self.choice = cluster, links, recipe, folder, choice
         self.run = folder / "run"
@@ -46,7 +44,6 @@ class Trial:
         self.job = self.submit(self.run, NUM_NODES, MIN_NODES=str(MIN_NODES), SLOW_RANK=str(choice.randrange(2)))
 
     def submit(self, run: Path, nodes: int, *options: object, **environment: str) -> Job:
-        """Submit the recipe."""
         all_options = [*OPTIONS, *options]
         environment = {**SLOWLY, "GLOO_SOCKET_IFNAME": "eth0", **environment}
         return train(self.cluster, self.recipe, run, *all_options, nodes=nodes, environment=environment)
@@ -107,7 +104,6 @@ class Trial:
         return {"ranks": counts, "steps": steps, "requeues": restarts, "equal": True}
 
     def mend(self) -> None:
-        """Bring all nodes back."""
         for node in self.cut:
             self.links.mend(node)
         for node in self.lost:

@@ -34,7 +34,6 @@ def test_scripts_are_clean() -> None:
 
 
 def chain(cluster: Cluster, recipe: Path, *options: object) -> dict[str, Job]:
-    """Run submit.sh and return the jobs that it has submitted."""
     asked = {
         "JOB_OPTIONS": f"--output={cluster.folder}/logs/job-%j.log {ANY_NODE}",
         "TRAIN_OPTIONS": f"--nodes=2 {' '.join(NO_GPUS)}",

@@ -41,7 +41,6 @@ TESTS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run the requested stages, or a single stage in this process."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.harvest", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="a file of JSON lines; .log is written beside it")
     parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated stages (default: %(default)s)")
@@ -81,7 +80,6 @@ def main(arguments: list[str]) -> int:
 
 
 def run_one(stage: str, output: Path, device: str, tiny: bool) -> None:
-    """Run a stage in this process."""
     job = Job(stage, output, torch.device(device), tiny)
     module = importlib.import_module(f"tests.gpu.harvest.{STAGES[stage][0]}")
     with torch.compiler.set_stance("force_eager" if tiny else "default"):

@@ -25,15 +25,12 @@ NUM_STEPS = 4
 
 
 def append(path: Path, stage: str, name: str, **values: Any) -> None:
-    """Write one result."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"stage": stage, "name": name, **values}) + "\n")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run of one stage."""
-
     stage: str
     output: Path
     device: torch.device
@@ -41,7 +38,6 @@ class Job:
     """Use very small sizes and compile nothing, to check that the code runs."""
 
     def record(self, name: str, **values: Any) -> None:
-        """Write one result."""
         append(self.output, self.stage, name, **values)
 
     def attempt(self, name: str, work: Callable[[], dict[str, Any]], **values: Any) -> None:

@@ -28,8 +28,6 @@ TOP_KERNELS = 30
 
 
 class Case(NamedTuple):
-    """A way to train."""
-
     kernels: str = "triton"
     compiled: bool = False
     micro_batches: int = 1
@@ -42,12 +40,10 @@ MORE_CASES = [Case(micro_batches=8), Case("pytorch", in_blocks=True)]
 
 
 def run_base(job: Job) -> None:
-    """Measure the base model."""
     _run(job, NetworkSettings(), [*CASES[:2], *MORE_CASES, CASES[2], Case("pytorch", compiled=True)])
 
 
 def run_big(job: Job) -> None:
-    """Measure the big model."""
     _run(job, NetworkSettings(d_model=1024, d_ff=4096, num_heads=16, dropout=0.3), CASES)
 
 

@@ -108,14 +108,12 @@ def without_paths(program: bytes) -> bytes:
 
 
 def without_metadata(file: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Remove owner and time."""
     file.mtime = file.uid = file.gid = 0
     file.uname = file.gname = ""
     return file
 
 
 def write() -> None:
-    """Write both files."""
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         write_texts(Path("texts"))
