@@ -34,6 +34,10 @@ OURS = {"data_module", "model", "pipeline", "tests"}
 WORDS = ["the", "a", "red", "blue", "old", "new", "house", "tree", "dog", "cat"]
 WORDS += ["sees", "likes", "has", "and", "near", "under", "big", "small"]
 
+ALONE = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+ALONE["use_distributed_sampler"] = False
+"""Options of a Trainer that trains and does nothing else."""
+
 
 def sentences(count: int, seed: int, lengths: Sequence[int] = range(2, 15)) -> list[str]:
     """Return random sentences of as many words as one of `lengths`."""

@@ -15,16 +15,14 @@ from tests.gpu.harvest.__main__ import STAGES, TESTS, main, run_one, run_stage
 from tests.gpu.harvest.job import NUM_STEPS, SPECIAL, STEP_TOKENS, pair_lengths, training_steps
 from tests.gpu.harvest.training import Case, kernels_of
 
+MESSAGES = ("validation_step", "LeafSpec", "torch.profiler", "Profiler clears events", "`transfer_batch_to_device`")
+pytestmark = [pytest.mark.filterwarnings(f"ignore:.*{message}") for message in MESSAGES]
+
 
 def read(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
-@pytest.mark.filterwarnings("ignore:.*validation_step")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
-@pytest.mark.filterwarnings("ignore:.*torch.profiler")
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
 def test_every_stage_writes_its_results(tmp_path: Path) -> None:
     output = tmp_path / "harvest.jsonl"
     for stage in ("rates", "attention", "loss", "base", "decoding"):

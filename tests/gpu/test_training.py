@@ -33,9 +33,17 @@ from pipeline.runtime.backend import choose_backend
 from pipeline.runtime.devices import precision_plugin
 from pipeline.training.memory_probe import MemoryProbe
 from tests.compilations import Compilations
+from tests.conftest import ALONE
 from tests.gpu.backends import make_backend
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, packed, padded
 
+WARNINGS = ["You have overridden `transfer_batch_to_device`", ".*does not have many workers", ".*LeafSpec"]
+WARNINGS += ["Synchronization debug mode is a prototype", "Total length of .* across ranks is zero"]
+WARNINGS += [
+    "Warning. Profiler clears events",
+    ".*should not be instantiated",
+]  # the last is the compiler's about itself
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in WARNINGS]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NETWORK = NetworkSettings(num_layers=1, d_model=128, d_ff=64, num_heads=2, dropout=0.0)
 """Its heads have a size that every kernel supports."""
@@ -113,11 +121,6 @@ class _NoWaiting(Callback):
         pytest.param(True, "bf16-mixed", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # a warning of the compiler about itself
 def test_no_step_waits_for_the_device(
     device: str, kernels: str, compiled: bool, precision: str, corpus_folder: Path
 ) -> None:
@@ -137,12 +140,8 @@ def test_no_step_waits_for_the_device(
         max_steps=16,
         max_epochs=-1,
         limit_val_batches=0,
-        logger=False,
-        use_distributed_sampler=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[TrainingMonitor(every_steps=100), EMA(decay=0.9), watch],
+        **ALONE,
     )
     try:
         made = module("cpu", backend=backend)
@@ -194,12 +193,8 @@ def train_alone(data: TranslationDataModule, made: TranslationModule, strategy: 
         max_steps=8,
         max_epochs=-1,
         limit_val_batches=0,
-        logger=False,
-        use_distributed_sampler=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=list(callbacks),
+        **ALONE,
     )
     try:
         trainer.fit(made, datamodule=data)
@@ -216,11 +211,6 @@ def single_stream_ddp() -> SingleStreamDDP:
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
-@pytest.mark.filterwarnings("ignore:Total length of .* across ranks is zero")
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's, of PyTorch 2.11
 def test_nothing_is_compiled_in_training_steps(
     parallel: bool, corpus_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,10 +227,6 @@ def test_nothing_is_compiled_in_training_steps(
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:You have overridden `transfer_batch_to_device`")
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
-@pytest.mark.filterwarnings("ignore:Total length of .* across ranks is zero")
 def test_ddp_uses_the_stream_of_training(corpus_folder: Path) -> None:
     """PyTorch warns where gradients are accumulated on another stream; a warning is an error here."""
     torch.set_warn_always(True)
@@ -259,7 +245,6 @@ def test_training_batches_are_in_memory_that_a_gpu_copies_by_itself(device: str,
         assert share.to(device, non_blocking=True).ids.device.type == device
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 @pytest.mark.parametrize(("device", "layout"), [LAYOUTS[1], *LAYOUTS[3:], FLASH])
 def test_kernels_of_packed_rows(device: str, layout: str) -> None:
     """The encoder and both attentions of the decoder take the kernel of the layout, forward and backward."""
@@ -280,7 +265,6 @@ def test_kernels_of_packed_rows(device: str, layout: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["pytorch", "triton"])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_all_batches_of_a_gpu_share_one_graph(kernels: str) -> None:
     """Whatever their sentences are, and however many; eager results."""
     made, eager = module("cuda", kernels, compiled=True), module("cuda", kernels)

@@ -25,6 +25,7 @@ from model.fast.captured_step import CapturedStep
 from model.fast.cast_weights import CastWeights
 from model.settings import TrainingSettings
 from pipeline.runtime.devices import precision_plugin
+from tests.conftest import ALONE
 from tests.model.sentence_batches import Lengths, packed, row_shape
 from tests.model.test_compilation import masked_attention
 from tests.model.test_training_module import TRAINING, Recorder, Step, fit, make_module, pytestmark  # noqa: F401
@@ -147,11 +148,8 @@ def test_graphs_on_a_gpu_compute_the_same_steps() -> None:
             devices=1,
             precision="bf16-mixed",
             max_steps=6,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[recorder],
+            **ALONE,
         )
         trainer.fit(module, DataLoader(make_shares(), batch_size=None, pin_memory=True))
         results.append([step.weights for step in recorder.steps])

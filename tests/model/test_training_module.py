@@ -27,6 +27,7 @@ from model.padded_transformer import PaddedTransformer
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
 from model.training_module import TranslationModule
 from model.transformer import Transformer
+from tests.conftest import ALONE
 from tests.model.sentence_batches import PAD, SPECIAL, VOCABULARY, Lengths, packed, padded
 
 pytestmark = [
@@ -102,10 +103,7 @@ def make_trainer(rank: int = 0, num_ranks: int = 1, **options: Any) -> Trainer:
     return Trainer(
         accelerator="cpu",
         strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **ALONE,
         **options,
     )
 

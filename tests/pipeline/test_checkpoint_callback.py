@@ -24,7 +24,7 @@ from pipeline.config.recipe import load_recipe
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.signals import Stopped
 from pipeline.runtime.step_clock import StepClock
-from tests.conftest import ROOT
+from tests.conftest import ALONE, ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*", "ignore:.*sync_dist=True.*")
 
@@ -91,12 +91,9 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
             val_check_interval=validate_every,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             callbacks=[*before, checkpoint_callback, *after],
             plugins=[AtomicCheckpointIO()],
+            **ALONE,
         )
         with suppress(Stopped):
             validation = DataLoader(torch.zeros(1)) if is_validated else None

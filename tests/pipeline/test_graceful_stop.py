@@ -38,7 +38,7 @@ from pipeline.training.graceful_stop import (
     StopConsensus,
     validation_is_pending,
 )
-from tests.conftest import ROOT
+from tests.conftest import ALONE, ROOT
 
 SERVER = multiprocessing.get_context("forkserver")
 """Starts ranks from a process in which no test has run: after a backward pass, a fork could not run another one."""
@@ -131,13 +131,9 @@ def train(folder: Path, tokenizer: Path, event: Event | None, max_steps: int, ma
         val_check_interval=4,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         callbacks=[checkpoints, GracefulStop(checkpoints, TIMEOUT_SECONDS, max_seconds)],
         plugins=[AtomicCheckpointIO(), LightningEnvironment()],
+        **ALONE,
     )
     disable_signal_handling(trainer)
     found = step_checkpoints(folder)

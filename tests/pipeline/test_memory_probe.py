@@ -29,7 +29,7 @@ from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.memory import MemoryLimit, host_memory_limit, private_memory
 from pipeline.training.memory_probe import MemoryProbe, lengths_to_try
-from tests.conftest import ROOT, pipeline
+from tests.conftest import ALONE, ROOT, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*transfer_batch_to_device.*")
 
@@ -72,13 +72,9 @@ def fit(
         accelerator="cpu",
         max_steps=max_steps,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
         callbacks=[callback or MemoryProbe(data) for callback in callbacks],
         plugins=[writer or AtomicCheckpointIO()],
+        **ALONE,
     )
     trainer.fit(module, datamodule=data)
 

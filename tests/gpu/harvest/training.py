@@ -19,6 +19,7 @@ from pipeline.monitoring.performance import training_flops
 from pipeline.runtime.console import quiet_lightning
 from pipeline.runtime.step_clock import Stopwatch
 from tests.compilations import Compilations
+from tests.conftest import ALONE
 from tests.gpu.backends import make_backend
 from tests.gpu.harvest.job import PIECES, SPECIAL, STEP_TOKENS, Job, pair_lengths, per_second, training_steps
 
@@ -76,12 +77,8 @@ def _train(job: Job, module: TranslationModule, case: Case, tokens: int, best: f
             max_epochs=-1,
             limit_val_batches=0,
             num_sanity_val_steps=0,
-            use_distributed_sampler=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            logger=False,
             callbacks=[measurement],
+            **ALONE,
         )
         trainer.fit(module, train_dataloaders=cycle(steps))
     milliseconds = measurement.figures["step_milliseconds"]
