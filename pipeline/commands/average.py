@@ -50,8 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     if count < 1:
         raise InputError(f"--{option} {count} is not 1 or more")
     output = arguments.output or arguments.run / f"average-{option}-{count}.ckpt"
-    if output.is_dir():
-        raise InputError(f"{output}: is a folder; give a file as --output")
+    if output.exists() and not output.is_file():
+        # A device such as /dev/null too, whose place the file would take.
+        raise InputError(f"{output}: is a folder or a device; give a file as --output")
     averaged = average_last(arguments.run, count) if option == "last" else average_best(arguments.run, count)
     write_atomic(averaged, output)
     print(f"averaged {', '.join(averaged['averaged'])}", file=sys.stderr)

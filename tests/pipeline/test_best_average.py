@@ -1,6 +1,7 @@
 """`average --best`: which checkpoints it averages, what it writes, and what it refuses."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -228,7 +229,9 @@ def test_mistakes_are_reported_in_one_line(run: Path) -> None:
     log_scores(run, {10 * EVERY: 1.0})
     assert refused(run, 0) == "error: --best 0 is not 1 or more"
     assert "is a file; give the run folder" in refused(step_checkpoints(run)[0], 1)
-    assert "is a folder; give a file as --output" in refused(run, 1, "--output", run)
+    os.mkfifo(run / "pipe")
+    for output in (run, run / "pipe"):
+        assert "is a folder or a device; give a file as --output" in refused(run, 1, "--output", output)
     assert "argument --last: not allowed with argument --best" in refused(run, 2, "--last", 2)
     (run / "metrics.jsonl").write_text('{"step": 1, "time": 0.0, "train/loss": 1.0}\n')
     assert "metrics.jsonl has no validation scores to choose checkpoints by; give --last N" in refused(run, 2)
