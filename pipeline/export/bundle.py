@@ -4,7 +4,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +175,7 @@ def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":
     path = folder / FILES["torchscript"]
     if not path.is_file():
         raise InputError(f"{folder}: has no {path.name}, which translates; export it again with --format torchscript")
-    recipe, decoding = _settings_of(folder / "card.json")
+    recipe, decoding, tokenizer_sha256 = _settings_of(folder / "card.json")
     settings = options.in_place_of(decoding)
     print(f"using {path}", file=sys.stderr)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -183,7 +183,13 @@ def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":
         search = load_torchscript(path, device)
     except RuntimeError:
         raise InputError(f"{path}: is damaged or not a TorchScript file; export it again") from None
-    tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    tokenizer = None
+    with suppress(InputError):
+        tokenizer = Tokenizer.load(folder / "tokenizer.model")
+    if not tokenizer or (tokenizer.sha256, tokenizer.vocabulary_size) != (tokenizer_sha256, search.vocabulary_size):
+        raise InputError(
+            f"{folder}: tokenizer.model, card.json and {path.name} do not belong together; export it again"
+        )
     # The first call packs weights, which threads must not do at the same time.
     search.greedy(torch.tensor([[tokenizer.eos_id]], device=device), None, 0)
     return Translator(
@@ -191,8 +197,11 @@ def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":
     )
 
 
-def _settings_of(path: Path) -> tuple[dict[str, Any], "DecodingSettings"]:
-    """Return the recipe in a bundle's card and its settings of the search; raise InputError if it is no card."""
+def _settings_of(path: Path) -> tuple[dict[str, Any], "DecodingSettings", str]:
+    """Return the recipe in a bundle's card, its settings of the search and the tokenizer's hash.
+
+    Raises InputError if it is no card.
+    """
     from model.settings import DecodingSettings
     from pipeline.export.card import START_OVER, parse_card
     from pipeline.inference.options import Prefixes
@@ -202,6 +211,6 @@ def _settings_of(path: Path) -> tuple[dict[str, Any], "DecodingSettings"]:
         recipe: dict[str, Any] = card["recipe"]
         Prefixes.of_corpus(recipe["corpus"])
         recipe["run"]["bleu_tokenizer"]  # `evaluate` reads it later
-        return recipe, DecodingSettings(**recipe["decoding"])
+        return recipe, DecodingSettings(**recipe["decoding"]), card["tokenizer_sha256"]
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{path}: is no card of a bundle; {START_OVER}") from None

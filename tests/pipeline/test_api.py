@@ -31,7 +31,7 @@ from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
 from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.translator import Translator, load_translator
 from pipeline.training import fit
-from tests.conftest import ROOT, sentences, tiny_recipe
+from tests.conftest import ROOT, sentences, tiny_recipe, train_tokenizer
 from tests.conftest import pipeline as run_command
 from tests.pipeline.test_export import make_model
 
@@ -230,6 +230,9 @@ def test_damaged_bundles(bundle: Path, tmp_path: Path) -> None:
         (folder / "card.json").write_text(text)
         assert "card.json: is no card of a bundle" in refusal(lambda: pipeline.load(folder))
     shutil.copy(bundle / "card.json", folder)
+    (folder / "tokenizer.model").write_bytes(train_tokenizer(["another text"], 15).model)
+    assert "do not belong together; export it again" in refusal(lambda: pipeline.load(folder))
+    shutil.copy(bundle / "tokenizer.model", folder)
     (folder / "model.ts").write_bytes((bundle / "model.ts").read_bytes()[:5000])
     assert "is damaged or not a TorchScript file" in refusal(lambda: pipeline.load(folder))
     (folder / "model.ts").unlink()
