@@ -207,7 +207,7 @@ class DecodingSettings:
             raise ValueError(f"decoding.stop_rule {self.stop_rule} is not {' or '.join(STOP_RULES)}")
         if self.beam_size < 1:
             raise ValueError(f"decoding.beam_size {self.beam_size} is not 1 or more")
-        if self.length_penalty < 0.0:
-            raise ValueError(f"decoding.length_penalty {self.length_penalty} is not 0 or more")
+        if not 0.0 <= self.length_penalty < math.inf:
+            raise ValueError(f"decoding.length_penalty {self.length_penalty} is not a finite number of 0 or more")
         if self.max_extra_tokens < 0:
             raise ValueError(f"decoding.max_extra_tokens {self.max_extra_tokens} is not 0 or more")

@@ -31,6 +31,7 @@ def test_defaults_are_the_papers() -> None:
     [
         (NetworkSettings, "network.d_ff", 0),
         (DecodingSettings, "decoding.length_penalty", -0.1),
+        (DecodingSettings, "decoding.length_penalty", float("nan")),
         (TrainingSettings, "training.r_drop_alpha", float("nan")),
         (TrainingSettings, "training.gradient_clip_norm", float("inf")),
     ],
