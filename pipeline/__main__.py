@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 from data_module.errors import PROGRAM, InputError
 from data_module.files import disk_full_error
 from pipeline.compat.metrics import leave_out_pyplot
-from pipeline.runtime.console import RendezvousError, discard_output, use_utf8, user_message
+from pipeline.runtime.console import RendezvousError, discard_output, open_closed_streams, use_utf8, user_message
 from pipeline.runtime.launch import report_mistake_to_script
 
 
@@ -114,6 +114,7 @@ def parse(command: str, words: list[str]) -> tuple[Any, argparse.Namespace]:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 after a user's mistake, or the command's own."""
     if arguments is None:
+        open_closed_streams()
         use_utf8()
         leave_out_pyplot()
         arguments = sys.argv[1:]

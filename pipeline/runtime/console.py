@@ -113,14 +113,26 @@ def user_message(error: Exception) -> str | None:
     return None
 
 
+def open_closed_streams() -> None:
+    """Open the null device in place of each standard stream that is closed, as by `2>&-`.
+
+    Python has None there, and `print(..., file=None)` would write messages to standard output, among translations.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the number of the closed one
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
+
+
 def use_utf8() -> None:
     """Start this process anew in Python's UTF-8 mode if the locale or PYTHONIOENCODING is of another encoding.
 
     Python reads both only when it starts. The processes that this one starts inherit the mode. A file name that is not
     UTF-8 is printed with the bytes that it has.
     """
-    streams = [stream for stream in (sys.stdin, sys.stdout, sys.stderr) if stream is not None]
-    names = [sys.getfilesystemencoding(), locale.getpreferredencoding(False), *(stream.encoding for stream in streams)]
+    streams = [stream.encoding for stream in (sys.stdin, sys.stdout, sys.stderr)]
+    names = [sys.getfilesystemencoding(), locale.getpreferredencoding(False), *streams]
     if all(codecs.lookup(name).name == "utf-8" for name in names) or os.environ.get(_UTF8_MODE) == "1":
         return
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}

@@ -42,6 +42,12 @@ def test_output_and_file_names_are_utf8(environment: dict[str, str], tmp_path: P
     assert f"error: '{NAME}' is not a command" in errors.decode()
 
 
+def test_messages_do_not_go_to_the_output_where_standard_error_is_closed(tmp_path: Path) -> None:
+    closed = ["-c", "import os, sys; os.close(2); os.close(0); os.execv(sys.executable, sys.argv[1:])"]
+    words = [sys.executable, "-m", "pipeline", "translate", "none"]
+    assert run([*closed, *words], tmp_path, {}) == (2, b"", b"")
+
+
 def test_a_file_name_that_is_not_utf8_is_printed_as_it_is(tmp_path: Path) -> None:
     name = b"gr\xf6\xdfe.yaml"
     words = ["-m", "pipeline", "recipe", "copy", "your_text", os.fsdecode(name)]
