@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 import model.loss
 from data_module.batching.batch import PackedBatch, PaddedBatch
-from model.fast import triton_attention
+from model.fast import triton_attention, triton_check
 from model.fast.triton_attention import TRITON_ATTENTION, segment_attention, segment_attention_backward
 from model.fast.triton_check import failure
 from model.fast.triton_loss import TRITON_LOSS
@@ -191,6 +191,8 @@ def test_the_check_before_training_accepts_the_kernels_and_names_those_that_are_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check = partial(failure, torch.float32, 1, 8, 12, device="cpu")
+    assert check() is None
+    monkeypatch.setattr(triton_check, "_LENGTHS", [(1, 3), (7, 9)])  # enough to be wrong, and soon interpreted
     assert check() is None
     plain = triton_attention.segment_attention
 
