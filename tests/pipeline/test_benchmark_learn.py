@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -153,12 +152,6 @@ def test_mistakes(
 def test_a_folder_that_is_there_is_kept(recipe_file: Path, tmp_path: Path) -> None:
     words = ["benchmark", "learn", "--config", recipe_file, "--updates", 1, "--output", tmp_path]
     assert "give another --output" in refusal(*words)
-
-
-def test_a_missing_library_is_reported(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    line = refusal("benchmark", "learn", "--config", recipe_file, "--minutes", 1, "--baseline", "marian")
-    assert "transformers is not installed" in line
 
 
 def test_a_baseline_that_diverges_ends_in_one_line(tmp_path: Path) -> None:

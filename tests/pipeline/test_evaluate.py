@@ -14,6 +14,7 @@ from pipeline.inference import translator
 from pipeline.inference.metrics import METRICS
 from pipeline.inference.options import Prefixes
 from pipeline.inference.text_io import Defects
+from tests.conftest import refusal
 from tests.pipeline.test_metrics import Lines
 
 
@@ -189,8 +190,7 @@ def test_a_prefix_for_files(
         ([*files, "--prefix", ">>it<<"], "--prefix >>it<<: is no prefix of this model; its prefixes are >>de<< >>fr<<"),
         (["--prefix", ">>de<<"], "--prefix: the sources of corpus.test have prefixes of their own; omit it, or give"),
     ):
-        assert main(["evaluate", "this", *options]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal("evaluate", "this", *options)
 
 
 def test_one_source_is_scored_as_a_whole(
@@ -214,8 +214,7 @@ def test_one_source_is_scored_as_a_whole(
         ({"source": str(source), "target": str(target)}, "test.en: 2 lines, but"),
     ):
         recipe["this"].recipe["corpus"] = corpus | {"test": [files]}
-        assert main(["evaluate", "this"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal("evaluate", "this")
 
 
 def test_the_output_is_no_input(
@@ -227,8 +226,8 @@ def test_the_output_is_no_input(
     link.symlink_to(reference)
     files = ["--source", str(source), "--reference", str(reference), "--prefix", ">>de<<"]
     for output in (source, reference, link):
-        assert main(["evaluate", "this", *files, "--output", str(output)]) == 2
-        assert f"{output}: is the text to score, and would be overwritten" in capsys.readouterr().err
+        message = f"{output}: is the text to score, and would be overwritten"
+        assert message in refusal("evaluate", "this", *files, "--output", output)
     assert (source.read_text(), reference.read_text()) == ("A b c d\n", "A b c e\n")
     output = tmp_path / "out.de"
     assert main(["evaluate", "this", *files, "--output", str(output)]) == 0
@@ -241,8 +240,7 @@ def test_invalid_pairs_are_left_out_where_the_recipe_says_so(
 ) -> None:
     assert main(["evaluate", "this"]) == 0
     (tmp_path / "0.tsv").write_bytes(b"a\ta\nb\xff\tb\nc\tc\n")
-    assert main(["evaluate", "this"]) == 2
-    assert f"this: {tmp_path}/0.tsv:2: invalid UTF-8" in capsys.readouterr().err
+    assert f"this: {tmp_path}/0.tsv:2: invalid UTF-8" in refusal("evaluate", "this")
     recipe["this"].recipe["corpus"]["drop_invalid_utf8"] = True
     assert main(["evaluate", "this"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["sources"]["de"]["sentences"] == 2 + 1

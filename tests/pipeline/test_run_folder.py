@@ -39,7 +39,7 @@ from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.runtime import launch, signals
 from pipeline.runtime.launch import JobStep, versions
 from pipeline.runtime.signals import Stopped
-from tests.conftest import ROOT, another_user
+from tests.conftest import ROOT, another_user, refusal
 
 HOLD_LOCK = """
 import fcntl, sys
@@ -368,11 +368,7 @@ def test_fit_notes_its_run_in_the_corpus(trained_run: Path, tiny_corpus: Path) -
 
 
 def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
-    recipe_file: Path,
-    tiny_corpus: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    recipe_file: Path, tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = Path(shutil.copytree(tiny_corpus, tmp_path / "corpus"))
     for name in ("ended", "running"):
@@ -382,8 +378,8 @@ def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
     command = ["prepare", str(recipe_file), "--force", "--corpus.folder", str(corpus)]
     before = (corpus / "manifest.json").stat().st_ino
     folder = RunFolder(tmp_path / "running")
-    assert main(command) == 2
-    assert f"{corpus}: the run in {folder.path} is training on it; wait for its end" in capsys.readouterr().err
+    said = f"{corpus}: the run in {folder.path} is training on it; wait for its end"
+    assert said in refusal(*command)
     assert (corpus / "manifest.json").stat().st_ino == before
     folder.close()
     began: list[RunFolder] = []
@@ -395,8 +391,7 @@ def test_a_corpus_is_not_replaced_while_a_run_trains_on_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "write_corpus", write_while_a_run_begins)
-        assert main(command) == 2
-    assert f"{corpus}: the run in {folder.path} is training on it; wait for its end" in capsys.readouterr().err
+        assert said in refusal(*command)
     assert (corpus / "manifest.json").stat().st_ino == before
     began[0].close()
     assert main(command) == 0

@@ -1,5 +1,6 @@
 """`recipe list` and `recipe copy`: names, and copies that are the same recipe in another folder."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from pipeline.__main__ import main
 from pipeline.config.recipe import load_recipe
 from pipeline.config.recipe_files import MODELINE, SCHEMA, first_sentence, shipped_recipes
+from tests.conftest import refusal
 from tests.pipeline.test_configs import CONFIGS, RECIPES, name_of
 
 
@@ -52,22 +54,17 @@ def test_first_sentence() -> None:
     assert first_sentence("One (Wu et al. 2021) of a,\nb ... c. Two.") == "One (Wu et al. 2021) of a, b ... c"
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def error(*words: object) -> str:
-        assert main(["recipe", *map(str, words)]) == 2
-        message = capsys.readouterr().err
-        assert message.count("\n") == 1
-        return message
-
+def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = functools.partial(refusal, "recipe")
     monkeypatch.chdir(tmp_path)
-    assert error("copy", "dmo") == "error: 'dmo' is not a shipped recipe; did you mean demo?\n"
+    assert error("copy", "dmo") == "error: 'dmo' is not a shipped recipe; did you mean demo?"
     assert "`python -m pipeline recipe list` lists them" in error("copy", "xyzxyz")
     (tmp_path / "demo.yaml").write_text("mine")
     assert error("copy", "demo").startswith("error: demo.yaml: exists already; give another file")
     assert (tmp_path / "demo.yaml").read_text() == "mine"
     (tmp_path / "multi30k_tiny.yaml").write_text("mine")
     assert error("copy", "multi30k_best") == (
-        "error: multi30k_tiny.yaml: multi30k_best extends it, and it is not the shipped one; copy to another folder\n"
+        "error: multi30k_tiny.yaml: multi30k_best extends it, and it is not the shipped one; copy to another folder"
     )
     assert not (tmp_path / "multi30k_best.yaml").exists()
     assert "extends one of that name" in error("copy", "wmt14_en_de_big", "wmt14_en_de_base.yaml")
