@@ -61,9 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Translate until the input ends; the exit code is 1 if a translation process has ended before."""
+    """Translate until the input ends; the exit code is 1 if memory ran out or a translation process ended before."""
     from data_module.errors import InputError
-    from pipeline.inference.parallel import WorkerError
+    from pipeline.inference.parallel import WorkerError, lacking_memory
 
     given_sampling(arguments)  # refuses what cannot be
     n_best = 1 if arguments.n_best is None else arguments.n_best
@@ -94,6 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
                 stream.close()
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if (lacking := lacking_memory(error)) is None:
+            raise
+        print(f"error: out of memory ({lacking}); give a smaller --beam or --n-best", file=sys.stderr)
         return 1
     return 0
 

@@ -64,13 +64,18 @@ def run_worker(checkpoint: Path, device: str, num_threads: int, options: SearchO
     except InputError as error:
         connection.send(error)
     except (MemoryError, RuntimeError) as error:
-        # PyTorch has a class of its own for GPUs only.
-        is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_of_memory and "can't allocate memory" not in str(error):
+        if (lacking := lacking_memory(error)) is None:
             raise
-        connection.send(MemoryError(" ".join(str(error).split())[:200]))
+        connection.send(MemoryError(lacking))
     except (EOFError, ConnectionError):
         pass  # The other process has ended.
+
+
+def lacking_memory(error: Exception) -> str | None:
+    """Return one line of an error about memory that is not there; None for another error."""
+    # PyTorch has a class of its own for GPUs only.
+    is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return " ".join(str(error).split())[:200] if is_of_memory or "can't allocate memory" in str(error) else None
 
 
 def _end_with_parent() -> None:

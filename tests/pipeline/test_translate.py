@@ -176,6 +176,18 @@ class Echo(Translator):
         return [Translation([Hypothesis(line, 0.0, 0.0, 1)]) for line in lines]
 
 
+def test_memory_that_runs_out_is_said_in_one_line(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def translate(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator:\n can't allocate memory: you tried 9 bytes")
+
+    monkeypatch.setattr(Translator, "_search", translate)
+    assert main(["translate", str(trained_run), "--source", __file__, "--output", str(tmp_path / "out")]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: out of memory \(.* 9 bytes\); give a smaller --beam", errors[-1])
+
+
 def test_no_more_than_a_chunk_is_read_ahead() -> None:
     read = 0
 
