@@ -35,7 +35,9 @@ PARITY_SENTENCES = 100
 
 
 def check_bundle_folder(folder: Path, force: bool) -> None:
-    """Raise InputError if the folder holds something else, or a bundle and not `force`."""
+    """Raise InputError if the folder is the working folder, or holds something else, or a bundle and not `force`."""
+    if folder.resolve() == Path.cwd():
+        raise InputError(f"{folder}: is the working folder, which cannot be replaced; give another folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         is_bundle = (folder / "card.json").is_file() and any((folder / name).exists() for name in FILES.values())
         if not is_bundle:

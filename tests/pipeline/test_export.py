@@ -178,7 +178,11 @@ def test_bad_input_to_the_exported_module(tokenizer: Tokenizer, tmp_path: Path) 
 
 
 def test_what_export_refuses(
-    trained_run: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained_run: Path,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "bundle"
 
@@ -211,6 +215,8 @@ def test_what_export_refuses(
     folder.mkdir()
     (folder / "letter.txt").write_text("mine")
     assert "not empty and not a bundle" in refused(best, "--force")
+    monkeypatch.chdir(folder)
+    assert "is the working folder" in refused(best)
 
 
 def test_a_bundle_is_replaced_only_with_force(
