@@ -258,8 +258,9 @@ class Model:
             network = self._network
         if not isinstance(network, PaddedTransformer):
             raise InputError(f"{translator.name}: a bundle has no attention weights; load the checkpoint")
-        if not isinstance(sentence, str):
-            raise InputError(f"attention is that of one sentence; give text, not {sentence!r}")
+        for text in (sentence, "" if target is None else target):
+            if not isinstance(text, str):
+                raise InputError(f"attention is that of one sentence; give text, not {text!r}")
         [source_ids] = self._source_ids(_texts(sentence, "sentence"))
         if target is None:
             target = translator.translate([sentence])[0].text

@@ -275,6 +275,7 @@ def test_mistakes_have_the_commands_lines(
         assert f"sample: {said}" in refusal(lambda wrong=wrong: model.translate("a", sample=wrong))  # type: ignore
     assert "sample True: give a pipeline.Sampling" in refusal(lambda: model.translate("a", sample=True))  # type: ignore
     assert "attention is that of one sentence" in refusal(lambda: model.attention(["a"]))  # type: ignore[arg-type]
+    assert "give text, not ['b', 'c']" in refusal(lambda: model.attention("a", ["b", "c"]))  # type: ignore[arg-type]
     assert "2 sources and 1 targets" in refusal(lambda: model.score(["a", "b"], ["a"]))
     assert "1 sources and 1 targets" in refusal(lambda: model.score("a", ["a"]))  # type: ignore[call-overload]
 
