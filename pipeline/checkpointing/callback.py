@@ -227,9 +227,10 @@ class EMA(WeightAveragingBase):
         self._decay = decay
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Create the average on the device that the weights will be on."""
+        """Create the average on the device and in the precision that the weights will have."""
         self._device = trainer.strategy.root_device
         super().setup(trainer, pl_module, stage)
+        trainer.precision_plugin.convert_module(self.averaged_module)
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

@@ -73,6 +73,7 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
         is_validated: bool = True,
         clock: StepClock | None = None,
         mode: Literal["max", "min"] = "max",
+        precision: Any = "32-true",
         **settings: Any,
     ) -> OneWeight:
         settings = {"checkpoint_every_steps": 1, "keep_last": 10, **settings}
@@ -86,6 +87,7 @@ def train(tiny_corpus: Path, tmp_path: Path) -> Train:
             callback.checkpoint_callback = checkpoint_callback
         trainer = Trainer(
             accelerator="cpu",
+            precision=precision,
             max_steps=max_steps,
             max_epochs=-1,
             val_check_interval=validate_every,
@@ -142,9 +144,10 @@ def steps(run: Path) -> list[int]:
     return found
 
 
-def test_the_moving_average_matches_one_computed_by_hand(train: Train, tmp_path: Path) -> None:
-    module = train(3, EMA(decay=0.9), validate_every=2)
-    resumed = train(5, EMA(decay=0.9), validate_every=2, ckpt_path=newest(tmp_path))
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_the_moving_average_matches_one_computed_by_hand(train: Train, tmp_path: Path, precision: str) -> None:
+    module = train(3, EMA(decay=0.9), validate_every=2, precision=precision)
+    resumed = train(5, EMA(decay=0.9), validate_every=2, precision=precision, ckpt_path=newest(tmp_path))
     # Validation and translation use the average; training uses the weights.
     assert [*module.validated, *resumed.validated] == pytest.approx([AVERAGES[1], AVERAGES[3]])
     contents = [torch.load(path, weights_only=True) for path in step_checkpoints(tmp_path)]
