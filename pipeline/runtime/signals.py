@@ -48,11 +48,12 @@ def install() -> None:
 
 
 def ignore() -> None:
-    """Ignore stop signals from now on.
+    """Ignore stop signals and Ctrl-C from now on.
 
-    On exit Python would restore the default handlers, and a signal would then change the exit code.
+    On exit Python would restore the default handlers, and a signal would then change the exit code. A Ctrl-C would
+    print a traceback, and cut short what ends the other ranks.
     """
-    for signum in _STOP_SIGNALS:
+    for signum in (*_STOP_SIGNALS, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
 
 
