@@ -199,7 +199,7 @@ def test_invalid_environments_are_refused(changed: dict[str, str], message: str)
         current_step({**TASK, **changed})
 
 
-EVALUATED = "evaluate runs/a/average-last-0.ckpt"
+EVALUATED = "average runs/a --last 1\nevaluate runs/a/average-last-1.ckpt"
 
 
 @pytest.mark.parametrize(
