@@ -48,7 +48,7 @@ class RunSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"run.{name} {value} is not 1 or more")
-        if self.checkpoint_every_minutes is not None and self.checkpoint_every_minutes <= 0:
+        if self.checkpoint_every_minutes is not None and not self.checkpoint_every_minutes > 0:
             raise ValueError(f"run.checkpoint_every_minutes {self.checkpoint_every_minutes} is not more than 0")
         if not 0 <= self.seed < 1 << 63:  # PyTorch's generators take no more.
             raise ValueError(f"run.seed {self.seed} is not 0 or more and less than 2 ** 63")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings, changed_keys
+from pipeline.config.settings import RunSettings
 
 
 def test_defaults_are_the_papers() -> None:
@@ -32,6 +33,7 @@ def test_defaults_are_the_papers() -> None:
         (NetworkSettings, "network.d_ff", 0),
         (DecodingSettings, "decoding.length_penalty", -0.1),
         (DecodingSettings, "decoding.length_penalty", float("nan")),
+        (RunSettings, "run.checkpoint_every_minutes", float("nan")),
         (TrainingSettings, "training.r_drop_alpha", float("nan")),
         (TrainingSettings, "training.gradient_clip_norm", float("inf")),
     ],
