@@ -9,6 +9,7 @@ import platform
 import shutil
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -348,19 +349,23 @@ CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
 
 
 def check_disk_space(context: CheckContext) -> Iterable[CheckResult]:
-    """Check that the run folder's disk has room for the checkpoints of a new run."""
+    """Check that the run folder's disk has room for the checkpoints of the run, those that it has included."""
     import torch
 
     from model.transformer import Transformer
     from pipeline.checkpointing.run_folder import checkpoint_bytes, max_checkpoints
 
     recipe = context.recipe
+    run = recipe.run_folder()
     with torch.device("meta"):
         parameters = Transformer(recipe.corpus.vocabulary_size, recipe.network).parameters()
-    free = shutil.disk_usage(existing_parent(recipe.run_folder())).free
+    free = shutil.disk_usage(existing_parent(run)).free
+    for path in (run / "checkpoints").rglob("*.ckpt"):
+        with suppress(FileNotFoundError):  # Another process may be writing to the run folder.
+            free += path.stat().st_size
     num_parameters = sum(parameter.numel() for parameter in parameters)
     size = checkpoint_bytes(num_parameters, recipe.training.ema_decay is not None)
     needed = size * (max_checkpoints(recipe.run.keep_last) + 1)  # One more while it is written.
     hint = "" if free > needed else "; lower run.keep_last or set another run.folder"
-    message = f"{free / 2**30:.1f} GiB free, checkpoints need {needed / 2**30:.1f} GiB{hint}"
+    message = f"{free / 2**30:.1f} GiB free for checkpoints, which need {needed / 2**30:.1f} GiB{hint}"
     return [CheckResult(free > needed, message)]

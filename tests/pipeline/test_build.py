@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from model.optimization import OPTIMIZERS, muon
 from pipeline.config.recipe import load_recipe
 from pipeline.inference.metrics import METRICS, ExactMatch
 from pipeline.training.build import build_callbacks, build_data, build_module
-from pipeline.training.checks import CheckContext, check_recipe
+from pipeline.training.checks import CheckContext, check_disk_space, check_recipe
 from pipeline.training.fit import fit
 from pipeline.training.start import ResumePoint, Start
 from tests.conftest import sentences
@@ -150,3 +151,18 @@ def test_limits_that_the_corpus_exceeds(key: str, value: Any, mistake: str, reci
         fit([recipe_file], overrides, reset=False, init_from=None)
     results = check_recipe(CheckContext(load_recipe([recipe_file], overrides), None, False, None))
     assert [result.message for result in results if not result.ok] == [str(refused.value)]
+
+
+def test_room_for_checkpoints(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoints that a run has already take part of the room that it needs."""
+    recipe = load_recipe([recipe_file], ["--run.folder", str(tmp_path / "run")])
+
+    def is_enough(free: int) -> bool:
+        monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+        return all(result.ok for result in check_disk_space(CheckContext(recipe, None, False, None)))
+
+    needed = next(free for free in range(0, 1 << 30, 1 << 20) if is_enough(free))
+    saved = tmp_path / "run" / "checkpoints" / "around-best" / "step=00000004.ckpt"
+    saved.parent.mkdir(parents=True)
+    saved.write_bytes(bytes(1 << 20))
+    assert [is_enough(needed - missing) for missing in (0, 1 << 20, 2 << 20)] == [True, True, False]

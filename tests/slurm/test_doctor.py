@@ -121,7 +121,7 @@ FAULTS = {
     ),
     "no text": Fault(r"text none\.en is missing; put it there", **BROKEN_RECIPE),
     "a disk that is too small": Fault(
-        r"GiB free, checkpoints need [\d,.]+ GiB; lower run\.keep_last",
+        r"GiB free for checkpoints, which need [\d,.]+ GiB; lower run\.keep_last",
         **BROKEN_RECIPE,
     ),
     "a recipe for GPUs where none are": Fault(
