@@ -38,7 +38,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "japanese.yaml").write_text(yaml.safe_dump(values))
     done = pipeline("fit", "--config", folder / "japanese.yaml")
     assert done.returncode == 0, done.stderr.decode()
-    assert b"without spaces" not in done.stderr
+    assert b"no spaces between words" not in done.stderr
     return folder / "japanese.yaml"
 
 
