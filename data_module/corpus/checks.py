@@ -50,11 +50,12 @@ def check_settings(settings: CorpusSettings) -> None:
     for key, ok, rule in (
         ("train", bool(settings.train), "name at least one text source"),
         ("validation", bool(settings.validation), "name at least one text source"),
-        ("vocabulary_size", settings.vocabulary_size > 0, "must be positive"),
+        ("vocabulary_size", 1 <= settings.vocabulary_size < 2**31, f"must be from 1 to {2**31 - 1}"),
         ("tokenizer_sentences", settings.tokenizer_sentences >= 2, "must be 2 or more"),
         ("character_coverage", 0.98 <= settings.character_coverage <= 1, "must be from 0.98 to 1"),
         ("max_tokens", 1 <= settings.max_tokens <= MAX_TOKENS, f"must be from 1 to {MAX_TOKENS}"),
         ("max_length_ratio", ratio is None or ratio >= 1, "must be 1 or more, or null"),
+        ("seed", settings.seed >= 0, "must be 0 or more"),
         ("variants", settings.variants >= 1, "must be 1 or more"),
     ):
         if not ok:

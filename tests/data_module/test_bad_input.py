@@ -218,12 +218,14 @@ def test_bytes_that_neither_end_a_line_nor_are_text(place: Workplace) -> None:
         ("train", []),
         ("validation", []),
         ("vocabulary_size", 0),
+        ("vocabulary_size", 2**31),
         ("tokenizer_sentences", 1),
         ("character_coverage", 0.97),
         ("character_coverage", 1.01),
         ("max_tokens", 0),
         ("max_tokens", 65_535),
         ("max_length_ratio", 0.99),
+        ("seed", -1),
     ],
 )
 def test_settings_out_of_range(place: Workplace, key: str, value: Any) -> None:
