@@ -352,10 +352,12 @@ def check_disk_space(context: CheckContext) -> Iterable[CheckResult]:
     """Check that the run folder's disk has room for the checkpoints of the run, those that it has included."""
     import torch
 
+    from data_module.corpus.checks import check_settings
     from model.transformer import Transformer
     from pipeline.checkpointing.run_folder import checkpoint_bytes, max_checkpoints
 
     recipe = context.recipe
+    check_settings(recipe.corpus)  # A network cannot have a negative number of pieces.
     run = recipe.run_folder()
     with torch.device("meta"):
         parameters = Transformer(recipe.corpus.vocabulary_size, recipe.network).parameters()

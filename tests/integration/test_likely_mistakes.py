@@ -41,6 +41,7 @@ def refusal(place: Path, *options: object) -> str:
     line = line.removeprefix("error: ")
     wrong = [one for one in report.stdout.decode().splitlines() if one.startswith("WRONG ")]
     assert wrong[0] == f"WRONG {line}"
+    assert report.stderr == b""
     return line
 
 
@@ -58,7 +59,7 @@ def test_doctor_and_fit_find_the_same(place: Path) -> None:
     (place / "photos" / "cat.jpg").touch()
     assert "is not a corpus" in refusal(place, "--corpus.folder", place / "photos")
     assert "is not empty and not a run folder" in refusal(place, "--run.folder", place / "photos")
-    assert "must be from 1 to" in refusal(place, "--corpus.max_tokens", 0)
+    assert "must be from 1 to" in refusal(place, "--corpus.vocabulary_size", -1)
     # Nothing was prepared, and no folder is left behind.
     assert not (place / "corpus").exists()
     assert not (place / "run").exists()
