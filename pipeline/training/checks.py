@@ -84,7 +84,7 @@ def refuse_mistakes(context: CheckContext) -> None:
 def check_recipe(context: CheckContext) -> Iterator[CheckResult]:
     """Run all checks of a recipe for `doctor`, each whatever the others find."""
     context = replace(context, for_doctor=True)
-    for check in (*CHECKS, check_disk_space):
+    for check in (*CHECKS, check_batches, check_disk_space):
         try:
             with context.recipe.naming_places():
                 yield from check(context)
@@ -346,6 +346,19 @@ CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
     check_bleu_tokenizer,
 )
 """What `fit` and `doctor` check. Each raises InputError with what is wrong and what to do, or yields what it found."""
+
+
+def check_batches(context: CheckContext) -> Iterable[CheckResult]:
+    """Check that the prepared corpus can be trained on, as `fit` does when it opens it: its sentences fit in batches."""
+    from data_module.corpus.manifest import TOKENIZER_NAME, is_corpus
+    from data_module.tokenization.tokenizer import Tokenizer
+    from model.backend import Backend
+    from pipeline.training.build import build_data
+
+    folder = context.recipe.corpus_folder()
+    if is_corpus(folder):
+        build_data(context.recipe, Tokenizer.load(folder / TOKENIZER_NAME), Backend())
+    return ()
 
 
 def check_disk_space(context: CheckContext) -> Iterable[CheckResult]:

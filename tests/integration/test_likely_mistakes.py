@@ -93,8 +93,10 @@ def test_another_vocabulary_is_refused_before_anything_is_prepared(place: Path) 
 def test_a_start_that_fails_leaves_no_folder(place: Path) -> None:
     done = pipeline("fit", "--config", place / "mine.yaml", "--batches.batch_tokens", 5)
     assert done.returncode == 2
-    assert b"less than the longest sentence" in done.stderr
+    line = done.stderr.splitlines()[-1].removeprefix(b"error: ")
+    assert b"less than the longest sentence" in line
     assert (place / "corpus").exists()
+    assert b"WRONG " + line in pipeline("doctor", place / "mine.yaml", "--batches.batch_tokens", 5).stdout.splitlines()
     assert not (place / "run").exists()
 
 
