@@ -14,7 +14,7 @@ from data_module.errors import InputError
 from data_module.files import user_path
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
-from pipeline.config.recipe_files import RecipeLoader, extended, merge, read_extended
+from pipeline.config.recipe_files import RecipeLoader, extended, merge, plain_copy, read_extended
 from pipeline.config.schema import Checker, annotation, place_in, takes_text
 from pipeline.config.settings import RESERVED_KEYS, TRAINER_KEYS, MonitoringSettings, RunSettings
 
@@ -128,7 +128,7 @@ def recipe_from_dict(recipe: Mapping[str, Any]) -> Recipe:
         )
     places = {"": "the recipe"}
     try:
-        values = _plain(recipe)
+        values = plain_copy(recipe)
     except RecursionError:
         raise InputError("the recipe: values are nested too deeply, or one contains itself; write them out") from None
     # Named as a file of the current folder would be.
@@ -143,15 +143,6 @@ def _places(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     for name, value in values.items():
         places |= _places(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {}
     return places
-
-
-def _plain(value: Any) -> Any:
-    """Return a copy that has only what YAML has: paths as text, tuples as lists."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def _checked(values: dict[str, Any], places: dict[str, str], mistakes: list[str]) -> Recipe:

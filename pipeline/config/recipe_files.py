@@ -4,6 +4,7 @@ The latter are in `configs/` of a clone, and in `pipeline/recipes/` where a whee
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
         raise InputError(f"{path}: cannot be read as a recipe ({error}); give a YAML file") from None
     try:
         node = yaml.compose(text, yaml.SafeLoader)
-        values = yaml.load(text, RecipeLoader)
+        values = plain_copy(yaml.load(text, RecipeLoader))
         if values is None:
             return {}
         if not isinstance(values, dict):
@@ -78,6 +79,18 @@ def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
     except RecursionError:
         raise InputError(f"{path}: values are nested too deeply, or one contains itself; write them out") from None
     return values
+
+
+def plain_copy(value: Any) -> Any:
+    """Return a copy that has only what YAML has: paths as text, tuples as lists.
+
+    No part of it is shared: a value that stands in two places by an alias of YAML may change in one of them.
+    """
+    if isinstance(value, Mapping):
+        return {key: plain_copy(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_copy(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 class RecipeLoader(yaml.SafeLoader):

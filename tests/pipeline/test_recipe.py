@@ -115,6 +115,9 @@ def test_text_sources(tmp_path: Path) -> None:
     recipe = load_recipe([path], ["--corpus.test", "{dataset: a/b, subset: de-en, split: test}"])
     assert recipe.corpus.test[0].subset == "de-en"
     assert load_recipe([write(tmp_path, yaml.safe_dump(recipe.as_dict()), "config.yaml")]) == recipe
+    aliased = write(tmp_path, MINIMAL.replace("train: {", "train: &text {") + "  test: *text\n")
+    corpus = load_recipe([aliased], ["--corpus.test.source", "c.en"]).corpus
+    assert (corpus.train[0].source, corpus.test[0].source) == ("a.en", "c.en")
 
 
 def test_texts_of_other_types(tmp_path: Path) -> None:
