@@ -50,7 +50,7 @@ def learn_tokenizer(settings: CorpusSettings, num_pairs: list[int], progress: bo
     return Tokenizer(_train_tokenizer(settings, _count_words(settings, num_pairs, progress), progress))
 
 
-def check_vocabulary_size(settings: CorpusSettings, num_pairs: list[int]) -> None:
+def check_vocabulary_size(settings: CorpusSettings, num_pairs: list[int], characters: set[str]) -> None:
     """Raise InputError for a size that the training text does not allow, as `learn_tokenizer` does.
 
     Of a large text only the beginning is read: it has words enough.
@@ -58,8 +58,10 @@ def check_vocabulary_size(settings: CorpusSettings, num_pairs: list[int]) -> Non
     Args:
         settings: the recipe's `corpus:` section.
         num_pairs: number of pairs of each training source, without repetitions.
+        characters: all that occur in the training text.
     """
     words = _count_words(settings, num_pairs, False, enough=_ENOUGH_CHARACTERS * settings.vocabulary_size)
+    words.add_characters("".join(characters))
     _train_tokenizer(settings, words, False)
 
 

@@ -25,7 +25,6 @@ MIN_PIECE_TOKENS = 20
 """Tokens of training text for each piece of the vocabulary, below which many pieces are too rare to be learned."""
 _BYTES_PER_TOKEN = 5
 """Bytes of UTF-8 text that become one token, a rough mean over languages."""
-_SAMPLED = 1 << 14
 
 
 @dataclass
@@ -41,7 +40,7 @@ class SourceCheck:
     symbols: set[str] = field(default_factory=set)
     """The user symbols that occur in the text."""
     characters: set[str] = field(default_factory=set)
-    """Of the first `_SAMPLED` characters of each side of each chunk of pairs."""
+    """All that occur in the text."""
 
 
 def check_settings(settings: CorpusSettings) -> None:
@@ -153,7 +152,7 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
         sides = "\n".join(chunk.source), "\n".join(chunk.target)
         result.num_pairs += len(chunk.source)
         result.num_bytes += sum(len(side.encode()) + 1 for side in sides)
-        result.characters.update(*(side[:_SAMPLED] for side in sides))
+        result.characters.update(*sides)
         result.symbols |= {symbol for symbol in settings.user_symbols if any(symbol in side for side in sides)}
         if text.prefix in result.symbols:
             pairs = zip(chunk.source, chunk.target, strict=True)

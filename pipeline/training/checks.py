@@ -208,7 +208,9 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
     yield from (CheckResult(True, line, is_warning=True) for line in source_warnings(settings, checked))
     if context.init_from is None:  # Otherwise the vocabulary, and what a network has learned, come from another run.
         if not is_prepared:
-            check_vocabulary_size(settings, [source.num_pairs for source in checked[: len(settings.train)]])
+            train = checked[: len(settings.train)]
+            characters = set().union(*(source.characters for source in train))
+            check_vocabulary_size(settings, [source.num_pairs for source in train], characters)
         yield from (CheckResult(True, line, is_warning=True) for line in size_warnings(settings, checked))
 
 
