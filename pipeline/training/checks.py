@@ -206,7 +206,8 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
     if len(checked) < len(settings.texts()):
         return
     yield from (CheckResult(True, line, is_warning=True) for line in source_warnings(settings, checked))
-    if context.init_from is None:  # Otherwise the vocabulary, and what a network has learned, come from another run.
+    # Otherwise the vocabulary, and what the network has learned, come from another run or an earlier start of this one.
+    if context.init_from is None and context.checkpoint() is None:
         if not is_prepared:
             train = checked[: len(settings.train)]
             characters = set().union(*(source.characters for source in train))

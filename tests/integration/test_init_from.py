@@ -77,6 +77,9 @@ def test_starts_from_the_weights_and_the_tokenizer_of_another_run(
     # If the corpus has been removed, fit prepares it again with the run's vocabulary.
     shutil.rmtree(tmp_path / "other")
     options = ["--trainer.max_steps", 3, "--training.learning_rate_factor", 0]
+    report = pipeline("doctor", "--config", recipe_file, *start[:-2], *options)
+    assert report.returncode == 0
+    assert b"pairs are few" not in report.stdout
     assert "resuming from" in fit(recipe_file, *start[:-2], *options)
     assert (tmp_path / "other" / "tokenizer.model").read_bytes() == (parent / "tokenizer.model").read_bytes()
 
