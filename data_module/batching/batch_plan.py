@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 KEPT_PLANS = 4
 """How many plans a user's folder keeps, the newest. A process that needs a removed one makes it again."""
+_CODE = Path(__file__).read_bytes()
+"""Read at import: during a run the file may change, or go."""
 _WINDOW_BATCHES = 256
 """About how many batches' lengths are summed at a time, so that memory does not grow with the corpus."""
 
@@ -196,10 +198,9 @@ class Epochs:
             ValueError: see `plan_epoch`.
         """
         # The name covers all that the plan depends on: a process never maps the plan of other code or another corpus.
-        code = Path(__file__).read_bytes()
         settings = (sorted(self._settings.items()), self._weights)
         key = repr((self.corpus(epoch).identity, settings, epoch, np.__version__))
-        name = hashlib.sha256(code + key.encode()).hexdigest()[:32]
+        name = hashlib.sha256(_CODE + key.encode()).hexdigest()[:32]
         try:
             plan = shared_plan(_private_folder(), name, lambda: self.compute(epoch))
         except OSError as error:
