@@ -226,6 +226,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
             raise InputError(
                 f"{folder}: the disk is full, nothing was kept; free space, or name another corpus.folder"
             ) from error
+        where = f" ({error.filename})" if error.filename else ""
         raise InputError(
-            f"{folder}: cannot be written: {error.strerror or error} ({error.filename}); name another corpus.folder"
+            f"{folder}: cannot be written: {error.strerror or error}{where}; name another corpus.folder"
         ) from error
