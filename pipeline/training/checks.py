@@ -352,7 +352,7 @@ CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
 
 
 def check_batches(context: CheckContext) -> Iterable[CheckResult]:
-    """Check that the prepared corpus can be trained on, as `fit` does when it opens it: its sentences fit in batches."""
+    """Check that sentences of the prepared corpus fit in batches, as `fit` does when it opens the corpus."""
     from data_module.corpus.manifest import TOKENIZER_NAME, is_corpus
     from data_module.tokenization.tokenizer import Tokenizer
     from model.backend import Backend
