@@ -109,7 +109,7 @@ def test_ranks_with_other_packages_are_refused(recipe: Path, tmp_path: Path) -> 
     """Rank 1 lacks MeCab."""
     hidden = "import os, sys\nif os.environ.get('LOCAL_RANK') == '1':\n    sys.modules['MeCab'] = None\n"
     (tmp_path / "sitecustomize.py").write_text(hidden)
-    options = ["--run.folder", tmp_path / "run", "--trainer.devices", 2, "--run.timeout_seconds", 20]
+    options = ["--run.folder", tmp_path / "run", "--trainer.devices", 2, "--run.timeout_seconds", 200]
     done = pipeline("fit", "--config", recipe, *options, environment={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert done.returncode == 2, done.stderr.decode()
     assert b"BLEU's tokenizers differ: ja-mecab on rank 0, char on rank 1; install the same packages" in done.stderr
