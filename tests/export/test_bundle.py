@@ -1,6 +1,7 @@
-"""A bundle used without this project: by the programs of its README, and in C++."""
+"""A bundle used without this project: by the programs of its README, in C++ and in a fresh environment."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import torch
 
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.export.bundle import FILES
-from tests.conftest import pipeline
+from tests.conftest import ROOT, pipeline
 
 HERE = Path(__file__).resolve().parent
 SENTENCES = ["the dog sees a cat", "a red house has a tree", "near the old tree", "blue"]
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def blocks(bundle: Path, section: str, language: str) -> list[str]:
+    """The programs in a section of a bundle's README."""
     [found] = [
         part for part in (bundle / "README.md").read_text(encoding="utf-8").split("\n## ") if part.startswith(section)
     ]
@@ -198,3 +200,27 @@ def test_cpp_finds_what_python_finds(bundle: Path, tmp_path: Path) -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "source ids must be 0 .. 59" in done.stderr
+
+
+def test_a_consumer_in_a_fresh_environment(bundle: Path, beam: list[str], tmp_path: Path) -> None:
+    """Only torch and sentencepiece are needed."""
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    install = [python, "-m", "pip", "install", "--disable-pip-version-check", "-q", "-c", ROOT / "constraints.txt"]
+    done = subprocess.run([*install, "torch", "sentencepiece"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    listed = subprocess.run(
+        [python, "-m", "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
+    )
+    assert not {"lightning", "attention-pipeline", "numpy"} & {line.split("==")[0] for line in listed.stdout.split()}
+    for options in ([], ["packed"]):
+        done = subprocess.run(
+            [python, "-I", "-W", "ignore", HERE / "consumer.py", bundle / "model.ts", *options],
+            input="".join(sentence + "\n" for sentence in SENTENCES),
+            capture_output=True,
+            text=True,
+            check=False,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == beam
