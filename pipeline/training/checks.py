@@ -84,7 +84,7 @@ def refuse_mistakes(context: CheckContext) -> None:
 def check_recipe(context: CheckContext) -> Iterator[CheckResult]:
     """Run all checks of a recipe for `doctor`, each whatever the others find."""
     context = replace(context, for_doctor=True)
-    for check in (*CHECKS, check_batches, check_disk_space):
+    for check in (*CHECKS, check_limits, check_disk_space):
         try:
             with context.recipe.naming_places():
                 yield from check(context)
@@ -215,20 +215,6 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
         yield from (CheckResult(True, line, is_warning=True) for line in size_warnings(settings, checked))
 
 
-def check_data(context: CheckContext) -> Iterable[CheckResult]:
-    """Check for `doctor` that a prepared corpus keeps to the recipe's limits, as `fit` does when training starts."""
-    from data_module.corpus.preparation import existing_corpus
-
-    recipe = context.recipe
-    if context.for_doctor and existing_corpus(recipe.corpus, compare_texts=False) is not None:
-        from data_module.tokenization.tokenizer import Tokenizer
-        from model.backend import Backend
-        from pipeline.training.build import build_data
-
-        build_data(recipe, Tokenizer.load(recipe.corpus_folder() / "tokenizer.model"), Backend())
-    return ()
-
-
 def check_text(
     text: "TextSource", settings: "CorpusSettings", reads_text: bool
 ) -> Generator[CheckResult, None, "SourceCheck | None"]:
@@ -342,7 +328,6 @@ CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
     check_run_folder,
     check_initial_state,
     check_corpus,
-    check_data,
     check_metric,
     check_trainer,
     check_optimizer,
@@ -351,7 +336,7 @@ CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
 """What `fit` and `doctor` check. Each raises InputError with what is wrong and what to do, or yields what it found."""
 
 
-def check_batches(context: CheckContext) -> Iterable[CheckResult]:
+def check_limits(context: CheckContext) -> Iterable[CheckResult]:
     """Check that sentences of the prepared corpus fit in batches, as `fit` does when it opens the corpus."""
     from data_module.corpus.manifest import TOKENIZER_NAME, is_corpus
     from data_module.tokenization.tokenizer import Tokenizer
