@@ -189,7 +189,7 @@ class CheckpointCallback(Callback):
             checkpoint_io(trainer).reserve(size, trainer.num_devices)
 
     def _checkpoint_bytes(self, module: LightningModule) -> int:
-        return checkpoint_bytes(sum(weight.numel() for weight in module.parameters()), self._with_average)
+        return checkpoint_bytes(sum(weight.nbytes for weight in module.parameters()), self._with_average)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note the step of the checkpoint that the run resumes from, and say how much disk and memory the run needs."""

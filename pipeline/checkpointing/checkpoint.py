@@ -118,7 +118,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except Exception:
         raise InputError(
             f"{path}: cannot be read as a checkpoint: it may be an export, damaged, or contain more than plain "
-            "tensors; give a .ckpt file that fit has written, or its run folder"
+            "tensors; give another file that fit has written, or remove it, if fit shall resume from an earlier one"
         ) from None
     part = contents.get("translation") if isinstance(contents, dict) else None
     if not isinstance(part, dict) or not {"state_dict", "global_step"} <= contents.keys():

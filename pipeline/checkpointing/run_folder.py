@@ -100,9 +100,9 @@ def max_checkpoints(keep_last: int) -> int:
     return 2 * keep_last + 1
 
 
-def checkpoint_bytes(num_parameters: int, with_average: bool) -> int:
-    """Return the size of a checkpoint: weights, Adam's two moments and, with EMA, the average, all in float32."""
-    return 4 * (4 if with_average else 3) * num_parameters
+def checkpoint_bytes(weight_bytes: int, with_average: bool) -> int:
+    """Return the size of a checkpoint: weights, Adam's two moments and, with EMA, the average, all of one precision."""
+    return (4 if with_average else 3) * weight_bytes
 
 
 def is_valid(path: Path) -> bool:

@@ -366,8 +366,7 @@ def check_disk_space(context: CheckContext) -> Iterable[CheckResult]:
     for path in (run / "checkpoints").rglob("*.ckpt"):
         with suppress(FileNotFoundError):  # Another process may be writing to the run folder.
             free += path.stat().st_size
-    num_parameters = sum(parameter.numel() for parameter in parameters)
-    size = checkpoint_bytes(num_parameters, recipe.training.ema_decay is not None)
+    size = checkpoint_bytes(sum(parameter.nbytes for parameter in parameters), recipe.training.ema_decay is not None)
     needed = size * (max_checkpoints(recipe.run.keep_last) + 1)  # One more while it is written.
     hint = "" if free > needed else "; lower run.keep_last or set another run.folder"
     message = f"{free / 2**30:.1f} GiB free for checkpoints, which need {needed / 2**30:.1f} GiB{hint}"

@@ -98,8 +98,8 @@ def test_the_size_of_a_checkpoint_is_that_of_weights_and_moments(trained_run: Pa
     tensors = [*contents["state_dict"].values(), *(one for state in states for one in state.values() if one.dim())]
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     num_parameters = sum(one.numel() for one in load_model(path).network.parameters())
-    assert checkpoint_bytes(num_parameters, with_average=False) == size
-    assert checkpoint_bytes(num_parameters, with_average=True) == size + 4 * num_parameters
+    assert checkpoint_bytes(4 * num_parameters, with_average=False) == size
+    assert checkpoint_bytes(4 * num_parameters, with_average=True) == size + 4 * num_parameters
 
 
 def test_average_is_the_mean_summed_in_float64(
