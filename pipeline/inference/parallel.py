@@ -72,7 +72,7 @@ def run_worker(checkpoint: Path, device: str, num_threads: int, options: SearchO
 
 
 def lacking_memory(error: Exception) -> str | None:
-    """Return one line of an error about memory that is not there; None for another error."""
+    """Return the message of an out-of-memory error in one line; None for another error."""
     # PyTorch has a class of its own for GPUs only.
     is_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return " ".join(str(error).split())[:200] if is_of_memory or "can't allocate memory" in str(error) else None

@@ -157,7 +157,7 @@ def build_data(recipe: Recipe, tokenizer: Tokenizer, backend: Backend) -> Transl
 
 
 def _check_limits(recipe: Recipe, data: TranslationDataModule) -> None:
-    """Raise InputError where the corpus has longer sentences or fewer validation pairs than the recipe supposes."""
+    """Raise InputError where the corpus has longer sentences or fewer validation pairs than the recipe allows for."""
     last, num_pairs = max(recipe.monitoring.attention_sentences or (), default=0), len(data.validation_corpus)
     if last >= num_pairs:
         raise InputError(f"monitoring.attention_sentences: {last} does not exist; give numbers up to {num_pairs - 1}")

@@ -337,7 +337,7 @@ CHECKS: tuple[Callable[[CheckContext], Iterable[CheckResult]], ...] = (
 
 
 def check_limits(context: CheckContext) -> Iterable[CheckResult]:
-    """Check that sentences of the prepared corpus fit in batches, as `fit` does when it opens the corpus."""
+    """Check that a prepared corpus keeps to the recipe's limits, as `fit` does when it opens the corpus."""
     from data_module.corpus.manifest import TOKENIZER_NAME, is_corpus
     from data_module.tokenization.tokenizer import Tokenizer
     from model.backend import Backend
@@ -350,7 +350,7 @@ def check_limits(context: CheckContext) -> Iterable[CheckResult]:
 
 
 def check_disk_space(context: CheckContext) -> Iterable[CheckResult]:
-    """Check that the run folder's disk has room for the checkpoints of the run, those that it has included."""
+    """Check that the run folder's disk has room for all checkpoints of the run; those it has already take no more."""
     import torch
 
     from data_module.corpus.checks import check_settings
