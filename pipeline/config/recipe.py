@@ -36,6 +36,10 @@ class Recipe:
     places: ClassVar[Mapping[str, str]] = {}
     """File and line of each key that was read; of a recipe that `load_recipe` has returned."""
 
+    def __post_init__(self) -> None:
+        if self.name in ("", ".", ".."):  # The run's folder would be runs/ or the folder of that.
+            raise ValueError(f"name {self.name!r} does not name a folder; give another name, or leave the key out")
+
     def run_folder(self) -> Path:
         """Return the folder that `fit` writes to: `run.folder`, or `runs/<name>`."""
         return Path(self.run.folder) if self.run.folder else Path("runs") / self.name

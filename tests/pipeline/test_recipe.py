@@ -169,6 +169,9 @@ def test_positions_of_mistakes(tmp_path: Path) -> None:
     twice = write(tmp_path, MINIMAL + "run:\n  seed: 3\n  seed: 4\n")
     assert error_message(twice).startswith(f"{twice}:{line - 1}: run.seed is given twice; ")
     path = write(tmp_path, MINIMAL)
+    for name in ("", ".."):
+        named = write(tmp_path, f"{MINIMAL}name: {name!r}\n", "named.yaml")
+        assert error_message(named).startswith(f"{named}: name {name!r} does not name a folder; ")
     for seed in (-1, 1 << 63):
         expected = f"command line: run.seed {seed} is not 0 or more and less than 2 ** 63"
         assert error_message(path, f"--run.seed={seed}") == expected
