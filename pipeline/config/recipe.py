@@ -37,7 +37,7 @@ class Recipe:
     """File and line of each key that was read; of a recipe that `load_recipe` has returned."""
 
     def __post_init__(self) -> None:
-        if self.name in ("", ".", ".."):  # The run's folder would be runs/ or the folder of that.
+        if self.name in ("", ".", ".."):  # The run's folder would be runs itself, or the one above.
             raise ValueError(f"name {self.name!r} does not name a folder; give another name, or leave the key out")
 
     def run_folder(self) -> Path:
