@@ -257,10 +257,14 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU if there is none, and run the demo first, since it takes longest."""
+    """Skip tests that need a GPU or two processors if there are none; run the demo first, since it takes longest."""
+    from data_module.worker_processes import num_processors
+
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("two_processors") and num_processors() < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two processors"))
     items.sort(key=lambda item: item.path.name != "test_demo.py")
 
 

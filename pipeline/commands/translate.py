@@ -116,12 +116,12 @@ def _translator(arguments: argparse.Namespace, one_process: bool) -> Iterator["L
     from pipeline.inference.parallel import ParallelTranslator, choose_devices
 
     options = SearchOptions.given(arguments)
+    if arguments.devices > 1 and not one_process and bundle_of(arguments.checkpoint) is not None:
+        raise InputError(f"--devices {arguments.devices}: a bundle has one process; omit it, or give the checkpoint")
     devices = choose_devices(arguments.devices)
     if len(devices) == 1 or one_process:
         yield load_checkpoint_or_bundle(arguments.checkpoint, options)
         return
-    if bundle_of(arguments.checkpoint) is not None:
-        raise InputError(f"--devices {len(devices)}: a bundle has one process; omit it, or give the checkpoint")
     with ParallelTranslator(arguments.checkpoint, devices, options) as translator:
         yield translator
 

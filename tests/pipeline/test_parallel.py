@@ -145,6 +145,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.two_processors
 def test_output_and_warnings_are_those_of_one_process(trained_run: Path, text: Path) -> None:
     words = ("translate", trained_run, "--source", text, "--beam", 2, "--n-best", 2, "--scores")
     words += ("--stop-rule", "first", "--length-penalty", 1.3)
@@ -167,6 +168,7 @@ def test_two_processes_on_a_gpu(trained_run: Path) -> None:
         assert [found.text for found in translator.translate_lines(lines, CHUNK)] == one
 
 
+@pytest.mark.two_processors
 def test_a_prefix_that_the_processes_do_not_know(trained_run: Path) -> None:
     done = pipeline("translate", trained_run, "--devices", 2, "--prefix", ">>de<<", text="a dog\n")
     assert (done.returncode, done.stdout) == (2, b"")
@@ -241,6 +243,7 @@ def long_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.two_processors
 def test_a_killed_process_is_named(start: Callable[..., Command], long_text: Path) -> None:
     command = start("--source", long_text)
     command.wait_for_output()
@@ -253,6 +256,7 @@ def test_a_killed_process_is_named(start: Callable[..., Command], long_text: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["loading", "waiting for input", "translating"])
+@pytest.mark.two_processors
 def test_ctrl_c(start: Callable[..., Command], long_text: Path, moment: str) -> None:
     command = start(*(("--source", long_text) if moment == "translating" else ("--beam", 1)))
     if moment == "loading":
@@ -268,6 +272,7 @@ def test_ctrl_c(start: Callable[..., Command], long_text: Path, moment: str) -> 
     assert command.end() == (130, ["interrupted"])
 
 
+@pytest.mark.two_processors
 def test_no_process_outlives_a_killed_one(start: Callable[..., Command], long_text: Path) -> None:
     command = start("--source", long_text)
     command.wait_for_output()
@@ -275,6 +280,7 @@ def test_no_process_outlives_a_killed_one(start: Callable[..., Command], long_te
     assert command.end() == (-signal.SIGKILL, [])
 
 
+@pytest.mark.two_processors
 def test_a_closed_output_pipe(trained_run: Path, long_text: Path) -> None:
     words = f"'{sys.executable}' -m pipeline translate '{trained_run}' --devices 2 --beam 1 --source '{long_text}'"
     # The last `cat` ends when no process has standard error open any more.
@@ -312,6 +318,7 @@ if __name__ == "__main__":
     ],
     ids=["memory", "bug"],
 )
+@pytest.mark.two_processors
 def test_a_process_that_fails(start: Callable[..., Command], tmp_path: Path, error: str, last: str) -> None:
     """Processes also run the program that has registered extensions, here one that fails."""
     program = tmp_path / "my_pipeline.py"
@@ -325,6 +332,7 @@ def test_a_process_that_fails(start: Callable[..., Command], tmp_path: Path, err
     assert (len(errors) == 1) != ("RuntimeError: a bug" in errors)
 
 
+@pytest.mark.two_processors
 def test_one_process_answers_at_a_prompt(trained_run: Path) -> None:
     leader, follower = pty.openpty()
     words = [sys.executable, "-m", "pipeline", "translate", str(trained_run), "--devices", "2"]

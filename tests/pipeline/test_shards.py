@@ -219,6 +219,7 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "output.shards").exists()
 
 
+@pytest.mark.two_processors
 def test_the_output_is_that_of_one_process(trained_run: Path, tmp_path: Path) -> None:
     """Also with a process for each of two devices, several translations of a line, and warnings that name lines."""
     lines = sentences(2 * CHUNK + 2, seed=6, lengths=(1, 2, 3))

@@ -121,6 +121,7 @@ def test_search_options_reach_the_search(trained_run: Path, tmp_path: Path, caps
     assert [figures[name] for name in ("beam_size", "length_penalty", "stop_rule")] == [3, 1.2, "first"]
 
 
+@pytest.mark.two_processors
 def test_samples_depend_on_the_seed_and_the_number_of_the_line_alone(
     trained_run: Path, bundle: Path, tmp_path: Path
 ) -> None:
