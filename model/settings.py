@@ -189,6 +189,10 @@ class TrainingSettings:
             raise ValueError(f"training.warmup_steps {self.warmup_steps} is not 1 or more")
 
 
+LARGEST_SEARCH = 1_000_000
+"""Bound of `beam_size` and of `max_extra_tokens`, which 64-bit products of sizes stay within."""
+
+
 @dataclass(frozen=True)
 class DecodingSettings:
     """The recipe's `decoding:` section: beam search (section 6.1)."""
@@ -205,9 +209,9 @@ class DecodingSettings:
     def __post_init__(self) -> None:
         if self.stop_rule not in STOP_RULES:
             raise ValueError(f"decoding.stop_rule {self.stop_rule} is not {' or '.join(STOP_RULES)}")
-        if self.beam_size < 1:
-            raise ValueError(f"decoding.beam_size {self.beam_size} is not 1 or more")
+        if not 1 <= self.beam_size <= LARGEST_SEARCH:
+            raise ValueError(f"decoding.beam_size {self.beam_size} is not 1 to {LARGEST_SEARCH:,}")
         if not 0.0 <= self.length_penalty < math.inf:
             raise ValueError(f"decoding.length_penalty {self.length_penalty} is not a finite number of 0 or more")
-        if self.max_extra_tokens < 0:
-            raise ValueError(f"decoding.max_extra_tokens {self.max_extra_tokens} is not 0 or more")
+        if not 0 <= self.max_extra_tokens <= LARGEST_SEARCH:
+            raise ValueError(f"decoding.max_extra_tokens {self.max_extra_tokens} is not 0 to {LARGEST_SEARCH:,}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
-from model.settings import STOP_RULES, DecodingSettings
+from model.settings import LARGEST_SEARCH, STOP_RULES, DecodingSettings
 
 if TYPE_CHECKING:
     from model.sampling import Sampling
@@ -46,8 +46,8 @@ class SearchOptions:
         Raises:
             InputError: a value is out of bounds.
         """
-        if self.beam_size is not None and self.beam_size < 1:
-            raise InputError(f"--beam {self.beam_size}: must be 1 or more")
+        if self.beam_size is not None and not 1 <= self.beam_size <= LARGEST_SEARCH:
+            raise InputError(f"--beam {self.beam_size}: must be 1 to {LARGEST_SEARCH:,}")
         if self.length_penalty is not None and not 0.0 <= self.length_penalty < float("inf"):
             raise InputError(f"--length-penalty {self.length_penalty}: must be 0 or more")
         if self.stop_rule is not None and self.stop_rule not in STOP_RULES:

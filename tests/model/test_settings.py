@@ -33,13 +33,15 @@ def test_defaults_are_the_papers() -> None:
         (NetworkSettings, "network.d_ff", 0),
         (DecodingSettings, "decoding.length_penalty", -0.1),
         (DecodingSettings, "decoding.length_penalty", float("nan")),
+        (DecodingSettings, "decoding.beam_size", 10**12),
+        (DecodingSettings, "decoding.max_extra_tokens", 10**11),
         (RunSettings, "run.checkpoint_every_minutes", float("nan")),
         (TrainingSettings, "training.r_drop_alpha", float("nan")),
         (TrainingSettings, "training.gradient_clip_norm", float("inf")),
     ],
 )
 def test_a_value_out_of_bounds(settings: Any, key: str, refused: float) -> None:
-    """The bounds themselves are in `configs/recipe.schema.json`, which is compared with what the settings accept."""
+    """Most bounds themselves are in `configs/recipe.schema.json`, which is compared with what the settings accept."""
     with pytest.raises(ValueError, match=rf"{re.escape(key)} {refused} "):
         settings(**{key.split(".")[1]: refused})
 
