@@ -190,7 +190,7 @@ class TrainingSettings:
 
 
 LARGEST_SEARCH = 1_000_000
-"""Bound of `beam_size` and of `max_extra_tokens`, which 64-bit products of sizes stay within."""
+"""Largest `beam_size` and `max_extra_tokens`: products of such sizes fit into 64 bits."""
 
 
 @dataclass(frozen=True)
