@@ -24,11 +24,12 @@ def identity(item: Any) -> Any:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Start processes with the signals blocked that SLURM sends to a job's processes, which would terminate them.
+    """Start processes with the signals blocked that SLURM or a closing terminal sends, which would terminate them.
 
     A loader's workers then set up their own handling in `ignore_signals`.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT})
+    stopping = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
     try:
         yield
     finally:
@@ -38,10 +39,11 @@ def signals_blocked() -> Iterator[None]:
 def ignore_signals(_worker: int) -> None:
     """Ignore all signals but the SIGTERM by which a loader terminates its workers, and end with the loader's process.
 
-    SLURM sends its warnings to workers as well, and so does a terminal with Ctrl-C. If a worker died of them, a
-    training process would fail before it has saved a checkpoint.
+    SLURM sends its warnings to workers as well, and so does a terminal with Ctrl-C or when it is closed. If a worker
+    died of them, a training process would fail before it has saved a checkpoint.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not hasattr(signal, "sigtimedwait"):  # not Linux, so no SLURM
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return

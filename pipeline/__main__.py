@@ -20,7 +20,14 @@ from typing import Any, NamedTuple, NoReturn
 from data_module.errors import PROGRAM, InputError
 from data_module.files import disk_full_error
 from pipeline.compat.metrics import leave_out_pyplot
-from pipeline.runtime.console import RendezvousError, discard_output, open_closed_streams, use_utf8, user_message
+from pipeline.runtime.console import (
+    RendezvousError,
+    discard_output,
+    open_closed_streams,
+    report,
+    use_utf8,
+    user_message,
+)
 from pipeline.runtime.launch import report_mistake_to_script
 
 
@@ -133,19 +140,19 @@ def main(arguments: list[str] | None = None) -> int:
         discard_output()  # There is nothing to report.
         return 0
     except signals.Stopped as stop:
-        print(stop, file=sys.stderr)
+        report(stop)
         return stop.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        report("interrupted")
         return 130
     except RendezvousError as error:
-        print(f"error: {error}", file=sys.stderr)
+        report(f"error: {error}")
         return 1
     except Exception as error:
         line = user_message(error)
         if line is None:
             raise
-        print(f"error: {line}", file=sys.stderr)
+        report(f"error: {line}")
         report_mistake_to_script()
         return 2
 

@@ -10,6 +10,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from data_module.errors import IN_CLONE, InputError
 from data_module.files import disk_full_error, exception_chain
@@ -58,9 +59,17 @@ def lightning_noise_restored() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-def discard_output() -> None:
-    """Discard standard output, whose reader has closed the pipe (`| head`), and what is not yet flushed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def discard_output(stream: TextIO | None = None) -> None:
+    """Discard a stream (standard output if None) whose reader has closed the pipe (`| head`), and what it buffers."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
+
+
+def report(line: object) -> None:
+    """Print the last line of a command on standard error, which may be a closed terminal or a file on a full disk."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:  # The exit code still says how the command ended.
+        discard_output(sys.stderr)
 
 
 def say(message: str) -> None:

@@ -1,7 +1,7 @@
 """Signals that ask the program to stop: the handler records them and does nothing else.
 
-SLURM sends SIGUSR1 (`--signal`) or SIGTERM before it takes the nodes away, and each rank receives it at another moment
-of its work. The handler is installed before anything that takes time is imported.
+SLURM sends SIGUSR1 (`--signal`) or SIGTERM before it takes the nodes away, and a closing terminal sends SIGHUP. Each
+rank receives it at another moment of its work. The handler is installed before anything that takes time is imported.
 """
 
 import signal
@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 _received: list[int] = []
 """Signals received, in order."""
-_STOP_SIGNALS = [signal.SIGUSR1, signal.SIGTERM]
+_STOP_SIGNALS = [signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP]
 
 
 class Stopped(Exception):
@@ -42,9 +42,10 @@ def _stop_at_once(_signum: int, _frame: FrameType | None) -> None:
 
 
 def install() -> None:
-    """Record stop signals from now on."""
+    """Record stop signals from now on. A SIGHUP that is ignored stays so: `nohup` keeps the run alive by that."""
     for signum in _STOP_SIGNALS:
-        signal.signal(signum, record)
+        if (signum, signal.getsignal(signum)) != (signal.SIGHUP, signal.SIG_IGN):
+            signal.signal(signum, record)
 
 
 def ignore() -> None:

@@ -158,7 +158,7 @@ def test_a_worker_ignores_signals_except_from_the_training_process(tiny_corpus: 
     worker = fork.Process(target=work)
     worker.start()
     try:
-        for kind in (None, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        for kind in (None, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
             if kind is not None:
                 subprocess.run(["kill", f"-{kind.name[3:]}", str(worker.pid)], check=True)
             for _ in range(1000):  # until it has been delivered: a second pending signal of the same kind would be lost
@@ -209,7 +209,13 @@ def test_a_signal_while_a_worker_starts(tiny_corpus: Path, monkeypatch: pytest.M
         begin()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGHUP)
 
     monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_set_worker_signal_handlers", begin_and_be_signalled)
     assert len(list(islice(loader(tiny_corpus, workers=2), 5))) == 5
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGHUP,
+        signal.SIGINT,
+    }

@@ -54,6 +54,21 @@ def test_stopped_and_resumed(recipe_file: Path, tmp_path: Path, devices: int, si
     assert_same_state(checkpoints(run)[-1], checkpoints(tmp_path / "whole")[-1])
 
 
+def test_a_closed_terminal(recipe_file: Path, tmp_path: Path) -> None:
+    """Every write to it fails from then on; the run saves and stops as by SIGTERM."""
+    terminal, stderr = os.openpty()
+    run, options = tmp_path / "run", ["--run.checkpoint_every_steps", 1000, "--trainer.val_check_interval", 1000]
+    command = ["fit", "--config", recipe_file, "--run.folder", run, "--trainer.max_steps", 100_000, *options]
+    process = start(*command, stderr=stderr)
+    os.close(stderr)
+    with suppress(OSError), os.fdopen(terminal, "rb", buffering=0) as screen:
+        while b"training: " not in screen.readline():
+            pass
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(30) == 75
+    assert len(checkpoints(run)) == 1
+
+
 @pytest.mark.slow
 def test_stopped_twice_in_one_validation(recipe_file: Path, tmp_path: Path) -> None:
     """Then killed after it: the validation is logged once, and the checkpoint of its step is kept like any other."""
@@ -135,7 +150,7 @@ for parent in helpers:
     for thread in Path(f"/proc/{parent}/task").iterdir():
         helpers += map(int, (thread / "children").read_text().split())
 assert len(helpers) > 2
-for signum in (signal.SIGUSR1, signal.SIGTERM):
+for signum in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
     for helper in helpers[1:]:
         os.kill(helper, signum)
     AsyncCompile.process_pool().submit(os.getpid).result(timeout=30)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,15 +17,18 @@ from pipeline.runtime.signals import (
     raise_if_stopped,
 )
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def no_signal_received(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_signal_received(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(signals, "_received", [])
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # The tests themselves may run under nohup.
+    yield
+    signal.signal(signal.SIGHUP, hangup)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("signum", SIGNALS)
 def test_the_first_signal_is_recorded(signum: signal.Signals) -> None:
     install()
     raise_if_stopped("nowhere")
@@ -36,6 +40,15 @@ def test_the_first_signal_is_recorded(signum: signal.Signals) -> None:
     with pytest.raises(Stopped, match="asked to stop during start-up; nothing was lost") as stopped:
         raise_if_stopped("during start-up")
     assert stopped.value.exit_code == 75
+
+
+def test_a_hangup_that_nohup_ignores_is_not_recorded() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    install()
+    with default_signals():
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert first_signal() is None
 
 
 def test_the_second_ctrl_c_stops_at_once() -> None:
@@ -59,7 +72,7 @@ def test_the_second_ctrl_c_stops_at_once() -> None:
 def test_default_signals_end_the_process_immediately() -> None:
     install()
     with default_signals():
-        assert [signal.getsignal(signum) for signum in SIGNALS] == [signal.SIG_DFL] * 2
+        assert [signal.getsignal(signum) for signum in SIGNALS] == [signal.SIG_DFL] * 3
     assert callable(signal.getsignal(signal.SIGTERM))
     os.kill(os.getpid(), signal.SIGTERM)
     assert first_signal() == signal.SIGTERM
@@ -74,8 +87,8 @@ def test_default_signals_leave_another_programs_handlers() -> None:
     for signum in SIGNALS:
         signal.signal(signum, theirs)
     with default_signals():
-        assert [signal.getsignal(signum) for signum in SIGNALS] == [theirs] * 2
-    assert [signal.getsignal(signum) for signum in SIGNALS] == [theirs] * 2
+        assert [signal.getsignal(signum) for signum in SIGNALS] == [theirs] * 3
+    assert [signal.getsignal(signum) for signum in SIGNALS] == [theirs] * 3
 
 
 def test_ignored_signals_are_not_recorded() -> None:
