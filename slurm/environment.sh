@@ -1,6 +1,20 @@
 # Sourced by all scripts in this folder: the Python environment, and functions that run and requeue jobs.
 # shellcheck shell=bash
 
+# Variables of the shell that `sbatch` was called from reach the job, and `srun` takes them for options. What only srun
+# sets goes; what sbatch sets as well stays if a line `#SBATCH` of the script asks for it. `salloc` and batch scripts have
+# no SLURM_STEP_ID: resources of their jobs cannot be told from those of this one.
+foreign=() maybe=(SLURM_HINT SLURM_DISTRIBUTION SLURM_DIST_PLANESIZE SLURM_THREADS_PER_CORE)
+maybe+=(SLURM_NTASKS_PER_CORE SLURM_NTASKS_PER_SOCKET)
+[[ -z ${SLURM_STEP_ID:-} ]] || maybe+=("${!SLURM_GPU@}" "${!SLURM_TRES@}" "${!SLURM_MEM_PER@}" SLURM_CPUS_PER_GPU
+    SLURM_NTASKS_PER_GPU SLURM_OVERCOMMIT)
+for name in "${maybe[@]}"; do
+    option=${name#SLURM_} option=${option//_/-}
+    [[ -z ${!name:-} ]] || grep -Eqs "^#SBATCH .*--${option,,}([= ]|$)" "$0" || foreign+=("$name")
+done
+unset "${foreign[@]}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" "${!SLURM_PTY@}" SLURM_EXACT \
+    SLURM_EXCLUSIVE SLURM_NTASKS SLURM_NPROCS SRUN_CPUS_PER_TASK SRUN_DEBUG RESTARTS_IN_JOB
+
 # ---- Edit this section for your cluster ----------------------------------------------------------------------------
 # module load python/3.11 cuda/13.0
 # A container: PYTHON="apptainer exec --nv /path/to/image.sif python"
@@ -12,6 +26,8 @@ PROGRAM=${PROGRAM:--m pipeline}
 # --------------------------------------------------------------------------------------------------------------------
 
 set -uo pipefail
+# Bash runs commands in a text that it takes for a number, such as a[$(...)].
+NUMBER='^[0-9]{1,9}$'
 
 # Recipes hold paths relative to the folder that the job was submitted from.
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 2
@@ -22,6 +38,16 @@ say() { echo "$(date '+%F %T') ${SLURM_JOB_NAME:-} ${SLURM_JOB_ID:-}: $*" >&2; }
 if [[ $0 == *.sbatch && -z ${SLURM_JOB_ID:-} ]]; then
     say "this script runs as a job; submit it: sbatch $0 $*"
     exit 2
+fi
+[[ ${#foreign[@]} -eq 0 ]] || say "of the shell that called sbatch, ${foreign[*]} are not used; what the job's tasks need" \
+    "belongs on a line #SBATCH of the script"
+# The array and the restarts of another job would be taken for those of this one.
+if [[ -n ${SLURM_JOB_ID:-} && -n ${SLURM_ARRAY_JOB_ID:-}${SLURM_RESTART_COUNT:-} ]]; then
+    while read -r id array restarts; do
+        [[ $id == "$SLURM_JOB_ID" && $restarts =~ $NUMBER ]] || continue
+        [[ ${SLURM_ARRAY_JOB_ID:-$array} == "$array" ]] || unset "${!SLURM_ARRAY@}"
+        export SLURM_RESTART_COUNT=$restarts
+    done < <(squeue --noheader --jobs="$SLURM_JOB_ID" --Format=JobID:20,ArrayJobID:20,RestartCnt:20)
 fi
 read -r -a python <<<"$PYTHON"
 read -r -a program <<<"$PROGRAM"
@@ -46,14 +72,14 @@ need_recipe() {
 # Run a pipeline command on all tasks and return its exit code. If one task fails, srun ends all of them.
 # A signal interrupts `wait`; the command handles signals itself, so wait again until it has ended.
 step() {
-    # SLURM_NTASKS may be stale: a requeued job can have fewer nodes.
+    # Not SLURM_NTASKS: a requeued job can have fewer nodes.
     # --overlap: the last step may still hold resources on a lost node, and other steps watch the first node.
     local nodes=${SLURM_NNODES:-1} where=(--overlap) pid watcher code
     if [[ ${#NODES[@]} -gt 0 ]]; then
         nodes=${#NODES[@]}
         where+=(--nodes="$nodes" --nodelist="$(IFS=, && echo "${NODES[*]}")")
     fi
-    srun --ntasks=$((nodes * ${SLURM_NTASKS_PER_NODE:-1})) "${where[@]}" --kill-on-bad-exit=1 \
+    SLURM_NTASKS_PER_NODE=$TASKS_PER_NODE srun --ntasks=$((nodes * TASKS_PER_NODE)) "${where[@]}" --kill-on-bad-exit=1 \
         bash -c "$NOTE_FIRST_TASK" "$FIRST_TASK_FILE" "${python[@]}" "${program[@]}" "$@" &
     pid=$!
     abandon_when_over "$pid" &
@@ -109,6 +135,7 @@ stage() {
 # Start or resume training a recipe, then exit: train RECIPE [ARGUMENT ...]
 train() {
     need_recipe train "$@"
+    TASKS_PER_NODE=${SLURM_NTASKS_PER_NODE:-1}
     count_from_here
     export MISTAKE_FILE FAILURES_FILE MIN_NODES
     # Where PyTorch dumps a rank's last collectives when NCCL hangs. The other defaults of its watchdog are right.
@@ -168,6 +195,7 @@ translate() {
 # to be requeued instead.
 restart_here() {
     local code=$1 host left state needed=${MIN_NODES:-$SLURM_NNODES}
+    [[ $needed =~ $NUMBER ]] || return 1 # `doctor` has not come to say so
     # A requeued job can have fewer nodes than before.
     [[ $needed -le $SLURM_NNODES ]] || needed=$SLURM_NNODES
     ! asked_to_stop "$code" || return 1
@@ -304,7 +332,9 @@ hand_back() {
 # Count a failure, and end the job after the third: count_failure EXIT_CODE REASON. Once training has begun, `fit` counts.
 count_failure() {
     [[ -e $FAILURES_FILE ]] || return 0
-    local failures=$(($(cat "$FAILURES_FILE") + 1))
+    local failures
+    read -r failures <"$FAILURES_FILE"
+    [[ $failures =~ $NUMBER ]] && failures=$((10#$failures + 1)) || failures=1
     if [[ $failures -ge 3 ]]; then
         rm -f "$FAILURES_FILE"
         say "exit code $1$2, $failures times before $GOAL; fix the cause above, then submit again"
@@ -315,6 +345,8 @@ count_failure() {
 
 # Keep bash alive while the step saves a checkpoint.
 trap : TERM USR1
+# Tasks of a step on each node; those of training are the job's.
+TASKS_PER_NODE=1
 # Nodes of the next step; empty for all nodes of the job.
 NODES=()
 # What squeue prints as the time left of a job that ends in less than five minutes.

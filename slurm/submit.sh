@@ -6,6 +6,8 @@
 #   JOB_OPTIONS="--account=mine" TRAIN_OPTIONS="--nodes=4" slurm/submit.sh RECIPE
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# In a job, such as an interactive session, they would lead to its folder and to its files.
+unset SLURM_SUBMIT_DIR SLURM_JOB_ID
 # shellcheck source=slurm/environment.sh
 source slurm/environment.sh
 if [[ $# -eq 0 ]]; then
@@ -18,6 +20,7 @@ read -r -a more <<<"${TRAIN_OPTIONS:-}"
 # One per line: run folder, and without corpus.test the texts of the evaluation.
 paths=$("${python[@]}" -m pipeline recipe paths --config "$@") || exit 2
 mapfile -t paths <<<"$paths"
+paths=("${paths[@]/#-/./-}") # no options
 run=${paths[0]}
 
 submit() {
@@ -33,7 +36,7 @@ submit() {
     echo "$name ${id%%;*}"
 }
 
-name=$(basename "$run")
+name=$(basename -- "$run")
 prepared=$(submit prepare "" slurm/prepare.sbatch "$@")
 echo "$prepared"
 trained=$(submit train "${prepared##* }" "${more[@]}" slurm/train.sbatch "$@")

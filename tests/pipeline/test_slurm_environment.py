@@ -5,14 +5,12 @@ import functools
 import os
 import pty
 import shutil
-import signal
 import socket
 import subprocess
 import termios
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,6 @@ from pipeline.runtime.launch import (
     report_mistake_to_script,
 )
 from pipeline.training.trainer import cluster_environment
-from tests.conftest import ROOT
 
 TASK = {
     "SLURM_JOB_ID": "7",
@@ -197,65 +194,3 @@ def test_environments_without_a_step(environment: dict[str, str]) -> None:
 def test_invalid_environments_are_refused(changed: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         current_step({**TASK, **changed})
-
-
-EVALUATED = "average runs/a --last 1\nevaluate runs/a/average-last-1.ckpt"
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "output"),
-    [
-        ("runs/a", 0, f"{EVALUATED}\n"),
-        ("runs/a x y --paper", 0, f"{EVALUATED} --source x --reference y --paper\n"),
-        ("runs/a --test-set wmt14/full", 0, f"{EVALUATED} --test-set wmt14/full\n"),
-        ("runs/a x", 2, "both texts or none"),
-        ("runs/a x --paper", 2, "both texts or none"),
-        ("--paper", 2, "a run folder is required"),
-        ("", 2, "a run folder is required"),
-    ],
-)
-def test_a_job_evaluates_two_texts_or_the_recipes(words: str, code: int, output: str, tmp_path: Path) -> None:
-    done = job("evaluate", words, tmp_path)
-    assert (done.returncode, output in done.stdout + done.stderr) == (code, True), done.stderr
-
-
-def test_a_job_ends_though_it_ignores_sigterm(tmp_path: Path) -> None:
-    """Nothing that it has started goes on and holds its log open."""
-    done = job("export", "runs/a exports/a", tmp_path, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "export runs/a exports/a --force\n", "")
-
-
-def job(script: str, words: str, folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a job's script with an srun that prints the pipeline's arguments; `options` are those of a process."""
-    write_program(folder / "srun", 'while [ "$1" != pipeline ]; do shift; done; shift; echo "$@"')
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": "true", "SLURM_JOB_ID": "1"}
-    command = ["bash", f"slurm/{script}.sbatch", *words.split()]
-    return subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60, check=False, **options
-    )
-
-
-def write_program(path: Path, code: str) -> None:
-    path.write_text(f"#!/bin/sh\n{code}\n")
-    path.chmod(0o755)
-
-
-def test_a_text_is_translated_to_a_file(tmp_path: Path) -> None:
-    """Without one, each task of an array would print all translations."""
-    for words in ("runs/a --source x --output y", "runs/a --output=y --source x"):
-        done = job("translate", words, tmp_path)
-        assert (done.returncode, done.stdout) == (0, f"translate {words}\n"), done.stderr
-    done = job("translate", "runs/a --source x --outputs y", tmp_path)
-    assert (done.returncode, done.stdout, "--output is required" in done.stderr) == (2, "", True)
-
-
-@pytest.mark.parametrize("texts", [[], ["corpus/a b.txt", "corpus/c.txt"]], ids=["test", "validation"])
-def test_the_last_jobs_get_the_recipes_paths(texts: list[str], tmp_path: Path) -> None:
-    """`recipe paths` names a text only if the recipe has no test text."""
-    write_program(tmp_path / "python", "printf '%s\\n' " + " ".join(f"'{path}'" for path in ["runs/a", *texts]))
-    write_program(tmp_path / "sbatch", f"printf '<%s>' \"$@\" >>{tmp_path}/jobs; echo 7")
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": f"{tmp_path}/python"}
-    subprocess.run(["bash", "slurm/submit.sh", "one.yaml"], env=environment, cwd=ROOT, check=True, capture_output=True)
-    jobs = (tmp_path / "jobs").read_text()
-    assert f"<slurm/evaluate.sbatch><runs/a>{''.join(f'<{text}>' for text in texts)}<--parsable>" in jobs
-    assert jobs.endswith("<slurm/export.sbatch><runs/a><exports/a>")

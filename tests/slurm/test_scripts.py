@@ -142,8 +142,9 @@ def test_tasks_that_share_a_text(cluster: Cluster, trained_run: Path, tmp_path: 
 @pytest.mark.slow
 def test_tensorboard_says_where_it_is(cluster: Cluster, trained_run: Path) -> None:
     job = cluster.submit(*ANY_NODE.split(), "slurm/tensorboard.sbatch", trained_run)
-    job.wait_for("ssh -N -L ")
-    tunnel = job.log.split("ssh -N -L ")[1].split()[0]
+    job.wait_for("TensorBoard has no password")
+    # To the node itself, through the login node, where ssh answers on the nodes.
+    tunnel = job.log.split(" -L ")[1].split()[0]
     local, node, port = tunnel.split(":")
     assert local == port
     answers = []
