@@ -12,6 +12,14 @@ SCRIPTS = ".venv/bin/" if IN_CLONE else ""
 """What to type before programs of other packages, such as TensorBoard."""
 
 
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) != "\t"}
+
+
+def printable(text: str) -> str:
+    """Return the text with its control characters escaped: those of a quoted value could do anything to a terminal."""
+    return text.translate(_ESCAPES)
+
+
 class InputError(Exception):
     """An error in the user's input.
 
@@ -19,9 +27,9 @@ class InputError(Exception):
     a traceback and exit with code 2.
     """
 
-    def __init__(self, message: str) -> None:
-        """Store the message, with its line breaks escaped, such as those of a quoted key."""
-        super().__init__(message.replace("\r", "\\r").replace("\n", "\\n"))
+    def __str__(self) -> str:
+        """Return the message, with the control characters escaped that it quotes."""
+        return printable(super().__str__())
 
 
 def install(extra: str) -> str:

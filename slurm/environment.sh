@@ -6,14 +6,15 @@
 # no SLURM_STEP_ID: resources of their jobs cannot be told from those of this one.
 foreign=() maybe=(SLURM_HINT SLURM_DISTRIBUTION SLURM_DIST_PLANESIZE SLURM_THREADS_PER_CORE)
 maybe+=(SLURM_NTASKS_PER_CORE SLURM_NTASKS_PER_SOCKET)
-[[ -z ${SLURM_STEP_ID:-} ]] || maybe+=("${!SLURM_GPU@}" "${!SLURM_TRES@}" "${!SLURM_MEM_PER@}" SLURM_CPUS_PER_GPU
-    SLURM_NTASKS_PER_GPU SLURM_OVERCOMMIT)
+[[ -z ${SLURM_STEP_ID:-} ]] || maybe+=(SLURM_GPUS "${!SLURM_GPUS_PER@}" "${!SLURM_GPU_@}" "${!SLURM_TRES@}"
+    "${!SLURM_MEM_PER@}" SLURM_CPUS_PER_GPU SLURM_NTASKS_PER_GPU SLURM_OVERCOMMIT)
 for name in "${maybe[@]}"; do
-    option=${name#SLURM_} option=${option//_/-}
+    option=${name#SLURM_} option=${option/#MEM_PER_NODE/MEM} option=${option//_/-}
     [[ -z ${!name:-} ]] || grep -Eqs "^#SBATCH .*--${option,,}([= ]|$)" "$0" || foreign+=("$name")
 done
 unset "${foreign[@]}" "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" "${!SLURM_PTY@}" SLURM_EXACT \
-    SLURM_EXCLUSIVE SLURM_NTASKS SLURM_NPROCS SRUN_CPUS_PER_TASK SRUN_DEBUG RESTARTS_IN_JOB
+    SLURM_EXCLUSIVE SLURM_NTASKS SLURM_NPROCS SRUN_CPUS_PER_TASK SRUN_DEBUG SLURM_GPUS_ON_NODE \
+    RESTARTS_IN_JOB
 
 # ---- Edit this section for your cluster ----------------------------------------------------------------------------
 # module load python/3.11 cuda/13.0

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_module.errors import InputError
+from data_module.errors import InputError, printable
 from data_module.files import user_path
 from pipeline.config.recipe import add_recipe_arguments
 from pipeline.training.checks import CheckContext, CheckResult, check_backend, check_machine, check_recipe
@@ -94,7 +94,7 @@ def _results_of(ranks: "RankGroup", load: Load) -> list[CheckResult]:
     from pipeline.training.rank_checks import check_ranks
 
     is_first = ranks.job.rank == 0
-    machine = [result for result in check_machine(ranks.job) if is_first or not result.ok]
+    machine = [one for one in check_machine(ranks.job) if is_first or one.is_warning or not one.ok]
     context, results = agree_on_context(ranks, *load(ranks.job))
     if is_first and context is not None:
         results += check_recipe(context)
@@ -154,7 +154,7 @@ def print_results(results: list[CheckResult]) -> int:
         places.setdefault((label, result.message), []).append(result.where)
     for (label, message), where in places.items():
         ranks = "; ".join(dict.fromkeys(filter(None, where)))
-        print(f"{label} {message}" + (f" [{ranks}]" if ranks else ""), flush=True)
+        print(printable(f"{label} {message}" + (f" [{ranks}]" if ranks else "")), flush=True)
     return exit_code(results)
 
 

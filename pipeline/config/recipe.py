@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from data_module.errors import InputError
+from data_module.errors import InputError, printable
 from data_module.files import user_path
 from data_module.settings import BatchSettings, CorpusSettings
 from model.settings import DecodingSettings, NetworkSettings, TrainingSettings
@@ -37,7 +37,8 @@ class Recipe:
     """File and line of each key that was read; of a recipe that `load_recipe` has returned."""
 
     def __post_init__(self) -> None:
-        if self.name in ("", ".", ".."):  # The run's folder would be runs itself, or the one above.
+        # The run's folder would be runs itself, or the one above, or no line of a script's.
+        if self.name in ("", ".", "..") or printable(self.name) != self.name:
             raise ValueError(f"name {self.name!r} does not name a folder; give another name, or leave the key out")
 
     def run_folder(self) -> Path:

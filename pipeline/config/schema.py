@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType
 from typing import Any
 
-from data_module.errors import InputError
+from data_module.errors import InputError, printable
 from data_module.files import PathText, user_path
 from data_module.registry import did_you_mean
 
@@ -193,6 +193,8 @@ def _parse_str(value: Any, errors: str = "strict") -> str:
 
 def _parse_path(value: Any) -> str:
     text = _parse_str(value, "surrogateescape")  # The bytes of a file's name need not be UTF-8.
+    if printable(text) != text or "\t" in text:  # Job scripts and logs have a path a line.
+        raise InputError(f"{text!r} has control characters; give it a name without them")
     return str(user_path(text)) if text.startswith("~") else text
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from data_module.errors import IN_CLONE, InputError
+from data_module.errors import IN_CLONE, InputError, printable
 from data_module.files import disk_full_error, exception_chain
 from pipeline.runtime.launch import process_rank
 
@@ -67,7 +67,7 @@ def discard_output(stream: TextIO | None = None) -> None:
 def report(line: object) -> None:
     """Print the last line of a command on standard error, which may be a closed terminal or a file on a full disk."""
     try:
-        print(line, file=sys.stderr, flush=True)
+        print(printable(str(line)), file=sys.stderr, flush=True)
     except OSError:  # The exit code still says how the command ended.
         discard_output(sys.stderr)
 
@@ -83,6 +83,7 @@ def say(message: str) -> None:
 
 def print_above_bars(message: str) -> None:
     """Print one line on standard error, in a terminal above the progress bars."""
+    message = printable(message)
     if sys.stderr.isatty():
         from tqdm import tqdm  # this file is imported before missing packages are reported
 

@@ -99,7 +99,14 @@ def check_machine(job: "JobStep | None" = None) -> Iterator[CheckResult]:
     import torch
     from packaging.version import Version
 
-    from pipeline.runtime.devices import ONE_GPU_NOTE, best_precision, gpus_mistake, sees_own_gpu_only
+    from data_module.worker_processes import num_processors
+    from pipeline.runtime.devices import (
+        ONE_GPU_NOTE,
+        best_precision,
+        gpus_mistake,
+        processors_note,
+        sees_own_gpu_only,
+    )
     from pipeline.runtime.launch import min_nodes_mistake
 
     for name, (first, end) in SUPPORTED.items():
@@ -114,7 +121,12 @@ def check_machine(job: "JobStep | None" = None) -> Iterator[CheckResult]:
         yield CheckResult(True, f"GPU {index}: {torch.cuda.get_device_name(index)}, {memory:.0f} GiB")
     if not visible:
         gpus = f"{count} GPUs that torch cannot use" if count else "no GPU"
-        yield CheckResult(True, f"{gpus}; {os.cpu_count()} CPU cores, default precision {best_precision('cpu')}")
+        usable = f"{num_processors()} usable of " if num_processors() != os.cpu_count() else ""
+        yield CheckResult(
+            True, f"{gpus}; {usable}{os.cpu_count()} CPU cores, default precision {best_precision('cpu')}"
+        )
+    if (note := processors_note(job)) is not None:
+        yield CheckResult(True, note, is_warning=True)
     if job is not None:
         mistakes = (gpus_mistake(job, visible), min_nodes_mistake(job))
         yield from (CheckResult(False, mistake) for mistake in mistakes if mistake)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_module.errors import InputError
+from data_module.errors import InputError, printable
 from pipeline.runtime.console import say
 from pipeline.runtime.launch import JobStep, process_rank
 
@@ -191,7 +191,7 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
     if checked:
         check_same_vocabulary(recipe, tokenizer.sha256, tokenizer_of(contents))
         for change in allowed:
-            print(f"changed since the last start: {change}", file=sys.stderr)
+            print(printable(f"changed since the last start: {change}"), file=sys.stderr)
     return ResumePoint(checkpoint, step_of(checkpoint), validation_is_pending(contents), bleu_tokenizer_of(contents))
 
 

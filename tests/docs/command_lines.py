@@ -142,7 +142,7 @@ def _sbatch(words: list[str]) -> str | None:
         return _verb(["evaluate", run, *more])
     if name in ("export", "translate"):
         return _verb([name, *rest])
-    return None if name == "tensorboard" and len(rest) < 2 else f"{script} takes other arguments"
+    return None if name == "tensorboard" and rest[1:] in ([], ["--bind_all"]) else f"{script} takes other arguments"
 
 
 def _pip(words: list[str]) -> str | None:

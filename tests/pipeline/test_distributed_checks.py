@@ -22,7 +22,7 @@ from pipeline.checkpointing.run_folder import note_run
 from pipeline.commands.doctor import agree_on_context
 from pipeline.config.recipe import load_recipe
 from pipeline.runtime.backend import refuse_cuda_graphs
-from pipeline.runtime.devices import ONE_GPU_NOTE, gpus_mistake, mixed_processors_mistake
+from pipeline.runtime.devices import ONE_GPU_NOTE, gpus_mistake, mixed_processors_mistake, processors_note
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name
 from pipeline.training import rank_checks
 from pipeline.training.checks import CheckContext, CheckResult, check_machine, check_trainer
@@ -215,6 +215,27 @@ def test_a_task_that_sees_one_gpu_trains_on_it(local_rank: int, one_gpu: pytest.
     assert rank_checks._own_gpu(step) == 0  # of doctor's all-reduce
     with pytest.raises(InputError, match=r"^run\.cuda_graphs: they are for one GPU"):
         refuse_cuda_graphs(True, options)
+
+
+@pytest.mark.two_processors
+def test_doctor_notes_processors_that_a_task_may_not_use() -> None:
+    """A binding of another job, or taskset."""
+    usable, count = os.sched_getaffinity(0), os.cpu_count()
+    step = JobStep("7", rank=0, local_rank=0, num_tasks=1, num_nodes=1, tasks_per_node=1, restarts=0)
+    two_tasks = replace(step, num_tasks=2, tasks_per_node=2)
+    given = {"SLURM_JOB_ID": "7", "SLURM_CPUS_ON_NODE": "2"}
+    whole = processors_note(step, given)
+    try:
+        os.sched_setaffinity(0, {min(usable)})
+        [line] = [one.message for one in check_machine() if "CPU cores" in one.message]
+        asked = processors_note(two_tasks, {**given, "SLURM_CPUS_PER_TASK": "4"})
+        notes = [processors_note(step, given), processors_note(two_tasks, given), processors_note(None, {})]
+    finally:
+        os.sched_setaffinity(0, usable)
+    assert f"1 usable of {count} CPU cores" in line
+    assert whole is None
+    assert str(asked).startswith("this task may use 1 of the 4 processors that SLURM gave it (SLURM_CPUS_PER_TASK 4)")
+    assert [note and note.partition(" processors")[0] for note in notes] == ["this task may use 1 of the 2", None, None]
 
 
 def test_ranks_on_processors_of_several_kinds_cannot_share_muons_updates() -> None:

@@ -185,6 +185,20 @@ def test_positions_of_mistakes(tmp_path: Path) -> None:
     assert error_message(overlay) == f"{overlay}: corpus is missing; add it"
 
 
+def test_paths_have_no_control_characters(tmp_path: Path) -> None:
+    """A job script reads a path a line. What a recipe holds does nothing to a terminal."""
+    path = write(tmp_path, MINIMAL)
+    for key in ("run.folder", "corpus.folder", "corpus.train.source", "corpus.test.path"):
+        for character in ("\n", "\t", "\x1b", "\x9b"):
+            message = error_message(path, f"--{key}", f"runs/a{character}b")
+            assert f"{key}: {f'runs/a{character}b'!r} has control characters; give it a name without" in message
+    named = write(tmp_path, f'{MINIMAL}name: "a\\nb"\n', "named.yaml")
+    assert r"name 'a\nb' does not name a folder; " in error_message(named)
+    colours = error_message(path, "--run.best_\x1b[31mby=1")
+    assert "run.best_\\x1b[31mby is not a key" in colours
+    assert load_recipe([path], ["--run.folder", "runs/ä b"]).run_folder() == Path("runs/ä b")
+
+
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     assert "there is no such recipe" in error_message(tmp_path / "none.yaml")
     broken = write(tmp_path, "a: [1,\nb: 2")
