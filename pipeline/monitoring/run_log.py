@@ -215,8 +215,11 @@ class AppendedFile:
 
 def _event_file(folder: Path, first_step: int) -> AppendedFile:
     """Return a new TensorBoard event file; readers discard the steps from `first_step` on of earlier files."""
-    # TensorBoard reads the files of a folder in the order of their names.
-    name = f"{_EVENT_FILES}{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+    # TensorBoard reads the files of a folder in the order of their names. This one comes last also where the clock is
+    # behind that of an earlier start, such as another node's.
+    times = [re.match(r"\d+\.\d+", path.name.removeprefix(_EVENT_FILES)) for path in folder.glob(f"{_EVENT_FILES}*")]
+    now = max([time.time(), *(float(found[0]) + 1e-3 for found in times if found)])
+    name = f"{_EVENT_FILES}{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
     begin = Event(session_log=SessionLog(status=SessionLog.START), step=first_step, wall_time=time.time())
     header = _record(Event(file_version="brain.Event:2", wall_time=time.time())) + _record(begin)
     return AppendedFile(folder / name, header)

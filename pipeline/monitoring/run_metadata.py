@@ -117,7 +117,7 @@ class RunMetadata(Callback):
                 "step": trainer.global_step,
                 **final_metrics(log, self._recipe.run.best_by),
                 "goodput": self._monitor.goodput(),
-                "seconds_since_submission": time.time() - first_submission(self.starts),
+                "seconds_since_submission": self._monitor.seconds_since_submission(),
                 "starts": len(self.starts),
                 "parameters": self._parameters["all"],
             }
@@ -203,8 +203,8 @@ def record_start(log: RunLog, job: JobStep | None, backend: dict[str, str]) -> l
 
 
 def first_submission(starts: list[dict[str, Any]]) -> float:
-    """Return when the run was first submitted, in seconds since the epoch."""
-    return min(start["submitted"] for start in starts)
+    """Return when the run was first submitted, in seconds since the epoch, by clocks not behind the first start's."""
+    return min(start["submitted"] for start in starts if start["began"] >= starts[0]["began"])
 
 
 def _submit_time(job: str) -> float:

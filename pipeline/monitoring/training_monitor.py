@@ -156,6 +156,7 @@ class TrainingMonitor(Callback):
         self._announce_at = math.inf
         self._validation_started = 0.0
         self._validation_seconds: float | None = None
+        self._validated_step = 0
         self._sums: Tensor | None = None
         self._steps = self._target_tokens = self._padded_tokens = self._tokens = 0
         self.nodes: list[str] = []
@@ -299,8 +300,9 @@ class TrainingMonitor(Callback):
             "train_perf/step_seconds": seconds / self._steps,
             "train_perf/step_seconds_data_wait": lap["data_wait"] / self._steps,
             "train_perf/step_seconds_compute": lap["compute"] / self._steps,
-            "train_perf/goodput": self._goodput_now(),
         }
+        if (goodput := self._goodput_now()) is not None:
+            scalars["train_perf/goodput"] = goodput
         if self._ddp is not None:
             scalars["train_perf/step_seconds_communication_wait"] = lap["communication_wait"] / self._steps
         if self._matmul_rate:
@@ -317,6 +319,7 @@ class TrainingMonitor(Callback):
         """Print the scores, and count time as training again."""
         self.clock.begin("loop_overhead")
         self._validation_seconds = time.monotonic() - self._validation_started
+        self._validated_step = trainer.global_step
         if self._progress is not None:
             self._progress.validation_seconds = self._validation_seconds
         metrics = trainer.callback_metrics
@@ -330,9 +333,17 @@ class TrainingMonitor(Callback):
             self._progress.show({title(self._best_by): best}, self.clock.median_step_seconds())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close the progress bar."""
+        """Close the progress bar, and say so if the last step was not validated."""
         if self._progress is not None:
             self._progress.close()
+        every, last = trainer.val_check_interval, trainer.global_step
+        if trainer.enable_validation and isinstance(every, int) and self._validated_step != last:
+            because = f"it is no multiple of trainer.val_check_interval {every}"
+            if self._validation_seconds is None:
+                because = (
+                    f"trainer.val_check_interval is {every}, so the run has no validation and no best.ckpt; lower it"
+                )
+            say(f"warning: step {last}, the last one, was not validated: {because}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Close the progress bar, and kill the ranks that Lightning has launched once this process exits."""
@@ -343,16 +354,25 @@ class TrainingMonitor(Callback):
             # Otherwise they would wait for this rank, and then print errors below its own.
             atexit.register(launcher.kill, signal.SIGKILL)
 
-    def goodput(self) -> float:
-        """Return the share of the time since the run was submitted that its training steps took.
+    def goodput(self) -> float | None:
+        """Return the share of the time since the run was submitted that its training steps took; None if it is unknown.
 
         Steps that were repeated after a failure count once.
         """
         self.clock.read()
         return self._goodput_now()
 
-    def _goodput_now(self) -> float:
-        return self.clock.counted_seconds / max(time.time() - self.submitted, 1e-9)
+    def _goodput_now(self) -> float | None:
+        seconds = self.seconds_since_submission()
+        return None if seconds is None else self.clock.counted_seconds / seconds
+
+    def seconds_since_submission(self) -> float | None:
+        """Return the time since the run was submitted.
+
+        None if that is less than its steps have taken: the clock is behind that of an earlier start.
+        """
+        seconds = time.time() - self.submitted
+        return seconds if seconds > self.clock.counted_seconds else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save: the seconds of the steps up to this checkpoint and of the last validation."""

@@ -109,6 +109,7 @@ def test_signals_after_the_end(recipe_file: Path, tmp_path: Path) -> None:
             process.send_signal(signal.SIGUSR1)
         time.sleep(0.005)
     assert process.returncode == 0, log.read_text()
+    assert "step 3, the last one, was not validated: trainer.val_check_interval is 6, so the run" in log.read_text()
 
 
 def test_max_time(recipe_file: Path, tmp_path: Path) -> None:

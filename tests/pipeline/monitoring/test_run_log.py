@@ -4,6 +4,7 @@ Fails if one of TensorBoard's undocumented modules moves or changes.
 """
 
 import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def test_one_run_one_curve(tmp_path: Path) -> None:
     ]
     assert "custom_scalars__config__" in events.Tags()["tensors"]
     assert events.SummaryMetadata("_hparams_/experiment").plugin_data.plugin_name == "hparams"
+
+
+def test_one_curve_though_the_clock_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.time
+    for hours, (after, last) in ((0, (0, 4)), (-2, (4, 6)), (-3, (6, 8)), (1, (8, 9))):
+        monkeypatch.setattr(time, "time", lambda hours=hours: clock() + 3600 * hours)
+        log_steps(tmp_path, after, last, 0.0)
+    assert [step for step, _ in scalars(tmp_path, "loss")] == list(range(1, 10))
 
 
 def log_with_validation(run: Path, after: int, last: int, validation_pending: bool) -> None:

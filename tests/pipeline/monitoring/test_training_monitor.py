@@ -2,10 +2,12 @@
 
 import json
 import re
+import time
 from collections import defaultdict
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from model.training_module import TranslationModule
 from pipeline.checkpointing.run_folder import METRICS
 from pipeline.monitoring import training_monitor
 from pipeline.monitoring.run_log import RunLog
+from pipeline.monitoring.run_metadata import first_submission
 from pipeline.monitoring.training_monitor import TrainingMonitor
 from pipeline.runtime.console import quiet_lightning
 
@@ -111,3 +114,50 @@ def test_a_resumed_run_knows_how_long_a_validation_takes() -> None:
     monitor = TrainingMonitor(1)
     monitor.load_state_dict({"counted_seconds": 5.0, "validation_seconds": 7.0})
     assert monitor.state_dict() == {"counted_seconds": 5.0, "validation_seconds": 7.0}
+
+
+def test_goodput_while_the_clock_is_behind_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 s after the first submission, in a clock that is an hour behind, then in the first one again."""
+    starts = [{"submitted": 1e9, "began": 1e9}, {"submitted": 1e9 - 3540, "began": 1e9 - 3540}]
+    assert first_submission(starts) == 1e9
+    assert first_submission([starts[0], {"submitted": 1e9 - 5, "began": 1e9 + 60}]) == 1e9 - 5  # by another job
+    monitor = TrainingMonitor(10)
+    monitor.submitted = first_submission(starts)
+    monitor.load_state_dict({"counted_seconds": 40.0, "validation_seconds": None})
+    monkeypatch.setattr(time, "time", lambda: 1e9 - 3500)
+    assert (monitor.seconds_since_submission(), monitor.goodput()) == (None, None)
+    monkeypatch.setattr(time, "time", lambda: 1e9 + 100)
+    assert (monitor.seconds_since_submission(), monitor.goodput()) == (100, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("every", "validated", "said"),
+    [
+        (65, 130, ""),
+        (
+            40,
+            120,
+            "warning: step 130, the last one, was not validated: it is no multiple of trainer.val_check_interval 40",
+        ),
+        (1000, None, "1000, so the run has no validation and no best.ckpt; lower it"),
+        (40, "not wanted", ""),
+    ],
+)
+def test_the_end_says_that_the_last_step_was_not_validated(
+    every: int, validated: int | str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monitor: Any = TrainingMonitor(10)
+    trainer: Any = SimpleNamespace(
+        val_check_interval=every,
+        enable_validation=validated != "not wanted",
+        callback_metrics={},
+        sanity_checking=False,
+        global_step=validated,
+    )
+    if isinstance(validated, int):
+        monitor.on_validation_start(trainer, None)
+        monitor.on_validation_end(trainer, None)
+    trainer.global_step = 130
+    monitor.on_train_end(trainer, None)
+    line = capsys.readouterr().err
+    assert line.endswith(f"{said}\n") if said else not line
