@@ -58,6 +58,17 @@ def test_store_is_mapped_and_pickles_as_its_path(tmp_path: Path) -> None:
     assert pickle.loads(data)[0].tolist() == SENTENCES[0]  # noqa: S301
 
 
+def test_a_mapped_store_is_read_whole_though_another_takes_its_place(tmp_path: Path) -> None:
+    store = _write(tmp_path / "train.source")
+    store.map_all()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with TokenStoreWriter(tmp_path / "train.source", np.dtype(np.uint16)) as writer:
+        _append(writer, [[1], [1, 1]])
+    assert [store[i].tolist() for i in range(len(store))] == SENTENCES
+    assert store.lengths.tolist() == list(map(len, SENTENCES))
+
+
 def test_repeat_from_appends_the_sentences_again(tmp_path: Path) -> None:
     with TokenStoreWriter(tmp_path / "s", np.dtype(np.uint16)) as writer:
         _append(writer, SENTENCES)

@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,12 +40,15 @@ def test_plans_of_other_settings_are_not_reused(
     tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    settings = {"batch_tokens": 400, "seed": 1}
+    settings: dict[str, Any] = {"batch_tokens": 400, "seed": 1}
     plans = []
     for split, change in (
         ("train", {}),
         ("train", {"seed": 2}),
         ("train", {"batch_tokens": 300}),
+        ("train", {"weights": ((100, 200), (1.0, 2.0))}),
+        ("train", {"weights": ((100, 200), (2.0, 1.0))}),
+        ("train", {"weights": ((200, 100), (2.0, 1.0))}),
         ("validation", {}),
     ):
         source = Epochs([open_corpus(tiny_corpus, split)], **{**settings, **change})

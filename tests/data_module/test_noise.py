@@ -183,6 +183,14 @@ def test_a_string_goes_to_matching_places() -> None:
         ),
         # Not between sentences where their numbers differ.
         ("They came. Fine", "Gut", {("@ They came. Fine", "@ Gut"), ("They came. Fine @", "Gut @")}),
+        (
+            "They came. Both left. Fine",
+            "Alle kamen. Gut",
+            {
+                ("@ They came. Both left. Fine", "@ Alle kamen. Gut"),
+                ("They came. Both left. Fine @", "Alle kamen. Gut @"),
+            },
+        ),
         # Not into a word with a tag.
         ("A <b>dog</b>.", "Ein Hund", {("@ A <b>dog</b>.", "@ Ein Hund"), ("A <b>dog</b>. @", "Ein Hund @")}),
         # Not behind a name, which both sides have, nor into a pair of tags.

@@ -156,11 +156,19 @@ def test_limits_that_the_corpus_exceeds(key: str, value: Any, mistake: str, reci
 def test_room_for_checkpoints(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoints that a run has already take part of the room that it needs."""
     recipe = load_recipe([recipe_file], ["--run.folder", str(tmp_path / "run")])
+    large = replace(recipe.network, d_model=512, d_ff=2048)
 
     def is_enough(free: int) -> bool:
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
         return all(result.ok for result in check_disk_space(CheckContext(recipe, None, False, None)))
 
+    average = replace(recipe, training=replace(recipe.training, ema_decay=0.9))
+    asked = [
+        float(result.message.split("need ")[1].split()[0])
+        for one in (recipe, average)
+        for result in check_disk_space(CheckContext(replace(one, network=large), None, False, None))
+    ]
+    assert asked[1] / asked[0] == pytest.approx(4 / 3, abs=0.1)
     needed = next(free for free in range(0, 1 << 30, 1 << 20) if is_enough(free))
     saved = tmp_path / "run" / "checkpoints" / "around-best" / "step=00000004.ckpt"
     saved.parent.mkdir(parents=True)

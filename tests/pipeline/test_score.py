@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from model.settings import DecodingSettings, NetworkSettings
+from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import (
     TrainedModel,
@@ -19,8 +21,9 @@ from pipeline.checkpointing.checkpoint import (
 )
 from pipeline.commands import score
 from pipeline.inference import scoring
-from pipeline.inference.scoring import align_words
-from pipeline.inference.translator import EMPTY, encode_sources
+from pipeline.inference.scoring import Scorer, align_words
+from pipeline.inference.translator import EMPTY, Translator, encode_sources
+from pipeline.training.marian_import import load_marian
 from tests.conftest import pipeline, refusal, sentences
 from tests.model.search_truth import forced_log_probability, make_network, tolerance
 
@@ -95,6 +98,35 @@ def test_scores_are_those_of_teacher_forcing(
     assert [int(count) for _, count in rows] == [count for _, count in expected]
     allowed = ROUNDED + tolerance(trained.network)
     assert [float(total) for total, _ in rows] == pytest.approx([total for total, _ in expected], abs=allowed)
+
+
+def test_a_bundle_cuts_what_its_checkpoint_cuts(
+    trained_run: Path, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = write(tmp_path / "source", ["a cat " * 700]), write(tmp_path / "target", ["the dog"])
+    scores, warnings = [], []
+    for model in (trained_run, bundle):
+        assert main(["score", str(model), "--source", str(texts[0]), "--target", str(texts[1])]) == 0
+        output = capsys.readouterr()
+        scores.append(float(output.out.split("\t")[0]))
+        warnings.append(output.err.splitlines()[-1].partition(": ")[2])
+    assert scores[1] == pytest.approx(scores[0], abs=ROUNDED * 2)
+    assert warnings == ["line 1: longer than the 1024 tokens that the network reads; cut"] * 2
+
+
+def test_each_side_has_its_tokenizer(marian: Path) -> None:
+    """Where a model has two."""
+    model = load_marian(marian)
+    tokenizer, target = model.tokenizer, "THÖ DOG"
+    network = Transformer(tokenizer.vocabulary_size, NetworkSettings(**model.network))
+    network.load_state_dict(model.weights)
+    translator = Translator(network, tokenizer, DecodingSettings())
+    [scored], _ = Scorer(translator).score([1], ["the dog"], [target])
+    source = torch.tensor([*tokenizer.encode(["the dog"])[0].tolist(), tokenizer.eos_id])
+    ids = [*tokenizer.target.encode([target])[0].tolist(), tokenizer.eos_id]
+    assert scored.num_tokens == len(ids)
+    # A Marian model begins with its padding symbol.
+    assert scored.log_probability == pytest.approx(forced_log_probability(network.eval(), source, ids), abs=1e-3)
 
 
 def test_warnings_name_lines(

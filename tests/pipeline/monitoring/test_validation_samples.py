@@ -11,6 +11,7 @@ from data_module.batching.batch import SpecialIds
 from data_module.settings import BatchSettings
 from data_module.tokenization.tokenizer import Tokenizer
 from data_module.translation_data_module import TranslationDataModule
+from pipeline.inference.metrics import METRICS, ExactMatch
 from pipeline.monitoring.validation_samples import NUM_WORST, ValidationSamples
 
 
@@ -55,3 +56,29 @@ def test_the_best_score_is_finite(tiny_corpus: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(samples._metrics, "compute", lambda: {"validation/bleu": score})  # noqa: B023
         samples.on_validation_epoch_end(trainer, module)
     assert [scores.get("validation/best_bleu") for scores in logged] == [None, 3.0, 3.0]
+
+
+class Errors(ExactMatch):
+    higher_is_better = False
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"), [(ExactMatch(), [3.0, 3.0, 4.0]), (Errors(), [3.0, 2.0, 2.0])], ids=["large", "small"]
+)
+def test_the_best_score_so_far(
+    metric: ExactMatch, best: list[float], tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a metric of which large or small values are good; the run is resumed before each validation."""
+    monkeypatch.setitem(METRICS, "errors", metric)
+    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
+    trainer: Any = SimpleNamespace(sanity_checking=False, logger=None)
+    logged: list[dict[str, float]] = []
+    module: Any = SimpleNamespace(log_dict=logged.append)
+    state: dict[str, Any] = {"best_score": None}
+    for score in (3.0, 2.0, 4.0):
+        samples = ValidationSamples(["a"], ["b"], tokenizer, best_by="errors")
+        samples.load_state_dict(state)
+        monkeypatch.setattr(samples._metrics, "compute", lambda: {"validation/errors": score})  # noqa: B023
+        samples.on_validation_epoch_end(trainer, module)
+        state = samples.state_dict()
+    assert [scores["validation/best_errors"] for scores in logged] == best
