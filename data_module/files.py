@@ -3,10 +3,13 @@
 import errno
 import fcntl
 import os
+import re
+import stat
 import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -61,19 +64,20 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file; at the end flush it to the disk and rename it to `path`.
 
     Whatever has the name `path` is therefore complete. After an error nothing is left of the temporary file; an error
-    that comes from a full disk names `path`.
+    that comes from a full disk names `path`. A link at either name is replaced, not followed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         sync_to_disk(path.parent)
     except BaseException as error:
-        with suppress(OSError):
+        with suppress(OSError):  # The first error is the cause of this one.
             temporary.unlink(missing_ok=True)
         if (full := disk_full_error(error)) is not None:
             full.filename = str(path)
@@ -82,15 +86,39 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def is_temporary_file(entry: Path, name: str) -> bool:
-    """Return whether a killed process left `entry` while writing the file `name`; "" matches any name."""
-    return entry.name.startswith(f".{name}") and entry.name.endswith(".tmp")
+def open_in_place(path: Path, flags: int) -> int:
+    """Open a file of the program's own that is written where it is, such as a lock or a log; return the descriptor.
+
+    Whoever can write to its folder could put a link there that leads to a file elsewhere, so a link is not followed.
+
+    Args:
+        path: the file.
+        flags: those of `os.open`.
+
+    Raises:
+        OSError: as `os.open` does; the file is a link, or another kind of file, such as a FIFO.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise OSError(error.errno, "is a link, which is not followed", str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return descriptor
 
 
-def remove_temporary_files(folder: Path, name: str) -> None:
-    """Remove what killed processes left while writing the file `name`; no process may be writing it now."""
+def is_temporary_file(entry: Path, pattern: str) -> bool:
+    """Return whether `atomic_file` left `entry` when it was killed while writing a file whose name fits the pattern."""
+    return fnmatchcase(entry.name, f".{pattern}.*.tmp") and re.search(r"\.[0-9]+\.tmp$", entry.name) is not None
+
+
+def remove_temporary_files(folder: Path, *patterns: str) -> None:
+    """Remove what killed processes left while writing files whose names fit; no process may be writing them now."""
     for entry in folder.glob(".*.tmp"):
-        if is_temporary_file(entry, name):
+        if any(is_temporary_file(entry, pattern) for pattern in patterns):
             entry.unlink()
 
 
@@ -138,6 +166,35 @@ def write_error(folder: Path) -> str | None:
         return error.strerror
 
 
+def replace_error(path: Path) -> str | None:
+    """Return why a rename could not put a new file or folder in the place of `path`, or None."""
+    parent = existing_parent(path.parent)
+    if error := write_error(parent):
+        return f"{error} ({parent})"
+    return pinned(path) if os.path.lexists(path) else None
+
+
+def pinned(path: Path) -> str | None:
+    """Return why an entry of a folder that can be written can be neither replaced nor removed, or None."""
+    if is_mount_point(path):
+        return "a mount point cannot be replaced; a folder inside it can"
+    folder = path.parent.stat()
+    if folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, path.lstat().st_uid):
+        return "it belongs to another user"
+    return None
+
+
+def is_mount_point(path: Path) -> bool:
+    """Return whether something is mounted at a path, which may be a file or a part of the same file system."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:  # not Linux
+        return os.path.ismount(path)
+    # White space and backslashes in a path are octal numbers.
+    places = (re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), line.split()[4]) for line in mounts)
+    return os.fsencode(path.resolve()) in places
+
+
 def disk_full_error(error: BaseException) -> OSError | None:
     """Return the full disk, exceeded quota or file size limit that caused an error, None if there was none.
 
@@ -169,7 +226,7 @@ class FileLock:
             path: the file to lock. It may be removed while it is locked, and its folder too.
 
         Raises:
-            OSError: it cannot be created or opened.
+            OSError: it cannot be created or opened; see `open_in_place`.
         """
         self._path = path
         self._descriptor: int | None = self._open()
@@ -226,7 +283,7 @@ class FileLock:
 
     def _open(self) -> int:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        return open_in_place(self._path, os.O_RDWR | os.O_CREAT)
 
 
 _open_locks: "weakref.WeakSet[FileLock]" = weakref.WeakSet()

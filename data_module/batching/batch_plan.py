@@ -223,13 +223,13 @@ def shared_plan(folder: Path, name: str, make: Callable[[], EpochPlan]) -> Epoch
         OSError: the folder cannot be written.
     """
     path = folder / f"{name}.plan"
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):  # Then it is computed below.
         return _map_plan(path)
     with FileLock(folder / "lock") as lock:
         lock.take(wait=True)
         # Another process may have written it while this one waited for the lock.
         if not path.exists():
-            remove_temporary_files(folder, "")
+            remove_temporary_files(folder, "*.plan")
             by_age = sorted(folder.glob("*.plan"), key=lambda plan: plan.stat().st_mtime_ns, reverse=True)
             for unused in by_age[KEPT_PLANS - 1 :]:
                 unused.unlink()

@@ -161,7 +161,7 @@ class CheckpointCallback(Callback):
             if step in near:
                 target = around_best_path(self._run, step)
                 target.parent.mkdir(exist_ok=True)
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):  # The user has removed it meanwhile.
                     newest[step].replace(target)
             else:
                 newest[step].unlink(missing_ok=True)

@@ -3,12 +3,12 @@
 import json
 import os
 import re
-import shutil
 import sys
 import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from data_module.files import (
     check_format,
     existing_parent,
     is_temporary_file,
+    open_in_place,
+    pinned,
     remove_temporary_files,
     write_error,
 )
@@ -34,6 +36,8 @@ from pipeline.runtime.signals import Stopped, raise_if_stopped
 
 EVENTS, METRICS, STARTS, SUMMARY = "tensorboard", "metrics.jsonl", "starts.jsonl", "summary.json"
 """TensorBoard's folder; the logged scalars, the starts of the run, and its final scores as JSON."""
+EVENT_FILES = "events.out.tfevents."
+"""How names of TensorBoard's files with the curves begin."""
 AVERAGES = "average*.ckpt"
 """Averaged checkpoints in a run folder, by a pattern."""
 STOPPED_EARLY = "stopped-early.json"
@@ -51,11 +55,19 @@ MAX_STARTS = 3
 
 _STEP_NAME = re.compile(r"step=(\d+)\.ckpt")
 _LOCK = ".lock"
-_RUNS = ".runs"
+RUNS = ".runs"
 """In a corpus: the folders of the runs that have trained on it, one a line."""
 _MAX_NAMED = 3
 _VERSIONS = "versions.json"
 _OWN_FILES = ("config.yaml", "tokenizer.model", _VERSIONS, STARTS)
+_CHECKPOINT_FILES = ("step=*.ckpt", "best.ckpt")
+_REMOVED = {
+    "checkpoints/around-best": _CHECKPOINT_FILES,
+    "checkpoints": _CHECKPOINT_FILES,
+    EVENTS: (f"{EVENT_FILES}*", "embeddings.*", "projector_config.pbtxt"),
+    "": (STOPPED_EARLY, METRICS, SUMMARY, STARTS, AVERAGES, ".fresh-*"),
+}
+"""What `--fresh` removes of a run: names of files by folder, which may be a link, as to a disk for large files."""
 
 
 def step_path(run: Path, step: int) -> Path:
@@ -125,6 +137,7 @@ def read_metrics(run: Path, name: str = METRICS) -> Iterator[dict[str, Any]]:
 
     A line that a killed process has written in part ends them, as it does where a run resumes.
     """
+    # No file has no lines.
     with suppress(FileNotFoundError), (run / name).open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -154,8 +167,11 @@ def best_by(path: Path) -> str:
     return config.get("run", {}).get("best_by", RunSettings.best_by)
 
 
-def check_writable(path: Path) -> None:
-    """Raise InputError if the path is neither a run folder that can be written nor a place where one can be created."""
+def check_writable(path: Path, *, fresh: bool = False) -> None:
+    """Raise InputError if the path is neither a run folder that can be written nor a place where one can be created.
+
+    With `fresh`, the run that is there can be removed too.
+    """
     if path.exists() and not path.is_dir():
         raise InputError(f"{path}: is a file; give another run.folder")
     if error := write_error(existing_parent(path)):
@@ -165,6 +181,46 @@ def check_writable(path: Path) -> None:
         raise InputError(f"{lock}: cannot be written, so another user has the run; give another run.folder")
     if path.is_dir() and any(map(_is_foreign, path.iterdir())) and not is_run(path):
         raise InputError(f"{path}: is not empty and not a run folder; give another run.folder")
+    refuse_links(lock, path / METRICS, *(path / EVENTS).glob(f"{EVENT_FILES}*"))
+    checkpoints, around_best = best_path(path).parent, around_best_path(path, 0).parent
+    for folder in (checkpoints, around_best, *([path / EVENTS] if fresh and (path / EVENTS).is_dir() else ())):
+        if os.path.lexists(folder) and (error := _folder_error(folder)):
+            link = f" (a link to {folder.readlink()})" if folder.is_symlink() else ""
+            raise InputError(f"{folder}{link}: cannot be used ({error}); mend it, or give another run.folder")
+    if around_best.is_dir() and around_best.stat().st_dev != checkpoints.stat().st_dev:
+        raise InputError(
+            f"{around_best}: is on another disk than {checkpoints}; move it there, or give another run.folder"
+        )
+    for file in _files_to_remove(path) if fresh else ():
+        if error := pinned(file):
+            raise InputError(f"{file}: cannot be removed ({error}); give another run.folder")
+
+
+def refuse_links(*files: Path) -> None:
+    """Raise InputError if one of the files, which are written where they are, is a link; see `open_in_place`."""
+    for file in files:
+        if file.is_symlink():
+            raise InputError(f"{file}: is a link, which fit does not follow; remove it")
+
+
+def _folder_error(folder: Path) -> str | None:
+    """Return why a folder cannot be read or written, or None."""
+    try:
+        next(folder.iterdir(), None)
+    except OSError as error:
+        return error.strerror
+    return write_error(folder)
+
+
+def _files_to_remove(run: Path) -> Iterator[Path]:
+    """Yield the files of a run that `--fresh` removes, with what killed processes left of them."""
+    for folder, patterns in _REMOVED.items():
+        entries: list[Path] = []
+        with suppress(FileNotFoundError, NotADirectoryError):  # The run has no such folder.
+            entries = sorted((run / folder).iterdir())
+        for entry in entries:
+            if any(fnmatchcase(entry.name, pattern) or is_temporary_file(entry, pattern) for pattern in patterns):
+                yield entry
 
 
 def is_in_use(path: Path) -> bool:
@@ -190,19 +246,19 @@ def note_run(corpus: Path, run: Path) -> None:
 
     Without effect where the corpus is read-only.
     """
-    with suppress(OSError):
-        (run / _LOCK).write_bytes(os.fsencode(corpus.resolve()))
+    # A corpus that is read-only or on a full disk can be trained on. For links see `refuse_links`.
+    with suppress(OSError), os.fdopen(open_in_place(run / _LOCK, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+        file.write(os.fsencode(corpus.resolve()))
     line = os.fsencode(f"{run.resolve()}\n")
-    with suppress(OSError), (corpus / _RUNS).open("a+b") as file:
-        file.seek(0)
-        if line not in file:
+    with suppress(OSError), os.fdopen(open_in_place(corpus / RUNS, os.O_RDWR | os.O_CREAT), "r+b") as file:
+        if line not in file:  # which reads to the end
             file.write(line)
 
 
 def refuse_corpus_in_use(corpus: Path) -> None:
     """Raise InputError if a run that trains on the corpus is being written to."""
-    with suppress(OSError):
-        for line in (corpus / _RUNS).read_bytes().splitlines():
+    with suppress(FileNotFoundError, NotADirectoryError):  # No run has trained on it.
+        for line in (corpus / RUNS).read_bytes().splitlines():
             run = Path(os.fsdecode(line))
             if is_in_use(run) and _may_train_on(run, corpus):
                 raise InputError(
@@ -247,9 +303,8 @@ class RunFolder:
             raise InputError(
                 f"{path}: its file system cannot lock files ({error.strerror}); give a run.folder on another one"
             ) from None
-        remove_temporary_files(path / "checkpoints", "")
-        for name in _OWN_FILES:
-            remove_temporary_files(path, name)
+        remove_temporary_files(path / "checkpoints", *_CHECKPOINT_FILES)
+        remove_temporary_files(path, *_OWN_FILES)
 
     def _open_lock(self) -> FileLock:
         try:
@@ -260,7 +315,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the lock, and remove a folder that holds nothing else."""
-        with suppress(OSError):
+        with suppress(OSError):  # Another process may have removed it or begun to use it.
             if [entry.name for entry in self.path.iterdir()] == [_LOCK]:
                 (self.path / _LOCK).unlink()
                 self.path.rmdir()
@@ -270,19 +325,22 @@ class RunFolder:
         """Remove the run's files and nothing else; `write_config` replaces the recipe afterwards.
 
         A job leaves a marker, so that it resumes when SLURM requeues it.
+
+        Raises InputError if a file cannot be removed.
         """
-        for name in ("checkpoints", "tensorboard"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
-        for name in (STOPPED_EARLY, METRICS, SUMMARY, STARTS):
-            (self.path / name).unlink(missing_ok=True)
-        # With what a killed `average` left behind.
-        for pattern in (AVERAGES, f".{AVERAGES}.*.tmp"):
-            for average in self.path.glob(pattern):
-                average.unlink()
-        for marker in self.path.glob(".fresh-*"):
-            marker.unlink()
+        for file in _files_to_remove(self.path):
+            try:
+                file.unlink()
+            except OSError as error:
+                raise InputError(
+                    f"{file}: cannot be removed ({error.strerror}), so no new run has begun; remove it, then run the "
+                    "same command again"
+                ) from error
+        for folder in filter(None, _REMOVED):
+            with suppress(OSError):  # It is a link, holds other files, or is not there.
+                (self.path / folder).rmdir()
         if job is not None:
-            reset_marker(self.path, job).touch()
+            _replace(reset_marker(self.path, job), b"")
 
     def write_config(self, recipe: Recipe, tokenizer: bytes) -> None:
         """Write the recipe, the tokenizer, and the versions of format, code and packages."""
@@ -398,7 +456,7 @@ def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[N
 def _is_foreign(entry: Path) -> bool:
     """Return whether an entry was not left by a `fit` that was killed before it had written its recipe."""
     ours = entry.name == ".lock" or entry.name.startswith((".starts-", ".fresh-"))
-    return not ours and not any(is_temporary_file(entry, name) for name in ("config.yaml", ".starts-"))
+    return not ours and not any(is_temporary_file(entry, name) for name in ("config.yaml", ".starts-*"))
 
 
 def _replace(path: Path, contents: bytes) -> None:

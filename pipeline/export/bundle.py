@@ -186,7 +186,7 @@ def load_bundle(folder: Path, options: "SearchOptions") -> "Translator":
     except RuntimeError:
         raise InputError(f"{path}: is damaged or not a TorchScript file; export it again") from None
     tokenizer = None
-    with suppress(InputError):
+    with suppress(InputError):  # It is refused below.
         tokenizer = Tokenizer.load(folder / "tokenizer.model")
     if not tokenizer or (tokenizer.sha256, tokenizer.vocabulary_size) != (tokenizer_sha256, search.vocabulary_size):
         raise InputError(

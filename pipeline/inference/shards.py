@@ -5,6 +5,7 @@ lock ends with the process, so another takes the shard if the process has died. 
 are there joins them. Until then they are in a folder beside the output, with a manifest of what they were made from.
 """
 
+import glob
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import InputError
-from data_module.files import FileLock, atomic_file, sync_to_disk
+from data_module.files import FileLock, atomic_file, remove_temporary_files
 from pipeline.inference.text_io import CHUNK, count_lines, open_text, sentences
 from pipeline.runtime.launch import clear_failure_count
 
@@ -111,8 +112,11 @@ class Shards:
                 self._report()
             else:
                 self._join()
-        for name in self._entries() - {MANIFEST}:
-            (self._folder / name).unlink(missing_ok=True)
+        for name in self._names:
+            for path in (self._folder / name, self._folder / f"{name}.lock"):
+                path.unlink(missing_ok=True)
+        (self._folder / _LOCK).unlink(missing_ok=True)
+        remove_temporary_files(self._folder, MANIFEST, "[0-9]*")
         print(f"{self._output}: has the translations of all {self._num_lines:,} lines", file=sys.stderr, flush=True)
 
     def write(self, number: int, text: str) -> None:
@@ -182,14 +186,12 @@ class Shards:
             lock.take(wait=True)
             if self._output.exists():
                 return
-            joined = self._folder / "joined"
-            with atomic_file(joined) as file:
+            remove_temporary_files(self._output.parent, glob.escape(self._output.name))
+            with atomic_file(self._output) as file:
                 for shard, name in enumerate(self._names):
                     path = self._folder / name
                     self._require_lines(path, self._num_lines_of(shard), "and run the same command again")
                     file.write(path.read_bytes())
-            joined.replace(self._output)
-            sync_to_disk(self._output.parent)
 
     def _require_lines(self, path: Path, expected: int, way_out: str) -> None:
         """Raise InputError if a file has not the translations of as many lines."""

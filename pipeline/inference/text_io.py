@@ -159,6 +159,7 @@ def count_lines(path: Path) -> int | None:
     """
     if not path.is_file():
         return None
+    # A damaged file is reported when it is read.
     with suppress(gzip.BadGzipFile, EOFError, zlib.error), open_text(path) as stream:
         return num_lines(stream)
     return None

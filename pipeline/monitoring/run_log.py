@@ -19,7 +19,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -34,11 +34,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 from torch.utils.tensorboard.summary import custom_scalars, hparams, text
 
-from data_module.files import atomic_file
-from pipeline.checkpointing.run_folder import EVENTS, METRICS, SUMMARY
+from data_module.files import atomic_file, open_in_place
+from pipeline.checkpointing.run_folder import EVENT_FILES, EVENTS, METRICS, SUMMARY
 from pipeline.runtime.console import say
 
-_EVENT_FILES = "events.out.tfevents."
 _HEADER_BYTES, _FOOTER_BYTES = 12, 4
 """A record is its length (8 bytes) with a checksum (4 bytes), the data, and the checksum of the data (4 bytes)."""
 MAX_CELL_CHARACTERS = 600
@@ -194,7 +193,7 @@ class AppendedFile:
         """Append the data; if there is no space or no permission, raise OSError and leave the file as it was."""
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._file = open_in_place(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             self._size = os.fstat(self._file).st_size
         data = self._header + data
         try:
@@ -217,9 +216,9 @@ def _event_file(folder: Path, first_step: int) -> AppendedFile:
     """Return a new TensorBoard event file; readers discard the steps from `first_step` on of earlier files."""
     # TensorBoard reads the files of a folder in the order of their names. This one comes last also where the clock is
     # behind that of an earlier start, such as another node's.
-    times = [re.match(r"\d+\.\d+", path.name.removeprefix(_EVENT_FILES)) for path in folder.glob(f"{_EVENT_FILES}*")]
+    times = [re.match(r"\d+\.\d+", path.name.removeprefix(EVENT_FILES)) for path in folder.glob(f"{EVENT_FILES}*")]
     now = max([time.time(), *(float(found[0]) + 1e-3 for found in times if found)])
-    name = f"{_EVENT_FILES}{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
+    name = f"{EVENT_FILES}{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
     begin = Event(session_log=SessionLog(status=SessionLog.START), step=first_step, wall_time=time.time())
     header = _record(Event(file_version="brain.Event:2", wall_time=time.time())) + _record(begin)
     return AppendedFile(folder / name, header)
@@ -238,15 +237,19 @@ def _truncate_logs(run: Path, step: int, validation_too: bool) -> None:
     Raises:
         OSError: the files cannot be written.
     """
-    for path in sorted((run / EVENTS).glob(f"{_EVENT_FILES}*")):
-        _truncate(path, _end_of_events(path.read_bytes(), step, validation_too))
-    if (run / METRICS).exists():
-        _truncate(run / METRICS, _end_of_lines((run / METRICS).read_bytes(), step, validation_too))
+    for path in sorted((run / EVENTS).glob(f"{EVENT_FILES}*")):
+        _truncate(path, lambda data: _end_of_events(data, step, validation_too))
+    if os.path.lexists(run / METRICS):
+        _truncate(run / METRICS, lambda data: _end_of_lines(data, step, validation_too))
 
 
-def _truncate(path: Path, size: int) -> None:
-    if size < path.stat().st_size:
-        os.truncate(path, size)
+def _truncate(path: Path, end: Callable[[bytes], int]) -> None:
+    """Truncate a file at the offset that `end` returns for its contents; open it for writing only if it has to be."""
+    with os.fdopen(open_in_place(path, os.O_RDONLY), "rb") as file:
+        data = file.read()
+    if (size := end(data)) < len(data):
+        with os.fdopen(open_in_place(path, os.O_WRONLY), "ab") as file:
+            file.truncate(size)
 
 
 def _is_after(record_step: int, tags: Iterable[str], step: int, validation_too: bool) -> bool:

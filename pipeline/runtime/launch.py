@@ -213,7 +213,7 @@ def _in_terminal(environment: Mapping[str, str]) -> bool:
     if not _in_step(environment) or "SLURM_PTY_PORT" not in environment:
         return False
     for process in (environment.get("SLURM_TASK_PID", "self"), "self"):  # In a container, the task may be unknown.
-        with suppress(OSError):
+        with suppress(OSError):  # Then the next process is asked.
             after_name = Path("/proc", process, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
             return after_name[4] != "0"  # the number of the terminal
     return False

@@ -154,7 +154,7 @@ class FailureReport:
         answers: list[dict[int, str]] = []
 
         def ask() -> None:
-            with suppress(RuntimeError, dist.DistError):
+            with suppress(RuntimeError, dist.DistError):  # No answer is what the caller reports.
                 answers.append(self._wait_for_reports())
 
         # A store that hangs, or whose link was cut, never returns.
@@ -268,7 +268,7 @@ class GracefulStop(Callback):
             if self._has_ended.wait(MARGIN_SECONDS):
                 return
             message = self._failure_report.describe(error)
-            with suppress(OSError):
+            with suppress(OSError):  # Standard error may be closed.
                 print(f"[rank{dist.get_rank()}]: step {trainer.global_step}: {message}", file=sys.stderr, flush=True)
             if self._has_ended.wait(MARGIN_SECONDS):  # PyTorch writes NCCL's flight recorder meanwhile
                 return

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from data_module.files import FileLock, atomic_file, disk_full_error, remove_temporary_files, replace_folder
+from data_module.files import (
+    FileLock,
+    atomic_file,
+    disk_full_error,
+    open_in_place,
+    remove_temporary_files,
+    replace_folder,
+)
 from tests.conftest import ROOT
 
 
@@ -139,14 +146,45 @@ def test_an_error_names_the_final_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_planted_link_gets_nothing(tmp_path: Path) -> None:
+    victim, missing = tmp_path / "victim", tmp_path / "missing"
+    victim.write_text("precious")
+    for target in (victim, missing):
+        planted = [tmp_path / f".file.{os.getpid()}.tmp", tmp_path / "file", tmp_path / "log"]
+        for path in planted:
+            path.unlink(missing_ok=True)
+            path.symlink_to(target)
+        with atomic_file(tmp_path / "file") as file:
+            file.write(b"new")
+        assert not (tmp_path / "file").is_symlink()
+        assert (tmp_path / "file").read_bytes() == b"new"
+        for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_TRUNC):
+            with pytest.raises(OSError, match="is a link, which is not followed") as refused:
+                open_in_place(tmp_path / "log", flags)
+            assert refused.value.filename == str(tmp_path / "log")
+        with pytest.raises(OSError, match="is a link, which is not followed"):
+            FileLock(tmp_path / "log")
+    assert victim.read_text() == "precious"
+    assert not missing.exists()
+
+
+def test_what_is_no_regular_file_is_not_opened_in_place(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for flags in (os.O_RDONLY, os.O_RDWR):  # Neither waits for another process.
+        with pytest.raises(OSError, match="is not a regular file"):
+            open_in_place(tmp_path / "fifo", flags)
+    with pytest.raises(OSError, match="such file"):
+        open_in_place(tmp_path / "missing", os.O_RDONLY)
+
+
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     temporary_files = [".step=4.ckpt.99.tmp", ".config.yaml.7.tmp"]
-    others = ["notes.tmp", ".hidden", "step=4.ckpt"]
+    others = ["notes.tmp", ".hidden", "step=4.ckpt", ".important.tmp", ".step=4.ckpt.mine.tmp", ".other.yaml.7.tmp"]
     for name in (*temporary_files, *others):
         (tmp_path / name).touch()
     remove_temporary_files(tmp_path, "config.yaml")
     assert {path.name for path in tmp_path.iterdir()} == {temporary_files[0], *others}
-    remove_temporary_files(tmp_path, "")
+    remove_temporary_files(tmp_path, "step=*.ckpt", "best.ckpt")
     assert {path.name for path in tmp_path.iterdir()} == set(others)
 
 

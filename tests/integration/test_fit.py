@@ -13,7 +13,7 @@ from pipeline.checkpointing.run_folder import STOPPED_EARLY
 from pipeline.config.recipe import load_recipe
 from pipeline.training.start import finished_reason
 from tests.conftest import pipeline
-from tests.integration.runs import accumulator, scalars, start
+from tests.integration.runs import accumulator, checkpoints, scalars, start, step_of
 
 
 def weights(run: Path, step: int = 12) -> dict[str, torch.Tensor]:
@@ -225,12 +225,18 @@ def test_fresh_removes_the_run_and_nothing_else(recipe_file: Path, tmp_path: Pat
     refused = pipeline("fit", "--config", recipe_file, "--run.folder", run, "--fresh", "--batches.batch_tokens", 5)
     assert refused.returncode == 2
     assert weights(run)
-    fit(recipe_file, run, "--fresh", "--network.d_ff", 48)
-    assert weights(run)["network.encoder.0.feed_forward.inner.bias"].numel() == 48
+    for name in ("checkpoints", "tensorboard"):  # as on a disk for large files
+        (run / name).rename(tmp_path / name)
+        (run / name).symlink_to(tmp_path / name)
+    fit(recipe_file, run, "--fresh", "--network.d_ff", 48, "--trainer.max_steps", 8)
+    assert weights(run, 8)["network.encoder.0.feed_forward.inner.bias"].numel() == 48
     assert (run / "notes.txt").read_text() == "mine"
     assert not (run / "average-mine.ckpt").exists()
+    assert (run / "checkpoints").is_symlink()
     assert not list((run / "checkpoints").glob(".*"))
-    assert [step for step, _ in scalars(run, "train/loss")] == [2, 4, 6, 8, 10, 12]
+    assert [step_of(path) for path in checkpoints(run)] == [4, 8]
+    assert len(list((run / "tensorboard").glob("events.*"))) == 1
+    assert [step for step, _ in scalars(run, "train/loss")] == [2, 4, 6, 8]
 
 
 def test_a_rank_without_validation_pairs(tiny_corpus: Path, recipe_file: Path, tmp_path: Path) -> None:

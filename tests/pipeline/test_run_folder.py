@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -309,12 +310,13 @@ def test_removing_a_run_keeps_other_files(recipe: Recipe) -> None:
     folder = RunFolder(recipe.run_folder())
     folder.write_config(recipe, b"")
     run = folder.path
-    for name in ("checkpoints", "tensorboard"):
-        (run / name).mkdir()
-        (run / name / "file").touch()
+    (run / "checkpoints" / "around-best").mkdir(parents=True)
+    (run / "tensorboard").mkdir()
     other_files = ["notes.txt", "average.txt", "results.jsonl"]
     removed = ["stopped-early.json", "metrics.jsonl", "summary.json", "starts.jsonl", "average-last-5.ckpt", ".fresh-6"]
-    removed += ["average-best-5.ckpt", ".average-best-2.ckpt.9.tmp"]
+    removed += ["average-best-5.ckpt", ".average-best-2.ckpt.9.tmp", "checkpoints/step=00000004.ckpt"]
+    removed += ["checkpoints/best.ckpt", "checkpoints/.best.ckpt.9.tmp", "checkpoints/around-best/step=00000002.ckpt"]
+    removed += ["tensorboard/events.out.tfevents.1", "tensorboard/embeddings.tsv", "tensorboard/projector_config.pbtxt"]
     for name in (*other_files, *removed):
         (run / name).touch()
     kept = {".lock", "config.yaml", "tokenizer.model", "versions.json", *other_files}
@@ -324,6 +326,97 @@ def test_removing_a_run_keeps_other_files(recipe: Recipe) -> None:
     folder.remove_run(None)
     assert {path.name for path in run.iterdir()} == kept
     folder.close()
+
+
+def test_removing_a_run_empties_linked_folders_and_keeps_the_links(recipe: Recipe, tmp_path: Path) -> None:
+    run, scratch, kept = write_run(recipe), tmp_path / "scratch", {"notes.txt", ".important.tmp"}
+    for name in ("checkpoints", "tensorboard"):
+        (scratch / name).mkdir(parents=True)
+        (run / name).symlink_to(scratch / name)
+        for file in ("step=00000004.ckpt", "best.ckpt", ".step=00000008.ckpt.9.tmp", "events.out.tfevents.1", *kept):
+            (scratch / name / file).touch()
+    check_writable(run, fresh=True)
+    with closing(RunFolder(run)) as folder:
+        assert (scratch / "checkpoints" / ".important.tmp").exists()
+        folder.remove_run(STEP)
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"events.out.tfevents.1", *kept}
+    assert (run / "checkpoints").readlink() == scratch / "checkpoints"
+    assert not (run / "tensorboard" / "events.out.tfevents.1").exists()
+
+
+def test_what_cannot_be_removed_is_named(recipe: Recipe) -> None:
+    run = write_run(recipe)
+    stuck = run / "checkpoints" / "step=00000008.ckpt"
+    stuck.mkdir(parents=True)  # Not even root can remove it as a file.
+    stuck.with_name("step=00000004.ckpt").touch()
+    before = (run / "config.yaml").read_bytes()
+    with closing(RunFolder(run)) as folder, pytest.raises(InputError) as raised:
+        folder.remove_run(STEP)
+    assert str(raised.value).startswith(f"{stuck}: cannot be removed (Is a directory), so no new run has begun; remove")
+    assert (run / "config.yaml").read_bytes() == before
+    assert not reset_marker(run, STEP).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs files of two users")
+def test_files_of_another_user_that_cannot_be_removed_are_named_first(recipe: Recipe) -> None:
+    with another_user() as folder:
+        run = write_run(replace(recipe, run=replace(recipe.run, folder=str(folder / "run"))))
+        (run / "checkpoints").mkdir()
+        os.seteuid(0)
+        (run / "checkpoints" / "best.ckpt").touch()
+        (run / "checkpoints").chmod(0o1777)
+        os.chown(run / "checkpoints", 0, 0)
+        os.seteuid(65534)
+        check_writable(run)
+        with pytest.raises(InputError, match=r"best\.ckpt: cannot be removed \(it belongs to another user\)"):
+            check_writable(run, fresh=True)
+        os.seteuid(0)
+        (run / "checkpoints").chmod(0o733)
+        os.seteuid(65534)
+        with pytest.raises(InputError, match=r"checkpoints: cannot be used \(Permission denied\)"):
+            check_writable(run)
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "tensorboard/events.out.tfevents.1"])
+def test_a_link_where_fit_writes_in_place_is_refused(recipe_file: Path, tmp_path: Path, name: str) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "run" / name
+    victim.write_text("precious")
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim)
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(load_recipe([recipe_file]).as_dict()))
+    line = refusal("fit", recipe_file, "--run.folder", tmp_path / "run")
+    assert line == f"error: {link}: is a link, which fit does not follow; remove it"
+    assert victim.read_text() == "precious"
+
+
+def test_a_link_in_a_corpus_is_refused(recipe_file: Path, tiny_corpus: Path, tmp_path: Path) -> None:
+    corpus = Path(shutil.copytree(tiny_corpus, tmp_path / "corpus"))
+    (corpus / ".runs").unlink(missing_ok=True)
+    (corpus / ".runs").symlink_to(tmp_path / "victim")
+    line = refusal("fit", recipe_file, "--corpus.folder", corpus, "--run.folder", tmp_path / "run")
+    assert line == f"error: {corpus / '.runs'}: is a link, which fit does not follow; remove it"
+    with closing(RunFolder(tmp_path / "run")) as run:
+        note_run(corpus, run.path)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_checkpoints_behind_a_link_to_nothing_are_refused(recipe: Recipe, tmp_path: Path) -> None:
+    run = write_run(recipe)
+    (run / "checkpoints").symlink_to(tmp_path / "purged")
+    with pytest.raises(InputError) as raised:
+        check_writable(run)
+    assert f"checkpoints (a link to {tmp_path / 'purged'}): cannot be used (No such file" in str(raised.value)
+
+
+def test_checkpoints_on_two_disks_are_refused(recipe: Recipe) -> None:
+    run = write_run(recipe)
+    (run / "checkpoints").mkdir()
+    if Path("/dev/shm").stat().st_dev == run.stat().st_dev:
+        pytest.skip("needs two file systems")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        (run / "checkpoints" / "around-best").symlink_to(other)
+        with pytest.raises(InputError, match=r"around-best: is on another disk than .*checkpoints; "):
+            check_writable(run)
 
 
 def start(run: Path, restarts: int, checkpoint: Path | None, error: BaseException | None) -> None:

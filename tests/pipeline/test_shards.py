@@ -1,6 +1,7 @@
 """`translate --output`: processes share the shards of a text, and the output is that of one process or not there."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from data_module import files
 from data_module.errors import InputError
 from pipeline.inference import shards as module
 from pipeline.inference.shards import MANIFEST, Shards
@@ -131,12 +133,12 @@ def test_warnings_name_lines_of_the_text(
 def test_killed_while_it_joins(start: Callable[..., Shards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At either side of the rename that makes the output appear."""
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", failing_for("joined", Path.replace))
+        patch.setattr(Path, "replace", failing_for(f".output.{os.getpid()}.tmp", Path.replace))
         with pytest.raises(KeyboardInterrupt):
             finish(start())
     assert not (tmp_path / "output").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(module, "sync_to_disk", failing_for(tmp_path.name, module.sync_to_disk))
+        patch.setattr(files, "sync_to_disk", failing_for(tmp_path.name, files.sync_to_disk))
         with pytest.raises(KeyboardInterrupt):
             assert finish(start()) == []
     assert finish(start()) == []
