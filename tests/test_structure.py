@@ -1,12 +1,15 @@
 """The architecture that docs/architecture.md describes: packages, layers, no circles, functions of a readable size."""
 
 import ast
+import re
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT
 
@@ -187,6 +190,15 @@ def test_git_has_the_project_and_nothing_that_runs_leave() -> None:
     assert {name.partition("/")[0] for name in files if "/" in name} == ROOT_FOLDERS
     assert {name for name in files if "/" not in name} == ROOT_FILES
     assert not listed("--cached", "--ignored", "--exclude-standard")
+
+
+def test_the_workflow_runs_actions_by_commit_and_with_few_rights() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yaml").read_text(encoding="utf-8"))
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert all(re.fullmatch(r"\S+@[0-9a-f]{40}", step["uses"]) for step in steps if "uses" in step)
+    assert workflow["permissions"] == {"contents": "read"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert all("==" in package for package in project["build-system"]["requires"])
 
 
 def without_encoding(path: Path) -> Iterator[str]:
