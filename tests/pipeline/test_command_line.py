@@ -8,7 +8,7 @@ from data_module.errors import InputError
 from pipeline import load
 from pipeline.__main__ import main, parse
 from pipeline.commands.doctor import print_results
-from pipeline.runtime.console import say
+from pipeline.runtime.console import report, say
 from pipeline.training.checks import CheckResult
 from tests.test_structure import FILES
 
@@ -80,11 +80,13 @@ def test_gone_options_say_what_serves_instead(words: str, message: str) -> None:
 
 def test_control_characters_are_printed_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of names and quoted values, which others may have written."""
+    report(OSError("\x1b[2J: no such file"))
     say("a \x1b[31mred\x1b[0m name\x07, of two\nlines")
     print_results([CheckResult(True, "text \x9b2J", where="node\x1b")])
     assert main(["average", "\x1b[2J", "--last", "1"]) == 2
     output, log = capsys.readouterr()
     assert output == "ok    text \\x9b2J [node\\x1b]\n"
-    first, last = log.splitlines()
+    reported, first, last = log.splitlines()
+    assert reported == "\\x1b[2J: no such file"
     assert first == "a \\x1b[31mred\\x1b[0m name\\x07, of two\\nlines"
     assert last.startswith("error: \\x1b[2J: ")

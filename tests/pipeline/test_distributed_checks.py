@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from data_module.errors import InputError
 from pipeline.checkpointing.run_folder import note_run
+from pipeline.commands import doctor
 from pipeline.commands.doctor import agree_on_context
 from pipeline.config.recipe import load_recipe
 from pipeline.runtime.backend import refuse_cuda_graphs
@@ -236,6 +238,20 @@ def test_doctor_notes_processors_that_a_task_may_not_use() -> None:
     assert whole is None
     assert str(asked).startswith("this task may use 1 of the 4 processors that SLURM gave it (SLURM_CPUS_PER_TASK 4)")
     assert [note and note.partition(" processors")[0] for note in notes] == ["this task may use 1 of the 2", None, None]
+
+
+def test_each_rank_reports_its_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its errors; what is in order, the first one reports."""
+    machine = [CheckResult(True, "fine"), CheckResult(True, "slow", is_warning=True), CheckResult(False, "wrong")]
+    monkeypatch.setattr(doctor, "check_machine", lambda _: machine)
+    monkeypatch.setattr(rank_checks, "check_ranks", lambda *_: [])
+    found = []
+    for rank in (0, 1):
+        job: Any = SimpleNamespace(rank=rank)
+        ranks: Any = SimpleNamespace(job=job, location=f"rank {rank}", all_gather=lambda value: [value])
+        results = doctor._results_of(ranks, lambda _: (None, CheckResult(True, "no recipe")))
+        found.append([one.message for one in results if one.where == f"rank {rank}"])
+    assert found == [["fine", "slow", "wrong"], ["slow", "wrong"]]
 
 
 def test_ranks_on_processors_of_several_kinds_cannot_share_muons_updates() -> None:
