@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_module.errors import InputError
+from pipeline.runtime import compiled_code
 from pipeline.runtime.compiled_code import keep_compiled_code
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
@@ -103,3 +104,36 @@ def test_a_folder_of_another_user_is_not_used(folders: tuple[Path, Path], capsys
     keep_compiled_code()
     assert_kept_in(folders[1])
     assert "belongs to another user" in capsys.readouterr().err
+
+
+def test_a_program_is_compiled_again_where_anything_that_it_depends_on_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder may be in a home that machines with other processors share."""
+    compilers = []
+    for version in ("1", "2"):
+        compilers.append(tmp_path / version / "g++")
+        compilers[-1].parent.mkdir()
+        compilers[-1].write_text(f"#!/bin/sh\necho {version}\n")
+        compilers[-1].chmod(0o755)
+    sources = (tmp_path / "a.cpp", tmp_path / "a.h")
+    for source in sources:
+        source.write_text("int a;")
+    own, link = [str(compilers[0])], tmp_path / "g++"
+    link.symlink_to(compilers[0])
+    keys = [compiled_code._key(own, sources), compiled_code._key([*own, "-g"], sources)]
+    keys.append(compiled_code._key([str(link)], sources))
+    link.unlink()
+    link.symlink_to(compilers[1])  # another version of the same name
+    keys.append(compiled_code._key([str(link)], sources))
+    with monkeypatch.context() as changed:
+        changed.setattr(compiled_code, "FLAGS", (*compiled_code.FLAGS, "-g"))
+        keys.append(compiled_code._key(own, sources))
+    with monkeypatch.context() as changed:
+        changed.setattr(compiled_code, "_processor", lambda: "another")
+        keys.append(compiled_code._key(own, sources))
+    sources[1].write_text("int b;")
+    keys.append(compiled_code._key(own, sources))
+    assert len(set(keys)) == len(keys)
+    sources[1].write_text("int a;")
+    assert compiled_code._key(own, sources) == keys[0]

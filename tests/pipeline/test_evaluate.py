@@ -10,9 +10,10 @@ import pytest
 import sacrebleu
 
 from pipeline.__main__ import main
-from pipeline.inference import translator
+from pipeline.inference import evaluation_text, translator
+from pipeline.inference.evaluation_text import EvaluationText, TextPart
 from pipeline.inference.metrics import METRICS
-from pipeline.inference.options import Prefixes
+from pipeline.inference.options import Prefixes, SearchOptions
 from pipeline.inference.text_io import Defects
 from tests.conftest import refusal
 from tests.pipeline.test_metrics import Lines
@@ -191,6 +192,26 @@ def test_a_prefix_for_files(
         (["--prefix", ">>de<<"], "--prefix: the sources of corpus.test have prefixes of their own; omit it, or give"),
     ):
         assert message in refusal("evaluate", "this", *options)
+
+
+def test_options_reach_the_test_set_and_the_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, options = [], []
+    corpus = {"source_language": "de", "target_language": "en"}
+
+    def load(path: Path, given: SearchOptions, **_: Any) -> SeveralLanguages:
+        options.append(given)
+        return SeveralLanguages(str(path), corpus)
+
+    def read(*given: str) -> EvaluationText:
+        asked.append(given)
+        return EvaluationText("set", [TextPart("set", given[-1], ["A b"], ["A b"])])
+
+    monkeypatch.setattr(translator, "load_translator", load)
+    monkeypatch.setattr(evaluation_text, "text_of_test_set", read)
+    given = ["--beam", "3", "--length-penalty", "0.2", "--stop-rule", "first", "--prefix", ">>de<<"]
+    assert main(["evaluate", "this", "--versus", "other", "--test-set", "wmt14/full", *given]) == 0
+    assert asked == [("wmt14/full", "de", "en", ">>de<<")]
+    assert options == [SearchOptions(3, 0.2, "first")] * 2
 
 
 def test_one_source_is_scored_as_a_whole(

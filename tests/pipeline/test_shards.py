@@ -12,9 +12,13 @@ import pytest
 
 from data_module import files
 from data_module.errors import InputError
+from pipeline.__main__ import parse
+from pipeline.commands import translate as command
 from pipeline.inference import shards as module
+from pipeline.inference.options import Prefixes
 from pipeline.inference.shards import MANIFEST, Shards
-from pipeline.inference.text_io import CHUNK
+from pipeline.inference.text_io import CHUNK, Defects
+from pipeline.inference.translator import EMPTY, Chunk, LineTranslator, Translation
 from tests.conftest import pipeline, refusal, sentences
 
 SIZE, NUM_LINES = 4, 23
@@ -219,6 +223,33 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
     output.touch()
     assert "output: exists already; remove it, or give another --output" in refusal(*command, "--source", text)
     assert not (tmp_path / "output.shards").exists()
+
+
+def test_all_options_that_translations_depend_on_are_compared() -> None:
+    """A new option belongs to one of the two."""
+    _, arguments = parse("translate", ["model"])
+    compared = {"prefix", "beam", "length_penalty", "stop_rule", "n_best", "scores"}
+    compared |= {"sample", "temperature", "top_k", "top_p", "seed"}
+    assert vars(arguments).keys() - command._NOT_IN_TRANSLATIONS == compared
+
+
+def test_a_sample_is_drawn_by_the_line_of_the_whole_text() -> None:
+    """Not by that of the shards which a process has taken."""
+    firsts = []
+
+    class Numbers(LineTranslator):
+        prefixes, max_source_tokens = Prefixes(), None
+
+        def _translate_chunks(self, chunks: Iterator[Chunk], bar: Any) -> Iterator[list[Translation]]:
+            for chunk in chunks:
+                firsts.append(chunk.first)
+                yield [Translation([EMPTY], Defects()) for _ in chunk.lines]
+
+    _, arguments = parse("translate", ["model", "--sample"])
+    runs = [(1, ["a", "b"]), (4097, ["c", "d", "e"])]
+    numbers = [number for number, _ in command._translated(arguments, Numbers(), runs, 2)]
+    assert firsts == [1, 4097, 4099]
+    assert numbers == [1, 2, 4097, 4098, 4099]
 
 
 @pytest.mark.two_processors
