@@ -4,6 +4,7 @@ Only data files are read. Code that comes with a data set is never run.
 """
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import yaml
 
 from data_module.corpus.readers import Reader, as_lines
 from data_module.errors import InputError, install
@@ -147,9 +150,33 @@ def _open_split(text: TextSource) -> tuple[Any, dict[str, Path]]:
     # An absolute path, because the library takes some names, such as "json", for formats.
     absolute = str(folder.resolve())
     with _library_errors(f"{name}: cannot be read as a data set", "name a folder of parquet or JSON files"):
+        _refuse_other_places(name, absolute, _places_in_card(absolute))  # The library would look up an address.
         builder = _builder(library, name, absolute, text.subset)
     files = _files_of_split(builder, name, split)
+    _refuse_other_places(name, absolute, files)
     return builder, {f"{name}/{file.removeprefix(absolute + '/')}": Path(file) for file in files}
+
+
+def _places_in_card(folder: str) -> list[str]:
+    """Return the files that the card of a local data set names, and whatever else its subsets have as text."""
+    from huggingface_hub import DatasetCard
+
+    page, extra, places = Path(folder, "README.md"), Path(folder, ".huggingface.yaml"), []
+    subsets: list[Any] = [DatasetCard.load(page).data.to_dict().get("configs")] if page.is_file() else []
+    if extra.is_file():
+        subsets.append(yaml.safe_load(extra.read_text(encoding="utf-8")))
+    while subsets:
+        value = subsets.pop()
+        subsets += value if isinstance(value, list) else value.values() if isinstance(value, dict) else []
+        places += [value] if isinstance(value, str) else []
+    return places
+
+
+def _refuse_other_places(name: str, folder: str, places: list[str]) -> None:
+    """Raise InputError for a file that is not below a data set's folder. Links in it may lead elsewhere."""
+    for place in places:
+        if "://" in place or not Path(os.path.normpath(Path(folder, place))).is_relative_to(folder):
+            raise InputError(f"{name}: its card names {place}, outside the folder; put the file into the folder")
 
 
 @cache

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -303,6 +304,34 @@ def test_folders_that_are_not_data_sets_of_translations(
     folder.mkdir()
     write(folder)
     fails(settings, message, train=[TextSource(dataset=str(folder), split="train")])
+
+
+@pytest.mark.parametrize("page", ["README.md", ".huggingface.yaml"])
+def test_files_outside_the_folder_and_addresses(settings: CorpusSettings, tmp_path: Path, page: str) -> None:
+    """No address is looked up: a socket that listens has no connection to accept."""
+    folder = tmp_path / "other"
+    write_json(folder / "train.json", rows(40, 1))
+    write_json(tmp_path / "secret.json", rows(40, 1))
+    text = [TextSource(dataset=str(folder), split="train")]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/train.json"
+        for place in (
+            "../secret.json",
+            "a/../../secret.*",
+            str(tmp_path / "secret.json"),
+            address,
+            "file:///secret.json",
+        ):
+            card = yaml.safe_dump(
+                {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": place}]}]}
+            )
+            (folder / page).write_text(f"---\n{card}---\n" if page == "README.md" else card)
+            fails(settings, f"other: its card names {place}, outside the folder; put the file into", train=text)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    (folder / page).write_text((folder / page).read_text().replace("file:///secret", "./train"))
+    assert made(replace(settings, train=text))["train"]["pairs_kept"] == 40
 
 
 def test_a_damaged_file_among_several_is_named(settings: CorpusSettings, tmp_path: Path) -> None:
