@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
+from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer, normalize_white_space
 from model.decoding import penalty
 from model.padded_transformer import attention_maps
 from model.transformer import Transformer
@@ -114,6 +114,7 @@ def align_words(
     tokenizer: Tokenizer,
     sources: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]],
+    texts: tuple[Sequence[str], Sequence[str]],
     device: torch.device | str = "cpu",
 ) -> list[Alignment]:
     """Align each target word with the source word that gets most of its cross-attention, or with none.
@@ -128,6 +129,7 @@ def align_words(
         tokenizer: its tokenizer.
         sources: ids, each with the end symbol.
         targets: ids, each with the end symbol.
+        texts: sources and targets as they are written. Only spaces (U+0020) end their words.
         device: the network's device.
     """
     pieces, results = tokenizer.pieces(), [Alignment() for _ in sources]
@@ -135,24 +137,27 @@ def align_words(
         maps = attention_maps(network, source, target[:, :-1], mask)["cross"]
         weights = torch.stack(maps[len(maps) // 2 :]).mean((0, 2)).cpu()
         for index, attention in zip(batch, weights, strict=True):
-            rows = _words([pieces[token] for token in targets[index][:-1]])
-            columns = _words([pieces[token] for token in sources[index][:-1]])
+            rows = _words([pieces[token] for token in targets[index][:-1]], texts[1][index], tokenizer.target)
+            columns = _words([pieces[token] for token in sources[index][:-1]], texts[0][index], tokenizer)
             end = columns[-1] + 1 if columns else 0
             by_piece = attention.new_zeros(len(rows), end + 1)
             by_piece.index_add_(1, torch.tensor([*columns, end]), attention[: len(rows), : len(columns) + 1])
             by_word = attention.new_zeros(rows[-1] + 1 if rows else 0, end + 1)
             by_word.index_add_(0, torch.tensor(rows, dtype=torch.int64), by_piece)
             best = enumerate(by_word.argmax(1).tolist())
-            results[index] = [(source_word, word) for word, source_word in best if source_word < end]
+            results[index] = [(source_word, word) for word, source_word in best if word in rows and source_word < end]
     return results
 
 
-def _words(pieces: Sequence[str]) -> list[int]:
-    """Return the number of the word that each piece belongs to."""
-    words, number = [], -1
+def _words(pieces: Sequence[str], text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the number of the word of `text` that each piece belongs to."""
+    # To a tokenizer a tab, for instance, is a space as well: a word of the text may be several of its words, or none.
+    spelled = tokenizer.normalize([normalize_white_space(word) for word in text.split(" ") if word])
+    numbers = [number for number, word in enumerate(spelled) for part in word.split(SPACE_MARK) if part]
+    words, place = [], -1
     for piece in pieces:
-        number += piece.startswith(SPACE_MARK) or number < 0
-        words.append(number)
+        place += piece.startswith(SPACE_MARK) or place < 0
+        words.append(numbers[place])
     return words
 
 
@@ -197,7 +202,8 @@ class Scorer:
         scored = score_targets(translator, self._network, targets, source_ids, target_ids)
         if not with_alignments:
             return scored, [Alignment() for _ in scored]
-        return scored, align_words(self._network.network, tokenizer, source_ids, target_ids, translator.device)
+        texts = sources, targets
+        return scored, align_words(self._network.network, tokenizer, source_ids, target_ids, texts, translator.device)
 
     def print_warnings(self) -> None:
         """Print a line for each defect."""
