@@ -34,6 +34,9 @@ OURS = {"data_module", "model", "pipeline", "tests"}
 WORDS = ["the", "a", "red", "blue", "old", "new", "house", "tree", "dog", "cat"]
 WORDS += ["sees", "likes", "has", "and", "near", "under", "big", "small"]
 
+INVISIBLE = r"[\p{White_Space}\p{Cc}\p{Default_Ignorable_Code_Point}\u2800\u2581]*"
+"""A regular expression, of the package `regex`, for a line without a visible character; U+2581 is read as a space."""
+
 ALONE = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 ALONE["use_distributed_sampler"] = False
 """Options of a Trainer that trains and does nothing else."""

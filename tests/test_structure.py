@@ -27,6 +27,7 @@ LAYERS = {
         "corpus",
         "tokenization",
         "worker_processes",
+        "text_files",
         "settings",
         "files",
         "registry",

@@ -1,19 +1,23 @@
 """Checks of a recipe's `corpus:` section before anything expensive is done, for `prepare`, `fit` and `doctor`."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from data_module.corpus.pairs import open_reader, read_pairs
+from data_module.corpus.pairs import PairChunk, open_reader, read_pairs
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
 from data_module.files import existing_parent, write_error
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
+from data_module.text_files import LineWarning, StrayMarks
 from data_module.tokenization.tokenizer import (
     BYTE_NAMES,
     NUM_BYTES,
     SPECIAL_NAMES,
     Tokenizer,
+    is_composed,
+    is_decomposed,
     normalize_white_space,
 )
 
@@ -23,6 +27,10 @@ ENOUGH_PIECE_TOKENS = 100
 """Tokens of training text for each piece that make up for few pairs, as where the pieces are letters."""
 MIN_PIECE_TOKENS = 20
 """Tokens of training text for each piece of the vocabulary, below which many pieces are too rare to be learned."""
+_DECOMPOSED = (
+    "accents are characters of their own (NFD), where other text has one for letter and accent (NFC), so that words"
+    " have two spellings; convert the file (uconv -x any-nfc)"
+)
 _BYTES_PER_TOKEN = 5
 """Bytes of UTF-8 text that become one token, a rough mean over languages."""
 
@@ -41,6 +49,10 @@ class SourceCheck:
     """The user symbols that occur in the text."""
     characters: set[str] = field(default_factory=set)
     """All that occur in the text."""
+    marks: list[str] = field(default_factory=list)
+    """Notes on stray marks."""
+    decomposed: list[str] = field(default_factory=list)
+    """Notes on lines with decomposed accents."""
 
 
 def check_settings(settings: CorpusSettings) -> None:
@@ -148,8 +160,27 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
     """
     names = open_reader(text, settings).names
     result = SourceCheck(", ".join(dict.fromkeys(names)))
-    for chunk in read_pairs(replace(text, prefix=None), settings):
+    marks = StrayMarks(names[0]), StrayMarks(names[1])
+    try:
+        _check_pairs(read_pairs(replace(text, prefix=None), settings, marks), result, text, settings)
+    except InputError as error:
+        # Sides may be of unequal length because carriage returns end the lines of one.
+        raise InputError("; ".join([str(error), *marks[0].texts(), *marks[1].texts()])) from error
+    result.marks = list(dict.fromkeys([*marks[0].texts(), *marks[1].texts()]))  # of a tsv, both sides have one name
+    return result
+
+
+def _check_pairs(chunks: Iterator[PairChunk], result: SourceCheck, text: TextSource, settings: CorpusSettings) -> None:
+    """Fill in what `check_source` returns, except for stray marks."""
+    decomposed: dict[str, LineWarning] = {}
+    for chunk in chunks:
         sides = "\n".join(chunk.source), "\n".join(chunk.target)
+        for name, side, sentences in zip(chunk.names, sides, (chunk.source, chunk.target), strict=True):
+            if is_decomposed(side):
+                note = decomposed.setdefault(name, LineWarning(_DECOMPOSED, name))
+                for number, sentence in enumerate(sentences, chunk.first_line):
+                    if is_decomposed(sentence):
+                        note.add(number)
         result.num_pairs += len(chunk.source)
         result.num_bytes += sum(len(side.encode()) + 1 for side in sides)
         result.characters.update(*sides)
@@ -158,10 +189,10 @@ def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
             pairs = zip(chunk.source, chunk.target, strict=True)
             index = next(i for i, pair in enumerate(pairs) if any(text.prefix in sentence for sentence in pair))
             raise InputError(
-                f"{names[0]}:{chunk.first_line + index}: the pair holds the prefix {text.prefix!r} of its source"
+                f"{chunk.names[0]}:{chunk.first_line + index}: the pair holds the prefix {text.prefix!r} of its source"
                 " already; remove `prefix` from the source, or choose another symbol"
             )
-    return result
+    result.decomposed = [line for note in decomposed.values() if (line := note.text())]
 
 
 def source_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[str]:
@@ -171,7 +202,9 @@ def source_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> lis
         settings: the recipe's `corpus:` section.
         checked: what `check_source` returned for each of `settings.texts()`.
     """
-    train, warnings = checked[: len(settings.train)], []
+    train, warnings = checked[: len(settings.train)], [line for source in checked for line in source.marks]
+    if any(map(is_composed, set().union(*(source.characters for source in checked)))):
+        warnings += [line for source in checked for line in source.decomposed]
     if settings.is_varied() and settings.variants == 1:
         warnings.append(
             "corpus.variants 1: all epochs train on the same noise and segmentation; raise it, to 8 for instance, for"
@@ -186,8 +219,8 @@ def source_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> lis
     held = {text.prefix for text in settings.train}.union(*(source.symbols for source in train))
     if lacking := [repr(symbol) for symbol in settings.user_symbols if symbol not in held]:
         warnings.append(
-            f"corpus.user_symbols: the training text has no {', '.join(lacking)}: a network does not learn to copy a"
-            " symbol that it never sees; add pairs with it on both sides"
+            f"corpus.user_symbols: the training text has no {', '.join(lacking)}: a network does not learn a symbol"
+            " that it never sees; add pairs with it, on both sides if it shall be copied, or remove it from the list"
         )
     return warnings
 

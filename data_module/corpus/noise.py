@@ -17,6 +17,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from data_module.settings import NoiseSettings
+from data_module.tokenization.tokenizer import is_blank
 
 _Option = TypeVar("_Option")
 
@@ -121,10 +122,10 @@ def with_casing(text: str, kind: str, protected: frozenset[str] = frozenset()) -
 def without_final_punctuation(text: str, protected: frozenset[str] = frozenset()) -> str:
     """Return the text without full stops, exclamation and question marks at its end.
 
-    A text that has nothing else, or nothing but protected symbols before them, stays as it is.
+    A text that has nothing visible else, or nothing but protected symbols before them, stays as it is.
     """
     rest = _split_final(text, protected)[0]
-    return text if all(word in protected for word in rest.split(" ") if word) else rest
+    return text if all(word in protected or is_blank(word) for word in rest.split(" ")) else rest
 
 
 def insert(

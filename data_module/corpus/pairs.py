@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from data_module.corpus.dataset_reader import HubDataset
-from data_module.corpus.readers import BYTE_ORDER_MARK, READERS, PairedFiles, Reader, TsvFile, read_errors
+from data_module.corpus.readers import READERS, PairedFiles, Reader, TsvFile
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
-from data_module.tokenization.tokenizer import normalize_white_space
+from data_module.text_files import BYTE_ORDER_MARK, StrayMarks, open_regular, read_errors
+from data_module.tokenization.tokenizer import clean_lines
 
 _BUILT_IN: dict[str, type[Reader]] = {"source": PairedFiles, "tsv": TsvFile, "dataset": HubDataset}
 """Readers by the key of a text source that selects them."""
@@ -25,8 +26,8 @@ _MAX_LINES = 5
 class PairChunk:
     """Successive pairs of one source.
 
-    White space is normalized, and a sentence of invalid UTF-8 is empty. Source sentences begin with the source's
-    prefix, if it has one, except for empty ones.
+    White space is normalized. A sentence of invalid UTF-8 or without a visible character is empty. Source sentences
+    begin with the source's prefix, if it has one, except for empty ones.
     """
 
     names: tuple[str, str]
@@ -65,13 +66,20 @@ def all_available(settings: CorpusSettings) -> bool:
 
 def fingerprint(name: str, path: Path) -> dict[str, Any]:
     """Return a file's name, size in bytes and SHA-256."""
-    with read_errors(name), path.open("rb") as file:
+    with read_errors(name), open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"file": name, "bytes": file.tell(), "sha256": digest}
 
 
-def read_pairs(text: TextSource, settings: CorpusSettings) -> Iterator[PairChunk]:
+def read_pairs(
+    text: TextSource, settings: CorpusSettings, marks: tuple[StrayMarks, StrayMarks] | None = None
+) -> Iterator[PairChunk]:
     """Read a source once, from its first pair to its last, about a megabyte at a time.
+
+    Args:
+        text: the source.
+        settings: the recipe's `corpus:` section.
+        marks: look for stray marks of source and target, and note them there.
 
     Raises:
         InputError: see `Reader.chunks`; or there is no text, or a line is invalid UTF-8 and `corpus.drop_invalid_utf8`
@@ -84,9 +92,11 @@ def read_pairs(text: TextSource, settings: CorpusSettings) -> Iterator[PairChunk
             continue
         decoded: list[list[str]] = []
         invalid: set[int] = set()
-        for name, lines in zip(reader.names, sides, strict=True):
+        for side, (name, lines) in enumerate(zip(reader.names, sides, strict=True)):
             if first_line == 1:
                 lines[0] = lines[0].removeprefix(BYTE_ORDER_MARK)
+            if marks is not None:
+                marks[side].add(first_line, lines)
             sentences, undecodable = _decode(lines)
             if len(sentences) != len(sides[0]):
                 raise InputError(
@@ -127,7 +137,7 @@ def _decode(lines: list[bytes]) -> tuple[list[str], list[int]]:
                 decoded.append("\n")
                 invalid.append(i)
         text = "".join(decoded)
-    return normalize_white_space(text.removesuffix("\n")).split("\n"), invalid
+    return clean_lines(text.removesuffix("\n")), invalid
 
 
 class Reason(StrEnum):

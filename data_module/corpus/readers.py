@@ -1,39 +1,24 @@
-r"""The interface of text sources, the readers of text files, and the registry of readers that are not built in.
+"""The interface of text sources, the readers of text files, and the registry of readers that are not built in.
 
-Text files are plain or gzip-compressed: two files of one sentence per line, or one file of pairs. Only "\n" ends a line
-("\r\n" is accepted). Other line ends of Unicode do not, so that both sides stay aligned.
+Text is in two files of one sentence per line, or in one file of pairs; see `data_module.text_files`.
 
 To add a kind of text source, subclass `Reader`, implement `chunks`, and register the class:
 `READERS["jsonl"] = JSONLines`. A recipe then names it: `{reader: jsonl, path: FILE}`. See docs/extending.md.
 """
 
-import gzip
 import os
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from io import BufferedReader, FileIO
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 from data_module.errors import InputError
 from data_module.registry import Registry
 from data_module.settings import TextSource
+from data_module.text_files import num_lines, open_file
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CHUNK_BYTES = 2**20
 """Approximate size of a chunk, per side."""
-_NOT_TEXT = {
-    b"\x1f\x8b": "gzip-compressed; let its name end in .gz",
-    b"BZh91AY&SY": "compressed; unpack it (bunzip2)",
-    b"\xfd7zXZ\0": "compressed; unpack it (unxz)",
-    b"\x28\xb5\x2f\xfd": "compressed; unpack it (unzstd)",
-    b"\xff\xfe": "UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
-    b"\xfe\xff": "UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
-}
-"""What a file is by its first bytes, if it is no text; the number of its lines would be meaningless."""
 
 
 class Reader(ABC):
@@ -85,7 +70,8 @@ class Reader(ABC):
         """
         for name in dict.fromkeys(self.names):
             ok = Path(name).is_file()
-            yield ok, f"text {name}" + ("" if ok else " is missing; put it there or correct its path in corpus:")
+            problem = "is no file" if Path(name).exists() else "is missing"
+            yield ok, f"text {name}" + ("" if ok else f" {problem}; put it there or correct its path in corpus:")
 
     def hub_revisions(self) -> dict[str, str]:
         """Return the commits of the remote data sets that this source is read from, by data set name."""
@@ -101,51 +87,6 @@ def as_lines(sentences: Iterable[str | bytes | None]) -> list[bytes]:
     return [
         (text.encode() if isinstance(text, str) else text or b"").replace(b"\n", b" ") + b"\n" for text in sentences
     ]
-
-
-@contextmanager
-def open_file(name: str) -> Iterator[BinaryIO]:
-    """Open a plain or gzip-compressed (`.gz`) text file for reading, and report errors in one line that names it.
-
-    Raises:
-        InputError: the file cannot be opened, is no text, or reading it inside the `with` block fails.
-    """
-    with read_errors(name), BufferedReader(_open(name), CHUNK_BYTES) as file:
-        for beginning, kind in _NOT_TEXT.items():
-            if file.peek(len(beginning)).startswith(beginning):
-                raise InputError(f"{name}: is {kind}")
-        yield file
-
-
-def _open(name: str) -> gzip.GzipFile | FileIO:
-    return gzip.open(name) if name.endswith(".gz") else Path(name).open("rb", buffering=0)
-
-
-def num_lines(file: BinaryIO) -> int:
-    """Return the number of lines of the rest of a file, in constant memory."""
-    lines, last = 0, b"\n"
-    while block := file.read(CHUNK_BYTES):
-        lines, last = lines + block.count(b"\n"), block[-1:]
-    return lines + (last != b"\n")
-
-
-@contextmanager
-def read_errors(name: str) -> Iterator[None]:
-    """Convert errors from reading a file to an `InputError` that names the file."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise InputError(f"{name}: no such file; correct the path, relative to the working folder") from error
-    except IsADirectoryError as error:
-        raise InputError(f"{name}: a folder, not a file; name the text file in it") from error
-    except PermissionError as error:
-        raise InputError(f"{name}: permission denied; ask for read permission (chmod +r)") from error
-    except (EOFError, zlib.error) as error:
-        raise InputError(f"{name}: the gzip file is truncated or damaged; copy or download it again") from error
-    except gzip.BadGzipFile as error:
-        raise InputError(f"{name}: not a gzip file, or a damaged one; copy it again or rename it") from error
-    except OSError as error:
-        raise InputError(f"{name}: cannot be read: {error.strerror or error}; check the file and its disk") from error
 
 
 class PairedFiles(Reader):
@@ -164,14 +105,12 @@ class PairedFiles(Reader):
             if os.path.sameopenfile(source_file.fileno(), target_file.fileno()):
                 raise InputError(f"{source}: source and target are the same file; name the other language's as target")
             while True:
-                with read_errors(source):
-                    source_lines = source_file.readlines(CHUNK_BYTES)
+                source_lines = source_file.readlines(CHUNK_BYTES)
                 # At the end of the source, one line shows that the target goes on.
                 target_lines = list(islice(target_file, len(source_lines) or 1))
                 if len(source_lines) != len(target_lines):
                     num_target = num_lines_before + len(target_lines) + num_lines(target_file)
-                    with read_errors(source):
-                        num_source = num_lines_before + len(source_lines) + num_lines(source_file)
+                    num_source = num_lines_before + len(source_lines) + num_lines(source_file)
                     short, long = sorted([(num_source, source), (num_target, target)])
                     raise InputError(
                         f"{short[1]}: {short[0]} lines, but {long[1]} has {long[0]}: it is shorter, and line i must"

@@ -43,7 +43,7 @@ class WordEncoder:
             self._ids.clear()
         split = [sentence.split(" ") for sentence in sentences]
         new_words = list(set().union(*split).difference(self._ids))
-        new_ids = self._tokenizer.encode(new_words, num_threads=num_processors())
+        new_ids = self._tokenizer.encode_cleaned(new_words, num_threads=num_processors())
         self._ids.update((word, ids.astype(self.dtype).tobytes()) for word, ids in zip(new_words, new_ids, strict=True))
         ids_of = self._ids.__getitem__
         encoded = [b"".join(map(ids_of, words)) for words in split]
@@ -51,7 +51,7 @@ class WordEncoder:
             # Word by word, a language code would become its piece at any place. The tokenizer takes it for a code at
             # the beginning of a line only.
             places = [place for place, sentence in enumerate(sentences) if " >>" in sentence]
-            whole = self._tokenizer.encode([sentences[place] for place in places])
+            whole = self._tokenizer.encode_cleaned([sentences[place] for place in places])
             for place, ids in zip(places, whole, strict=True):
                 encoded[place] = ids.astype(self.dtype).tobytes()
         lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
@@ -108,7 +108,7 @@ class DropoutEncoder:
                 plain.append(word)
             else:
                 options[word] = [self._segment(pieces, draw) for _ in range(min(count, MAX_SEGMENTATIONS))]
-        for word, ids in zip(plain, self._tokenizer.encode(plain), strict=True):
+        for word, ids in zip(plain, self._tokenizer.encode_cleaned(plain), strict=True):
             options[word] = [ids.tolist()]
         encoded = []
         for words in split:

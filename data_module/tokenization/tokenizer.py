@@ -1,12 +1,14 @@
 """Joint byte-pair encoding of both languages (section 5.1), trained and applied with sentencepiece.
 
-Only white space is normalized (see `normalize_white_space`). `decode(encode(x))` equals `normalize_white_space(x)`, in
+Only white space is normalized (see `clean_lines`). `decode(encode(x))` equals `normalize_white_space(x)`, in
 lower case if the tokenizer lower-cases, and without unknown characters. With byte fallback, no character is unknown:
 one without a piece of its own becomes the pieces of its UTF-8 bytes. A user symbol is always one piece, also inside a
 word, and keeps its case.
 """
 
 import hashlib
+import re
+import unicodedata
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +33,17 @@ BYTE_NAMES = tuple(f"<0x{byte:02X}>" for byte in range(NUM_BYTES))
 # learn; and its mark of a space. Other white space, such as U+00A0, is part of the text.
 SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029" + SPACE_MARK
 
+# White space, control characters, and what Unicode says to ignore by default where it cannot be displayed, such as
+# zero-width characters; also the blank pattern of Braille.
+_INVISIBLE = (
+    "\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f"
+    "\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+_INVISIBLE_TEXT = re.compile(f"[{_INVISIBLE}]+")
+
+# Accents of Latin, Greek and Cyrillic letters, of Arabic alef, parts of Korean syllables, voicing marks of Japanese.
+_MARK = re.compile("[\u0300-\u036f\u0653-\u0655\u1161-\u11c2\u3099\u309a]")
+
 # sentencepiece cannot learn this character, because it uses it for unknown characters in training.
 RESERVED_CHARACTER = "\u2585"
 
@@ -46,6 +59,33 @@ def normalize_white_space(lines: str) -> str:
     while "  " in lines:
         lines = lines.replace("  ", " ")
     return lines.replace("\n ", "\n").replace(" \n", "\n").strip(" ")
+
+
+def clean_lines(text: str) -> list[str]:
+    r"""Return the "\n"-separated lines of a text with normalized white space; one without a visible character is empty.
+
+    An invisible character between words stays.
+    """
+    lines = normalize_white_space(text).split("\n")
+    # Few lines, if any, begin with an invisible character, and a look at each line takes a while.
+    if _INVISIBLE_TEXT.search("".join([line[:1] for line in lines])):
+        lines = ["" if _INVISIBLE_TEXT.fullmatch(line) else line for line in lines]
+    return lines
+
+
+def is_blank(text: str) -> bool:
+    """Return whether a text has no visible character, and is empty to a model."""
+    return not any(clean_lines(text))
+
+
+def is_decomposed(text: str) -> bool:
+    """Return whether an accent follows its letter where one character has both (NFD and NFC; marks of `_MARK`)."""
+    return bool(_MARK.search(text)) and len(unicodedata.normalize("NFC", text)) < len(text)
+
+
+def is_composed(text: str) -> bool:
+    """Return whether a letter and its accent are one character; see `is_decomposed`."""
+    return is_decomposed(unicodedata.normalize("NFD", text)) and not is_decomposed(text)
 
 
 class Tokenizer:
@@ -125,16 +165,20 @@ class Tokenizer:
     def encode(self, sentences: list[str], num_threads: int = 1) -> list[np.ndarray]:
         """Return the piece ids of each source sentence, int32 without special ids. Unknown characters become `unk_id`.
 
-        With byte fallback no character is unknown. For target sentences, see `target`.
+        A sentence without a visible character has none; see `clean_lines`. With byte fallback no character is unknown.
+        For target sentences, see `target`.
         The GIL is released.
         """
         lines = "\n".join(sentences)
         if lines.count("\n") >= len(sentences):
             lines = "\n".join(sentence.replace("\n", " ") for sentence in sentences)
-        normalized = normalize_white_space(lines).split("\n") if sentences else []
+        return self.encode_cleaned(clean_lines(lines) if sentences else [], num_threads)
+
+    def encode_cleaned(self, sentences: list[str], num_threads: int = 1) -> list[np.ndarray]:
+        """Do what `encode` does for sentences, or words of them, that `clean_lines` has returned."""
         if self._pair_encoder:
-            return self._pair_encoder.encode(normalized, num_threads)
-        return self._processor.encode(normalized, out_type="numpy", num_threads=num_threads)
+            return self._pair_encoder.encode(sentences, num_threads)
+        return self._processor.encode(sentences, out_type="numpy", num_threads=num_threads)
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each sequence of ids. Special ids, including `unk_id`, are skipped.

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure in alternating rounds; print a table and return the figures."""
     from pipeline.inference.text_io import read_sentences
 
-    sentences = [sentence for sentence in read_sentences(arguments.source) if sentence.strip()]
+    sentences = [sentence for sentence in read_sentences(arguments.source) if sentence]
     if not sentences:
         raise InputError(f"{arguments.source}: has no sentences; give a text to translate")
     baseline = arguments.baseline

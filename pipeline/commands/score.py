@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from data_module.errors import InputError
 from data_module.files import user_path
 from data_module.settings import CorpusSettings
+from data_module.text_files import open_file
 from pipeline.commands.evaluate import output_file, require_writable
 from pipeline.inference.options import SearchOptions, add_prefix_argument, with_prefix
-from pipeline.inference.text_io import CHUNK, open_text, progress_bar, sentences
+from pipeline.inference.text_io import CHUNK, progress_bar, sentences
 from pipeline.runtime.console import discard_output
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def read_pairs(source: Path, target: Path, is_list: bool, *, warn: bool = True) 
         InputError: a file cannot be read, the texts do not pair up or are empty, or `target` is no n-best list.
     """
     number = 0
-    with open_text(source) as source_stream, open_text(target) as target_stream:
+    with open_file(source) as source_stream, open_file(target) as target_stream:
         sources = sentences(source_stream, str(source), warn=warn)
         targets = sentences(target_stream, str(target), warn=warn)
         lists = _lists(targets, target) if is_list else ([text] for text in targets)

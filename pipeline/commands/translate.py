@@ -12,10 +12,12 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from data_module.files import user_path
+from data_module.text_files import open_file, text_reader
 from pipeline.inference.options import (
     SearchOptions,
     add_prefix_argument,
@@ -24,7 +26,7 @@ from pipeline.inference.options import (
     given_sampling,
     with_prefix,
 )
-from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, open_text, sentences
+from pipeline.inference.text_io import CHUNK, SentenceWarnings, count_lines, sentences
 
 if TYPE_CHECKING:
     from pipeline.inference.translator import LineTranslator
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.shard_lines is not None and not arguments.output:
         raise InputError("--shard-lines: is for --output; add that, or omit it")
     # Before the checkpoint is loaded, so that a missing file is reported at once.
-    stream = open_text(arguments.source) if arguments.source else _standard_input()
+    stream = open_file(arguments.source) if arguments.source else _standard_input()
     # Someone who types sentences needs each translation at once.
     chunk = 1 if stream.isatty() else CHUNK
     if arguments.output:
@@ -103,9 +105,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _standard_input() -> BinaryIO:
+def _standard_input() -> BufferedReader:
     # Not sys.stdin: the interpreter cannot exit while another thread waits for input from that.
-    return open(sys.stdin.fileno(), "rb", closefd=False)
+    file = FileIO(sys.stdin.fileno(), closefd=False)
+    return text_reader(file, "standard input", file)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
+from data_module.tokenization.tokenizer import is_blank
 from model.settings import LARGEST_SEARCH, STOP_RULES, DecodingSettings
 
 if TYPE_CHECKING:
@@ -136,8 +137,7 @@ class Prefixes:
 
     def is_missing(self, sentence: str) -> bool:
         """Return whether a sentence begins with no prefix, and the model was trained on sentences with one only."""
-        first = sentence.split(maxsplit=1)[:1]
-        return self.always and bool(first) and first[0] not in self.trained
+        return self.always and not is_blank(sentence) and sentence.split(maxsplit=1)[0] not in self.trained
 
     @property
     def missing_message(self) -> str:
@@ -148,4 +148,4 @@ class Prefixes:
 def with_prefix(prefix: str | None, sentences: Iterable[str]) -> Iterable[str]:
     """Yield the sentences with the prefix, if there is one, before those that are not empty."""
     for sentence in sentences:
-        yield f"{prefix} {sentence}" if prefix is not None and sentence.strip() else sentence
+        yield f"{prefix} {sentence}" if prefix is not None and not is_blank(sentence) else sentence

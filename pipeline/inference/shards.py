@@ -20,7 +20,8 @@ from typing import Any
 from data_module.corpus.pairs import fingerprint
 from data_module.errors import InputError
 from data_module.files import FileLock, atomic_file, remove_temporary_files
-from pipeline.inference.text_io import CHUNK, count_lines, open_text, sentences
+from data_module.text_files import num_lines, open_file
+from pipeline.inference.text_io import CHUNK, sentences
 from pipeline.runtime.launch import clear_failure_count
 
 MANIFEST = "manifest.json"
@@ -49,15 +50,16 @@ class Shards:
         """
         if shard_lines < 1 or shard_lines % CHUNK:
             raise InputError(f"--shard-lines {shard_lines}: must be a multiple of {CHUNK}")
-        num_lines = count_lines(source)
-        if num_lines is None:
-            raise InputError(f"{source}: is a pipe, or damaged; --output needs a text file that can be read again")
+        if not source.is_file():
+            raise InputError(f"{source}: is a pipe; --output needs a text file that can be read again")
+        with open_file(source) as stream:
+            self._num_lines = num_lines(stream)
         self._source, self._output, self._folder = source, output, output.with_name(f"{output.name}.shards")
-        self._num_lines, self._size = num_lines, shard_lines
-        self._names = [f"{number:07}" for number in range(-(-num_lines // shard_lines))]
+        self._size = shard_lines
+        self._names = [f"{number:07}" for number in range(-(-self._num_lines // shard_lines))]
         self._one_translation = options["n_best"] is None
         text, weights = (fingerprint(str(path), path)["sha256"] for path in (source, model))
-        self._begin({"text": text, "lines": num_lines, "model": weights, "shard_lines": shard_lines, **options})
+        self._begin({"text": text, "lines": self._num_lines, "model": weights, "shard_lines": shard_lines, **options})
         self._locks: dict[int, FileLock] = {}
         self._texts: list[str] = []
         self._began = self._reported = time.monotonic()
@@ -105,7 +107,7 @@ class Shards:
             missing = [shard for shard in order if self._names[shard] not in done]
             if (shard := next(filter(self._take, missing), None)) is not None:
                 first = shard * self._size + 1
-                with open_text(self._source) as stream:
+                with open_file(self._source) as stream:
                     yield first, sentences(self._lines(stream, shard), str(self._source), first)
             elif missing:
                 time.sleep(_POLL_SECONDS)

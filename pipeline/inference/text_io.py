@@ -1,23 +1,19 @@
 """Line-by-line text input for the commands, and the progress bar that they share."""
 
-import gzip
 import sys
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from data_module.corpus.readers import BYTE_ORDER_MARK, num_lines
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import SPACE_MARK
+from data_module.text_files import BYTE_ORDER_MARK, LineWarning, StrayMarks, num_lines, open_file
+from data_module.tokenization.tokenizer import SPACE_MARK, is_blank
 from pipeline.inference.options import Prefixes
 from pipeline.runtime.console import print_above_bars
 
 CHUNK = 2048
 """Number of lines translated together: enough to sort them by length, few enough to keep memory flat."""
-
-_MAX_NAMED_LINES = 3
 
 
 def progress_bar(
@@ -49,45 +45,6 @@ def progress_bar(
 def show_token_rate(bar: Any, num_tokens: int) -> None:
     """Put the mean number of tokens a second since the bar was created behind it, the next time it is drawn."""
     bar.set_postfix_str(f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):,.0f} tokens/s", refresh=False)
-
-
-class LineWarning:
-    """Counts lines with the same defect, and prints one line about all of them."""
-
-    def __init__(self, message: str, name: str = "") -> None:
-        """Create a warning.
-
-        Args:
-            message: what was done about the lines.
-            name: the file; none for standard input.
-        """
-        self._message = message
-        self._name = name
-        self._first: list[int] = []
-        self._last, self._count = 0, 0
-
-    def add(self, number: int) -> None:
-        """Count line `number`, once if it is given several times in succession."""
-        if number == self._last:
-            return
-        self._last, self._count = number, self._count + 1
-        if len(self._first) < _MAX_NAMED_LINES:
-            self._first.append(number)
-
-    def text(self, unit: str = "line") -> str | None:
-        """Return the number of lines, the first of them and the message; None if there are no such lines."""
-        if not self._count:
-            return None
-        lines = f"{unit} " if self._count == 1 else f"{self._count:,} {unit}s, "
-        if self._count > _MAX_NAMED_LINES:
-            lines += "the first are "
-        prefix = f"{self._name}: " if self._name else ""
-        return f"{prefix}{lines}{', '.join(map(str, self._first))}: {self._message}"
-
-    def print(self) -> None:
-        """Print the text on standard error, if there is one."""
-        if text := self.text():
-            print_above_bars(text)
 
 
 class Defects(NamedTuple):
@@ -135,32 +92,19 @@ class SentenceWarnings:
     def print(self) -> None:
         """Print the warnings on standard error."""
         for warning in self._warnings:
-            warning.print()
-
-
-def open_text(path: Path) -> BinaryIO:
-    """Open a file for reading lines of bytes; decompress it if its name ends in .gz.
-
-    Raises:
-        InputError: the file cannot be opened.
-    """
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); give a text file") from None
-    # Without the large buffer of `open_file`, lines just before the damage of a file are read too.
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+            if text := warning.text():
+                print_above_bars(text)
 
 
 def count_lines(path: Path) -> int | None:
-    """Return the number of lines of a file that `open_text` can open, from one pass over it in constant memory.
+    """Return the number of lines of a file that `open_file` can open, from one pass over it in constant memory.
 
     None if the file can be read only once, such as a pipe, or is damaged, which is reported when it is read.
     """
     if not path.is_file():
         return None
     # A damaged file is reported when it is read.
-    with suppress(gzip.BadGzipFile, EOFError, zlib.error), open_text(path) as stream:
+    with suppress(InputError), open_file(path) as stream:
         return num_lines(stream)
     return None
 
@@ -168,45 +112,38 @@ def count_lines(path: Path) -> int | None:
 def sentences(stream: Iterable[bytes], name: str = "", first: int = 1, *, warn: bool = True) -> Iterator[str]:
     """Yield lines as text. Only a line feed ends a line. Invalid UTF-8 is replaced, with one warning at the end.
 
+    Stray marks (see `StrayMarks`) stay, and are noted at the end.
+
     Args:
         stream: the lines.
         name: the file, for messages.
         first: number of the first line in the file.
         warn: whether to warn.
-
-    Raises:
-        InputError: a compressed file is damaged.
     """
-    invalid = LineWarning("not valid UTF-8; invalid bytes were replaced", name)
-    for number, line in enumerate(_byte_lines(stream, name), first):
+    invalid, marks = LineWarning("not valid UTF-8; invalid bytes were replaced", name), StrayMarks(name)
+    for number, line in enumerate(stream, first):
         line = line.removesuffix(b"\n").removesuffix(b"\r")
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
+        marks.add(number, [line])
         try:
             yield line.decode()
         except UnicodeDecodeError:
             invalid.add(number)
             yield line.decode(errors="replace")
-    if warn:
-        invalid.print()
-
-
-def _byte_lines(stream: Iterable[bytes], name: str) -> Iterator[bytes]:
-    try:
-        yield from stream
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        name = name or getattr(stream, "name", "the input")
-        raise InputError(f"{name}: is no gzip file or a damaged one ({error}); copy it again or rename it") from None
+    for text in [invalid.text(), *marks.texts()] if warn else []:
+        if text:
+            print_above_bars(text)
 
 
 def read_sentences(path: Path) -> list[str]:
-    """Return all lines of a file.
+    """Return all lines of a file. One without a visible character is empty.
 
     Raises:
         InputError: the file cannot be read.
     """
-    with open_text(path) as stream:
-        return list(sentences(stream, str(path)))
+    with open_file(path) as stream:
+        return ["" if is_blank(line) else line for line in sentences(stream, str(path))]
 
 
 def paired_texts(source: Path, reference: Path) -> tuple[list[str], list[str]]:

@@ -18,6 +18,7 @@ from data_module.corpus.store import TokenStoreWriter, open_corpus
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from data_module.tokenization.tokenizer import Tokenizer
+from tests.conftest import another_user
 
 SOURCE = ["one house", "two houses", "three red houses", "four"]
 TARGET = ["ein Haus", "zwei Häuser", "drei rote Häuser", "vier"]
@@ -84,19 +85,13 @@ def test_unequal_line_counts(
     assert place.works(train=[text])["train"]["pairs_kept"] == 4
 
 
-def test_unreadable_file(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Path.open
-
-    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path.name == "train.en":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return real(path, *arguments, **options)
-
-    # Permissions have no effect if the tests run as root.
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refuse)
+def test_unreadable_file() -> None:
+    with another_user() as folder:
+        place = Workplace(folder)
+        (folder / "train.en").chmod(0)
         place.fails("train.en: permission denied; ask for read permission")
-    place.works()
+        (folder / "train.en").chmod(0o644)
+        place.works()
 
 
 def be_a_folder(path: Path) -> None:

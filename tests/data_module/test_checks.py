@@ -96,6 +96,37 @@ def test_symbols_that_the_training_text_lacks(tmp_path: Path) -> None:
         warnings_of(replace(prefixed, train=[replace(one, prefix="<b>")], user_symbols=["<b>"]))
 
 
+def test_marks_that_are_probably_no_part_of_the_text(tmp_path: Path) -> None:
+    text = text_of(tmp_path, "train", ["\ufeffa house", "b\rc", "\ufeffd"], ["ein Haus", "b\r", "d"])
+    inside, joined = warnings_of(settings_of(tmp_path, [text], replace(text, prefix=None)))[:2]
+    assert inside.startswith(f"{text.source}: line 2: carriage returns inside, read as spaces; if they end lines, ")
+    assert joined.startswith(f"{text.source}: line 3: U+FEFF inside, as from joined files; remove it (sed ")
+    (tmp_path / "text.tsv").write_bytes(b"a\rb\tc\r\nd\te\rf\r\n")
+    table = TextSource(tsv=str(tmp_path / "text.tsv"))
+    one, two = check_source(table, settings_of(tmp_path, [table], table)).marks
+    assert ("line 1: carriage" in one, "line 2: carriage" in two) == (True, True)
+    # Where they end the lines of one side, the sides have other numbers of lines.
+    old = text_of(tmp_path, "old", ["a\rb\rc\r"], ["a", "b", "c"])
+    with pytest.raises(
+        InputError, match=r"old\.source: 1 lines, but .* missing lines; .*old\.source: line 1: carriage"
+    ):
+        check_source(old, settings_of(tmp_path, [old], old))
+
+
+def test_accents_that_are_characters_of_their_own(tmp_path: Path) -> None:
+    """A word must not have two spellings, within a file or in two; one of the two alone is as good as the other."""
+    composed, decomposed = ["caf\xe9", "가", "が"], ["cafe\u0301", "\u1100\u1161", "か\u3099"]
+    plain = ["a", "b", "\u025b\u0303"]  # no one character has both of the last
+    one, other = text_of(tmp_path, "one", composed, plain), text_of(tmp_path, "other", plain, decomposed)
+    assert warnings_of(settings_of(tmp_path, [one], one)) == []
+    assert warnings_of(settings_of(tmp_path, [other], other)) == []
+    for train, held_out in ((one, other), (other, one)):
+        [warning] = warnings_of(settings_of(tmp_path, [train], held_out))
+        assert warning.startswith(f"{other.target}: 3 lines, 1, 2, 3: accents are characters of their own (NFD), where")
+    mixed = text_of(tmp_path, "mixed", plain, ["caf\xe9", "b", "cafe\u0301"])
+    assert warnings_of(settings_of(tmp_path, [mixed], one))[0].startswith(f"{mixed.target}: line 3: accents are")
+
+
 def test_a_run_that_takes_a_tokenizer_over_may_have_little_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,6 +65,7 @@ def test_symbols_keep_their_casing() -> None:
         ("See <b>this</b>.", "See <b>this</b>."),
         ("See <b>this</b> now.", "See <b>this</b> now"),
         (">>de<< ?", ">>de<< ?"),
+        ("\xa0\u200b !", "\xa0\u200b !"),
         ("यह कुत्ता है।", "यह कुत्ता है"),
     ],
 )

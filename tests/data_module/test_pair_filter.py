@@ -6,14 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data_module.corpus.manifest import summary
 from data_module.corpus.pairs import PairFilter, Reason, SeenPairs, hash_pairs, read_pairs
-from data_module.corpus.readers import _NOT_TEXT
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
+from data_module.text_files import _NOT_TEXT
+from tests.conftest import INVISIBLE
 from tests.data_module.test_preparation import assert_adds_up, contents, dropped, made, pairs_of_text, write_pairs
 
 
@@ -91,18 +93,20 @@ def test_the_summary_adds_up(settings: CorpusSettings, tmp_path: Path) -> None:
 
 SPACES = "[ \0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029\u2581]"
 LINES = st.one_of(
-    st.sampled_from([b"a", b"a b", b" a\r", b"a b c d", b"", b"\xef\xbb\xbfa"]),
+    st.sampled_from([b"a", b"a b", b" a\r", b"a b c d", b"", b"\xef\xbb\xbfa", b"\xc2\xa0 \xe2\x80\x8b"]),
     st.text(max_size=6).map(lambda line: line.replace("\n", "").encode()),
     st.binary(max_size=6).map(lambda line: line.replace(b"\n", b"")),
 ).filter(lambda line: not line.startswith(tuple(_NOT_TEXT)))
 
 
 def words(line: bytes) -> tuple[str, ...] | None:
-    """Return the words of a line, or None if it is invalid UTF-8."""
+    """Return the words of a line, none if it has no visible character, or None if it is invalid UTF-8."""
     try:
-        return tuple(word for word in re.split(SPACES, line.decode()) if word)
+        text = line.decode()
     except UnicodeDecodeError:
         return None
+    found = tuple(word for word in re.split(SPACES, text) if word)
+    return () if regex.fullmatch(INVISIBLE, text) else found
 
 
 @given(data=st.data())

@@ -5,14 +5,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data_module.errors import InputError
 from data_module.tokenization.encoders import WordEncoder
-from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer, normalize_white_space
+from data_module.tokenization.tokenizer import (
+    NUM_SPECIAL_IDS,
+    Tokenizer,
+    clean_lines,
+    is_blank,
+    normalize_white_space,
+)
 from data_module.tokenization.training import WordCounts
-from tests.conftest import train_tokenizer
+from tests.conftest import INVISIBLE, train_tokenizer
 
 SENTENCES = [
     f"The {adjective} {noun} sees ½ of the x² in Zürich… № {number}"
@@ -76,7 +83,7 @@ def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_word_encoder_equals_the_tokenizer(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    sentences = [*SENTENCES, "", "unknown 漢字 漢 字", "▅ a▅b", "one", *reversed(SENTENCES)]
+    sentences = [*SENTENCES, "", "unknown 漢字 漢 字", "▅ a▅b", "one \u200b \xa0 two", *reversed(SENTENCES)]
     sentences += [normalize_white_space(f"{line} <b>{EMOJI}</b>{line}__NAME__😀") for line in SENTENCES]
     for one, remembered in ((tokenizer, 1_000_000), (tokenizer, 3), (_with_symbols(byte_fallback=True), 1_000_000)):
         monkeypatch.setattr("data_module.tokenization.encoders._MAX_CACHED_WORDS", remembered)
@@ -115,12 +122,26 @@ def test_any_text_survives_except_white_space(sentences: list[str]) -> None:
         return
     tokenizer = train_tokenizer(sentences, len(characters) + 5)
     ids = tokenizer.encode(sentences)
-    assert tokenizer.decode(ids) == expected
+    assert tokenizer.decode(ids) == ["" if regex.fullmatch(INVISIBLE, text) else text for text in expected]
     assert all(piece >= NUM_SPECIAL_IDS for row in ids for piece in row.tolist())
-    lines = [normalize_white_space(text.replace("\n", " ")) for text in sentences]
+    lines = clean_lines("\n".join(text.replace("\n", " ") for text in sentences))
     encoded, lengths = WordEncoder(tokenizer, np.dtype(np.uint16)).encode(lines)
     assert [np.frombuffer(row, np.uint16).tolist() for row in encoded] == [row.tolist() for row in ids]
     assert lengths.tolist() == [len(row) for row in ids]
+
+
+def test_only_a_line_without_a_visible_character_is_blank() -> None:
+    characters = [chr(code) for code in range(0x110000) if chr(code) != "\n" and not 0xD800 <= code < 0xE000]
+    expected = ["" if regex.fullmatch(INVISIBLE, one) else one for one in characters]
+    assert clean_lines("\n".join(characters)) == expected
+    # Neither is an invisible character between words, nor at the ends of a line that has others.
+    for text in ("a \u200b b", "\u200fא\u200f", "\ufeffa", "\xa0!", "❤️"):
+        assert clean_lines(text) == [text]
+        assert not is_blank(text)
+    assert is_blank("")
+    assert is_blank(" \xa0\t\u200b\n\u3000 ")
+    tokenizer = train_tokenizer(["a\xa0! \u3000 \u200b\ufeff"], 11)
+    assert [len(ids) for ids in tokenizer.encode(["\xa0", "\u3000 \u200b", "\ufeff", "a\xa0!"])] == [0, 0, 0, 4]
 
 
 EMOJI = "a 👩🏽‍💻 flag 🇩🇪, Ꮳꮃꭹ ጤና 𝕏 \u0301 ▅"

@@ -35,7 +35,7 @@ from tests.conftest import ROOT, sentences, tiny_recipe, train_tokenizer
 from tests.conftest import pipeline as run_command
 from tests.pipeline.test_export import make_model
 
-TEXTS = [*sentences(40, seed=40), "", "the dog"]
+TEXTS = [*sentences(40, seed=40), "", "the dog", "\u3000\u200b"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_translations_are_the_commands(model: pipeline.Model, trained_run: Path)
     expected = done.stdout.decode().removesuffix("\n").split("\n")
     assert model.translate(TEXTS) == expected
     assert model.translate(TEXTS[0]) == expected[0]
-    assert (model.translate(""), model.translate([])) == ("", [])
+    assert (model.translate(""), model.translate([]), model.translate("\xa0")) == ("", [], "")
     best = load_translator(trained_run, SearchOptions()).translate(TEXTS, n_best=3)
     assert model.translate(TEXTS, n_best=3) == [one.hypotheses for one in best]
     [hypothesis] = model.translate(TEXTS[0], n_best=1)

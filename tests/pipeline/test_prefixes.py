@@ -22,14 +22,14 @@ def test_the_prefixes_of_a_recipe() -> None:
 
 def test_sentences_without_a_prefix() -> None:
     prefixes = Prefixes.of_corpus(corpus("<a>", "<b>"))
-    sentences = ["<a> x", "<b>", "  <b> x", "x <a>", "<c> x", "x", "<a>x", "", "  "]
-    assert [prefixes.is_missing(line) for line in sentences] == [False] * 3 + [True] * 4 + [False] * 2
+    sentences = ["<a> x", "<b>", "  <b> x", "x <a>", "<c> x", "x", "<a>x", "", "  ", "\u200b"]
+    assert [prefixes.is_missing(line) for line in sentences] == [False] * 3 + [True] * 4 + [False] * 3
     for other in (Prefixes(), Prefixes.of_corpus(corpus("<a>", None))):
         assert not any(other.is_missing(line) for line in sentences)
 
 
 def test_sentences_with_a_prefix() -> None:
-    assert list(with_prefix("<a>", ["x y", "", "  ", "<b> x"])) == ["<a> x y", "", "  ", "<a> <b> x"]
+    assert list(with_prefix("<a>", ["x y", "", " \xa0", "<b> x"])) == ["<a> x y", "", " \xa0", "<a> <b> x"]
     assert list(with_prefix(None, ["x y", ""])) == ["x y", ""]
 
 

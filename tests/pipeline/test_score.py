@@ -27,8 +27,8 @@ from pipeline.training.marian_import import load_marian
 from tests.conftest import pipeline, refusal, sentences
 from tests.model.search_truth import forced_log_probability, make_network, tolerance
 
-SOURCES = [*sentences(12, seed=5), "", "the dog", "", "a ☃"]
-TARGETS = [*sentences(12, seed=6), "the cat", "", "", "the dog"]
+SOURCES = [*sentences(12, seed=5), "", "the dog", "\xa0 \u200b", "a ☃"]
+TARGETS = [*sentences(12, seed=6), "the cat", "\ufeff", "\u3000", "the dog"]
 UNKNOWN = "characters that the model has never seen, and cannot read"
 MARK = "U+2581 (▁), by which sentencepiece marks spaces, was read as a space"
 ROUNDED = 0.5e-4
@@ -206,7 +206,11 @@ def test_alignments_follow_the_attention(tokenizer: Any, monkeypatch: pytest.Mon
     """Weights of the upper layers, summed over the pieces of words; the end symbol aligns with nothing."""
     sources, targets = (encode_sources(tokenizer, [text], None)[0] for text in ("abc cab f", "f abc g"))
     pieces = tokenizer.pieces()
-    columns, rows = (scoring._words([pieces[token] for token in ids[0][:-1]]) for ids in (sources, targets))
+    texts = ["abc cab f"], ["f abc g"]
+    columns, rows = (
+        scoring._words([pieces[token] for token in ids[0][:-1]], text, tokenizer)
+        for ids, [text] in zip((sources, targets), texts, strict=True)
+    )
     assert (set(columns), set(rows)) == ({0, 1, 2}, {0, 1, 2})
     upper, lower = torch.zeros(len(rows) + 1, len(columns) + 1), torch.zeros(len(rows) + 1, len(columns) + 1)
     for row, word in enumerate(rows):
@@ -219,15 +223,39 @@ def test_alignments_follow_the_attention(tokenizer: Any, monkeypatch: pytest.Mon
     maps = {"cross": [10 * layer.expand(1, 2, -1, -1) for layer in (lower, lower)]}
     maps["cross"] += [layer.expand(1, 2, -1, -1) for layer in (upper, upper)]
     monkeypatch.setattr(scoring, "attention_maps", lambda *_: maps)
-    assert align_words(None, tokenizer, sources, targets) == [[(2, 0), (0, 1)]]  # type: ignore[arg-type]
+    assert align_words(None, tokenizer, sources, targets, texts) == [[(2, 0), (0, 1)]]  # type: ignore[arg-type]
+
+
+def test_only_spaces_end_the_words_of_an_alignment(tokenizer: Any) -> None:
+    """Also where the tokenizer reads other characters as spaces, or a character between spaces as nothing."""
+    network, plain = make_network(3).double(), ("abc cab ab", "ab abc cab")
+    for form, number in (
+        ("  {}   {}  {} ", [0, 1, 2]),
+        ("{}\t{} {}", [0, 0, 1]),
+        ("{}\u2028{}\u2581{}", [0, 0, 0]),
+        ("\t {} \0 {} {} \x85", [1, 3, 4]),
+    ):
+        source, target = (form.format(*side.split()) for side in plain)
+        ids = [encode_sources(tokenizer, [side], None)[0] for side in (source, target)]
+        for row, text, side in zip(ids, (source, target), plain, strict=True):
+            assert row == encode_sources(tokenizer, [side], None)[0]
+            words = scoring._words([tokenizer.pieces()[token] for token in row[0][:-1]], text, tokenizer)
+            assert list(dict.fromkeys(words)) == list(dict.fromkeys(number))
+        [found] = align_words(network, tokenizer, *ids, ([source], [target]))
+        assert found
+        assert {i for i, _ in found} | {j for _, j in found} <= set(number)
+    # White space that is text to the tokenizer is no end either.
+    spaced = encode_sources(tokenizer, ["abc\xa0cab ab"], None)[0][0][:-1]
+    assert max(scoring._words([tokenizer.pieces()[token] for token in spaced], "abc\xa0cab ab", tokenizer)) == 1
 
 
 def test_alignments_do_not_depend_on_padding(tokenizer: Any) -> None:
     network = make_network(3).double()
     lines = [["abc cab", "a", "", "gfedcba ab", "ab"], ["f", "abc ab cab", "a", "", "cab"]]
     ids = [encode_sources(tokenizer, side, None)[0] for side in lines]
-    together = align_words(network, tokenizer, *ids)
-    assert together == [align_words(network, tokenizer, [s], [t])[0] for s, t in zip(*ids, strict=True)]
+    together = align_words(network, tokenizer, *ids, lines)
+    alone = zip(*ids, *lines, strict=True)
+    assert together == [align_words(network, tokenizer, [s], [t], ([one], [other]))[0] for s, t, one, other in alone]
     assert any(together)
     assert (together[2], together[3]) == ([], [])
 
@@ -305,7 +333,7 @@ def test_mistakes(
         ([trained_run, "--source", short, "--target", target], f"{short} ends after {len(SOURCES) - 1} lines"),
         ([*given, short, "--alignments", words], "pair up"),
         ([trained_run, "--source", empty, "--target", empty], f"{empty}: is empty"),
-        ([*given, tmp_path / "none"], "none: cannot be read"),
+        ([*given, tmp_path / "none"], "none: no such file; correct the path"),
         ([*given, target, "--n-best", 0], "--n-best 0: must be 1 or more"),
         ([*given, target, "--n-best", 1], f"{target}: line 1 is not of an n-best list"),
         ([*given, write(tmp_path / "gap", ["1\ta", "3\tb"]), "--n-best", 1], "gap: line 2 is not of an n-best list"),

@@ -219,7 +219,7 @@ def test_mistakes(trained_run: Path, tmp_path: Path) -> None:
     same = (*command[:2], "--source", text, "--output", text)
     assert f"{text}: is the text to translate; give another --output" in refusal(*same)
     assert "--shard-lines 5: must be a multiple of 2048" in refusal(*command, "--source", text, "--shard-lines", 5)
-    assert "text.gz: is a pipe, or damaged; --output needs a text file" in refusal(*command, "--source", damaged)
+    assert "text.gz: not a gzip file, or a damaged one" in refusal(*command, "--source", damaged)
     output.touch()
     assert "output: exists already; remove it, or give another --output" in refusal(*command, "--source", text)
     assert not (tmp_path / "output.shards").exists()

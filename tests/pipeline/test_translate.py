@@ -29,6 +29,9 @@ PLAIN = b"the dog sees a cat"
 BAD_LINES = {
     "empty": b"",
     "white space": b" \t ",
+    "no-break space": "\xa0 \u202f".encode(),
+    "wide space": "\u3000".encode(),
+    "no width": "\u200b\u2060\ufeff".encode(),
     "no line of its own inside": "a dog\u2028a cat\x85a house\x0b\x0c\x1ca tree".encode(),
     "carriage return": b"a dog\r a cat\r",
     "control characters": b"a \x00 dog \x01\x02\x07\x1b[31m \x7f cat",
@@ -53,7 +56,7 @@ def test_a_line_for_every_line(answer: Any) -> None:
     assert len(lines) == len(BAD_LINES) + 2 + 1
     assert lines[-1] == ""
     assert lines[0] == lines[len(BAD_LINES) + 1] != ""
-    assert lines[1:3] == ["", ""]
+    assert lines[1:6] == [""] * 5
     assert len(answer.stdout.decode().splitlines()) == len(lines) - 1
 
 
@@ -69,6 +72,9 @@ def test_warnings_have_line_numbers(answer: Any) -> None:
     assert "best.ckpt" in chosen
     assert warnings == [
         f"2 lines, {invalid[0]}, {invalid[1]}: not valid UTF-8; invalid bytes were replaced",
+        f"line {numbers['carriage return']}: carriage returns inside, read as spaces; if they end lines, convert the "
+        r"file (tr '\r' '\n')",
+        f"line {numbers['no width']}: U+FEFF inside, as from joined files; remove it (sed 's/\\xEF\\xBB\\xBF//g')",
         f"2 lines, {longer[0]}, {longer[1]}: longer than the 1024 tokens that the network reads; cut",
         f"4 lines, the first are {', '.join(map(str, unknown))}: {never}",
         f"line {numbers['marks of spaces']}: U+2581 (▁), by which sentencepiece marks spaces, was read as a space",

@@ -1,0 +1,232 @@
+"""The one reader of text files: plain or gzip-compressed, one sentence per line, with errors in one line.
+
+Only "\\n" ends a line ("\\r\\n" is accepted). Other line ends of Unicode do not, so that both sides stay aligned.
+"""
+
+import gzip
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import BufferedReader, FileIO, RawIOBase
+from pathlib import Path
+from typing import Any
+
+from data_module.errors import InputError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LONGEST_LINE = 16 * 2**20
+"""Bytes of a line above which a file is no text of sentences; one line of a small .gz could fill the memory."""
+_BLOCK_BYTES = 2**17
+_FIRST_BYTES = 16
+"""No beginning in `_NOT_TEXT` is longer."""
+_NOT_TEXT = {
+    b"\x1f\x8b": "gzip-compressed; let its name end in .gz, or unpack it (gunzip)",
+    b"BZh91AY&SY": "compressed; unpack it (bunzip2)",
+    b"\xfd7zXZ\0": "compressed; unpack it (unxz)",
+    b"\x28\xb5\x2f\xfd": "compressed; unpack it (unzstd)",
+    b"PK\3\4": "an archive; unpack it (unzip)",
+    b"\xff\xfe": "UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
+    b"\xfe\xff": "UTF-16; convert it (iconv -f UTF-16 -t UTF-8)",
+}
+"""What a file is by its first bytes, if it is no text; the number of its lines would be meaningless."""
+_ENOUGH_NULS = 16
+"""If this many are all at odd or all at even places of a block, that is no chance."""
+_OPEN_FILES = ("/dev/stdin", "/dev/fd", "/proc/self/fd")
+_MAX_NAMED_LINES = 3
+
+
+def open_file(path: str | Path) -> BufferedReader:
+    """Open a regular file for reading lines of bytes; decompress it if its name ends in .gz.
+
+    Other files, such as pipes, are read only where a path names one that is open already, such as /dev/stdin.
+
+    Raises:
+        InputError: the file cannot be opened, is a pipe or a device, or is no text. Reading raises it for damage of
+            the file and for a line of more than `LONGEST_LINE` bytes. The message names the file.
+    """
+    name = str(path)
+    file = open_regular(path)
+    reader = text_reader(gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file, name, file)
+    try:
+        if not name.startswith(_OPEN_FILES):
+            reader.peek(1)  # what is no text is refused at once
+    except InputError:
+        reader.close()
+        raise
+    return reader
+
+
+def open_regular(path: str | Path) -> FileIO:
+    """Open a regular file for reading. Opening a named pipe would wait for a writer; see `open_file`.
+
+    Raises:
+        InputError: the file cannot be opened, or is not a regular one.
+    """
+    is_open = str(path).startswith(_OPEN_FILES)
+    with read_errors(str(path)):
+        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | (0 if is_open else os.O_NONBLOCK)))
+        if is_open or stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
+    raise InputError(f"{path}: a pipe or a device, not a file; write the text to a file, and name that")
+
+
+def text_reader(file: Any, name: str, base: FileIO) -> BufferedReader:
+    """Return a reader of lines of bytes from an open file, with the errors of `open_file`.
+
+    Args:
+        file: a `FileIO` or a `GzipFile`.
+        name: what to call it in messages.
+        base: what `file` decompresses, or the same.
+    """
+    return BufferedReader(_CheckedBytes(file, name, base), _BLOCK_BYTES)
+
+
+class _CheckedBytes(RawIOBase):
+    """The bytes of a file, read block by block. Errors are those of `open_file`."""
+
+    def __init__(self, file: Any, name: str, base: FileIO) -> None:
+        self._file, self._name, self._base = file, name, base
+        # One read of the system's each, so that whoever types gets an answer to each line, and what is before the
+        # damage of a file is read.
+        self._read = file.read if file is base else file.read1
+        self._beginning = b""
+        self._num_lines = self._unfinished = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._base.fileno()
+
+    def isatty(self) -> bool:
+        return self._base.isatty()
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+        self._base.close()
+
+    def readinto(self, buffer: Any) -> int | None:
+        with read_errors(self._name):
+            block: bytes | None = self._read(len(buffer))
+        if block is None:
+            return None  # Standard input may be one that does not wait.
+        if len(self._beginning) < _FIRST_BYTES:
+            self._beginning += block
+            if kind := _no_text(self._beginning):
+                raise InputError(f"{self._name}: is {kind}")
+        end = block.find(b"\n")
+        if self._unfinished + (len(block) if end < 0 else end) > LONGEST_LINE:
+            raise InputError(
+                f"{self._name}:{self._num_lines + 1}: the line has more than {LONGEST_LINE // 2**20} MB; give text with"
+                " one sentence per line"
+            )
+        self._num_lines += block.count(b"\n")
+        self._unfinished = self._unfinished + len(block) if end < 0 else len(block) - 1 - block.rfind(b"\n")
+        buffer[: len(block)] = block
+        return len(block)
+
+
+def _no_text(beginning: bytes) -> str | None:
+    """Return what a file is by its first block, if it is no text."""
+    for first, kind in _NOT_TEXT.items():
+        if beginning.startswith(first):
+            return kind
+    even, odd = beginning[::2].count(0), beginning[1::2].count(0)
+    half = len(beginning) // 2
+    # In UTF-16 the high bytes of Latin letters are NUL, and in any language those of spaces and line ends.
+    if half and (max(even, odd) >= half or (0 in (even, odd) and even + odd >= _ENOUGH_NULS)):
+        return f"UTF-16 by its NUL bytes; convert it (iconv -f UTF-16{'LE' if odd >= even else 'BE'} -t UTF-8)"
+    return None
+
+
+def num_lines(file: BufferedReader) -> int:
+    """Return the number of lines of the rest of a file, in constant memory."""
+    lines, last = 0, b"\n"
+    while block := file.read(_BLOCK_BYTES):
+        lines, last = lines + block.count(b"\n"), block[-1:]
+    return lines + (last != b"\n")
+
+
+@contextmanager
+def read_errors(name: str) -> Iterator[None]:
+    """Convert errors from reading a file to an `InputError` that names the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise InputError(f"{name}: no such file; correct the path, relative to the working folder") from error
+    except IsADirectoryError as error:
+        raise InputError(f"{name}: a folder, not a file; name the text file in it") from error
+    except PermissionError as error:
+        raise InputError(f"{name}: permission denied; ask for read permission (chmod +r)") from error
+    except (EOFError, zlib.error) as error:
+        raise InputError(f"{name}: the gzip file is truncated or damaged; copy or download it again") from error
+    except gzip.BadGzipFile as error:
+        raise InputError(f"{name}: not a gzip file, or a damaged one; copy it again or rename it") from error
+    except OSError as error:
+        raise InputError(f"{name}: cannot be read: {error.strerror or error}; check the file and its disk") from error
+
+
+class LineWarning:
+    """Counts lines with the same defect, for one line about all of them."""
+
+    def __init__(self, message: str, name: str = "") -> None:
+        """Create a warning.
+
+        Args:
+            message: what was done about the lines.
+            name: the file; none for standard input.
+        """
+        self._message = message
+        self._name = name
+        self._first: list[int] = []
+        self._last, self._count = 0, 0
+
+    def add(self, number: int) -> None:
+        """Count line `number`, once if it is given several times in succession."""
+        if number == self._last:
+            return
+        self._last, self._count = number, self._count + 1
+        if len(self._first) < _MAX_NAMED_LINES:
+            self._first.append(number)
+
+    def text(self, unit: str = "line") -> str | None:
+        """Return the number of lines, the first of them and the message; None if there are no such lines."""
+        if not self._count:
+            return None
+        lines = f"{unit} " if self._count == 1 else f"{self._count:,} {unit}s, "
+        if self._count > _MAX_NAMED_LINES:
+            lines += "the first are "
+        prefix = f"{self._name}: " if self._name else ""
+        return f"{prefix}{lines}{', '.join(map(str, self._first))}: {self._message}"
+
+
+class StrayMarks:
+    """Notes on lines with bytes that are probably no part of their text, but are read as they are."""
+
+    def __init__(self, name: str = "") -> None:
+        """Create notes; `name` is that of the file, none for standard input."""
+        carriage_returns = (
+            r"carriage returns inside, read as spaces; if they end lines, convert the file (tr '\r' '\n')"
+        )
+        byte_order_marks = r"U+FEFF inside, as from joined files; remove it (sed 's/\xEF\xBB\xBF//g')"
+        self._notes = {
+            b"\r": LineWarning(carriage_returns, name),
+            BYTE_ORDER_MARK: LineWarning(byte_order_marks, name),
+        }
+
+    def add(self, first: int, lines: Sequence[bytes]) -> None:
+        """Look at successive lines without a byte order mark at the file's beginning; `first` is a line's number."""
+        text = b"".join(lines)
+        for mark, note in self._notes.items():
+            if mark in text:
+                for number, line in enumerate(lines, first):
+                    if mark in line.removesuffix(b"\n").removesuffix(b"\r"):
+                        note.add(number)
+
+    def texts(self) -> list[str]:
+        """Return a line for each kind of mark that there is."""
+        return [text for note in self._notes.values() if (text := note.text())]
