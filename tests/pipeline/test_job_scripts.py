@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import ROOT
 
 SRUN = """\
-echo "$@" >>"$NOTES/steps"
+echo "$@${SLURM_GPUS:+ of $SLURM_GPUS GPUs}" >>"$NOTES/steps"
 while [[ $# -gt 0 && $1 != pipeline ]]; do [[ $1 != --nodelist=$SILENT ]] || exit 1; shift; done
 [[ $# -gt 0 ]] || exit 0
 shift
@@ -29,6 +29,8 @@ eval "${next:-exit 0}"
 """Notes its options and its environment, prints the pipeline's arguments, and ends as the test says."""
 SQUEUE = """\
 case "$*" in
+*--steps*) echo 7.0 7.batch 7.3 ;;
+*"%T %N"*) echo "RUNNING $(head -n 1 "$NOTES/watched")"; sed -i 1d "$NOTES/watched" ;;
 *%B*) echo "$STATE" ;;
 *ArrayJobID*) echo "$JOBS" ;;
 *%N*) echo "$HOSTS" ;;
@@ -40,6 +42,7 @@ case "$1 $2" in
 *) echo "$@" >>"$NOTES/scontrol" ;;
 esac
 """
+SCANCEL = 'echo "$@" >>"$NOTES/scancel"'
 JOB = {
     "SLURM_JOB_ID": "7",
     "SLURM_NNODES": "1",
@@ -94,7 +97,7 @@ def job(
     programs.mkdir()
     notes.mkdir()
     shutil.copytree(ROOT / "slurm", folder / "slurm")
-    for name, code in {"srun": SRUN, "squeue": SQUEUE, "scontrol": SCONTROL, "scancel": ""}.items():
+    for name, code in {"srun": SRUN, "squeue": SQUEUE, "scontrol": SCONTROL, "scancel": SCANCEL}.items():
         write_program(programs / name, code)
     for name in ("steps", "environment", "scontrol"):
         (notes / name).touch()
@@ -197,13 +200,42 @@ def test_what_becomes_of_a_task_that_translates(
 
 @pytest.mark.parametrize(("needed", "goes_on"), [("1", True), ("", False), ("2", False), ("x[$(touch ran)]", False)])
 def test_a_job_goes_on_with_the_nodes_that_answer(needed: str, goes_on: bool, tmp_path: Path) -> None:
-    two = {"SLURM_NNODES": "2", "HOSTS": "n1,n2", "SILENT": "n2", "MIN_NODES": needed}
-    done = job(tmp_path, "train", "one.yaml", {"fit": ["exit 1"]}, two)
-    steps = [step.split(" bash -c")[0] for step in done.steps if step.endswith("fit --config one.yaml")]
+    two = {"SLURM_NNODES": "2", "HOSTS": "n1,n2", "SILENT": "n2", "MIN_NODES": needed, "SLURM_GPUS": "16"}
+    watched = "until grep --quiet gres=none $NOTES/steps; do sleep 0.05; done"
+    done = job(tmp_path, "train", "one.yaml", {"doctor": [watched], "fit": ["exit 1"]}, two)
+    steps = [step.split(" bash -c")[0] for step in done.steps if " fit --config one.yaml" in step]
     assert steps[0] == "--ntasks=4 --overlap --kill-on-bad-exit=1"
     assert steps[1:] == ["--ntasks=2 --overlap --nodes=1 --nodelist=n1 --kill-on-bad-exit=1"] * goes_on, done.log
     assert (done.code, done.requeued) == ((0, "") if goes_on else (1, "requeue 7"))
     assert not (tmp_path / "ran").exists()
+    # What asks a node, watches the first one, or starts again has not the GPUs of all nodes.
+    whole = [step for step in done.steps if step.endswith("of 16 GPUs")]
+    assert [step.rpartition(" --config")[0].rpartition(" ")[2] for step in whole] == ["doctor", "fit"]
+    watch = "--overlap --gres=none --nodes=1 --ntasks=1 --nodelist=n2 "
+    assert sum(step.startswith(watch) for step in done.steps) == 1
+    ended = tmp_path / "notes" / "scancel"
+    if needed != "x[$(touch ran)]":
+        assert ended.read_text() == "--signal=KILL 7.0\n--signal=KILL 7.3\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "requeued"),
+    [
+        (["n1,n2", "n2", "n2", "n1,n2"], "requeue 7"),
+        (["n2", "n1,n2", "n2", "n1,n2"], ""),  # SLURM answers oddly for a moment
+        (["n1", "n3", "n3", "n3"], ""),  # This node is no longer the job's.
+    ],
+)
+def test_a_lost_first_node_is_noticed_by_another(nodes: list[str], requeued: str, tmp_path: Path) -> None:
+    (tmp_path / "watch.sbatch").write_text(
+        f"""source slurm/environment.sh; sleep() {{ true; }}; export -f sleep; export SLURM_JOB_NAME=train
+        printf '%s\\n' {" ".join(nodes)} none >"$NOTES/watched"
+        bash -c "$REQUEUE_WHEN_LOST" n1 7 said"""
+    )
+    done = job(tmp_path, "../watch", environment={"SLURMD_NODENAME": "n2"})
+    assert done.requeued == requeued, done.log
+    said = tmp_path / "said"
+    assert (said.exists() and "the first node n1 is lost; requeueing" in said.read_text()) == bool(requeued)
 
 
 SESSION = {
