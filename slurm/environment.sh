@@ -80,6 +80,9 @@ step() {
         nodes=${#NODES[@]}
         where+=(--nodes="$nodes" --nodelist="$(IFS=, && echo "${NODES[*]}")")
     fi
+    # By this secret, the ranks of this step tell one another from strangers.
+    RANKS_TOKEN=$(od -An -v -N32 -tx1 /dev/urandom | tr -d ' \n')
+    export RANKS_TOKEN
     SLURM_NTASKS_PER_NODE=$TASKS_PER_NODE srun --ntasks=$((nodes * TASKS_PER_NODE)) "${where[@]}" --kill-on-bad-exit=1 \
         bash -c "$NOTE_FIRST_TASK" "$FIRST_TASK_FILE" "${python[@]}" "${program[@]}" "$@" &
     pid=$!
