@@ -455,7 +455,7 @@ def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[N
 
 def _is_foreign(entry: Path) -> bool:
     """Return whether an entry was not left by a `fit` that was killed before it had written its recipe."""
-    ours = entry.name == ".lock" or entry.name.startswith((".starts-", ".fresh-"))
+    ours = entry.name == ".lock" or entry.name.startswith((".starts-", ".fresh-", ".ranks-"))
     return not ours and not any(is_temporary_file(entry, name) for name in ("config.yaml", ".starts-*"))
 
 
@@ -472,6 +472,12 @@ def _change(key: str, before: Any, now: Any) -> str:
 
 def _shown(value: Any) -> Any:
     return "null" if value is None else value
+
+
+def settings_of_ranks(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that all ranks of a run have in common, by key; the run folder without links."""
+    settings = {key: value for key, value in _flat(recipe.as_dict()).items() if key not in MAY_CHANGE_KEYS}
+    return {**settings, "run.folder": str(recipe.run_folder().resolve())}
 
 
 def _flat(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -5,6 +5,8 @@ ranks of a job are missing or do not respond, which may be different at the next
 """
 
 import argparse
+import hashlib
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -109,13 +111,23 @@ def agree_on_context(
 
     Ranks that run the checks of a recipe wait for one another, so either all of them run these checks or none.
     """
-    everyones = [CheckResult(*theirs) for theirs in ranks.all_gather(loaded)]
+    from pipeline.checkpointing.run_folder import settings_of_ranks
+    from pipeline.runtime.rank_messages import plain
+    from pipeline.runtime.rendezvous import differences
+
+    own = settings_of_ranks(context.recipe) if context is not None else {}
+    own = json.loads(json.dumps(own))  # as another rank sees it
+    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+    everyones = ranks.all_gather([loaded.ok, digest, own if ranks.job.rank == 0 else None])
     results = []
     if ranks.job.rank == 0:
         results = [loaded]
-    elif everyones[0].ok and not loaded.ok:
+    elif everyones[0][0] and not loaded.ok:
         results = [loaded._replace(where=ranks.location)]
-    return (context if all(theirs.ok for theirs in everyones) else None), results
+    elif loaded.ok and digest != everyones[0][1]:
+        different = f"another recipe than rank 0's: {differences(plain(own), everyones[0][2])}; give all ranks the same"
+        results = [CheckResult(False, different, ranks.location)]
+    return (context if all(is_loaded for is_loaded, *_ in everyones) else None), results
 
 
 def load_context(

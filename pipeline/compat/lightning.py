@@ -98,14 +98,16 @@ class RankObserver(threading.Thread):
 
 
 class PatientLauncher(_SubprocessScriptLauncher):
-    """Starts the other ranks of this node, and observes them with `RankObserver`."""
+    """Starts the other ranks of this node after a call of `prepare`, and observes them with `RankObserver`."""
 
     procs: list[subprocess.Popen[bytes]]
+    prepare: Callable[[], None]
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the ranks, then call the function."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
+            self.prepare()
             self._call_children_scripts()
             RankObserver(self.procs).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -122,6 +124,10 @@ class SingleStreamDDP(DDPStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._launcher = PatientLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher.prepare = self.prepare_launch
+
+    def prepare_launch(self) -> None:
+        """Do what comes before this process starts the other ranks."""
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)

@@ -6,18 +6,15 @@ machine's rate is not a vendor's figure: it is measured with a large matrix prod
 
 import statistics
 import time
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from data_module.corpus.store import ParallelCorpus
 from model.settings import NetworkSettings
 from pipeline.runtime.rendezvous import few
-
-Value = TypeVar("Value")
 
 _MAX_PAIRS = 1_000_000
 _MEASURE_SECONDS = 0.2
@@ -177,15 +174,6 @@ def slowest_rank(step_seconds: list[float]) -> tuple[int, float]:
     """
     rank = max(range(len(step_seconds)), key=step_seconds.__getitem__)
     return rank, step_seconds[rank] / statistics.median_low(step_seconds)
-
-
-def value_of_each_rank(value: Value) -> list[Value]:
-    """Return the value that each rank gives; all ranks call it."""
-    values = [value]
-    if dist.is_initialized():
-        values *= dist.get_world_size()
-        dist.all_gather_object(values, value)
-    return values
 
 
 class RankBackend(NamedTuple):

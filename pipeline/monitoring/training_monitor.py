@@ -27,13 +27,13 @@ from pipeline.monitoring.performance import (
     matmul_rate,
     other_backends,
     slowest_rank,
-    value_of_each_rank,
 )
 from pipeline.monitoring.validation_metrics import quality
 from pipeline.runtime.console import say
 from pipeline.runtime.devices import mixed_processors_mistake, processor_name
 from pipeline.runtime.launch import node_name
 from pipeline.runtime.memory import can_measure_peak, private_memory
+from pipeline.runtime.rank_messages import plain, value_of_each_rank
 from pipeline.runtime.step_clock import OWN, StepClock
 
 ANNOUNCE_AFTER_SECONDS = 10.0
@@ -176,7 +176,8 @@ class TrainingMonitor(Callback):
             self._progress.validation_seconds = self._validation_seconds
             self._announce_at = time.monotonic() + ANNOUNCE_AFTER_SECONDS
         processor = processor_name(pl_module.device.index if pl_module.device.type == "cuda" else None)
-        ranks = value_of_each_rank(RankBackend(node_name(), processor, self._backend.summary(), self._backend.notes))
+        own = RankBackend(node_name(), processor, self._backend.summary(), self._backend.notes)
+        ranks = [RankBackend(*theirs) for theirs in plain(value_of_each_rank(own))]
         assert isinstance(pl_module, TranslationModule)
         optimizer = pl_module.training_settings.optimizer
         if mistake := mixed_processors_mistake(optimizer, [rank.processor for rank in ranks]):

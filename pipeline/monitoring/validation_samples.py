@@ -12,9 +12,9 @@ from data_module.errors import InputError
 from data_module.tokenization.tokenizer import Tokenizer
 from pipeline.inference.bleu_tokenizer import DEFAULT
 from pipeline.inference.metrics import mode_of
-from pipeline.monitoring.performance import value_of_each_rank
 from pipeline.monitoring.run_log import RunLog, table
 from pipeline.monitoring.validation_metrics import ValidationMetrics, quality
+from pipeline.runtime.rank_messages import value_of_each_rank
 
 NUM_SAMPLES, NUM_WORST, NUM_LONGEST = 12, 6, 4
 _COLUMN_PADDING = 40 * "\u00a0"
@@ -161,9 +161,10 @@ class ValidationSamples(Callback):
 
     def _gather(self) -> None:
         """Collect the translations of all ranks."""
-        gathered = value_of_each_rank((self._kept, self._worst))
+        own = list(self._kept.values()), self._worst
+        gathered = [[[Translation(*one) for one in part] for part in parts] for parts in value_of_each_rank(own)]
         for kept, _ in gathered:
-            self._kept |= kept
+            self._kept |= {translation.pair: translation for translation in kept}
         self._worst = heapq.nsmallest(NUM_WORST, [translation for _, worst in gathered for translation in worst])
 
     def _table(self, translations: list[Translation]) -> str:

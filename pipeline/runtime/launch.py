@@ -38,6 +38,9 @@ MIN_NODES = "MIN_NODES"
 """Environment variable: with fewer nodes than this, the job script requeues a job that has failed; empty: all nodes."""
 
 
+LOOPBACK = "127.0.0.1"
+"""Address to which only processes of this machine can connect."""
+
 RANKS_MISSING = 69
 """Exit code of `doctor` if ranks are missing or do not respond. It is no mistake of the user, so the job starts again.
 
@@ -62,6 +65,13 @@ class JobStep:
     """How often the job has started again: requeued by SLURM, or inside the job by its script."""
     node: int = 0
     """Index of the node among those of the step."""
+    step: str = "0"
+    """The step's number in the job."""
+
+    @property
+    def start(self) -> str:
+        """What no other start has: job, step, and how often the job has started again."""
+        return f"{self.job}.{self.step}.{self.restarts}"
 
     @property
     def location(self) -> str:
@@ -108,15 +118,18 @@ def current_step(environment: Mapping[str, str] = os.environ) -> JobStep | None:
         tasks_per_node=counts[0],
         restarts=int(environment.get("SLURM_RESTART_COUNT", 0)) + int(environment.get(RESTARTS_IN_JOB, 0)),
         node=int(environment.get("SLURM_NODEID", 0)),
+        step=environment["SLURM_STEP_ID"],
     )
 
 
-def main_address(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the name or address of the node on which rank 0 listens: MASTER_ADDR, else the first node of the step.
+def main_address(num_nodes: int, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the name or address at which other ranks reach rank 0: MASTER_ADDR, else the first node of the step.
+
+    Ranks of one node meet at its own address for itself, where other machines cannot connect.
 
     Raises InputError as `step_nodes` does.
     """
-    return environment.get("MASTER_ADDR") or step_nodes(environment)[0]
+    return environment.get("MASTER_ADDR") or (LOOPBACK if num_nodes == 1 else step_nodes(environment)[0])
 
 
 def step_nodes(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -149,15 +162,18 @@ def known_nodes(environment: Mapping[str, str] = os.environ) -> list[str]:
         return []
 
 
-def main_port(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the port on which rank 0 listens: MASTER_PORT, else one that follows from the job's number.
+def main_ports(environment: Mapping[str, str] = os.environ) -> list[int]:
+    """Return the ports of which rank 0 listens on the first that is free: MASTER_PORT, else 16 from the job's number.
 
     Raises InputError if MASTER_PORT is no port.
     """
-    port = environment.get("MASTER_PORT") or str(15_000 + int(environment["SLURM_JOB_ID"][-4:]))
+    port = environment.get("MASTER_PORT", "")
+    if not port:
+        first = 15_000 + int(environment["SLURM_JOB_ID"][-4:])
+        return list(range(first, first + 16))
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise InputError(f"MASTER_PORT '{port}' is not a port; export a number up to 65535, or unset it")
-    return int(port)
+    return [int(port)]
 
 
 def min_nodes_mistake(job: JobStep, environment: Mapping[str, str] = os.environ) -> str | None:

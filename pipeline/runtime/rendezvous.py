@@ -1,22 +1,38 @@
-"""Connects the ranks of a run through a key-value store in rank 0, and names the ranks that are missing."""
+"""Connects the ranks of a run through a key-value store in rank 0, and names the ranks that are missing.
+
+`door.py` decides who may connect; see there for what is secret. A rank that belongs to this start but was started
+otherwise, with another recipe, run folder or number of ranks, ends all of them.
+"""
 
 import errno
+import json
 import os
 import re
+import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
+
+from data_module.errors import InputError
+from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError, UnusableAddressError, print_above_bars
-from pipeline.runtime.launch import JobStep, known_nodes, local_rank, main_address, main_port, node_name
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-Connection = TypeVar("Connection")
+from pipeline.runtime.door import (
+    Door,
+    StrangerError,
+    find_token,
+    key_of,
+    knock,
+    remove_token,
+    write_token,
+)
+from pipeline.runtime.launch import LOOPBACK, JobStep, known_nodes, local_rank, main_address, main_ports, node_name
+from pipeline.runtime.rank_messages import plain, post, read, set_key
 
 NOTICE_SECONDS = 30.0
 """After this time, a rank says for whom it waits."""
@@ -24,10 +40,15 @@ _ATTEMPT_SECONDS = 5.0
 """How long one attempt to connect may take."""
 _GRACE_SECONDS = 5.0
 """How much longer other ranks wait for what rank 0 has found."""
+_STOP_SECONDS = 15.0
+"""How much longer a rank that was asked to stop waits for the others, to agree with them on stopping."""
 _POLL_SECONDS = 0.1
+_POLL_STRANGERS_SECONDS = 1.0
 _OUTCOME = "rendezvous/outcome"
-"""Key of what rank 0 has found: what is wrong, or nothing."""
+"""Key of what rank 0 has found: what is wrong, or nothing, and whether it is a user's mistake."""
 _MOST_NAMED = 16
+_BACKLOG = 4096
+_MOST_DIFFERENCES = 3
 
 
 def patience_seconds(num_ranks: int) -> float:
@@ -46,8 +67,8 @@ class Rendezvous:
 
     host: str
     """Name or address of rank 0's node."""
-    port: int
-    """The port on which rank 0 listens."""
+    ports: Sequence[int]
+    """Rank 0 listens on the first of these ports that is free."""
     rank: int
     size: int
     """Number of ranks."""
@@ -55,8 +76,19 @@ class Rendezvous:
     """How long to wait for other ranks."""
     nodes: Sequence[str] = ()
     """Names of all nodes, as far as they are known, to name those from which no rank has connected."""
+    start: str = ""
+    """What no other start has, such as `JobStep.start`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What has to be the same on all ranks."""
+    folder: Path | None = None
+    """A folder of this start, for its token."""
+    listener: socket.socket | None = None
+    """On rank 0, what listens on the port already."""
     _started: float = field(default_factory=time.monotonic, init=False)
     _noticed: bool = field(default=False, init=False)
+    _door: Door | None = field(default=None, init=False)
+    _arrived: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
+    _mistake: str = field(default="", init=False)
 
     @classmethod
     def of_job(cls, job: JobStep) -> "Rendezvous":
@@ -64,48 +96,64 @@ class Rendezvous:
 
         Raises InputError for an address or a port that the environment does not give.
         """
-        seconds = patience_seconds(job.num_tasks)
-        return cls(main_address(), main_port(), job.rank, job.num_tasks, seconds, known_nodes())
+        where = main_address(job.num_nodes), main_ports()
+        return cls(*where, job.rank, job.num_tasks, patience_seconds(job.num_tasks), known_nodes(), job.start)
 
     @property
     def _where(self) -> str:
-        return f"{self.host}:{self.port}"
+        last = f"-{self.ports[-1]}" if len(self.ports) > 1 else ""
+        return f"{self.host}:{self.ports[0]}{last}"
 
     @property
     def _waited(self) -> float:
         return time.monotonic() - self._started
 
-    def connect(self, serves: bool) -> "dist.Store":
-        """Connect to rank 0's store, wait until all ranks have, and return it.
+    @property
+    def _folders(self) -> list[Path]:
+        # A rank that was started with another folder finds the token in the others, to be told what differs.
+        own = [self.folder] if self.folder is not None else []
+        return [*own, Path(), Path(os.environ.get("HOME", "."))]
 
-        Args:
-            serves: whether this process hosts the store.
+    def connect(self) -> dist.Store:
+        """Connect to rank 0's store, or that of torchrun, wait until all ranks have, and return it.
 
         Raises:
+            InputError: a rank was started with other settings, or twice, or rank 0 can write its token nowhere.
             RendezvousError: a rank is missing. It names the rank, the address and what to do.
             UnusableAddressError: the name of rank 0's node does not exist, or this process may not use the port.
+            Stopped: this process was asked to stop and another rank is missing.
         """
-        import torch.distributed as dist
-
         self._check_host()
-        store: dist.Store = self._serve() if serves else self._connect()
-        if attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT"):
-            # The store of torchrun's agent still has the keys of the ranks that it has started before.
-            store = dist.PrefixStore(f"attempt_{attempt}", store)
+        own = {"rank": self.rank, "node": node_name(), "process": secrets.token_hex(8), **self._own_settings()}
+        is_mistake = False
         try:
-            store.set(_connected(self.rank), node_name())
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                store = self._agents_store()
+            else:
+                store = self._open(own) if self.rank == 0 else self._enter(own)
+            post(store, _connected(self.rank), own)
             # Rank 0 alone decides, and tells the others: if each rank decided by its own clock, some would train while
             # others have given up.
-            problem = self._wait_for_all(store) if self.rank == 0 else self._wait_for_outcome(store)
+            problem, is_mistake = self._wait_for_all(store) if self.rank == 0 else self._wait_for_outcome(store)
         except RuntimeError:
-            problem = self._rank_0_has_ended()
+            problem = f"rank 0 at {self._where} has ended; see its messages, or check its node"
+        finally:
+            if self._door is not None:
+                self._door.close()
+                remove_token(self.start, self._folders)
+        if is_mistake:
+            raise InputError(problem)
         if problem:
+            signals.raise_if_stopped("while ranks connected")
             raise RendezvousError(problem)
         return store
 
+    def _own_settings(self) -> dict[str, Any]:
+        return {"settings": json.loads(json.dumps({"number of ranks": self.size, **self.settings}))}
+
     def _check_host(self) -> None:
         try:
-            socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            socket.getaddrinfo(self.host, self.ports[0], type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:  # UnicodeError: no name at all, such as one with two dots in a row
             # Other errors, such as EAI_AGAIN, come from name servers that do not answer now but may at the next start.
             no_such_name = isinstance(error, UnicodeError) or error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
@@ -114,96 +162,191 @@ class Rendezvous:
                 f"{name}; add it to DNS or /etc/hosts, or export MASTER_ADDR=its address"
             ) from None
 
-    def _serve(self) -> "dist.TCPStore":
-        """Host the store. A port that is in use is found before PyTorch, which would fill the log."""
-        import torch.distributed as dist
-
-        # `wait_for_workers` would name no rank that is missing; `_wait_for_all` does.
-        timeout = timedelta(seconds=self.timeout_seconds)
-        try:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("", self.port))
-            return dist.TCPStore(self.host, self.port, is_master=True, timeout=timeout, wait_for_workers=False)
-        except (OSError, RuntimeError) as error:
-            # Who uses the port may have ended at the next start: a step that was killed, or another job.
-            recurs = isinstance(error, OSError) and error.errno != errno.EADDRINUSE
-            raise (UnusableAddressError if recurs else RendezvousError)(
-                f"cannot listen on {self._where} for other ranks ({reason_of(error)}); export another MASTER_PORT, or"
-                " MASTER_ADDR=an address of this node"
-            ) from None
-
-    def _rank_0_has_ended(self) -> str:
-        return f"rank 0 at {self._where} has ended; see its messages, or check its node"
-
-    def _connect(self) -> "dist.TCPStore":
-        """Connect to the store of rank 0, as soon as it listens. PyTorch would fill the log with its attempts."""
-        import torch.distributed as dist
-
-        def connect() -> dist.TCPStore:
-            socket.create_connection((self.host, self.port), timeout=_ATTEMPT_SECONDS).close()
-            timeout = timedelta(seconds=max(self.timeout_seconds - self._waited, _ATTEMPT_SECONDS))
-            return dist.TCPStore(self.host, self.port, is_master=False, timeout=timeout, wait_for_workers=False)
-
-        return self._when_listening(connect)
-
-    def _when_listening(self, connect: Callable[[], Connection]) -> Connection:
-        """Call `connect` until rank 0 listens, and return what it returns."""
+    def _agents_store(self) -> dist.Store:
+        """Connect to the store of torchrun's agent, which takes everybody and has no token."""
         while True:
             try:
-                return connect()
+                store = self._client(self.ports[0])
+                break
             except (OSError, RuntimeError) as error:
-                reason = reason_of(error)
-            if self._waited > self.timeout_seconds:
-                raise RendezvousError(
-                    f"cannot connect to rank 0 at {self._where} within {self.timeout_seconds:g} s ({reason}); see its"
-                    " messages, check its node and firewalls between nodes, or export another MASTER_PORT"
+                self._wait_for_rank_0([reason_of(error)])
+        set_key(key_of("", self.start))
+        # The store still has the keys of the ranks that the agent has started before.
+        return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+    def _open(self, own: dict[str, Any]) -> dist.Store:
+        """Host the store at a port that the system chooses, and open the door to it."""
+        listener = self.listener or self._listen()
+        token = find_token(self.start, ()) or write_token(self.start, self._folders)
+        self._admit(own)
+        inside, name = listen(self.host, 0), secrets.token_hex(8)
+        port, timeout = inside.getsockname()[1], timedelta(seconds=self.timeout_seconds)
+        # `wait_for_workers` would name no rank that is missing; `_wait_for_all` does.
+        store = dist.TCPStore(
+            LOOPBACK, port, None, True, timeout, wait_for_workers=False, master_listen_fd=inside.detach()
+        )
+        set_key(key_of(token, self.start, name))
+
+        def admit(message: dict[str, Any]) -> dict[str, Any]:
+            self._admit(message)
+            return {"problem": self._mistake, "port": port, "name": name}
+
+        self._door = Door(listener, key_of(token, self.start), admit)
+        return dist.PrefixStore(name, store)
+
+    def _listen(self) -> socket.socket:
+        """Listen on the first port that is free. Of several, one may soon be: others meet there and leave."""
+        while True:
+            for port in self.ports:
+                try:
+                    return listen(self.host, port)
+                except OSError as error:
+                    failure = error
+                    # Who uses the port may have ended at the next start: a step that was killed, or another job.
+                    if error.errno != errno.EADDRINUSE:
+                        break
+            recurs = failure.errno != errno.EADDRINUSE
+            if recurs or len(self.ports) == 1 or self._is_over:
+                raise (UnusableAddressError if recurs else RendezvousError)(
+                    f"cannot listen on {self._where} for other ranks ({reason_of(failure)}); export another"
+                    " MASTER_PORT, or MASTER_ADDR=an address of this node"
                 )
-            if self._waited > NOTICE_SECONDS and not self._noticed and local_rank() == 0:
-                print_above_bars(f"rank {self.rank} on {node_name()} waits for rank 0 at {self._where} ({reason})")
-                self._noticed = True
             time.sleep(_POLL_SECONDS)
 
-    def _wait_for_all(self, store: "dist.Store") -> str:
-        """Wait on rank 0 until all ranks have connected; return what is wrong if some have not, else an empty string.
+    def _admit(self, theirs: dict[str, Any]) -> None:
+        """Note a rank that has connected, and if it is no part of what rank 0 has started, why."""
+        rank, node, first = theirs["rank"], theirs["node"], self._arrived.get(0, theirs)
+        known = self._arrived.setdefault(rank, theirs)
+        different = differences(theirs["settings"], first["settings"])
+        if known["process"] != theirs["process"]:
+            self._mistake = plain(f"two processes are rank {rank}, on {known['node']} and {node}; start each once")
+        elif different:
+            self._mistake = plain(
+                f"rank {rank} on {node} was started otherwise than rank 0: {different}; start all ranks of a step by"
+                " the same command"
+            )
+
+    def _enter(self, own: dict[str, Any]) -> dist.Store:
+        """Knock at rank 0's ports until it opens, and connect to its store."""
+        while True:
+            reasons = []
+            if token := find_token(self.start, self._folders):
+                for port in self.ports:
+                    try:
+                        return self._knock(port, token, own)
+                    except (OSError, RuntimeError) as error:
+                        reasons.append(reason_of(error))
+            else:
+                places = ", ".join(map(str, self._folders))
+                reasons = [f"it has left no file .ranks-{self.start} of this user's in {places}"]
+            self._wait_for_rank_0(reasons)
+
+    def _knock(self, port: int, token: str, own: dict[str, Any]) -> dist.Store:
+        answer = knock((self.host, port), key_of(token, self.start), own)
+        if answer["problem"]:
+            raise InputError(answer["problem"])
+        set_key(key_of(token, self.start, answer["name"]))
+        return dist.PrefixStore(answer["name"], self._client(answer["port"]))
+
+    def _client(self, port: int) -> dist.TCPStore:
+        """Connect to a store. PyTorch would fill the log with its attempts."""
+        socket.create_connection((self.host, port), timeout=_ATTEMPT_SECONDS).close()
+        timeout = timedelta(seconds=max(self.timeout_seconds - self._waited, _ATTEMPT_SECONDS))
+        return dist.TCPStore(self.host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+    @property
+    def _is_over(self) -> bool:
+        if signals.first_signal() is not None:
+            self.timeout_seconds = min(self.timeout_seconds, self._waited + _STOP_SECONDS)
+        return self._waited > self.timeout_seconds
+
+    def _wait_for_rank_0(self, reasons: Sequence[str]) -> None:
+        """Wait before the next attempt to connect; raise RendezvousError if there is none."""
+        strange = StrangerError.strerror in reasons
+        reason = StrangerError.strerror if strange else reasons[0]
+        if self._is_over:
+            signals.raise_if_stopped("while ranks connected")
+            raise RendezvousError(
+                f"cannot connect to rank 0 at {self._where} within {self.timeout_seconds:g} s ({reason}); see its"
+                " messages, check its node and firewalls between nodes, or export another MASTER_PORT"
+            )
+        if self._waited > NOTICE_SECONDS and not self._noticed and local_rank() == 0:
+            print_above_bars(f"rank {self.rank} on {node_name()} waits for rank 0 at {self._where} ({reason})")
+            self._noticed = True
+        # Another run's rank 0 has to answer each time.
+        time.sleep(_POLL_STRANGERS_SECONDS if strange else _POLL_SECONDS)
+
+    def _wait_for_all(self, store: dist.Store) -> tuple[str, bool]:
+        """Wait on rank 0 until all ranks have connected; tell all what is wrong, and whether it is a user's mistake.
 
         PyTorch's own wait would write to the log when it ends in vain.
         """
-
+        keys = [_connected(rank) for rank in range(self.size)]
         problem = ""
-        while not problem and not store.check([_connected(rank) for rank in range(self.size)]):
+        while not (problem or self._mistake or store.check(keys)):
             time.sleep(_POLL_SECONDS)
-            is_over = self._waited > self.timeout_seconds
+            is_over = self._is_over
             if not is_over and (self._noticed or self._waited < NOTICE_SECONDS):
                 continue
             missing = self._missing(store)
             if missing and is_over:
+                strangers = self._door.refused if self._door is not None else 0
                 problem = (
                     f"{missing} did not connect to rank 0 at {self._where} within {self.timeout_seconds:g} s;"
                     " see their messages, or check their nodes and firewalls between nodes"
-                )
+                ) + (f" ({strangers} connections without the token of this start were refused)" if strangers else "")
             elif missing:
                 print_above_bars(f"rank 0 waits for {missing} to connect to {self._where}")
                 self._noticed = True
-        store.set(_OUTCOME, problem)
-        if problem:
+        if not problem and self._door is None:  # Ranks that torchrun has started are seen here first.
+            for key in keys:
+                self._admit(read(store, key))
+        outcome = self._mistake or problem, bool(self._mistake)
+        post(store, _OUTCOME, outcome)
+        if outcome[0]:
             time.sleep(5 * _POLL_SECONDS)  # The store ends with this process; first the others read this.
-        return problem
+        return outcome
 
-    def _missing(self, store: "dist.Store") -> str:
+    def _missing(self, store: dist.Store) -> str:
         """Return the ranks that have not connected, and the nodes from which none has; empty if all have."""
         missing = [rank for rank in range(self.size) if not store.check([_connected(rank)])]
-        heard = {store.get(_connected(rank)).decode() for rank in range(self.size) if rank not in missing}
+        heard = {read(store, _connected(rank))["node"] for rank in range(self.size) if rank not in missing}
         silent = [node for node in self.nodes if node not in heard]
         return f"ranks {few(missing)}" + (f" (all of {few(silent)})" if silent else "") if missing else ""
 
-    def _wait_for_outcome(self, store: "dist.Store") -> str:
+    def _wait_for_outcome(self, store: dist.Store) -> tuple[str, bool]:
         """Wait until rank 0 has told what `_wait_for_all` returned, and return it."""
         while not store.check([_OUTCOME]):
-            if self._waited > self.timeout_seconds + _GRACE_SECONDS:
-                return f"rank 0 did not connect to {self._where} within {self.timeout_seconds:g} s; see its messages"
+            if self._is_over and self._waited > self.timeout_seconds + _GRACE_SECONDS:
+                text = f"rank 0 did not connect to {self._where} within {self.timeout_seconds:g} s; see its messages"
+                return text, False
             time.sleep(_POLL_SECONDS)
-        return store.get(_OUTCOME).decode()
+        problem, is_mistake = read(store, _OUTCOME)
+        return problem, is_mistake
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on a port, 0 for any: for this machine only if `host` is its address for itself."""
+    if host == LOOPBACK:
+        return socket.create_server((LOOPBACK, port), backlog=_BACKLOG)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+
+
+def use_loopback() -> None:
+    """Let gloo and NCCL connect ranks of one machine where other machines cannot connect, unless told otherwise."""
+    for name in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, name)
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """Return the first settings of a rank that differ from those of rank 0; empty if none do."""
+    keys = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
+    more = f"; and {len(keys) - _MOST_DIFFERENCES} more" if len(keys) > _MOST_DIFFERENCES else ""
+    shown = [f"{key} {theirs.get(key)}, not {ours.get(key)}" for key in keys[:_MOST_DIFFERENCES]]
+    return "; ".join(shown) + more
 
 
 def _connected(rank: int) -> str:

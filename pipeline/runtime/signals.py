@@ -76,8 +76,15 @@ def raise_if_stopped(where: str) -> None:
 
 @contextmanager
 def default_signals() -> Iterator[None]:
-    """Let stop signals that are recorded end the program at once inside: for long work that loses nothing."""
+    """Let stop signals end the program at once inside, also one that was received: for long work that loses nothing."""
     raise_if_stopped("at the start")
+    with not_recorded():
+        yield
+
+
+@contextmanager
+def not_recorded() -> Iterator[None]:
+    """Let stop signals that would be recorded end the program at once inside."""
     recorded = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) is record]
     for signum in recorded:
         signal.signal(signum, signal.SIG_DFL)

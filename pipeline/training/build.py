@@ -22,7 +22,7 @@ from model.training_module import TranslationModule
 from model.transformer import Transformer
 from pipeline.checkpointing.callback import EMA, CheckpointCallback
 from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO
-from pipeline.checkpointing.run_folder import STOPPED_EARLY
+from pipeline.checkpointing.run_folder import STOPPED_EARLY, settings_of_ranks
 from pipeline.compat.lightning import disable_signal_handling
 from pipeline.config.recipe import Recipe
 from pipeline.config.settings import max_seconds
@@ -38,7 +38,7 @@ from pipeline.runtime.console import say
 from pipeline.training.graceful_stop import GracefulStop
 from pipeline.training.memory_probe import MemoryProbe
 from pipeline.training.start import Start, choose_bleu_tokenizer
-from pipeline.training.trainer import make_trainer
+from pipeline.training.trainer import ConnectedDDP, make_trainer
 
 
 class RunFolderSetup(Callback):
@@ -230,4 +230,7 @@ def build_trainer(start: Start, options: dict[str, Any], callbacks: list[Callbac
     )
     trainer = make_trainer(options, start.job, (AtomicCheckpointIO(),), logger=log, callbacks=callbacks)
     disable_signal_handling(trainer)
+    if isinstance(trainer.strategy, ConnectedDDP):
+        trainer.strategy.settings = settings_of_ranks(start.recipe)
+        trainer.strategy.folder = start.recipe.run_folder()
     return trainer

@@ -26,7 +26,9 @@ from pipeline.checkpointing.checkpoint_io import AtomicCheckpointIO, checkpoint_
 from pipeline.compat.lightning import run_validation
 from pipeline.compat.pytorch import default_store
 from pipeline.runtime import signals
+from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.launch import clear_failure_count, node_name
+from pipeline.runtime.rank_messages import plain, post, read, value_of_each_rank
 from pipeline.runtime.signals import Stopped
 
 MARGIN_SECONDS = 30
@@ -104,19 +106,16 @@ class FailureReport:
     """
 
     def __init__(self) -> None:
-        self._rank, size = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
         self._store = dist.PrefixStore("FailureReport", default_store())
-        nodes: list[str] = [""] * size
-        dist.all_gather_object(nodes, node_name())
-        self._names = [f"rank {rank} on {node}" for rank, node in enumerate(nodes)]
+        self._names = [f"rank {rank} on {node}" for rank, node in enumerate(plain(value_of_each_rank(node_name())))]
 
     def check_same_step(self, step: int) -> None:
         """Raise RuntimeError when ranks have resumed from different checkpoints; all ranks call it.
 
         Each rank looks for the newest checkpoint itself, and another job may have been saving one meanwhile.
         """
-        steps: list[int] = [0] * len(self._names)
-        dist.all_gather_object(steps, step)
+        steps = value_of_each_rank(step)
         others = [rank for rank, theirs in enumerate(steps) if theirs != steps[0]]
         if others:
             raise RuntimeError(
@@ -145,7 +144,7 @@ class FailureReport:
     def _post(self, report: str) -> None:
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         try:
-            self._store.set(str(self._rank), report)
+            post(self._store, _report_of(self._rank), report)
         except (RuntimeError, dist.DistError):
             return
 
@@ -154,7 +153,7 @@ class FailureReport:
         answers: list[dict[int, str]] = []
 
         def ask() -> None:
-            with suppress(RuntimeError, dist.DistError):  # No answer is what the caller reports.
+            with suppress(RuntimeError, RendezvousError):  # No answer is what the caller reports.
                 answers.append(self._wait_for_reports())
 
         # A store that hangs, or whose link was cut, never returns.
@@ -166,12 +165,16 @@ class FailureReport:
     def _wait_for_reports(self) -> dict[int, str]:
         deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            posted = [rank for rank in range(len(self._names)) if self._store.check([str(rank)])]
-            reports = {rank: self._store.get(str(rank)).decode() for rank in posted}
+            posted = [rank for rank in range(len(self._names)) if self._store.check([_report_of(rank)])]
+            reports = {rank: str(read(self._store, _report_of(rank))) for rank in posted}
             failed = any(report.startswith("failed") for report in reports.values())
             if failed or len(reports) == len(self._names) or time.monotonic() > deadline:
                 return reports
             time.sleep(0.1)
+
+
+def _report_of(rank: int) -> str:
+    return f"report/{rank}"
 
 
 def is_collective_error(error: BaseException) -> bool:

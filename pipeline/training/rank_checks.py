@@ -1,11 +1,10 @@
 """Checks that need all ranks of a job step: missing ranks, network, versions, shared folders, locks.
 
-The ranks exchange values through a key-value store (TCPStore) in rank 0. Every wait has a limit that grows with the
-number of ranks: `patience_seconds`.
+The ranks exchange values through the key-value store to which `rendezvous.py` connects them. Every wait has a limit
+that grows with the number of ranks: `patience_seconds`.
 """
 
 import hashlib
-import json
 import os
 import socket
 import threading
@@ -23,7 +22,8 @@ from pipeline.config.recipe import Recipe
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.devices import mixed_processors_mistake, processor_name, sees_own_gpu_only
 from pipeline.runtime.launch import RANKS_MISSING, JobStep, node_name, report_mistake_to_script
-from pipeline.runtime.rendezvous import Rendezvous, patience_seconds
+from pipeline.runtime.rank_messages import post, read
+from pipeline.runtime.rendezvous import Rendezvous, patience_seconds, use_loopback
 from pipeline.training.checks import CheckResult
 
 ALL_REDUCE_BYTES = 1 << 24
@@ -70,10 +70,12 @@ class RankGroup:
     def connect(self, meeting: Rendezvous) -> None:
         """Connect to rank 0 and wait for all ranks.
 
-        Raises RendezvousError if a rank is missing.
+        Raises what `Rendezvous.connect` does.
         """
-        self.store = meeting.connect(serves=self.job.rank == 0)
-        address = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][4][0]
+        self.store = meeting.connect()
+        if self.job.num_nodes == 1:
+            use_loopback()
+        address = socket.getaddrinfo(meeting.host, meeting.ports[0], type=socket.SOCK_STREAM)[0][4][0]
         self.first_node_is_local = _is_loopback(str(address))
         self.exit_after(3 * self.wait)
 
@@ -84,12 +86,12 @@ class RankGroup:
             UnresponsiveRanksError: a rank has set no value in time.
         """
         self._num_gathered += 1
-        self.store.set(f"value-{self._num_gathered}/{self.job.rank}", json.dumps(value))
+        post(self.store, f"value-{self._num_gathered}/{self.job.rank}", value)
         keys = [f"value-{self._num_gathered}/{rank}" for rank in range(self.job.num_tasks)]
         # Another rank may first wait for a collective that fails.
         if missing := self._wait_for(keys, 2 * self.wait):
             raise UnresponsiveRanksError([keys.index(key) for key in missing])
-        return [json.loads(self.store.get(key)) for key in keys]
+        return [read(self.store, key) for key in keys]
 
     def leave(self) -> None:
         """Wait until rank 0, which prints the results before it leaves, and then all others have come here.

@@ -2,8 +2,11 @@
 
 import atexit
 import os
+import secrets
+import socket
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +18,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data_module.errors import InputError
 from pipeline.compat.lightning import SingleStreamDDP
+from pipeline.runtime import signals
 from pipeline.runtime.console import RendezvousError
 from pipeline.runtime.devices import best_precision, device_indices, missing_gpu, precision_plugin, sees_own_gpu_only
-from pipeline.runtime.launch import JobStep, known_nodes, main_address, main_port, node_name
-from pipeline.runtime.rendezvous import Rendezvous, reason_of
+from pipeline.runtime.door import RANKS_TOKEN
+from pipeline.runtime.launch import JobStep, known_nodes, main_address, main_ports, node_name
+from pipeline.runtime.rank_messages import value_of_each_rank
+from pipeline.runtime.rendezvous import Rendezvous, listen, reason_of, use_loopback
 from pipeline.training.graceful_stop import MARGIN_SECONDS
 
 
@@ -143,6 +149,19 @@ class ConnectedDDP(SingleStreamDDP):
         super().__init__(gradient_as_bucket_view=True, timeout=timeout, **options)
         self._patience = timeout_seconds
         self._group_timeout = timeout
+        self.settings: dict[str, Any] = {}
+        """What has to be the same on all ranks."""
+        self.folder: Path | None = None
+        """The run folder."""
+        self._listener: socket.socket | None = None
+
+    def prepare_launch(self) -> None:
+        """Give the ranks that are started next a secret and, unless the user has, a port that is this start's."""
+        os.environ[RANKS_TOKEN] = secrets.token_hex(32)
+        if "MASTER_PORT" not in os.environ:
+            assert self.cluster_environment is not None
+            self._listener = listen(self.cluster_environment.main_address, 0)
+            os.environ["MASTER_PORT"] = str(self._listener.getsockname()[1])
 
     def setup_distributed(self) -> None:
         """Create the process group, which Lightning then finds.
@@ -160,27 +179,40 @@ class ConnectedDDP(SingleStreamDDP):
     def _connect(self) -> None:
         environment = self.cluster_environment
         assert environment is not None
-        rank, size = environment.global_rank(), environment.world_size()
-        # torchrun's agent has a store already.
-        serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        host, port = environment.main_address, environment.main_port
-        store = Rendezvous(host, port, rank, size, self._patience, getattr(environment, "nodes", ())).connect(serves)
+        rank, size, host = environment.global_rank(), environment.world_size(), environment.main_address
+        if isinstance(environment, StepEnvironment):
+            ports, nodes, start = main_ports(), known_nodes(), environment.job.start
+        else:
+            ports, nodes, start = [environment.main_port], [], f"{host}-{environment.main_port}"
+        meeting = Rendezvous(
+            *(host, ports, rank, size, self._patience), nodes, start, self.settings, self.folder, self._listener
+        )
+        store = meeting.connect()
+        if self.num_nodes == 1:
+            use_loopback()
         store.set_timeout(timedelta(seconds=self._patience))
         on_gpu = self.root_device.type == "cuda"
         backend, device = ("nccl", self.root_device) if on_gpu else ("gloo", None)
         options: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": self._group_timeout}
         try:
-            prefixed = dist.PrefixStore("default_pg", store)
-            dist.init_process_group(backend, store=prefixed, device_id=device, **options)
+            # Where a connection does not come about, gloo tries again and again for many times its timeout, and no
+            # handler of Python's runs meanwhile: a signal has to end the process.
+            with signals.not_recorded():
+                prefixed = dist.PrefixStore("default_pg", store)
+                dist.init_process_group(backend, store=prefixed, device_id=device, **options)
         except (RuntimeError, dist.DistError) as error:
             raise RendezvousError(
-                f"all {size} ranks have met at {host}:{port}, but {backend} does not connect them"
+                f"all {size} ranks have met at {host}, but {backend} does not connect them"
                 f" ({reason_of(error)}); export {backend.upper()}_SOCKET_IFNAME=the interface between"
                 " nodes, and check firewalls"
             ) from None
         store.set_timeout(self._group_timeout)
         if on_gpu:
             atexit.register(_destroy_group)  # NCCL warns about a group that is left
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return one rank's value, which JSON can hold; Lightning's own method would unpickle it."""
+        return value_of_each_rank(obj)[src]
 
 
 def _destroy_group() -> None:
@@ -197,7 +229,7 @@ class StepEnvironment(ClusterEnvironment):
 
     def __init__(self, job: JobStep) -> None:
         super().__init__()
-        self._job = job
+        self.job = job
 
     @staticmethod
     def detect() -> bool:
@@ -212,36 +244,31 @@ class StepEnvironment(ClusterEnvironment):
     @property
     def main_address(self) -> str:
         """Name or address of the node on which rank 0 listens."""
-        return main_address()
+        return main_address(self.job.num_nodes)
 
     @property
     def main_port(self) -> int:
-        """Port on which rank 0 listens."""
-        return main_port()
-
-    @property
-    def nodes(self) -> list[str]:
-        """Names of the step's nodes; empty if SLURM does not tell them."""
-        return known_nodes()
+        """First port that rank 0 tries to listen on."""
+        return main_ports()[0]
 
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return self._job.num_tasks
+        return self.job.num_tasks
 
     def set_world_size(self, size: int) -> None:
         """Do nothing: the step sets it."""
 
     def global_rank(self) -> int:
         """Return this process's rank."""
-        return self._job.rank
+        return self.job.rank
 
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the step sets it."""
 
     def local_rank(self) -> int:
         """Return this process's rank among those of its node."""
-        return self._job.local_rank
+        return self.job.local_rank
 
     def node_rank(self) -> int:
         """Return the index of this process's node."""
-        return self._job.node
+        return self.job.node

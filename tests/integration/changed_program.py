@@ -122,7 +122,8 @@ COUNTED_FROM, NUM_COUNTED = 3, 6
 def count_collectives() -> None:
     """Each rank writes RANK.json to the folder COUNTS: the collectives that ran during NUM_COUNTED steps, by name.
 
-    And the all-reduces called from Python, by data type. DDP reduces gradients without calling Python.
+    And the all-reduces called from Python, by data type. DDP reduces gradients without calling Python. Ranks exchange
+    no pickled objects, at any time.
     """
     profiler = profile(activities=[torch.profiler.ProfilerActivity.CPU])
     called: Counter[str] = Counter()
@@ -148,8 +149,12 @@ def count_collectives() -> None:
             pending.append(work)
         return work
 
+    def unpickle(*arguments: Any) -> Any:
+        raise AssertionError("a pickled object")
+
     TranslationModule.training_step = count_and_train  # type: ignore[method-assign]
     dist.all_reduce = count_and_reduce
+    dist.distributed_c10d._tensor_to_object = unpickle
 
 
 if __name__ == "__main__":

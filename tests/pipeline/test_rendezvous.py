@@ -1,23 +1,30 @@
 """Ranks that connect to one another, and what is said of those that do not."""
 
 import errno
+import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from pipeline.__main__ import main
-from pipeline.runtime import rendezvous
+from pipeline.runtime import rendezvous, signals
 from pipeline.runtime.console import RendezvousError
+from pipeline.runtime.door import RANKS_TOKEN, Door, key_of
 from pipeline.runtime.launch import RANKS_MISSING
 from pipeline.runtime.rendezvous import Rendezvous, patience_seconds
+from pipeline.training.trainer import ConnectedDDP
 from tests.conftest import pipeline
 
-HOST = "127.0.0.1"
+HOST, TOKEN = "127.0.0.1", "a" * 64
 
 
 @pytest.fixture
@@ -28,6 +35,7 @@ def port() -> int:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANKS_TOKEN, TOKEN)
     monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 1.0)
     monkeypatch.setattr(rendezvous, "node_name", lambda: "here")
 
@@ -37,9 +45,9 @@ def outcomes(port: int, size: int, ranks: list[int], timeout_seconds: float) -> 
     found, stores = [""] * len(ranks), []
 
     def connect(index: int) -> None:
-        meeting = Rendezvous(HOST, port, ranks[index], size, timeout_seconds, ["here", "there"])
+        meeting = Rendezvous(HOST, [port], ranks[index], size, timeout_seconds, ["here", "there"])
         try:
-            stores.append(meeting.connect(serves=ranks[index] == 0))
+            stores.append(meeting.connect())
         except RendezvousError as error:
             found[index] = str(error)
 
@@ -81,17 +89,20 @@ def test_rank_0_is_missing(port: int, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_rank_0_ends_before_all_have_met(port: int) -> None:
-    store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    answer = {"problem": "", "port": store.port, "name": "name"}
+    door = Door(socket.create_server((HOST, port)), key_of(TOKEN, ""), lambda message: answer)
 
     def end() -> None:
         nonlocal store
-        store.wait(["rendezvous/1"])
+        store.wait(["name/rendezvous/1"])
         del store
 
     ending = threading.Thread(target=end)
     ending.start()
     [found] = outcomes(port, 2, [1], timeout_seconds=60)
     ending.join()
+    door.close()
     assert found == f"rank 0 at {HOST}:{port} has ended; see its messages, or check its node"
 
 
@@ -103,7 +114,7 @@ def test_a_port_that_is_in_use(port: int) -> None:
 
 def test_a_name_that_does_not_resolve(port: int) -> None:
     with pytest.raises(RendezvousError, match=r"^the first node's name no\.such\.node\.invalid does not resolve \("):
-        Rendezvous("no.such.node.invalid", port, 1, 2, 60).connect(serves=False)
+        Rendezvous("no.such.node.invalid", [port], 1, 2, 60).connect()
 
 
 FIRST_OF_TWO = {
@@ -183,3 +194,39 @@ def test_fit_says_who_is_missing_in_one_line(recipe_file: Path, tmp_path: Path, 
         " their messages, or check their nodes and firewalls between nodes"
     )
     assert done.returncode == 1
+
+
+def wait_in_vain(folder: Path, port: int, is_connected: bool, pipe: Connection) -> None:
+    """Wait as rank 1 for rank 0, or for gloo on another rank that never comes."""
+    signals.install()
+    rendezvous._STOP_SECONDS = 0.2
+    environment = LightningEnvironment()
+    environment.set_world_size(2)
+    os.environ |= {"LOCAL_RANK": "1", "MASTER_PORT": str(port)}
+    strategy = ConnectedDDP(timeout_seconds=600)
+    strategy.cluster_environment, strategy.parallel_devices = environment, [torch.device("cpu")] * 2
+    if is_connected:
+        Rendezvous.connect = lambda meeting: dist.FileStore(str(folder / "store"), 2)  # type: ignore[method-assign]
+    pipe.send(True)
+    try:
+        strategy.setup_distributed()
+    except signals.Stopped as stop:
+        os._exit(stop.exit_code)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(("is_connected", "code"), [(False, signals.STOPPED), (True, -signal.SIGTERM)])
+def test_a_rank_that_waits_for_another_ends_by_a_signal(
+    is_connected: bool, code: int, tmp_path: Path, port: int
+) -> None:
+    """Also where it waits inside PyTorch, and no handler of Python's can run."""
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+    process = fork.Process(target=wait_in_vain, args=(tmp_path, port, is_connected, send))
+    process.start()
+    receive.recv()
+    assert process.pid is not None
+    while process.is_alive():
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(0.2)
+    assert process.exitcode == code

@@ -19,7 +19,7 @@ from pipeline.runtime.launch import (
     clear_failure_count,
     current_step,
     main_address,
-    main_port,
+    main_ports,
     min_nodes_mistake,
     node_name,
     report_mistake_to_script,
@@ -75,24 +75,26 @@ def test_rank_0_listens_on_the_first_node_of_the_step(nodes: str, first: str, tm
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=test\nSlurmctldHost=localhost\n")
     environment = {"PATH": os.environ["PATH"], "SLURM_CONF": str(conf), "SLURM_STEP_NODELIST": nodes}
-    assert main_address({**environment, "SLURM_JOB_NODELIST": "node0"}) == first
-    assert main_address({**environment, "MASTER_ADDR": "10.0.0.1"}) == "10.0.0.1"
+    assert main_address(2, {**environment, "SLURM_JOB_NODELIST": "node0"}) == first
+    assert main_address(1, environment) == "127.0.0.1"
+    for number in (1, 2):
+        assert main_address(number, {**environment, "MASTER_ADDR": "10.0.0.1"}) == "10.0.0.1"
 
 
 @pytest.mark.parametrize("nodes", ["rack[1-2]n[01-02]", ""])
 def test_a_first_node_that_slurm_does_not_tell(nodes: str, tmp_path: Path) -> None:
     """As in a container without SLURM's programs."""
     with pytest.raises(InputError, match=r"^SLURM_STEP_NODELIST .*; export MASTER_ADDR=its name or address$") as error:
-        main_address({"PATH": str(tmp_path), "SLURM_STEP_NODELIST": nodes})
+        main_address(2, {"PATH": str(tmp_path), "SLURM_STEP_NODELIST": nodes})
     assert nodes in str(error.value)
 
 
 def test_the_port_of_a_job() -> None:
-    assert main_port({"SLURM_JOB_ID": "1234567"}) == 19_567
-    assert main_port({"SLURM_JOB_ID": "7", "MASTER_PORT": "29500"}) == 29_500
+    assert main_ports({"SLURM_JOB_ID": "1234567"}) == list(range(19_567, 19_583))
+    assert main_ports({"SLURM_JOB_ID": "7", "MASTER_PORT": "29500"}) == [29_500]
     for wrong in ("none", "0", "65536", "-1"):
         with pytest.raises(InputError, match=rf"^MASTER_PORT '{wrong}' is not a port"):
-            main_port({"SLURM_JOB_ID": "7", "MASTER_PORT": wrong})
+            main_ports({"SLURM_JOB_ID": "7", "MASTER_PORT": wrong})
 
 
 @pytest.mark.parametrize(

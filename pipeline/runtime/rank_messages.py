@@ -1,0 +1,74 @@
+"""What ranks tell one another: JSON, in tensors or in the key-value store. Nothing is unpickled.
+
+Values in the store are signed with a key that only the ranks of this start have (`door.py`): whoever finds the store's
+port may write to it.
+"""
+
+import hashlib
+import hmac
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from data_module.errors import printable
+from pipeline.runtime.console import RendezvousError
+
+_MOST_CHARACTERS = 2000
+_MOST_BYTES = 1 << 26
+_key = b""
+"""Signs what this process tells; it belongs to the process, as the default process group does."""
+
+
+def set_key(key: bytes) -> None:
+    """Sign and check values with this key from now on."""
+    global _key
+    _key = key
+
+
+def _signature(name: str, text: str) -> str:
+    return hmac.new(_key, json.dumps([name, text]).encode(), hashlib.sha256).hexdigest()
+
+
+def post(store: dist.Store, name: str, value: Any) -> None:
+    """Store a value that JSON can hold under a name that is used once."""
+    text = json.dumps(value)
+    store.set(name, _signature(name, text) + text)
+
+
+def read(store: dist.Store, name: str) -> Any:
+    """Return what a rank has stored, made `plain`.
+
+    Raises RendezvousError if no rank of this start has stored it.
+    """
+    stored = store.get(name).decode(errors="replace")
+    signature, text = stored[:64], stored[64:]
+    if not hmac.compare_digest(signature.encode(), _signature(name, text).encode()):
+        raise RendezvousError("a stranger has written to the ranks' key-value store; start again, and tell your admins")
+    return plain(json.loads(text))
+
+
+def plain(value: Any) -> Any:
+    """Return a value of JSON whose strings have no control characters and a bounded length."""
+    if isinstance(value, str):
+        return printable(value[:_MOST_CHARACTERS])
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    return {key: plain(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def value_of_each_rank(value: Any) -> list[Any]:
+    """Return the value that each rank gives, as JSON holds it: a tuple becomes a list. All ranks call it."""
+    text = json.dumps(value).encode()
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [json.loads(text)]
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device))
+    longest = max(map(int, sizes))
+    if longest > _MOST_BYTES:
+        raise RendezvousError(f"a rank sends {longest:,} bytes in place of a short message; start again")
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device))
+    return [json.loads(bytes(one.tolist())) for one in texts]
