@@ -45,7 +45,9 @@ def read(store: dist.Store, name: str) -> Any:
     stored = store.get(name).decode(errors="replace")
     signature, text = stored[:64], stored[64:]
     if not hmac.compare_digest(signature.encode(), _signature(name, text).encode()):
-        raise RendezvousError("a stranger has written to the ranks' key-value store; start again, and tell your admins")
+        raise RendezvousError(
+            "a stranger on the cluster has written to the ranks' store; start again, and tell its administrators"
+        )
     return plain(json.loads(text))
 
 
@@ -71,4 +73,4 @@ def value_of_each_rank(value: Any) -> list[Any]:
         raise RendezvousError(f"a rank sends {longest:,} bytes in place of a short message; start again")
     texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
     dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device))
-    return [json.loads(bytes(one.tolist())) for one in texts]
+    return [json.loads(one.cpu().numpy().tobytes()) for one in texts]

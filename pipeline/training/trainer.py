@@ -188,7 +188,7 @@ class ConnectedDDP(SingleStreamDDP):
             *(host, ports, rank, size, self._patience), nodes, start, self.settings, self.folder, self._listener
         )
         store = meeting.connect()
-        if self.num_nodes == 1:
+        if size == self.num_processes:  # all on this machine
             use_loopback()
         store.set_timeout(timedelta(seconds=self._patience))
         on_gpu = self.root_device.type == "cuda"

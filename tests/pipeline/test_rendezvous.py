@@ -230,3 +230,23 @@ def test_a_rank_that_waits_for_another_ends_by_a_signal(
         os.kill(process.pid, signal.SIGTERM)
         process.join(0.2)
     assert process.exitcode == code
+
+
+def test_each_launch_has_a_port_and_a_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two trainings that start at the same moment, none can get the other's port; a port of the user's stays."""
+    launches = []
+    for _ in range(2):
+        monkeypatch.setenv("MASTER_PORT", "")
+        monkeypatch.delenv("MASTER_PORT")
+        strategy = ConnectedDDP(timeout_seconds=60)
+        strategy.cluster_environment = LightningEnvironment()
+        strategy.prepare_launch()
+        launches.append((strategy, int(os.environ["MASTER_PORT"]), os.environ[RANKS_TOKEN]))
+        assert strategy.cluster_environment.main_port == launches[-1][1]
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((HOST, launches[-1][1]))
+    assert len({token for _, _, token in launches}) == 2
+    strategy.prepare_launch()
+    for launched, *_ in launches:
+        launched._listener.close()
+    assert (int(os.environ["MASTER_PORT"]), os.environ[RANKS_TOKEN] == launches[-1][2]) == (launches[-1][1], False)
