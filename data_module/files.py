@@ -70,7 +70,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:
+        with naming_full_disk(path), temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -79,8 +79,6 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     except BaseException as error:
         with suppress(OSError):  # The first error is the cause of this one.
             temporary.unlink(missing_ok=True)
-        if (full := disk_full_error(error)) is not None:
-            full.filename = str(path)
         if isinstance(error, OSError) and str(error.filename) == str(temporary):
             error.filename = str(path)
         raise
@@ -201,6 +199,17 @@ def disk_full_error(error: BaseException) -> OSError | None:
     Libraries raise errors of their own in place of the operating system's.
     """
     return next((e for e in exception_chain(error) if isinstance(e, OSError) and e.errno in _DISK_FULL), None)
+
+
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Name `path` in the error of a full disk."""
+    try:
+        yield
+    except BaseException as error:
+        if (full := disk_full_error(error)) is not None:
+            full.filename = str(path)
+        raise
 
 
 def exception_chain(error: BaseException | None) -> list[BaseException]:

@@ -5,8 +5,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from data_module.errors import InputError
+from data_module.files import write_error
+
+_SHARED_MEMORY = Path("/dev/shm")
 _PARENT_CHECK_SECONDS = 2.0
 """How often a worker looks whether its parent process still runs."""
 
@@ -15,6 +20,20 @@ def num_processors() -> int:
     """Return the number of processors that this process may use."""
     # The count leaves out what `taskset` or SLURM's binding has taken away; not all systems know that.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def require_shared_memory() -> None:
+    """Raise InputError if this process's workers could not hand anything over."""
+    if _SHARED_MEMORY.is_dir() and (error := write_error(_SHARED_MEMORY)):
+        raise shared_memory_error(error)
+
+
+def shared_memory_error(reason: str) -> InputError:
+    """Return the error for shared memory that cannot be written."""
+    return InputError(
+        f"{_SHARED_MEMORY}: {reason}; the processes of batches.workers hand over batches in this shared memory: set "
+        "batches.workers 0, or make it larger or writable (containers have --shm-size)"
+    )
 
 
 def identity(item: Any) -> Any:

@@ -4,19 +4,23 @@ It is endless: it goes from one epoch's plan to the next with the same workers. 
 which does not depend on the number of ranks, so that any number of ranks can resume from it.
 """
 
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from traceback import clear_frames
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from data_module.batching.batch import RankBatch, SpecialIds, collate
 from data_module.batching.batch_plan import Epoch, Epochs
 from data_module.batching.rank_rows import RowShape, rank_rows
-from data_module.worker_processes import ignore_signals, signals_blocked
+from data_module.worker_processes import ignore_signals, shared_memory_error, signals_blocked
 
 NEVER_ENDS = 1 << 40
 """The length of an endless loader. With a length, Lightning does not fetch batches in advance."""
@@ -72,7 +76,7 @@ class RankBatchDataset(Dataset[RankBatch]):
         index = item - self._first_item
         pairs = plan[index]
         rows = rank_rows(*corpus.lengths(pairs), self._shape, self._world_size, self.rank)
-        return collate(
+        batch = collate(
             corpus,
             [pairs[row] for row in rows],
             self._special,
@@ -82,6 +86,12 @@ class RankBatchDataset(Dataset[RankBatch]):
             index=index,
             num_batches=len(plan),
         )
+        if get_worker_info() is not None:
+            # The thread that sends the batch would do it too, but where there is no room it loses the batch, for which
+            # the loader then waits for ever.
+            batch.ids.share_memory_()
+            batch.pairs.share_memory_()
+        return batch
 
 
 class StatefulLoader(DataLoader[RankBatch]):
@@ -122,11 +132,12 @@ class StatefulLoader(DataLoader[RankBatch]):
         """Yield batches from the position on, endlessly."""
         self._rank_batches.seek(*self._position)
         _wait_for_collectives_to_end()
-        with signals_blocked():
+        with _naming_shared_memory(), signals_blocked():
             batches = super().__iter__()
         while True:
             self._notify("data_wait")
-            batch = next(batches)
+            with _naming_shared_memory():
+                batch = next(batches)
             self._notify("loop_overhead")
             # Workers are several batches ahead. The position counts only what training has received, so that a resumed
             # run neither repeats nor skips a batch.
@@ -147,6 +158,24 @@ class StatefulLoader(DataLoader[RankBatch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a position. The time this takes does not depend on the position."""
         self._position = (state["epoch"], state["next_batch"])
+
+
+@contextmanager
+def _naming_shared_memory() -> Iterator[None]:
+    """Raise InputError in place of the errors of shared memory that cannot be written, which name no path."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # Locks of the workers' queues raise the former without a name, tensors the latter.
+        if getattr(error, "filename", None) or not (isinstance(error, OSError) or "shared memory" in str(error)):
+            raise
+        # PyTorch's iterator, half made, would print an error of its own when it is deleted.
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        clear_frames(error.__traceback__)
+        sys.unraisablehook = hook
+        reasons = (os.strerror(number) for number in (errno.ENOSPC, errno.EROFS, errno.EACCES))
+        reason = next((reason for reason in reasons if reason in str(error)), str(error).splitlines()[-1])
+        raise shared_memory_error(reason) from None
 
 
 def _wait_for_collectives_to_end() -> None:

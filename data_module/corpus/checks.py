@@ -8,7 +8,7 @@ from pathlib import Path
 from data_module.corpus.pairs import PairChunk, open_reader, read_pairs
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
-from data_module.files import existing_parent, write_error
+from data_module.files import replace_error, write_error
 from data_module.settings import BpeDropout, CorpusSettings, TextSource
 from data_module.text_files import LineWarning, StrayMarks
 from data_module.tokenization.tokenizer import (
@@ -141,15 +141,15 @@ def lock_file(folder: Path) -> Path:
 
 
 def check_folder(settings: CorpusSettings) -> None:
-    """Raise InputError if the corpus folder cannot be created, or is locked by another user."""
+    """Raise InputError if the corpus folder cannot be created or replaced, or is locked by another user."""
     folder = Path(settings.folder)
-    lock = lock_file(folder.resolve())
+    target = folder.resolve()
+    lock = lock_file(target)
     if lock.exists() and not os.access(lock, os.W_OK, effective_ids=True):
         raise InputError(f"{lock}: belongs to another user; remove it if that user is not preparing this corpus")
-    # A corpus is written beside its folder, and then renamed.
-    parent = existing_parent(folder.resolve().parent)
-    if error := write_error(parent):
-        raise InputError(f"{folder}: cannot be written: {error} ({parent}); name another corpus.folder")
+    # A corpus is written beside its folder, and then renamed; the files of the previous one are removed.
+    if error := replace_error(target) or (target.is_dir() and write_error(target)):
+        raise InputError(f"{folder}: cannot be written: {error}; name another corpus.folder")
 
 
 def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:

@@ -3,7 +3,6 @@
 A corpus is written to a temporary folder beside its own and renamed when it is complete.
 """
 
-import errno
 import gc
 import logging
 import shutil
@@ -26,7 +25,7 @@ from data_module.corpus.checks import (
 from data_module.corpus.manifest import differences, is_corpus, read_manifest
 from data_module.corpus.pairs import all_available, fingerprint, open_reader
 from data_module.errors import InputError
-from data_module.files import FileLock, replace_folder
+from data_module.files import FileLock, disk_full_error, replace_folder
 from data_module.settings import CorpusSettings
 from data_module.tokenization.tokenizer import Tokenizer
 
@@ -197,11 +196,15 @@ def _remove_leftovers(folder: Path) -> None:
     """Remove temporary folders of an interrupted or killed process, and restore a corpus that it had moved away.
 
     The caller holds the lock.
+
+    Raises:
+        OSError: one of them cannot be removed.
     """
     if _replaced(folder).exists() and not folder.exists():
         _replaced(folder).rename(folder)
     for leftover in (_partial(folder), _replaced(folder)):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if leftover.exists():
+            shutil.rmtree(leftover)
 
 
 @contextmanager
@@ -213,7 +216,10 @@ def _replacing(folder: Path) -> Iterator[Path]:
         yield temporary
         replace_folder(temporary, folder, _replaced(folder))
     finally:
-        _remove_leftovers(folder)
+        try:
+            _remove_leftovers(folder)
+        except OSError as error:  # The corpus is complete, or another error is on its way.
+            log.warning("%s: cannot be removed: %s; remove it", error.filename, error.strerror)
 
 
 @contextmanager
@@ -222,7 +228,7 @@ def _write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if disk_full_error(error):
             raise InputError(
                 f"{folder}: the disk is full, nothing was kept; free space, or name another corpus.folder"
             ) from error

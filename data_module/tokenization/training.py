@@ -193,9 +193,12 @@ def rule_file(rules: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         yield {}
         return
     with tempfile.NamedTemporaryFile("w", suffix=".tsv", encoding="ascii") as file:
-        for character, text in rules.items():
-            file.write(f"{ord(character):X}\t{' '.join(f'{ord(other):X}' for other in text)}\n")
-        file.flush()
+        try:
+            for character, text in rules.items():
+                file.write(f"{ord(character):X}\t{' '.join(f'{ord(other):X}' for other in text)}\n")
+            file.flush()
+        except OSError as error:
+            raise InputError(f"{file.name}: {error.strerror}; make room, or set TMPDIR to another folder") from error
         yield {"normalization_rule_tsv": file.name}
 
 

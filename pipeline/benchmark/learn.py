@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError
-from data_module.files import user_path
+from data_module.files import naming_full_disk, user_path
 from pipeline.config.recipe import Recipe, add_recipe_arguments, load_recipe
 from pipeline.runtime.console import quiet_lightning, say
 from pipeline.runtime.signals import Stopped
@@ -146,7 +146,7 @@ class Curve:
             )
         row = {"update": updates, "minutes": self._seconds / 60, **scores}
         self.rows.append(row)
-        with self._file.open("a", encoding="utf-8") as file:
+        with naming_full_disk(self._file), self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"network": self._network, **row}) + "\n")
         said = ", ".join(f"{scores[name]:.4g} {unit}" for name, unit in SCORES.items())
         say(f"{self._network}: {updates:,} updates, {row['minutes']:.2f} minutes: {said}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data_module.errors import InputError
-from data_module.files import user_path
+from data_module.files import replace_error, user_path
 from pipeline.checkpointing.run_folder import (
     METRICS,
     around_best_checkpoints,
@@ -53,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     if output.exists() and not output.is_file():
         # A device such as /dev/null too, whose place the file would take.
         raise InputError(f"{output}: is a folder or a device; give a file as --output")
+    if error := replace_error(output):
+        raise InputError(f"{output}: cannot be written ({error}); give another file as --output")
     averaged = average_last(arguments.run, count) if option == "last" else average_best(arguments.run, count)
     write_atomic(averaged, output)
     print(f"averaged {', '.join(averaged['averaged'])}", file=sys.stderr)

@@ -9,12 +9,13 @@ import argparse
 import json
 import os
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from data_module.errors import InputError
-from data_module.files import atomic_file, user_path
+from data_module.files import atomic_file, naming_full_disk, replace_error, user_path
 from pipeline.inference.options import SearchOptions, add_prefix_argument, add_search_arguments
 from pipeline.inference.text_io import SentenceWarnings, progress_bar
 
@@ -169,9 +170,15 @@ def scoring_tokenizer(translator: "Translator", arguments: argparse.Namespace, t
 def output_file(path: Path) -> AbstractContextManager[IO[bytes]]:
     """Open a file that is written as a whole, and where that cannot be, as for a pipe, in place."""
     # Before links are resolved: what /dev/fd has for a pipe is a link to no file.
-    if (path.exists() and not path.is_file()) or not os.access(path.resolve().parent, os.W_OK):
-        return path.open("wb")
+    if (path.exists() and not path.is_file()) or replace_error(path.resolve()):
+        return _in_place(path)
     return atomic_file(path.resolve())
+
+
+@contextmanager
+def _in_place(path: Path) -> Iterator[IO[bytes]]:
+    with naming_full_disk(path), path.open("wb") as file:
+        yield file
 
 
 def require_writable(output: Path | None, *inputs: Path | None, option: str = "--output") -> None:

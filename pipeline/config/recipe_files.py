@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from data_module.errors import PROGRAM, InputError
-from data_module.files import user_path
+from data_module.files import atomic_file, user_path
 from data_module.registry import did_you_mean
 
 SCHEMA = "recipe.schema.json"
@@ -216,11 +216,12 @@ def copy_recipe(name: str, to: Path | None) -> list[Path]:
         if copy.exists() and copy.read_text(encoding="utf-8") != text:
             raise InputError(f"{copy}: {name} extends it, and it is not the shipped one; copy to another folder")
     written = [copy for copy in texts if not copy.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
     for copy in written:
-        copy.write_text(texts[copy], encoding="utf-8")
+        with atomic_file(copy) as file:
+            file.write(texts[copy].encode())
     # It is generated, and the newest version suits all recipes.
-    (target.parent / SCHEMA).write_bytes((shipped_folder() / SCHEMA).read_bytes())
+    with atomic_file(target.parent / SCHEMA) as file:
+        file.write((shipped_folder() / SCHEMA).read_bytes())
     return [*written, target.parent / SCHEMA]
 
 

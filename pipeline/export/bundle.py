@@ -1,6 +1,7 @@
 """Bundles: folders with a model in several formats, a card, a parity report and a README. Written and loaded here."""
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -35,15 +36,18 @@ PARITY_SENTENCES = 100
 
 
 def check_bundle_folder(folder: Path, force: bool) -> None:
-    """Raise InputError if the folder is the working folder, or holds something else, or a bundle and not `force`."""
+    """Raise InputError if the folder cannot be replaced, or holds something else, or a bundle and not `force`."""
+    from data_module.files import replace_error, write_error
+
     if folder.resolve() == Path.cwd():
         raise InputError(f"{folder}: is the working folder, which cannot be replaced; give another folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        is_bundle = (folder / "card.json").is_file() and any((folder / name).exists() for name in FILES.values())
-        if not is_bundle:
+        if bundle_of(folder) is None or not any((folder / name).exists() for name in FILES.values()):
             raise InputError(f"{folder}: is not empty and not a bundle; give another folder")
         if not force:
             raise InputError(f"{folder}: holds a bundle already; use --force to replace it")
+    if error := replace_error(folder) or (folder.exists() and write_error(folder)):
+        raise InputError(f"{folder}: cannot be written ({error}); give another folder")
 
 
 @contextmanager
@@ -53,14 +57,14 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     Raises:
         InputError: the folder cannot be created.
     """
-    from data_module.files import replace_folder
+    from data_module.files import naming_full_disk, replace_folder
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary_folder = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent)
     except OSError as error:
         raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from error
-    with temporary_folder as name:
+    with temporary_folder as name, naming_full_disk(folder):
         new, old = Path(name) / "new", Path(name) / "old"
         new.mkdir()
         yield new
@@ -145,9 +149,13 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
 
 
 def bundle_of(path: Path) -> Path | None:
-    """Return the folder of the bundle that a path names, the folder itself or its `model.ts`; None if it is none."""
+    """Return the folder of the bundle that a path names, the folder itself or its `model.ts`; None if it is none.
+
+    A run folder is none, whatever else is in it: `model.ts` is a program, and a run executes nothing.
+    """
     folder = path.parent if path.name == FILES["torchscript"] else path
-    return folder if (folder / "card.json").is_file() else None
+    is_run = any(map(os.path.lexists, (folder / "config.yaml", folder / "checkpoints")))
+    return folder if not is_run and (folder / "card.json").is_file() else None
 
 
 def load_checkpoint_or_bundle(path: Path, options: "SearchOptions", *, searches: bool = True) -> "Translator":

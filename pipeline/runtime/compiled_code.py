@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from data_module.errors import InputError
-from data_module.files import FileLock, atomic_file
+from data_module.files import FileLock, atomic_file, open_in_place
 from data_module.worker_processes import signals_blocked
 from pipeline.runtime.console import say
 
@@ -59,9 +60,32 @@ def load_program(program: Program[Loaded]) -> Loaded:
     # Several processes of one command, or threads of one process, begin at the same time.
     with FileLock(folder / f"{program.name}.lock") as lock:
         lock.take(wait=True)
-        if not path.exists():
+        if (opened := _open_own(path)) is None:
             _compile(compiler, program, path)
-    return program.load(path)
+            opened = _open_own(path)
+    if opened is None:
+        raise OSError(f"{path}: is not this user's alone")
+    # What has been checked is loaded. The file stays open: a second library of the same name would be taken for the
+    # first one.
+    name = Path(f"/proc/self/fd/{opened}")
+    try:
+        return program.load(name if name.exists() else path)
+    except OSError as error:
+        os.close(opened)
+        raise OSError(str(error).replace(str(name), str(path))) from error
+
+
+def _open_own(path: Path) -> int | None:
+    """Open a compiled program and return the descriptor; None if there is none that this user alone has written."""
+    try:
+        opened = open_in_place(path, os.O_RDONLY)
+    except OSError:  # It is made anew.
+        return None
+    status = os.fstat(opened)
+    if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
+        return opened
+    os.close(opened)
+    return None
 
 
 def find_compiler(variable: str = "CXX", names: Sequence[str] = ("g++", "clang++", "c++")) -> list[str]:
@@ -135,7 +159,7 @@ def _compile(compiler: list[str], program: Program[Loaded], path: Path) -> None:
     print(f"compiling the {program.name} for this processor, once", file=sys.stderr)
     prefix = f".{program.name}{_COMPILING}"
     for left in path.parent.glob(f"{prefix}*"):  # by a killed process; no other one compiles it now
-        shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(left, ignore_errors=True)  # It is in nobody's way.
     source = program.sources[0]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as folder:
         made = Path(folder, path.name)
@@ -175,15 +199,47 @@ def _private(path: Path) -> Path:
 
     Raises OSError if it cannot be written, or if another user could put code into it, and RuntimeError without a home.
     """
-    folder = path.expanduser().resolve()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.geteuid():
-        raise PermissionError("it belongs to another user")
-    if status.st_mode & 0o022:
-        raise PermissionError("other users can write to it")
+    path = path.expanduser().absolute()
+    for folder in reversed([path, *path.parents]):
+        if not os.path.lexists(folder):
+            folder.mkdir(mode=0o700, exist_ok=True)  # Another process may do the same.
+    _check_way(path)
+    folder = path.resolve()
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to another user")
     tempfile.TemporaryFile(dir=folder).close()
     return folder
+
+
+def _check_way(path: Path) -> None:
+    """Raise PermissionError if another user could exchange a folder on the way to a path, as ssh does for its keys.
+
+    Who can write to a folder can exchange what is in it; in one with the sticky bit, such as /tmp, the owner alone can.
+    What lies above the user's home is not checked: who can exchange that has all that is the user's.
+    """
+    trusted = {0, os.geteuid()}
+    identities = Path("/proc/self/uid_map")
+    if identities.exists() and identities.read_text(encoding="utf-8").split()[-1] != "4294967295":
+        # In a container without root's rights, the system's own files belong to a user that is not known.
+        trusted.add(int(Path("/proc/sys/fs/overflowuid").read_text(encoding="utf-8")))
+    home = Path("~").expanduser().resolve() if os.environ.get("HOME") else None
+    here, names = Path("/"), list(path.parts[1:])
+    while True:
+        status, above_home = here.lstat(), home is not None and here in home.parents
+        if not above_home and status.st_uid not in trusted:
+            raise PermissionError(f"{here} belongs to another user")
+        if stat.S_ISLNK(status.st_mode):
+            target = here.readlink()
+            here, names = Path("/") if target.is_absolute() else here.parent, [*target.parts, *names]
+            names = names[target.is_absolute() :]
+            continue
+        is_shared = status.st_mode & 0o022 and not (status.st_mode & stat.S_ISVTX and names)
+        if not above_home and is_shared:
+            raise PermissionError(f"other users can write to {here}")
+        if not names:
+            return
+        name, *names = names
+        here = here.parent if name == ".." else here / name
 
 
 def _reason(error: Exception) -> str:

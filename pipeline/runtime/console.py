@@ -6,6 +6,7 @@ import locale
 import logging
 import os
 import sys
+import tempfile
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -111,7 +112,7 @@ def user_message(error: Exception) -> str | None:
     if lines:
         return lines[-1]
     if full:
-        return f"{full.filename or 'the output'}: {full.strerror}; make room, then run the same command again"
+        return f"{full.filename or _full_stream()}: {full.strerror}; make room, then run the same command again"
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(("data_module", "model", "pipeline")):
         clone, wheel = "use .venv/bin/python, which make .venv/installed sets up", "install the wheel with its packages"
         return f"{sys.executable} has no {error.name}; {clone if IN_CLONE else wheel}"
@@ -121,6 +122,16 @@ def user_message(error: Exception) -> str | None:
     if isinstance(error, (gzip.BadGzipFile, EOFError, zlib.error)):
         return f"{name or 'the input'}: {error}; copy it again"
     return None
+
+
+def _full_stream() -> str:
+    """Return the standard stream that cannot be written, or else the folder where libraries write without our doing."""
+    for name in ("output", "error"):
+        try:
+            {"output": sys.stdout, "error": sys.stderr}[name].flush()
+        except OSError:
+            return f"standard {name}"
+    return f"a temporary file, in {tempfile.gettempdir()} or a cache of compiled code"
 
 
 def open_closed_streams() -> None:

@@ -256,11 +256,14 @@ def check_trainer(context: CheckContext) -> Iterator[CheckResult]:
     """Check that the machine can train as the recipe asks for: Lightning's options and the backend."""
     import torch
 
+    from data_module.worker_processes import require_shared_memory
     from pipeline.runtime.backend import refuse_cuda_graphs, should_compile
     from pipeline.runtime.devices import gpus_mistake, num_ranks
     from pipeline.training.trainer import make_trainer, trainer_options
 
     recipe, job = context.recipe, context.job
+    if recipe.batches.workers:
+        require_shared_memory()
     quiet_lightning()
     options = trainer_options(recipe.trainer, job, recipe.run.timeout_seconds)
     if job is not None and options["accelerator"] != "cpu":

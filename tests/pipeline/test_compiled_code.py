@@ -86,7 +86,7 @@ def test_a_folder_that_others_may_write_is_not_used(
     folders[0].chmod(mode)
     keep_compiled_code()
     assert_kept_in(folders[1])
-    assert f"instead of {folders[0]}: other users can write to it" in capsys.readouterr().err
+    assert f"instead of {folders[0]}: other users can write to {folders[0]}\n" in capsys.readouterr().err
     del os.environ[INDUCTOR]
     folders[1].chmod(mode)
     with pytest.raises(InputError, match=rf"nor in {folders[1]} \(.*\); set {INDUCTOR} to a folder"):
@@ -137,3 +137,59 @@ def test_a_program_is_compiled_again_where_anything_that_it_depends_on_has_chang
     assert len(set(keys)) == len(keys)
     sources[1].write_text("int a;")
     assert compiled_code._key(own, sources) == keys[0]
+
+
+def test_folders_on_the_way_are_private_or_refused(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, before = folders[0].parents[1], os.umask(0o002)
+    try:
+        keep_compiled_code()
+    finally:
+        os.umask(before)
+    for folder in (folders[0], *folders[0].parents[:2]):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    # Who can write to a folder can exchange what is in it, unless it has the sticky bit.
+    for mode, expected in ((0o1777, folders[0]), (0o770, folders[1]), (0o702, folders[1]), (0o755, folders[0])):
+        cache.chmod(mode)
+        for name in (INDUCTOR, TRITON):
+            del os.environ[name]
+        capsys.readouterr()
+        keep_compiled_code()
+        assert_kept_in(expected)
+        said = capsys.readouterr().err
+        assert said.endswith(f": other users can write to {cache}\n") if expected is folders[1] else said == ""
+    # Links are followed, and the way to them is checked as well.
+    (tmp_path / "open" / "mine").mkdir(parents=True)
+    (tmp_path / "open").chmod(0o770)
+    cache.rename(tmp_path / "open" / "mine" / "cache")
+    cache.symlink_to("open/mine/cache")
+    del os.environ[INDUCTOR]
+    keep_compiled_code()
+    assert os.environ[INDUCTOR].startswith(str(folders[1]))
+    (tmp_path / "open").chmod(0o700)
+    del os.environ[INDUCTOR]
+    keep_compiled_code()
+    assert os.environ[INDUCTOR] == str(tmp_path / "open/mine/cache/attention-pipeline/compiled/inductor")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs files of two users")
+def test_a_link_of_another_user_is_not_followed(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """As one that was put into a folder with the sticky bit."""
+    (tmp_path / "mine").mkdir(mode=0o700)
+    folders[0].parents[1].symlink_to(tmp_path / "mine")
+    os.chown(folders[0].parents[1], 65534, 65534, follow_symlinks=False)
+    keep_compiled_code()
+    assert_kept_in(folders[1])
+
+
+def test_what_lies_above_the_home_is_not_checked(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "lab" / "me"
+    home.mkdir(parents=True)
+    home.parent.chmod(0o775)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    keep_compiled_code()
+    assert_kept_in(home / ".cache/attention-pipeline/compiled")

@@ -96,6 +96,35 @@ def test_a_program_is_compiled_once_and_again_if_it_is_gone(
     assert [folder.exists() for folder in left] == [False, True]  # another program may be compiling now
 
 
+def test_what_was_checked_is_loaded(
+    square: Program[ctypes.CDLL], cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_program(square)
+    [path] = programs(cache)
+    # What another user may have written, and a link, are made anew.
+    for spoil in (
+        lambda: path.chmod(0o664),
+        lambda: path.rename(tmp_path / "x.so") and path.symlink_to(tmp_path / "x.so"),
+    ):
+        spoil()
+        capsys.readouterr()
+        assert load_program(square).square(5) == 25
+        assert capsys.readouterr().err == COMPILING
+        assert not path.is_symlink()
+        assert path.stat().st_mode & 0o022 == 0
+
+    def load_late(checked: Path) -> ctypes.CDLL:
+        path.unlink()
+        path.write_text("something else")
+        return load_square(checked)
+
+    assert load_program(square._replace(load=load_late)).square(5) == 25
+    # Another program is another library, though the first one's file might have been closed.
+    square.sources[1].write_text("inline int product(int x, int y) { return 9 - 2 * (x + 3) * (y > -9); }\n")
+    other = load_program(square._replace(name="other"))
+    assert (other.square(-3), other.square(0)) == (9, 3)
+
+
 def test_another_name_compiler_or_header_makes_another_program(
     square: Program[ctypes.CDLL], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,19 @@ from model.transformer import Transformer
 from pipeline.__main__ import main
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export import exported_program, formats, torchscript
-from pipeline.export.bundle import FILES, ON_REQUEST, bundle_files, write_bundle
+from pipeline.export.bundle import (
+    FILES,
+    ON_REQUEST,
+    bundle_files,
+    bundle_of,
+    load_checkpoint_or_bundle,
+    write_bundle,
+)
 from pipeline.export.card import readme
 from pipeline.export.parity import Text
+from pipeline.inference.options import SearchOptions
 from pipeline.inference.translator import Translator
+from tests.conftest import refusal
 from tests.model.search_truth import VOCABULARY_SIZE, random_network
 
 LETTERS = "abcdefg"
@@ -232,3 +242,24 @@ def test_a_bundle_is_replaced_only_with_force(
     assert main([*command, "--force"]) == 0
     assert not mark.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_a_run_is_no_bundle_whatever_is_planted_in_it(trained_run: Path, bundle: Path, tmp_path: Path) -> None:
+    """`model.ts` is a program, and a run executes nothing."""
+    run = Path(shutil.copytree(trained_run, tmp_path / "run"))
+    for name in ("card.json", "model.ts"):
+        shutil.copy(bundle / name, run)
+    assert bundle_of(bundle) == bundle_of(bundle / "model.ts") == bundle
+    assert bundle_of(run) is None
+    with pytest.raises(InputError, match=r"model\.ts: cannot be read as a checkpoint"):
+        load_checkpoint_or_bundle(run / "model.ts", SearchOptions())
+    assert refusal("export", trained_run, run, "--force").endswith("is not empty and not a bundle; give another folder")
+    # A link to nothing is an entry, too.
+    for name in ("config.yaml", "checkpoints"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in ("card.json", "model.ts", "tokenizer.model"):
+            shutil.copy(bundle / file, folder)
+        (folder / name).symlink_to("nothing")
+        with pytest.raises(InputError, match="holds no checkpoint"):
+            load_checkpoint_or_bundle(folder, SearchOptions())

@@ -1,0 +1,116 @@
+"""Mount points, full disks and shared memory: what cannot end well is refused first, and what is full is named."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from data_module.files import is_mount_point
+from pipeline.commands.evaluate import output_file
+from pipeline.config.recipe import load_recipe
+from pipeline.training.checks import CheckContext, check_recipe
+from tests.conftest import ROOT, pipeline, refusal
+
+Mount = Callable[..., None]
+
+
+@pytest.fixture
+def mount() -> Iterator[Mount]:
+    """Mounts at a place until the test ends."""
+    places: list[Path] = []
+
+    def mount(place: Path, *arguments: object) -> None:
+        command = ["mount", *map(str, arguments), str(place)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("needs root, to mount")
+        places.append(place)
+
+    yield mount
+    for place in reversed(places):
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_what_is_mounted_cannot_be_replaced(mount: Mount, recipe_file: Path, trained_run: Path, tmp_path: Path) -> None:
+    """A file system of its own, and folders and a file of the same one."""
+    corpus, bundle, output = tmp_path / "a corpus", tmp_path / "bundle", tmp_path / "average.ckpt"
+    corpus.mkdir()
+    bundle.mkdir()
+    output.touch()
+    mount(corpus, "-t", "tmpfs", "none")
+    for place in (bundle, output):
+        mount(place, "--bind", place)
+    assert [is_mount_point(path) for path in (corpus, bundle, output, tmp_path)] == [True, True, True, False]
+    reason = "a mount point cannot be replaced; a folder inside it can"
+    expected = f"{corpus}: cannot be written: {reason}; name another corpus.folder"
+    words = [recipe_file, "--corpus.folder", corpus]
+    for command in ("prepare", "fit"):
+        assert refusal(command, *words) == f"error: {expected}"
+    recipe = load_recipe([recipe_file], ["--corpus.folder", str(corpus)])
+    results = check_recipe(CheckContext(recipe, None, reset=False, init_from=None))
+    assert expected in [result.message for result in results if not result.ok]
+    line = refusal("export", trained_run, bundle, "--format", "torchscript")
+    assert line == f"error: {bundle}: cannot be written ({reason}); give another folder"
+    line = refusal("average", trained_run, "--last", 2, "--output", output)
+    assert line == f"error: {output}: cannot be written ({reason}); give another file as --output"
+    with output_file(output) as file:  # of `evaluate`, which may write it in place
+        file.write(b"translations")
+    assert output.read_bytes() == b"translations"
+    # Inside it, everything works.
+    assert pipeline("prepare", recipe_file, "--corpus.folder", corpus / "mine").returncode == 0
+
+
+def test_a_full_disk_is_named(mount: Mount, trained_run: Path, tmp_path: Path) -> None:
+    disk, full = tmp_path / "disk", "No space left on device"
+    disk.mkdir()
+    mount(disk, "-t", "tmpfs", "-o", "size=64k", "none")
+    bundle, average, recipe = disk / "bundle", disk / "average.ckpt", disk / "demo.yaml"
+    line = refusal("export", trained_run, bundle, "--format", "torchscript")
+    assert line == f"error: {bundle}: {full}; make room, then run the same command again"
+    assert not list(disk.iterdir())
+    space = os.statvfs(disk)
+    (disk / "filler").write_bytes(bytes(space.f_bavail * space.f_frsize))
+    for name, *arguments in (
+        (average, "average", trained_run, "--last", 2, "--output"),
+        (recipe, "recipe", "copy", "demo"),
+    ):
+        assert refusal(*arguments, name) == f"error: {name}: {full}; make room, then run the same command again"
+    assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+LOADER = """
+import subprocess, sys
+from pathlib import Path
+from data_module.batching.batch import SpecialIds
+from data_module.errors import InputError
+from data_module.settings import BatchSettings
+from data_module.translation_data_module import TranslationDataModule
+from data_module.worker_processes import require_shared_memory
+data = TranslationDataModule(Path(sys.argv[1]), BatchSettings(batch_tokens=20_000, workers=2), SpecialIds(0, 1, 2), 1)
+def report(function):
+    try:
+        function()
+        print("fine")
+    except InputError as error:
+        print(error)
+for options in ("size=64k", "size=0,ro", "size=40m"):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", "/dev/shm"], check=True)
+    report(require_shared_memory)
+    report(lambda: next(iter(data.train_dataloader())))
+"""
+
+
+def test_shared_memory_that_cannot_be_written_is_named(tiny_corpus: Path) -> None:
+    """A batch for which there is no room is not waited for."""
+    command = ["unshare", "--mount", sys.executable, "-c", LOADER, str(tiny_corpus)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip("needs root, to mount")
+    lines, way_out = done.stdout.splitlines(), "batches.workers 0, or make it larger or writable"
+    full, read_only = "/dev/shm: No space left on device; ", "/dev/shm: Read-only file system; "
+    expected = ["fine", full, read_only, read_only, "fine", "fine"]
+    assert all(line.startswith(start) for line, start in zip(lines, expected, strict=True)), lines
+    assert all(way_out in line for line in lines if line != "fine")
+    assert done.stderr == ""
