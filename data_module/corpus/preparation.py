@@ -200,10 +200,12 @@ def _remove_leftovers(folder: Path) -> None:
     Raises:
         OSError: one of them cannot be removed.
     """
-    if _replaced(folder).exists() and not folder.exists():
-        _replaced(folder).rename(folder)
     for leftover in (_partial(folder), _replaced(folder)):
-        if leftover.exists():
+        if leftover.is_symlink():  # somebody else's, which leads elsewhere
+            leftover.unlink()
+        elif leftover == _replaced(folder) and leftover.exists() and not folder.exists():
+            leftover.rename(folder)
+        elif leftover.exists():
             shutil.rmtree(leftover)
 
 

@@ -400,6 +400,23 @@ def test_a_link_in_a_corpus_is_refused(recipe_file: Path, tiny_corpus: Path, tmp
     assert not (tmp_path / "victim").exists()
 
 
+def test_what_is_in_the_way_of_a_corpus(recipe_file: Path, tmp_path: Path) -> None:
+    """A link there is not followed, and what cannot be removed is named before the work."""
+    command = ["prepare", str(recipe_file), "--corpus.folder", str(tmp_path / "corpus")]
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "file").touch()
+    for name in (".corpus.partial", ".corpus.replaced"):
+        (tmp_path / name).symlink_to(tmp_path / "victim")
+    assert main(command) == 0
+    assert not (tmp_path / "corpus").is_symlink()
+    assert [path.name for path in (tmp_path / "victim").iterdir()] == ["file"]
+    (tmp_path / ".corpus.replaced").touch()
+    before = (tmp_path / "corpus" / "manifest.json").stat().st_ino
+    line = refusal(*command, "--force")
+    assert f"cannot be written: Not a directory ({tmp_path / '.corpus.replaced'})" in line
+    assert (tmp_path / "corpus" / "manifest.json").stat().st_ino == before
+
+
 def test_checkpoints_behind_a_link_to_nothing_are_refused(recipe: Recipe, tmp_path: Path) -> None:
     run = write_run(recipe)
     (run / "checkpoints").symlink_to(tmp_path / "purged")
