@@ -3,8 +3,10 @@
 Fails if one of TensorBoard's undocumented modules moves or changes.
 """
 
+import os
 import resource
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from PIL import Image
 
 from pipeline.checkpointing.run_folder import METRICS, read_metrics
 from pipeline.monitoring.run_log import RunLog, table
+from pipeline.monitoring.run_metadata import _starts_table, first_submission, record_start
+from pipeline.runtime.launch import JobStep
 from tests.integration.runs import accumulator, scalars
 
 
@@ -135,3 +139,21 @@ def test_a_table_shows_text_as_it_is() -> None:
     shown = made.splitlines()[2]
     assert not set("*<>`") & set(shown)
     assert shown.count("|") == 2
+
+
+def test_each_start_is_recorded_with_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of a job that was in the queue, the second after it has started again twice; the third without one."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho JobId=$5 SubmitTime=2020-01-02T03:04:05 StartTime=Unknown\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for restarts, step in ((0, 0), (2, 40), (None, 60)):
+        job = None if restarts is None else JobStep("7", 0, 0, 1, 1, 1, restarts)
+        starts = record_start(RunLog(tmp_path / "run", step, writes=True), job, {"loss": "C++"})
+    assert [(one["job"], one["restarts"], one["step"]) for one in starts] == [("7", 0, 0), ("7", 2, 40), (None, 0, 60)]
+    assert first_submission(starts) == datetime(2020, 1, 2, 3, 4, 5).timestamp()
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in _starts_table(starts).splitlines()[2:]]
+    assert [[row[0], row[3], *row[5:]] for row in cells] == [
+        ["1", "0", "7", "0"],
+        ["2", "40", "7", "2"],
+        ["3", "60", "", ""],
+    ]
