@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from data_module.corpus.checks import TextChecker
 from data_module.corpus.manifest import FORMAT, TOKENIZER_NAME, source_names, write_manifest
 from data_module.corpus.noise import CASINGS, with_casing
-from data_module.corpus.pairs import PairFilter, Reason, read_pairs
+from data_module.corpus.pairs import PairFilter, Reason, max_characters, read_pairs
 from data_module.corpus.store import TokenStoreWriter, store_prefix, token_counts, token_type
 from data_module.corpus.variants import VariantText, write_variants
-from data_module.errors import InputError
 from data_module.files import FORMAT_VERSION
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
 from data_module.tokenization.encoders import WordEncoder
@@ -36,37 +36,37 @@ _MAX_UNKNOWN = 0.05
 """Fraction of unknown pieces above which the text is probably in another script or language."""
 
 
-def learn_tokenizer(settings: CorpusSettings, num_pairs: list[int], progress: bool) -> Tokenizer:
+def learn_tokenizer(settings: CorpusSettings, checked: TextChecker, progress: bool) -> Tokenizer:
     """Train the tokenizer on a seeded sample of the training text.
 
     Args:
         settings: the recipe's `corpus:` section.
-        num_pairs: number of pairs of each training source, without repetitions.
+        checked: all text, after it was checked.
         progress: whether to show progress bars.
 
     Raises:
-        InputError: see `read_pairs` and `train_on_words`.
+        InputError: see `read_pairs` and `train_on_words`; or no pair is left.
     """
-    return Tokenizer(_train_tokenizer(settings, _count_words(settings, num_pairs, progress), progress))
+    return Tokenizer(_train_tokenizer(settings, count_words(settings, checked, progress), progress))
 
 
-def check_vocabulary_size(settings: CorpusSettings, num_pairs: list[int], characters: set[str]) -> None:
+def check_vocabulary_size(settings: CorpusSettings, checked: TextChecker) -> None:
     """Raise InputError for a size that the training text does not allow, as `learn_tokenizer` does.
 
-    Of a large text only the beginning is read: it has words enough.
+    Of a large text only the beginning is read, which has words enough, unless all of it decides which characters are
+    pieces.
 
     Args:
         settings: the recipe's `corpus:` section.
-        num_pairs: number of pairs of each training source, without repetitions.
-        characters: all that occur in the training text.
+        checked: all text, after it was checked.
     """
-    words = _count_words(settings, num_pairs, False, enough=_ENOUGH_CHARACTERS * settings.vocabulary_size)
-    words.add_characters("".join(characters))
-    _train_tokenizer(settings, words, False)
+    has_all_characters = settings.character_coverage >= 1 and not settings.byte_fallback
+    enough = _ENOUGH_CHARACTERS * settings.vocabulary_size if has_all_characters else None
+    _train_tokenizer(settings, count_words(settings, checked, False, enough), False)
 
 
 def add_casings(words: WordCounts, noise: NoiseSettings, protected: frozenset[str] = frozenset()) -> None:
-    """Count words in the casings of `corpus.noise` too, as often as an epoch is expected to have them.
+    """Count words in the casings of `corpus.noise` instead, as often as an epoch is expected to have them.
 
     Otherwise upper-case words would be spelled in single letters: they would take several times as many tokens, and
     what a model has learned of other words' pieces would not help with them.
@@ -77,11 +77,19 @@ def add_casings(words: WordCounts, noise: NoiseSettings, protected: frozenset[st
         protected: user symbols; words that contain one have no other casing.
     """
     shares = [(kind, getattr(noise, kind)) for kind in CASINGS if getattr(noise, kind) > 0.0]
-    for word, count in list(words.counts.items()):
+    if not shares:
+        return
+    counts = words.counts
+    for word, count in list(counts.items()):
+        low = 0.0
         for kind, share in shares:
-            expected, changed = round(count * share), with_casing(word, kind, protected)
+            # Together, all casings get `count` at most.
+            expected = round(count * min(low + share, 1.0)) - round(count * low)
+            low += share
+            changed = with_casing(word, kind, protected)
             if expected and changed != word:
-                words.counts[changed] += expected
+                counts[changed] += expected
+                counts[word] -= expected
                 words.add_characters(changed)
 
 
@@ -89,7 +97,7 @@ def write_corpus(
     settings: CorpusSettings,
     tokenizer: Tokenizer,
     inputs: dict[str, Any],
-    num_pairs: list[int],
+    checked: TextChecker,
     folder: Path,
     progress: bool,
 ) -> dict[str, Any]:
@@ -99,7 +107,7 @@ def write_corpus(
         settings: the recipe's `corpus:` section.
         tokenizer: the tokenizer to encode with.
         inputs: entries of the manifest that identify settings and source files.
-        num_pairs: number of pairs of each training source, without repetitions.
+        checked: all text, after it was checked.
         folder: the empty folder.
         progress: whether to show progress bars.
 
@@ -115,11 +123,9 @@ def write_corpus(
     if tokenizer.target is not tokenizer:
         target_encoder = WordEncoder(tokenizer.target, dtype)
     encoders = source_encoder, target_encoder
-    # Read first, because training pairs are compared with them.
-    held_out: dict[str, set[tuple[str, str]]] = {"validation": set(), "test": _test_pairs(settings)}
-    validation = _write_validation(settings, encoders, held_out["validation"], folder, progress)
+    validation = _write_validation(settings, encoders, folder, progress)
     with VariantText(folder) if settings.is_varied() else nullcontext() as text:
-        train = _write_train(settings, encoders, held_out, text, num_pairs, folder, progress)
+        train = _write_train(settings, encoders, checked, text, folder, progress)
         if text is not None:
             with _bar("encoding variants", settings.variants * train["pairs_kept"], progress) as bar:
                 variants = write_variants(folder, text, tokenizer, settings, bar.update)
@@ -137,32 +143,36 @@ def write_corpus(
     return manifest
 
 
-def _count_words(
-    settings: CorpusSettings, num_pairs: list[int], progress: bool, enough: int | None = None
+def count_words(
+    settings: CorpusSettings, checked: TextChecker, progress: bool, enough: int | None = None
 ) -> WordCounts:
     """Count the words of a seeded uniform sample of `tokenizer_sentences` sentences, or of all if there are fewer.
 
-    Both sides of a pair are sampled together. The words of a repeated source count as often as it is repeated. Prefixes
+    Both sides of a pair are sampled together. Pairs that are certain to be dropped are left out. The words of a
+    repeated source count as often as it is repeated, whatever its weight, which may change after preparation. Prefixes
     are left out: they are pieces of their own. With `enough`, stop when all different words have that many characters.
     """
+    checked.check_not_empty()
+    train = checked.found["train"]
     random = np.random.default_rng(settings.seed)
-    remaining = sum(num_pairs)
+    remaining = sum(int(source.kept.sum()) for source in train)
     wanted = min(remaining, settings.tokenizer_sentences // 2)
     words = WordCounts()
-    with _bar("reading text", remaining, progress) as bar:
-        for text in settings.train:
+    words.add_characters("".join(set().union(*(source.characters for source in train))))
+    with _bar("reading text", sum(source.num_pairs for source in train), progress) as bar:
+        for text, source in zip(settings.train, train, strict=True):
             for chunk in read_pairs(replace(text, prefix=None), settings):
-                size = len(chunk.source)
+                size, first = len(chunk.source), chunk.first_line - 1
+                kept = np.flatnonzero(source.kept[first : first + size])
                 # The number of sampled pairs in this chunk is hypergeometric: a uniform sample in one pass.
-                take = int(random.hypergeometric(wanted, remaining - wanted, size))
-                chosen = np.sort(random.choice(size, take, replace=False)).tolist()
+                take = int(random.hypergeometric(wanted, remaining - wanted, len(kept)))
+                chosen = np.sort(random.choice(kept, take, replace=False)).tolist()
                 for side in (chunk.source, chunk.target):
                     words.add("\n".join([side[i] for i in chosen] if take < size else side), text.repeat)
-                    words.add_characters("\n".join(side))
-                remaining -= size
+                remaining -= len(kept)
                 wanted -= take
                 bar.update(size)
-                if enough is not None and sum(map(len, words.counts)) >= enough:
+                if enough is not None and words.num_characters() >= enough:
                     break
     if not settings.lowercase:
         add_casings(words, settings.noise, frozenset(settings.user_symbols))
@@ -178,23 +188,13 @@ def _train_tokenizer(settings: CorpusSettings, words: WordCounts, progress: bool
         return training.result()
 
 
-def _test_pairs(settings: CorpusSettings) -> set[tuple[str, str]]:
-    return {
-        pair
-        for text in settings.test
-        for chunk in read_pairs(text, settings)
-        for pair in zip(chunk.source, chunk.target, strict=True)
-    }
-
-
 def _write_validation(
     settings: CorpusSettings,
     encoders: tuple[WordEncoder, WordEncoder],
-    validation_pairs: set[tuple[str, str]],
     folder: Path,
     progress: bool,
 ) -> dict[str, Any]:
-    """Write the validation stores and text files, and add the pairs to `validation_pairs`."""
+    """Write the validation stores and text files."""
     with ExitStack() as stack:
         split = stack.enter_context(_Split("validation", settings, encoders, PairFilter(settings), folder))
         texts = [
@@ -204,7 +204,6 @@ def _write_validation(
         bar = stack.enter_context(_bar("encoding validation", None, progress))
         for text in settings.validation:
             pairs = list(chain.from_iterable(split.add(text, bar)))
-            validation_pairs.update(pairs)
             for file, lines in zip(texts, zip(*pairs, strict=True), strict=False):
                 file.writelines(f"{line}\n" for line in lines * text.repeat)
     account = split.account(settings.validation)
@@ -220,17 +219,17 @@ def _write_validation(
 def _write_train(
     settings: CorpusSettings,
     encoders: tuple[WordEncoder, WordEncoder],
-    held_out: dict[str, set[tuple[str, str]]],
+    checked: TextChecker,
     variant_text: VariantText | None,
-    num_pairs: list[int],
     folder: Path,
     progress: bool,
 ) -> dict[str, Any]:
     """Write the training stores, plainly encoded, and add the text of the pairs to `variant_text`."""
-    pair_filter = PairFilter(settings, held_out)
+    pair_filter = PairFilter(settings, checked.held_out)
+    num_pairs = sum(source.num_pairs for source in checked.found["train"])
     with (
         _Split("train", settings, encoders, pair_filter, folder) as split,
-        _bar("encoding", sum(num_pairs), progress) as bar,
+        _bar("encoding", num_pairs, progress) as bar,
     ):
         for text in settings.train:
             for pairs in split.add(text, bar):
@@ -296,11 +295,7 @@ class _Split:
             InputError: no pair is left.
         """
         account = self.pair_filter.account
-        if not account.kept:
-            reasons = ", ".join(f"{reason}: {n}" for reason, n in account.dropped.items() if n)
-            raise InputError(
-                f"corpus.{self._name}: no pair is left ({reasons}); correct the text or relax the settings"
-            )
+        account.check_not_empty(self._name)
         # Repetitions count in the number of pieces but not in `_unknown`, which underestimates the fraction at worst.
         fraction = self._unknown / max(1, sum(writer.num_tokens for writer in self.writers))
         if fraction > _MAX_UNKNOWN:
@@ -325,14 +320,13 @@ class _Split:
 
 
 def _encode(encoder: WordEncoder, sentences: list[str], settings: CorpusSettings) -> tuple[list[bytes], np.ndarray]:
-    # A sentence with more characters than this has too many pieces; encoding a line of megabytes would be slow.
-    max_tokens = settings.max_tokens
-    max_characters = max_tokens * max(MAX_PIECE_CHARACTERS, *map(len, settings.user_symbols), 0)
-    too_long = [i for i, sentence in enumerate(sentences) if len(sentence) > max_characters]
+    # Encoding a line of megabytes would be slow.
+    longest = max_characters(settings)
+    too_long = [i for i, sentence in enumerate(sentences) if len(sentence) > longest]
     if too_long:
-        sentences = ["" if len(sentence) > max_characters else sentence for sentence in sentences]
+        sentences = ["" if len(sentence) > longest else sentence for sentence in sentences]
     ids, lengths = encoder.encode(sentences)
-    lengths[too_long] = max_tokens + 1
+    lengths[too_long] = settings.max_tokens + 1
     return ids, lengths
 
 

@@ -3,9 +3,12 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
-from data_module.corpus.pairs import PairChunk, open_reader, read_pairs
+import numpy as np
+
+from data_module.corpus.pairs import PairChunk, PairFilter, least_lengths, open_reader, read_pairs, with_prefix
 from data_module.corpus.store import MAX_TOKENS
 from data_module.errors import InputError
 from data_module.files import replace_error, write_error
@@ -37,22 +40,24 @@ _BYTES_PER_TOKEN = 5
 
 @dataclass
 class SourceCheck:
-    """What one pass over a text source found, to warn of."""
+    """What one pass over a text source found."""
 
     name: str
     """The source's files or data set."""
     num_pairs: int = 0
     """Without repetitions."""
+    kept: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    """All but the pairs that are dropped whatever the tokenizer, bool [num_pairs]; what follows is of these pairs."""
     num_bytes: int = 0
     """Of both sides."""
     symbols: set[str] = field(default_factory=set)
-    """The user symbols that occur in the text."""
+    """The user symbols that occur."""
     characters: set[str] = field(default_factory=set)
-    """All that occur in the text."""
+    """All that occur."""
     marks: list[str] = field(default_factory=list)
-    """Notes on stray marks."""
+    """Notes on stray marks of any pair."""
     decomposed: list[str] = field(default_factory=list)
-    """Notes on lines with decomposed accents."""
+    """Notes on lines with decomposed accents, of any pair."""
 
 
 def check_settings(settings: CorpusSettings) -> None:
@@ -152,59 +157,104 @@ def check_folder(settings: CorpusSettings) -> None:
         raise InputError(f"{folder}: cannot be written: {error}; name another corpus.folder")
 
 
-def check_source(text: TextSource, settings: CorpusSettings) -> SourceCheck:
-    """Read a source once without tokenizing it: its line counts, columns and encoding.
+class TextChecker:
+    """Reads the text of a corpus once without tokenizing it: its line counts, columns and encoding."""
+
+    def __init__(self, settings: CorpusSettings) -> None:
+        self.held_out: dict[str, set[tuple[str, str]]] = {"validation": set(), "test": set()}
+        """All pairs of these splits, with prefixes."""
+        self.found: dict[str, list[SourceCheck]] = {"train": [], "validation": [], "test": []}
+        """What was found in each source, by split."""
+        self.settings = settings
+        # Lengths in pieces are not known yet, so that a ratio of them drops nothing.
+        compared = self.held_out if settings.drop_overlap else {}
+        train_filter = PairFilter(replace(settings, max_length_ratio=None), compared)
+        self._filters = {split: PairFilter(settings) for split in self.held_out} | {"train": train_filter}
+
+    def sources(self) -> list[tuple[str, TextSource]]:
+        """Return the splits and sources in the order to check them in: training text is compared with held-out text."""
+        return [(split, text) for split in (*self.held_out, "train") for text in getattr(self.settings, split)]
+
+    def check(self, split: str, text: TextSource) -> SourceCheck:
+        """Read a source once.
+
+        Raises:
+            InputError: see `read_pairs`; or the source holds its own prefix already.
+        """
+        names = open_reader(text, self.settings).names
+        result = SourceCheck(", ".join(dict.fromkeys(names)))
+        marks = StrayMarks(names[0]), StrayMarks(names[1])
+        try:
+            self._check_pairs(read_pairs(replace(text, prefix=None), self.settings, marks), result, split, text)
+        except InputError as error:
+            # Sides may be of unequal length because carriage returns end the lines of one.
+            raise InputError("; ".join([str(error), *marks[0].texts(), *marks[1].texts()])) from error
+        result.marks = list(dict.fromkeys([*marks[0].texts(), *marks[1].texts()]))  # of a tsv, both sides have one name
+        self.found[split].append(result)
+        return result
+
+    def _check_pairs(self, chunks: Iterator[PairChunk], result: SourceCheck, split: str, text: TextSource) -> None:
+        """Fill in what `check` returns, except for stray marks."""
+        settings, kept = self.settings, []
+        decomposed: dict[str, LineWarning] = {}
+        for chunk in chunks:
+            result.num_pairs += len(chunk.source)
+            prefixed = with_prefix(chunk, text.prefix)
+            lengths = least_lengths(prefixed.source, settings), least_lengths(prefixed.target, settings)
+            chosen = self._filters[split].keep(prefixed, *lengths, text.repeat)
+            kept.append(np.isin(np.arange(len(chunk.source)), chosen))
+            if split in self.held_out:
+                self.held_out[split].update(zip(prefixed.source, prefixed.target, strict=True))
+            for name, sentences in zip(chunk.names, (chunk.source, chunk.target), strict=True):
+                side = "\n".join(sentences)
+                if is_decomposed(side):
+                    note = decomposed.setdefault(name, LineWarning(_DECOMPOSED, name))
+                    for number, sentence in enumerate(sentences, chunk.first_line):
+                        if is_decomposed(sentence):
+                            note.add(number)
+                if text.prefix and text.prefix in side:
+                    pairs = zip(chunk.source, chunk.target, strict=True)
+                    index = next(i for i, pair in enumerate(pairs) if any(text.prefix in sentence for sentence in pair))
+                    raise InputError(
+                        f"{chunk.names[0]}:{chunk.first_line + index}: the pair holds the prefix {text.prefix!r} of its"
+                        " source already; remove `prefix` from the source, or choose another symbol"
+                    )
+                left = side if len(chosen) == len(sentences) else "\n".join([sentences[i] for i in chosen.tolist()])
+                result.num_bytes += len(left.encode()) + 1
+                result.characters.update(left)
+                result.symbols |= {symbol for symbol in settings.user_symbols if symbol in left}
+        result.kept = np.concatenate(kept)
+        result.decomposed = [line for note in decomposed.values() if (line := note.text())]
+
+    def check_not_empty(self) -> None:
+        """Raise InputError if it is certain that no training or validation pair is left."""
+        for split in ("train", "validation"):
+            self._filters[split].account.check_not_empty(split)
+
+
+def check_text(settings: CorpusSettings) -> TextChecker:
+    """Read all text once.
 
     Raises:
-        InputError: see `read_pairs`; or the source holds its own prefix already.
+        InputError: see `TextChecker.check`.
     """
-    names = open_reader(text, settings).names
-    result = SourceCheck(", ".join(dict.fromkeys(names)))
-    marks = StrayMarks(names[0]), StrayMarks(names[1])
-    try:
-        _check_pairs(read_pairs(replace(text, prefix=None), settings, marks), result, text, settings)
-    except InputError as error:
-        # Sides may be of unequal length because carriage returns end the lines of one.
-        raise InputError("; ".join([str(error), *marks[0].texts(), *marks[1].texts()])) from error
-    result.marks = list(dict.fromkeys([*marks[0].texts(), *marks[1].texts()]))  # of a tsv, both sides have one name
-    return result
+    checker = TextChecker(settings)
+    for split, text in checker.sources():
+        checker.check(split, text)
+    return checker
 
 
-def _check_pairs(chunks: Iterator[PairChunk], result: SourceCheck, text: TextSource, settings: CorpusSettings) -> None:
-    """Fill in what `check_source` returns, except for stray marks."""
-    decomposed: dict[str, LineWarning] = {}
-    for chunk in chunks:
-        sides = "\n".join(chunk.source), "\n".join(chunk.target)
-        for name, side, sentences in zip(chunk.names, sides, (chunk.source, chunk.target), strict=True):
-            if is_decomposed(side):
-                note = decomposed.setdefault(name, LineWarning(_DECOMPOSED, name))
-                for number, sentence in enumerate(sentences, chunk.first_line):
-                    if is_decomposed(sentence):
-                        note.add(number)
-        result.num_pairs += len(chunk.source)
-        result.num_bytes += sum(len(side.encode()) + 1 for side in sides)
-        result.characters.update(*sides)
-        result.symbols |= {symbol for symbol in settings.user_symbols if any(symbol in side for side in sides)}
-        if text.prefix in result.symbols:
-            pairs = zip(chunk.source, chunk.target, strict=True)
-            index = next(i for i, pair in enumerate(pairs) if any(text.prefix in sentence for sentence in pair))
-            raise InputError(
-                f"{chunk.names[0]}:{chunk.first_line + index}: the pair holds the prefix {text.prefix!r} of its source"
-                " already; remove `prefix` from the source, or choose another symbol"
-            )
-    result.decomposed = [line for note in decomposed.values() if (line := note.text())]
-
-
-def source_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[str]:
+def source_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]:
     """Return one line for each likely mistake that does not prevent preparation.
 
     Args:
         settings: the recipe's `corpus:` section.
-        checked: what `check_source` returned for each of `settings.texts()`.
+        checked: all text, after it was checked.
     """
-    train, warnings = checked[: len(settings.train)], [line for source in checked for line in source.marks]
-    if any(map(is_composed, set().union(*(source.characters for source in checked)))):
-        warnings += [line for source in checked for line in source.decomposed]
+    train, every = checked.found["train"], list(chain.from_iterable(checked.found.values()))
+    warnings = [line for source in every for line in source.marks]
+    if any(map(is_composed, set().union(*(source.characters for source in every)))):
+        warnings += [line for source in every for line in source.decomposed]
     if settings.is_varied() and settings.variants == 1:
         warnings.append(
             "corpus.variants 1: all epochs train on the same noise and segmentation; raise it, to 8 for instance, for"
@@ -225,7 +275,7 @@ def source_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> lis
     return warnings
 
 
-def size_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[str]:
+def size_warnings(settings: CorpusSettings, checked: TextChecker) -> list[str]:
     """Return a line each for few pairs and for a vocabulary that the training text cannot feed.
 
     Both are of no concern where a run starts from the weights and the tokenizer of another one. For a vocabulary that
@@ -233,10 +283,10 @@ def size_warnings(settings: CorpusSettings, checked: list[SourceCheck]) -> list[
 
     Args:
         settings: the recipe's `corpus:` section.
-        checked: what `check_source` returned for each of `settings.texts()`.
+        checked: all text, after it was checked.
     """
-    train = checked[: len(settings.train)]
-    pairs = sum(source.num_pairs for source in train)
+    train = checked.found["train"]
+    pairs = sum(int(source.kept.sum()) for source in train)
     tokens = sum(source.num_bytes for source in train) // _BYTES_PER_TOKEN
     # Bytes and user symbols take their places whatever the text is.
     reserved = len(settings.user_symbols) + NUM_BYTES * settings.byte_fallback

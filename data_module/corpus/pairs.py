@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
 from pathlib import Path
@@ -15,7 +15,7 @@ from data_module.corpus.readers import READERS, PairedFiles, Reader, TsvFile
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, TextSource
 from data_module.text_files import BYTE_ORDER_MARK, StrayMarks, open_regular, read_errors
-from data_module.tokenization.tokenizer import clean_lines
+from data_module.tokenization.tokenizer import MAX_PIECE_CHARACTERS, clean_lines
 
 _BUILT_IN: dict[str, type[Reader]] = {"source": PairedFiles, "tsv": TsvFile, "dataset": HubDataset}
 """Readers by the key of a text source that selects them."""
@@ -107,12 +107,17 @@ def read_pairs(
                 raise invalid_utf8(name, first_line + undecodable[0])
             decoded.append(sentences)
             invalid.update(undecodable)
-        if text.prefix is not None:
-            decoded[0] = [f"{text.prefix} {sentence}" if sentence else "" for sentence in decoded[0]]
-        yield PairChunk(reader.names, first_line, decoded[0], decoded[1], sorted(invalid))
+        yield with_prefix(PairChunk(reader.names, first_line, decoded[0], decoded[1], sorted(invalid)), text.prefix)
         first_line += len(decoded[0])
     if first_line == 1:
         raise InputError(f"{reader.names[0]}: has no text; name a source with text")
+
+
+def with_prefix(chunk: PairChunk, prefix: str | None) -> PairChunk:
+    """Return a chunk that was read without its source's prefix, with it."""
+    if prefix is None:
+        return chunk
+    return replace(chunk, source=[f"{prefix} {sentence}" if sentence else "" for sentence in chunk.source])
 
 
 def invalid_utf8(name: str, line: int) -> InputError:
@@ -138,6 +143,21 @@ def _decode(lines: list[bytes]) -> tuple[list[str], list[int]]:
                 invalid.append(i)
         text = "".join(decoded)
     return clean_lines(text.removesuffix("\n")), invalid
+
+
+def max_characters(settings: CorpusSettings) -> int:
+    """Return the number of characters above which a sentence has too many pieces, whatever the tokenizer."""
+    return settings.max_tokens * max(MAX_PIECE_CHARACTERS, *map(len, settings.user_symbols), 0)
+
+
+def least_lengths(sentences: list[str], settings: CorpusSettings) -> np.ndarray:
+    """Return the least number of pieces that each sentence has, int64 [sentences]: a word is at least one piece.
+
+    It is more than `max_tokens` for a sentence with more than `max_characters`.
+    """
+    lengths = np.array([sentence.count(" ") + (sentence != "") for sentence in sentences], dtype=np.int64)
+    lengths[np.array(list(map(len, sentences))) > max_characters(settings)] = settings.max_tokens + 1
+    return lengths
 
 
 class Reason(StrEnum):
@@ -170,6 +190,12 @@ class PairAccount:
         for i in pairs[:room].tolist():
             only_target_is_empty = bool(chunk.source[i]) and not chunk.target[i]
             self.lines[reason].append(f"{chunk.names[only_target_is_empty]}:{chunk.first_line + i}")
+
+    def check_not_empty(self, split: str) -> None:
+        """Raise InputError if no pair is left of a split."""
+        if not self.kept:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in self.dropped.items() if n)
+            raise InputError(f"corpus.{split}: no pair is left ({reasons}); correct the text or relax the settings")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the account as in the manifest, with the first few lines that were dropped for each reason."""

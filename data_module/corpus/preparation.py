@@ -16,7 +16,7 @@ from data_module.corpus.builder import learn_tokenizer, write_corpus
 from data_module.corpus.checks import (
     check_folder,
     check_settings,
-    check_source,
+    check_text,
     check_tokenizer,
     lock_file,
     size_warnings,
@@ -79,16 +79,15 @@ def prepare(
             manifest = _up_to_date(settings, wanted, ignore_differences=force)
             if manifest is None or force:
                 # Check every source before doing any expensive work.
-                checked = [check_source(text, settings) for text in settings.texts()]
+                checked = check_text(settings)
                 for warning in source_warnings(settings, checked):
                     log.warning(warning)
-                train_pairs = [source.num_pairs for source in checked[: len(settings.train)]]
                 with _replacing(target) as temporary, without_garbage_collection():
                     inputs = wanted | {"hub_revisions": _hub_revisions(settings)}
-                    own = tokenizer or learn_tokenizer(settings, train_pairs, progress)
+                    own = tokenizer or learn_tokenizer(settings, checked, progress)
                     for warning in [] if tokenizer else size_warnings(settings, checked):
                         log.warning(warning)
-                    manifest = write_corpus(settings, own, inputs, train_pairs, temporary, progress)
+                    manifest = write_corpus(settings, own, inputs, checked, temporary, progress)
                     before_replacing()
     return manifest
 

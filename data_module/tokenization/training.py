@@ -3,9 +3,11 @@
 import io
 import re
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -29,8 +31,12 @@ from data_module.tokenization.tokenizer import (
 
 MIN_CHARACTER_COUNT = 20
 """With byte fallback, a character that the text has less often than this gets no piece of its own."""
-# Training takes about 0.7 kB per distinct word. Beyond this number, the rarest words are dropped.
+# Training takes about 0.7 kB for each distinct word of text with spaces, and 2 kB for each sentence of 12 characters
+# without. So words are counted of no more lines than have about this number of distinct words of 12 characters, the
+# space included, or as many characters in longer or shorter words.
 _MAX_COUNTED_WORDS = 2_000_000
+_MEAN_CHARACTERS = 12
+_HASH_BITS = 32
 _CHUNK_WORDS = 100_000
 
 
@@ -39,21 +45,53 @@ class WordCounts:
 
     Pieces never cross a space, so training on word counts gives the same pieces as training on the sentences, in a
     fraction of the memory and time.
+
+    If a text has more distinct words than memory allows, as text without spaces has, words are counted of half of its
+    lines, or a quarter and so on. A hash of the line decides, so that all lines have the same chance and their order
+    changes nothing: the hashes of half of the lines end in 0 or more zero bits and then a one, those of a quarter in
+    one zero bit or more, and so on.
     """
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self._total: Counter[str] = Counter()
+        # Item i counts the words of the lines whose hashes end in exactly `self._zeros` + i zero bits.
+        self._by_zeros: list[Counter[str]] = [Counter() for _ in range(_HASH_BITS + 1)]
+        self._zeros = 0
+        self._characters = 0
+        """Of item 0's words, one space each included."""
         self._seen = np.zeros(0x110000, dtype=bool)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The number of occurrences of each word. Read it when all lines have been added."""
+        for counts in self._by_zeros:
+            self._total.update(counts)
+            counts.clear()
+        self._characters = 0
+        return self._total
 
     def add(self, lines: str, times: int = 1) -> None:
         r"""Count the words of normalized "\n"-separated lines `times` times."""
-        words = lines.replace("\n", " ").split(" ")
-        for _ in range(times):
-            self.counts.update(words)
-        rarest = 1
-        while len(self.counts) > _MAX_COUNTED_WORDS:
-            self.counts = Counter({word: n for word, n in self.counts.items() if n > rarest})
-            rarest *= 2
+        by_last_one: defaultdict[int, list[str]] = defaultdict(list)
+        for line, hashed in zip(lines.split("\n"), map(zlib.crc32, lines.encode().split(b"\n")), strict=True):
+            by_last_one[hashed & -hashed].append(line)
+        lowest, num_before = self._by_zeros[0], len(self._by_zeros[0])
+        for last_one, some in by_last_one.items():
+            zeros = last_one.bit_length() - 1 if last_one else _HASH_BITS
+            if zeros >= self._zeros:
+                words = " ".join(some).split(" ")
+                for _ in range(times):
+                    self._by_zeros[zeros - self._zeros].update(words)
+        self._characters += _num_characters(islice(reversed(lowest), len(lowest) - num_before))
+        # Item 0 has half of the lines that are counted.
+        while 2 * self._characters > _MAX_COUNTED_WORDS * _MEAN_CHARACTERS:
+            del self._by_zeros[0]
+            self._zeros += 1
+            self._characters = _num_characters(self._by_zeros[0])
+
+    def num_characters(self) -> int:
+        """Return the number of characters of all distinct words together, one space each included."""
+        return _num_characters(set().union(*self._by_zeros))
 
     def add_characters(self, lines: str) -> None:
         """Add characters to the required vocabulary without counting their words."""
@@ -76,6 +114,10 @@ class WordCounts:
             codes = np.frombuffer("".join(chunk).encode("utf-32-le"), dtype=np.uint32)
             np.add.at(totals, codes, times)
         return {chr(code): int(totals[code]) for code in np.flatnonzero(totals)}
+
+
+def _num_characters(words: Iterable[str]) -> int:
+    return sum(len(word) + 1 for word in words)
 
 
 def train_on_words(words: WordCounts, settings: CorpusSettings) -> bytes:
@@ -165,8 +207,10 @@ def _options(words: WordCounts, settings: CorpusSettings) -> dict[str, Any]:
 def _train(words: WordCounts, options: dict[str, Any]) -> bytes:
     import sentencepiece
 
-    # sentencepiece resolves ties by order of appearance; the counter preserves the order of the text.
-    lines = (f"{word}\t{count}" for word, count in words.counts.items() if word and RESERVED_CHARACTER not in word)
+    # sentencepiece sorts the words, so that their order is of no account.
+    lines = (
+        f"{word}\t{count}" for word, count in words.counts.items() if word and count and RESERVED_CHARACTER not in word
+    )
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines,

@@ -58,17 +58,17 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _preparation(settings: "CorpusSettings", tokenizer: Any) -> dict[str, Any]:
     """Clean, encode and write the corpus into a temporary folder, without training the tokenizer."""
     from data_module.corpus.builder import write_corpus
-    from data_module.corpus.checks import check_source
+    from data_module.corpus.checks import check_text
     from data_module.corpus.pairs import all_available
     from data_module.corpus.preparation import without_garbage_collection
 
     if not all_available(settings):
         return {"pairs_per_second": None}
     parent = Path(settings.folder).parent
-    num_pairs = [check_source(text, settings).num_pairs for text in settings.train]
+    checked = check_text(settings)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".benchmark-") as folder, without_garbage_collection():
         started = time.perf_counter()
-        train = write_corpus(settings, tokenizer, {}, num_pairs, Path(folder), progress=True)["train"]
+        train = write_corpus(settings, tokenizer, {}, checked, Path(folder), progress=True)["train"]
         seconds = _seconds_since(started, "preparing, without the tokenizer")
     return {
         "pairs": train["pairs_kept"],

@@ -20,8 +20,8 @@ from model.settings import DECAY_TO_LAST_STEP
 from pipeline.runtime.console import quiet_lightning, say
 
 if TYPE_CHECKING:
-    from data_module.corpus.checks import SourceCheck
-    from data_module.settings import CorpusSettings, TextSource
+    from data_module.corpus.checks import TextChecker
+    from data_module.settings import TextSource
     from pipeline.config.recipe import Recipe
     from pipeline.runtime.launch import JobStep
 
@@ -198,7 +198,7 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
     `doctor` also reads the texts, prepared or not, and names likely mistakes in them.
     """
     from data_module.corpus.builder import check_vocabulary_size
-    from data_module.corpus.checks import check_folder, check_settings, size_warnings, source_warnings
+    from data_module.corpus.checks import TextChecker, check_folder, check_settings, size_warnings, source_warnings
     from data_module.corpus.pairs import all_available
     from data_module.corpus.preparation import existing_corpus
 
@@ -213,43 +213,39 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
             return
     else:
         check_folder(settings)
-    checked = []
-    for text in settings.texts():
-        source = yield from check_text(text, settings, reads_text)
-        checked += [] if source is None else [source]
-    if len(checked) < len(settings.texts()):
+    checker, num_read = TextChecker(settings), 0
+    for split, text in checker.sources():
+        num_read += yield from check_text(checker, split, text, reads_text)
+    if num_read < len(settings.texts()):
         return
-    yield from (CheckResult(True, line, is_warning=True) for line in source_warnings(settings, checked))
+    yield from (CheckResult(True, line, is_warning=True) for line in source_warnings(settings, checker))
     # Otherwise the vocabulary, and what the network has learned, come from another run or an earlier start of this one.
     if context.init_from is None and context.checkpoint() is None:
         if not is_prepared:
-            train = checked[: len(settings.train)]
-            characters = set().union(*(source.characters for source in train))
-            check_vocabulary_size(settings, [source.num_pairs for source in train], characters)
-        yield from (CheckResult(True, line, is_warning=True) for line in size_warnings(settings, checked))
+            check_vocabulary_size(settings, checker)
+        yield from (CheckResult(True, line, is_warning=True) for line in size_warnings(settings, checker))
 
 
 def check_text(
-    text: "TextSource", settings: "CorpusSettings", reads_text: bool
-) -> Generator[CheckResult, None, "SourceCheck | None"]:
+    checker: "TextChecker", split: str, text: "TextSource", reads_text: bool
+) -> Generator[CheckResult, None, bool]:
     """Check that a text source is there, and read it if `reads_text` and that needs no network.
 
-    Yields results, and returns what was read, None if nothing was.
+    Yields results, and returns whether the source was read.
     """
-    from data_module.corpus.checks import check_source
     from data_module.corpus.pairs import open_reader
 
     try:
-        reader = open_reader(text, settings)
+        reader = open_reader(text, checker.settings)
         results = [CheckResult(ok, message) for ok, message in reader.check()]
         if reads_text and all(result.ok for result in results) and reader.is_available():
-            source = check_source(text, settings)
+            source = checker.check(split, text)
             yield CheckResult(True, f"text {source.name}: {source.num_pairs:,} pairs")
-            return source
+            return True
     except InputError as error:
         results = [CheckResult(False, str(error))]
     yield from results
-    return None
+    return False
 
 
 def check_trainer(context: CheckContext) -> Iterator[CheckResult]:

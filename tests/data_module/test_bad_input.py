@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from data_module.corpus.checks import check_source
+from data_module.corpus.checks import check_text
 from data_module.corpus.preparation import prepare
 from data_module.corpus.store import TokenStoreWriter, open_corpus
 from data_module.errors import InputError
@@ -165,7 +165,7 @@ def test_invalid_utf8(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None
     place.write("train.de", b"".join(lines[:2]) + b"drei H\xe4user\n" + lines[3])
     message = place.fails("train.de:3: invalid UTF-8; correct the line, or set `corpus.drop_invalid_utf8: true`")
     with pytest.raises(InputError) as caught:  # also without preparing
-        check_source(place.settings.train[0], place.settings)
+        check_text(place.settings)
     assert str(caught.value) == message
     account = place.works(drop_invalid_utf8=True)["train"]
     assert account["pairs_dropped"]["invalid_utf8"]["pairs"] == 1

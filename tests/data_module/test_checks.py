@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data_module.corpus.checks import check_folder, check_source, size_warnings, source_warnings
+from data_module.corpus.checks import TextChecker, check_folder, check_text, size_warnings, source_warnings
 from data_module.corpus.preparation import prepare
 from data_module.errors import InputError
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
@@ -25,7 +25,7 @@ def settings_of(folder: Path, train: list[TextSource], held_out: TextSource) -> 
 
 
 def warnings_of(settings: CorpusSettings) -> list[str]:
-    return source_warnings(settings, [check_source(text, settings) for text in settings.texts()])
+    return source_warnings(settings, check_text(settings))
 
 
 def test_noise_that_the_tokenizer_does_not_know_or_that_is_the_same_in_all_epochs(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def sizes(folder: Path, num_pairs: int, vocabulary_size: int, **options: Any) ->
     """Warnings about a text of 50 bytes a pair."""
     text = text_of(folder, "train", ["a" * 24] * num_pairs, ["b" * 24] * num_pairs)
     settings = replace(settings_of(folder, [text], text), vocabulary_size=vocabulary_size, **options)
-    return size_warnings(settings, [check_source(one, settings) for one in settings.texts()])
+    return size_warnings(settings, check_text(settings))
 
 
 def test_few_pairs_and_a_vocabulary_that_they_cannot_feed(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_the_suggested_vocabulary_has_room_for_all_characters(tmp_path: Path) ->
     characters = "".join(map(chr, range(ord("一"), ord("一") + 300)))
     text = text_of(tmp_path, "train", [characters] * 9, ["abc"] * 9)
     settings = replace(settings_of(tmp_path, [text], text), vocabulary_size=4000)
-    [_, pieces] = size_warnings(settings, [check_source(text, settings)] * 2)
+    [_, pieces] = size_warnings(settings, check_text(settings))
     assert int(pieces.rsplit(" ", 1)[1]) == 2 * (300 + 3 + 1)  # with the line end
 
 
@@ -103,14 +103,14 @@ def test_marks_that_are_probably_no_part_of_the_text(tmp_path: Path) -> None:
     assert joined.startswith(f"{text.source}: line 3: U+FEFF inside, as from joined files; remove it (sed ")
     (tmp_path / "text.tsv").write_bytes(b"a\rb\tc\r\nd\te\rf\r\n")
     table = TextSource(tsv=str(tmp_path / "text.tsv"))
-    one, two = check_source(table, settings_of(tmp_path, [table], table)).marks
+    one, two = TextChecker(settings_of(tmp_path, [table], table)).check("train", table).marks
     assert ("line 1: carriage" in one, "line 2: carriage" in two) == (True, True)
     # Where they end the lines of one side, the sides have other numbers of lines.
     old = text_of(tmp_path, "old", ["a\rb\rc\r"], ["a", "b", "c"])
     with pytest.raises(
         InputError, match=r"old\.source: 1 lines, but .* missing lines; .*old\.source: line 1: carriage"
     ):
-        check_source(old, settings_of(tmp_path, [old], old))
+        check_text(settings_of(tmp_path, [old], old))
 
 
 def test_accents_that_are_characters_of_their_own(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from data_module.corpus import builder
 from data_module.corpus.builder import learn_tokenizer
+from data_module.corpus.checks import check_text
 from data_module.corpus.preparation import prepare
 from data_module.corpus.store import open_corpus
 from data_module.errors import InputError
@@ -185,7 +186,7 @@ def test_a_sample_has_the_given_size_without_repetitions(
     for num_sentences, num_words in ((2, 1), (3, 1), (9, 4), (18, 9), (20, 10), (99, 10)):
         wanted = replace(settings, train=[text], tokenizer_sentences=num_sentences, vocabulary_size=500)
         with pytest.raises(InputError, match=f"the largest that works is {25 + 3 * num_words}$"):
-            learn_tokenizer(wanted, [len(words)], progress=False)
+            learn_tokenizer(wanted, check_text(wanted), progress=False)
 
 
 def test_the_tokenizer_counts_a_repeated_source_repeatedly(settings: CorpusSettings, tmp_path: Path) -> None:

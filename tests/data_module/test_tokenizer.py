@@ -18,7 +18,6 @@ from data_module.tokenization.tokenizer import (
     is_blank,
     normalize_white_space,
 )
-from data_module.tokenization.training import WordCounts
 from tests.conftest import INVISIBLE, train_tokenizer
 
 SENTENCES = [
@@ -94,20 +93,6 @@ def test_word_encoder_equals_the_tokenizer(tokenizer: Tokenizer, monkeypatch: py
             expected = one.encode(chunk)
             assert [np.frombuffer(ids, np.uint16).tolist() for ids in encoded] == [x.tolist() for x in expected]
             assert lengths.tolist() == [len(x) for x in expected]
-
-
-def test_word_counts_are_bounded_and_drop_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_module.tokenization.training._MAX_COUNTED_WORDS", 10)
-    words = WordCounts()
-    words.add("often often", times=3)
-    for i in range(50):
-        words.add(f"often w{i}")
-        assert len(words.counts) <= 10
-    assert words.counts["often"] == 56
-    monkeypatch.setattr("data_module.tokenization.training._MAX_COUNTED_WORDS", 3)
-    words = WordCounts()
-    words.add("a b b c c d d d e e e e e")
-    assert words.counts == {"d": 3, "e": 5}
 
 
 @given(sentences=st.lists(st.text(max_size=20), min_size=1, max_size=6))

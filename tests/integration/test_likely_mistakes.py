@@ -11,6 +11,7 @@ import yaml
 from torch.utils.data import DataLoader
 
 from data_module.corpus.builder import check_vocabulary_size
+from data_module.corpus.checks import check_text
 from data_module.errors import InputError
 from pipeline.config.recipe import load_recipe
 from pipeline.runtime.console import quiet_lightning
@@ -148,10 +149,12 @@ def test_a_vocabulary_that_the_text_does_not_allow(place: Path) -> None:
     assert not (place / "corpus").exists()
     largest = int(line.rpartition(" ")[2])
     settings = load_recipe([place / "mine.yaml"], ["--corpus.vocabulary_size", str(largest + 1)]).corpus
+    checked = check_text(settings)
     with pytest.raises(InputError, match=f"the largest that works is {largest}$"):
-        check_vocabulary_size(settings, [300], set())
+        check_vocabulary_size(settings, checked)
+    checked.found["train"][0].characters.update(map(chr, range(0x4E00, 0x4E00 + 500)))
     with pytest.raises(InputError, match=r"too small for the text's 5\d\d distinct characters"):
-        check_vocabulary_size(settings, [300], set(map(chr, range(0x4E00, 0x4E00 + 500))))
+        check_vocabulary_size(settings, checked)
     options = ["--corpus.vocabulary_size", largest, "--trainer.max_steps", 2]
     for command in ("doctor", "fit"):
         assert pipeline(command, place / "mine.yaml", *options).returncode == 0
