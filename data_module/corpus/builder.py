@@ -300,8 +300,8 @@ class _Split:
         fraction = self._unknown / max(1, sum(writer.num_tokens for writer in self.writers))
         if fraction > _MAX_UNKNOWN:
             log.warning(
-                "%.0f %% of the %s text's pieces are unknown to the tokenizer, which was trained on other text;"
-                " compare the texts, or start without --init-from",
+                "%.0f %% of the %s text's pieces are unknown to the tokenizer, which was trained on other text: compare"
+                " the texts' languages and normal forms (NFC, NFD); with --init-from, the tokenizer is the other run's",
                 100 * fraction,
                 "training" if self._name == "train" else self._name,
             )

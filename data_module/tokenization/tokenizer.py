@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -220,6 +220,26 @@ class Tokenizer:
         proto = self.proto()
         kind = proto.SentencePiece.USER_DEFINED
         return [p.piece for p in proto.pieces if p.type == kind and p.piece != RESERVED_CHARACTER]
+
+    @cached_property
+    def _strange_ids(self) -> frozenset[int]:
+        """The ids of characters without a piece of their own."""
+        names = BYTE_NAMES if self.byte_fallback else ()
+        return frozenset([self.unk_id, *map(self._processor.piece_to_id, names)])
+
+    def knows_other_form(self, sentence: str, ids: Sequence[int]) -> bool:
+        """Return whether more of a sentence has pieces in the other of the normal forms NFC and NFD.
+
+        Args:
+            sentence: the sentence.
+            ids: what `encode` returns for it.
+        """
+        strange = sum(map(self._strange_ids.__contains__, ids))
+        if not strange:
+            return False
+        form: Literal["NFC", "NFD"] = "NFC" if is_decomposed(sentence) else "NFD"
+        [others] = self.encode([unicodedata.normalize(form, sentence)])
+        return sum(map(self._strange_ids.__contains__, others.tolist())) < strange
 
     def proto(self) -> Any:
         """Return the model as a protocol buffer of sentencepiece."""

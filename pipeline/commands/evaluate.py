@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Translate, score and print."""
     from pipeline.export.bundle import load_checkpoint_or_bundle
-    from pipeline.inference.metrics import reference_warnings, require_sacremoses
+    from pipeline.inference.metrics import are_characters, reference_warnings, require_sacremoses
 
     # Before a checkpoint is loaded, so that a missing file is reported at once.
     text = given_text(arguments)
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         with output_file(arguments.output) as file:
             file.write("".join(line + "\n" for line in hypotheses).encode())
-    if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES:
+    if sum(line.endswith(" .") for line in hypotheses) >= TOKENIZED_LINES and not are_characters(hypotheses):
         print("the translations look tokenized: train on detokenized text for comparable scores", file=sys.stderr)
     systems = list(zip([translator.name for translator in translators], [hypotheses, *others], strict=True))
     language = translators[0].recipe["corpus"]["target_language"] if arguments.paper else None

@@ -126,8 +126,8 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     print(f"comparing on {len(text.sources)} sentences ({text.name})", file=sys.stderr)
     parity = Parity(model, text)
     about = {"text": text.name, "sentences": len(parity.sources)}
-    bleu = {name: value for name, value in parity.figures.items() if name.startswith("bleu")}
-    card, penalty = make_card(model, about | bleu, licences), parity.power_penalty()
+    scores = {name: value for name, value in parity.figures.items() if name.startswith(parity.metric)}
+    card, penalty = make_card(model, about | scores, licences), parity.power_penalty()
     if any(name.startswith("ctranslate2") for name in names):
         card["ctranslate2_length_penalty"] = penalty
     card_text = json.dumps(card, indent=2, ensure_ascii=False) + "\n"

@@ -30,7 +30,7 @@ def make_card(model: TrainedModel, scores: dict[str, Any], licences: list[str]) 
 
     Args:
         model: the checkpoint.
-        scores: BLEU, its signature and the name of the text.
+        scores: that of the metric of `run.best_by`, its signature and the name of the text.
         licences: licences of the training data, as the user gave them.
     """
     tokenizer, decoding, corpus = model.tokenizer, model.decoding, model.recipe["corpus"]
@@ -151,9 +151,16 @@ def model_card(card: dict[str, Any]) -> str:
         "about": json.dumps(about, indent=2, ensure_ascii=False),
     }
     blocks = {"page", "no scores"}
-    if "bleu" in scores:
+    from pipeline.inference.metrics import title  # imports sacreBLEU
+
+    if name := next((name for name in scores if f"{name}_signature" in scores), None):
         blocks = {"page", "scores"}
-        values |= scores | {"bleu": f"{scores['bleu']:.2f}"}
+        values |= {
+            **scores,
+            "metric": title(name),
+            "score": f"{scores[name]:.2f}",
+            "signature": scores[f"{name}_signature"],
+        }
     return _page("model_card.md", blocks | ({"prefixes"} if values["prefixes"] else set()), values)
 
 

@@ -27,7 +27,7 @@ from model.transformer import Transformer
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.formats import Answer, Bundle, Ids, Runner, SearchRunner, load_format
 from pipeline.inference.bleu_tokenizer import DEFAULT, tokenizer_of
-from pipeline.inference.metrics import Bleu, corpus_score
+from pipeline.inference.metrics import METRICS, corpus_score, metrics_on
 from pipeline.inference.scoring import score_pairs
 from pipeline.inference.text_io import paired_texts, read_sentences
 from pipeline.inference.translator import LONGEST, encode_sources
@@ -56,6 +56,8 @@ class Text(NamedTuple):
     sources: list[str]
     references: list[str] | None
     bleu_tokenizer: str = DEFAULT
+    metric: str = "bleu"
+    """That of `run.best_by`."""
 
 
 def parity_text(model: TrainedModel, source: Path | None, reference: Path | None, num_sentences: int) -> Text:
@@ -64,11 +66,13 @@ def parity_text(model: TrainedModel, source: Path | None, reference: Path | None
     Raises:
         InputError: the text cannot be read, is empty, or is missing.
     """
+    best_by = model.recipe["run"].get("best_by", "bleu")
+    metric = best_by if best_by in METRICS else "bleu"  # One from outside may not be registered here.
     if source is not None:
         sources, references = (read_sentences(source), None) if reference is None else paired_texts(source, reference)
         if not any(map(len, model.tokenizer.encode(sources))):  # U+2581 and the like are no pieces
             raise InputError(f"{source}: has no sentences; give a text to compare formats on")
-        return Text(source.name, sources, references, tokenizer_of(model.recipe) if references else DEFAULT)
+        return Text(source.name, sources, references, tokenizer_of(model.recipe) if references else DEFAULT, metric)
     folder = Path(model.recipe["corpus"]["folder"])
     source, reference = folder / "validation.source.txt", folder / "validation.target.txt"
     if not (source.is_file() and reference.is_file()):
@@ -79,7 +83,7 @@ def parity_text(model: TrainedModel, source: Path | None, reference: Path | None
     sources, references = paired_texts(source, reference)
     kept = slice(None, None, max(1, len(sources) // num_sentences))
     sources, references = sources[kept][:num_sentences], references[kept][:num_sentences]
-    return Text("validation text", sources, references, tokenizer_of(model.recipe))
+    return Text("validation text", sources, references, tokenizer_of(model.recipe), metric)
 
 
 class Truth:
@@ -144,7 +148,8 @@ class Parity:
             InputError: the network is so sensitive to rounding that formats cannot be compared.
         """
         tokenizer = model.tokenizer
-        self.tokenizer, self.settings, self.bleu_tokenizer = tokenizer, model.decoding, text.bleu_tokenizer
+        self.tokenizer, self.settings = tokenizer, model.decoding
+        self.metric, self.bleu_tokenizer = text.metric, text.bleu_tokenizer
         longest = min(LONGEST, model.network.positions.max_positions or LONGEST)
         encoded, _ = encode_sources(tokenizer, text.sources, longest)
         kept = [index for index, ids in enumerate(encoded) if len(ids) > 1]
@@ -168,7 +173,7 @@ class Parity:
     def measure(
         self, search: Callable[[list[Ids]], list[list[Answer]]], every: int = 1
     ) -> tuple[list[list[Answer]], Figures]:
-        """Return a search's answers for one sentence in `every`, and their BLEU and throughput after a warm-up."""
+        """Return a search's answers for one sentence in `every`, and their score and throughput after a warm-up."""
         sources = self.sources[::every]
         for _ in range(2):
             search(sources[:WARM_UP])
@@ -176,15 +181,15 @@ class Parity:
         answers = search(sources)
         seconds = time.perf_counter() - started
         num_tokens = sum(len(best.tokens) for best, *_ in answers)
-        return answers, {"target_tokens_per_second": round(num_tokens / seconds, 1), **self._bleu(answers, every)}
+        return answers, {"target_tokens_per_second": round(num_tokens / seconds, 1), **self._scores(answers, every)}
 
-    def _bleu(self, answers: list[list[Answer]], every: int) -> Figures:
+    def _scores(self, answers: list[list[Answer]], every: int) -> Figures:
         if self.references is None:
             return {}
-        metric = Bleu(tokenize=self.bleu_tokenizer)
+        metric = metrics_on(self.bleu_tokenizer)[self.metric]
         texts = self.tokenizer.decode([best.tokens for best, *_ in answers])
         score = corpus_score(metric, texts, self.references[::every])
-        return {"bleu": round(score, 4), "bleu_signature": metric.signature()}
+        return {self.metric: round(score, 4), f"{self.metric}_signature": metric.signature()}
 
     def compare(self, runner: Runner, *, bounded: bool = True, every: int = 1) -> tuple[Figures, list[str]]:
         """Return a format's figures, and a message for each bound that they exceed.
@@ -203,8 +208,8 @@ class Parity:
             ours = self.beam[::every]
             equal = [one[0].tokens == other[0].tokens for one, other in zip(ours, beam, strict=True)]
             figures["share_equal"] = round(sum(equal) / len(equal), 4)
-            if "bleu" in measured:
-                figures["bleu_difference"] = round(measured["bleu"] - self._bleu(ours, every)["bleu"], 4)
+            if (name := self.metric) in measured:
+                figures[f"{name}_difference"] = round(measured[name] - self._scores(ours, every)[name], 4)
         else:
             figures["search"] = "greedy"
         if not bounded:

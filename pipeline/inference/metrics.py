@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from data_module.errors import InputError, install
 from data_module.registry import Registry
+from data_module.tokenization.tokenizer import is_composed, is_decomposed
 from pipeline.compat.metrics import chrf_score, chrf_statistics
 from pipeline.inference.bleu_tokenizer import DEFAULT, language_code
 
@@ -270,12 +271,27 @@ def compare(
     return figures
 
 
+def are_characters(lines: list[str]) -> bool:
+    """Return whether a text is characters, such as letters, with spaces between them rather than words."""
+    words = [word for line in lines for word in line.split()]
+    return 2 * sum(len(word) == 1 for word in words) > len(words)
+
+
 def reference_warnings(references: list[str], hypotheses: list[str]) -> list[str]:
-    """Return warnings about references that look tokenized, or lower-cased where the model's translations do not."""
+    """Return warnings about references that look tokenized, or are not written as the model's translations are.
+
+    That is in lower case or in another Unicode normal form.
+    """
     messages = []
+    ours, theirs = (any(map(is_decomposed, lines)) for lines in (hypotheses, references))
+    if ours != theirs and any(map(is_composed, references if ours else hypotheses)):
+        messages.append(
+            f"have accents in another normal form than the translations: scores count them as errors; convert the"
+            f" references (uconv -x any-{'nfd' if ours else 'nfc'})"
+        )
     punctuated = sum(bool(_PUNCTUATED.search(line)) for line in references)
     tokenized = sum(bool(_TOKENIZED.search(line)) for line in references)
-    if 2 * tokenized > punctuated:
+    if 2 * tokenized > punctuated and not are_characters(references):
         messages.append("look tokenized: scores on them do not compare; give them detokenized")
     # A model of text that has no capitals, such as phonemes, has none in its translations either.
     if _looks_lower_cased(references) and not _looks_lower_cased(hypotheses):

@@ -58,6 +58,8 @@ class Defects(NamedTuple):
     """See `Prefixes.is_missing`."""
     has_mark: bool = False
     """It holds sentencepiece's mark of a space."""
+    has_other_form: bool = False
+    """The vocabulary has more of its characters in another Unicode normal form."""
 
 
 class SentenceWarnings:
@@ -76,6 +78,7 @@ class SentenceWarnings:
             "characters that the model has never seen, and cannot read",
             prefixes.missing_message,
             f"U+2581 ({SPACE_MARK}), by which sentencepiece marks spaces, was read as a space",
+            "accents in another normal form than the training text's; convert the text (uconv -x any-nfc, or any-nfd)",
         )
         self._warnings = [LineWarning(message, name) for message in messages]  # in the order of `Defects`
 

@@ -35,7 +35,8 @@ def encode_sources(
         rows.append([*ids[:kept], tokenizer.eos_id])
         lacks_prefix = prefixes is not None and prefixes.is_missing(sentence)
         is_cut = kept is not None and len(ids) > kept
-        defects.append(Defects(is_cut, tokenizer.unk_id in rows[-1], lacks_prefix, SPACE_MARK in sentence))
+        other_form = tokenizer.knows_other_form(sentence, ids)
+        defects.append(Defects(is_cut, tokenizer.unk_id in rows[-1], lacks_prefix, SPACE_MARK in sentence, other_form))
     return rows, defects
 
 

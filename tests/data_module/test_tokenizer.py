@@ -129,6 +129,21 @@ def test_only_a_line_without_a_visible_character_is_blank() -> None:
     assert [len(ids) for ids in tokenizer.encode(["\xa0", "\u3000 \u200b", "\ufeff", "a\xa0!"])] == [0, 0, 0, 4]
 
 
+def test_text_in_another_normal_form_than_the_vocabulary() -> None:
+    composed, decomposed = "caf\xe9 r\xe9", "cafe\u0301 re\u0301"
+    rare = {"byte_fallback": True, "vocabulary_size": 267}  # what occurs less than 20 times is bytes
+    for known, other in ((composed, decomposed), (decomposed, composed)):
+        for tokenizer in (train_tokenizer([known], len(set(known)) + 4), train_tokenizer([known] * 20, **rare)):
+            for text, expected in (
+                (known, False),
+                (other, True),
+                (f"{known} \u2603", False),
+                (f"{other} \u2603", True),
+            ):
+                [ids] = tokenizer.encode([text])
+                assert tokenizer.knows_other_form(text, ids.tolist()) is expected, text
+
+
 EMOJI = "a 👩🏽‍💻 flag 🇩🇪, Ꮳꮃꭹ ጤና 𝕏 \u0301 ▅"
 SYMBOLS = ["<b>", "</b>", "__NAME__", ">>de<<", "<b>x", 'a,"b', "\u2026", "«Ü»", "long" * 10]
 

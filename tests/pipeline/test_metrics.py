@@ -130,6 +130,7 @@ def test_scores_are_rounded_to_four_places_and_sacrebleu_is_silent(caplog: pytes
         (["Ein Mann liest .", "Ein Hund .", *["Ein Mann liest."] * 2], []),
         (["Ein Mann liest .", "Ein Hund .", "Ein Mann liest."], ["tokenized"]),
         (["Ça va ?", "Oui : 3,5 % !"], []),
+        (["K U T Y A .", "<PL> H Á Z ."], []),
         (["犬が走る。", "猫 3.5"], []),
         ([""], []),
     ],
@@ -138,6 +139,16 @@ def test_reference_warnings(references: list[str], words: list[str]) -> None:
     messages = reference_warnings(references, REFERENCES)
     assert len(messages) == len(words)
     assert all(word in message for word, message in zip(words, messages, strict=True))
+
+
+def test_references_in_another_normal_form_are_named() -> None:
+    composed, decomposed, plain = ["Un caf\xe9."], ["Un cafe\u0301."], ["Un the."]
+    for references, hypotheses, form in ((decomposed, composed, "nfc"), (composed, decomposed, "nfd")):
+        [message] = reference_warnings(references, hypotheses)
+        assert message.startswith("have accents in another normal form than the translations: ")
+        assert message.endswith(f"(uconv -x any-{form})")
+    for references, hypotheses in ((composed, composed), (decomposed, decomposed), (plain, composed), (plain, plain)):
+        assert reference_warnings(references, hypotheses) == []
 
 
 def test_references_may_be_in_lower_case_where_the_translations_are() -> None:

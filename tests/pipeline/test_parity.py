@@ -202,6 +202,11 @@ def test_what_is_reported_of_a_format(parity: Parity) -> None:
     right, _ = parity.compare(Fixed(parity, parity.beam, parity.greedy, own_beam=True))
     assert figures["bleu_difference"] == round(figures["bleu"] - right["bleu"], 4)
     assert right["bleu_difference"] == 0.0
+    parity.metric = "exact_match"
+    exact, _ = parity.compare(Fixed(parity, parity.beam, parity.greedy, own_beam=True))
+    assert exact["exact_match_signature"].startswith("nrefs:1|")
+    assert (exact["exact_match_difference"], "bleu" in exact) == (0.0, False)
+    parity.metric = "bleu"
     for kind in ("", "greedy_"):
         assert [right[kind + name] for name in ("equal", "tied", "different")] == [6, 0, 0]
         assert right[f"{kind}largest_score_difference"] <= parity.tolerance
