@@ -168,6 +168,15 @@ def test_a_planted_link_gets_nothing(tmp_path: Path) -> None:
     assert not missing.exists()
 
 
+def test_a_link_planted_in_the_last_moment_gets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f".file.{os.getpid()}.tmp").symlink_to(tmp_path / "victim")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda *_, **__: None)
+        with pytest.raises(FileExistsError), atomic_file(tmp_path / "file"):
+            pass
+    assert not (tmp_path / "victim").exists()
+
+
 def test_what_is_no_regular_file_is_not_opened_in_place(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for flags in (os.O_RDONLY, os.O_RDWR):  # Neither waits for another process.

@@ -1,5 +1,8 @@
 """Recipes on the command line, with and without `--config`."""
 
+import errno
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,7 @@ from data_module.errors import InputError
 from pipeline import load
 from pipeline.__main__ import main, parse
 from pipeline.commands.doctor import print_results
-from pipeline.runtime.console import report, say
+from pipeline.runtime.console import report, say, user_message
 from pipeline.training.checks import CheckResult
 from tests.test_structure import FILES
 
@@ -90,3 +93,17 @@ def test_control_characters_are_printed_escaped(capsys: pytest.CaptureFixture[st
     assert reported == "\\x1b[2J: no such file"
     assert first == "a \\x1b[31mred\\x1b[0m name\\x07, of two\\nlines"
     assert last.startswith("error: \\x1b[2J: ")
+
+
+def test_a_full_standard_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    way_out = "No space left on device; make room, then run the same command again"
+    for name, said in (("stdout", "standard output"), ("stderr", "standard error")):
+        with monkeypatch.context() as patch:
+            stream = Path("/dev/full").open("w")  # noqa: SIM115
+            stream.write("text")
+            patch.setattr(sys, name, stream)
+            assert user_message(full) == f"{said}: {way_out}"
+            with suppress(OSError):  # What is left in its buffer cannot be written.
+                stream.close()
+    assert str(user_message(full)).startswith("a temporary file, in ")
