@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import re
 import stat
@@ -46,7 +47,7 @@ def check_format(path: Path, version: object, start_over: str) -> None:
         start_over: how to make the file anew, such as "export it again".
     """
     if type(version) is not int:  # True is an instance of int.
-        problem = "missing" if version is None else f"{version!r}, not a number"
+        problem = "missing" if version is None else f"{version!r:.60}, not a number"
         raise InputError(f"{path}: its format_version is {problem}; {start_over}")
     if version > FORMAT_VERSION:
         raise InputError(
@@ -57,6 +58,15 @@ def check_format(path: Path, version: object, start_over: str) -> None:
         raise InputError(
             f"{path}: has format {version}, made by version 0.2 or earlier; {start_over}, or use revision 748e0fa"
         )
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON object that a file's text is; None if it is anything else."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None
 
 
 @contextmanager

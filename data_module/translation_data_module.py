@@ -69,8 +69,7 @@ class TranslationDataModule(LightningDataModule):
         self.train_corpus = self.train_variants[0]
         self.validation_corpus = open_corpus(folder, "validation")
         for corpus in (*self.train_variants, self.validation_corpus):
-            corpus.source.map_all()
-            corpus.target.map_all()
+            corpus.map_all()
         self._weights = epoch_weights(folder, corpus_settings) if corpus_settings else ((), ())
         if self._weights[0] and not fewest_pairs(*self._weights):
             raise InputError("corpus.train: an epoch may have no pairs with these weights; raise one")

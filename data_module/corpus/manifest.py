@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_module.errors import PROGRAM, InputError
-from data_module.files import check_format
+from data_module.files import check_format, json_object
 from data_module.settings import TextSource
 
 FORMAT = "attention-pipeline corpus"
@@ -21,6 +21,25 @@ TOKENIZER_NAME = "tokenizer.model"
 TEXT_KEYS = ("corpus.train", "corpus.validation", "corpus.test")
 """Keys of a recipe that hold a list of text sources."""
 
+_COUNTS = dict.fromkeys(("source_tokens", "target_tokens", "longest_source", "longest_target"), int)
+_ACCOUNT = {
+    **dict.fromkeys(("pairs_read", "pairs_kept"), int),
+    "pairs_dropped": {str: {"pairs": int, "first_lines": list}},
+    "sources": [{"name": str, "pairs": int, "repeat": int}],
+    **_COUNTS,
+}
+_SHAPE = {
+    "files": {str: int},
+    "tokenizer": {"sha256": str, "vocabulary_size": int},
+    "source_files": [{"file": str}],
+    "hub_revisions": dict,
+    "settings": {key.removeprefix("corpus."): [{}] for key in TEXT_KEYS},
+    "train": {**_ACCOUNT, "variants": [_COUNTS]},
+    "validation": _ACCOUNT,
+}
+"""The types of what programs read of a manifest."""
+_HEADER_BYTES = 128
+"""Of a one-dimensional .npy file; lengths have two bytes each."""
 _MAX_LINES = 3
 _REBUILD = f"run `{PROGRAM} prepare` with --force to rebuild it"
 
@@ -34,11 +53,16 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 def is_corpus(folder: Path) -> bool:
     """Return whether the folder was made by `prepare`, of any version and whether complete or not."""
+    return _manifest(folder) is not None
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """Return a corpus's manifest, not yet checked; None if the folder has none."""
     try:
-        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+        manifest = json_object((folder / MANIFEST_NAME).read_bytes())
+    except OSError:
+        return None
+    return manifest if manifest is not None and manifest.get("format") == FORMAT else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -51,12 +75,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     if not folder.exists():
         raise InputError(f"{folder}: no such corpus; run `{PROGRAM} prepare`")
-    if not is_corpus(folder):
+    manifest = _manifest(folder)
+    if manifest is None:
         raise InputError(
             f"{folder}: not a corpus (it has no {MANIFEST_NAME} written by prepare); name another corpus.folder"
         )
-    manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     check_format(folder / MANIFEST_NAME, manifest.get("format_version"), _REBUILD)
+    if wrong := _misshapen(manifest, _SHAPE) or _uncounted(manifest):
+        raise InputError(f"{folder / MANIFEST_NAME}: {wrong} is missing or damaged; {_REBUILD}")
     for name, size in manifest["files"].items():
         path = folder / name
         actual = path.stat().st_size if path.exists() else None
@@ -64,6 +90,31 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             state = "is missing" if actual is None else f"has {actual} bytes, not {size}"
             raise InputError(f"{path}: the corpus is incomplete, this file {state}; {_REBUILD}")
     return manifest
+
+
+def _misshapen(value: Any, shape: Any, key: str = "") -> str:
+    """Return the first key at which a value has not the types of a shape; empty if there is none."""
+    if isinstance(shape, type):
+        return "" if type(value) is shape and not (isinstance(value, int) and value < 0) else key
+    if type(value) is not type(shape):
+        return key
+    if isinstance(shape, list):
+        return next(filter(None, (_misshapen(item, shape[0], key) for item in value)), "")
+    if (of_all := shape.get(str)) is not None:
+        return next(filter(None, (_misshapen(item, of_all, f"{key}.{name}") for name, item in value.items())), "")
+    parts = (_misshapen(value.get(name), inner, f"{key}.{name}".lstrip(".")) for name, inner in shape.items())
+    return next(filter(None, parts), "")
+
+
+def _uncounted(manifest: dict[str, Any]) -> str:
+    """Return a key that says more or less than the corpus's files hold; empty if there is none."""
+    if not manifest["train"]["variants"]:
+        return "train.variants"
+    for split in ("train", "validation"):
+        num_pairs = sum(source["pairs"] * source["repeat"] for source in manifest[split]["sources"])
+        if manifest["files"].get(f"{split}.source.lengths.npy") != _HEADER_BYTES + 2 * num_pairs:
+            return f"{split}.sources"
+    return ""
 
 
 def numbers(manifest: dict[str, Any]) -> dict[str, Any]:

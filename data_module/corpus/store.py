@@ -25,6 +25,9 @@ _ARRAYS = ("lengths", "tokens", "offsets")
 MAX_TOKENS = np.iinfo(np.uint16).max - 1  # batches store lengths with EOS in 16 bits too
 """Maximum length of a sentence, because lengths are stored in 16 bits."""
 
+_BLOCK = 2**20
+"""Sentences whose lengths are checked at a time."""
+
 
 def token_type(vocabulary_size: int) -> np.dtype:
     """Return the smaller of uint16 and uint32 that can represent every id of the vocabulary."""
@@ -161,10 +164,25 @@ class TokenStore:
         except (OSError, ValueError) as error:
             raise InputError(f"{path}: cannot open the corpus ({error}); run prepare with --force") from error
 
-    def map_all(self) -> None:
-        """Map all files now: this process and those that it forks keep them if the corpus is replaced or moved."""
-        for name in ("tokens", "offsets", "lengths"):
-            getattr(self, name)
+    def map_all(self, longest: int) -> None:
+        """Map all files now: this process and those that it forks keep them if the corpus is replaced or moved.
+
+        Args:
+            longest: tokens of the longest sentence by the manifest.
+
+        Raises:
+            InputError: lengths and offsets do not match one another, the tokens or the manifest.
+        """
+        tokens, offsets, lengths = self.tokens, self.offsets, self.lengths
+        types = [tokens.dtype in (np.uint16, np.uint32), offsets.dtype == np.int64, lengths.dtype == np.uint16]
+        fits = all(types) and (tokens.ndim, offsets.shape, lengths.ndim) == (1, (len(lengths) + 1,), 1)
+        fits = fits and offsets[0] == 0 and offsets[-1] == len(tokens)
+        for start in range(0, len(lengths) if fits else 0, _BLOCK):
+            block = lengths[start : start + _BLOCK]
+            fits = fits and bool((np.diff(offsets[start : start + _BLOCK + 1]) == block).all())
+            fits = fits and int(block.max()) <= min(longest, MAX_TOKENS)
+        if not fits:
+            raise InputError(f"{_path(self.prefix, 'offsets')}: does not match the corpus; run prepare with --force")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -195,6 +213,13 @@ class ParallelCorpus:
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def map_all(self) -> None:
+        """Call `TokenStore.map_all` for both sides; raise InputError also where they have not as many sentences."""
+        for side in (self.source, self.target):
+            side.map_all(self.longest)
+        if len(self.source) != len(self.target):
+            raise InputError(f"{self.source.prefix}: has not as many sentences as its target; run prepare with --force")
 
     def lengths(self, pairs: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source and target lengths of some pairs, including EOS."""

@@ -6,11 +6,12 @@ plain values and tensors, so that it loads with `weights_only`.
 
 import sys
 import warnings
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ from data_module.tokenization.tokenizer import Tokenizer
 from model.settings import DecodingSettings, NetworkSettings, changed_keys
 from model.transformer import Transformer
 from pipeline.checkpointing.run_folder import AVERAGES, best_path, is_valid, latest_valid, step_of
+from pipeline.config.recipe import Recipe, stored_settings
 
 _PREFIX = "network."
+_State = TypeVar("_State")
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,17 @@ def resolve_checkpoint(path: Path) -> Path:
 def _made_at(average: Path) -> int:
     """Return the step of the newest checkpoint that an average was made of or, with `--best`, that the run had."""
     contents = read_checkpoint(average)
-    return contents["selection"]["run_step"] if "selection" in contents else contents["global_step"]
+    selection = contents.get("selection")
+    step = selection.get("run_step") if isinstance(selection, dict) else contents["global_step"]
+    if type(step) is not int:
+        raise InputError(f"{average}: is damaged: selection.run_step is no number of steps; remove it")
+    return step
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the file's contents, memory-mapped; no code in it is executed.
+
+    Settings are checked as those of a recipe, and completed by those that are newer than the file.
 
     Raises InputError for a file that is truncated, has another format, or is not a checkpoint of this program.
     """
@@ -112,9 +121,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not is_valid(path):
         raise InputError(f"{path}: is truncated or not a checkpoint; copy it again or use an earlier one")
     try:
+        _check_archive(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # About other kinds of files, which are refused below.
             contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        _check_size(contents, path.stat().st_size)
     except Exception:
         raise InputError(
             f"{path}: cannot be read as a checkpoint: it may be an export, damaged, or contain more than plain "
@@ -124,7 +135,78 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(part, dict) or not {"state_dict", "global_step"} <= contents.keys():
         raise InputError(f"{path}: is not a checkpoint of this program; give one that fit has written")
     check_format(path, part.get("format_version"), "start a new run")
-    return contents
+    try:
+        return {**contents, "translation": _checked(contents)}
+    except ValueError as error:
+        raise InputError(f"{path}: is damaged: {str(error)[:300]}; give another one that fit has written") from None
+
+
+_MAX_VALUES, _MAX_DEPTH = 1_000_000, 64
+"""How many values a checkpoint has at most, and in how many others one of them lies."""
+
+
+def _check_archive(path: Path) -> None:
+    """Raise ValueError if a file unpacks to more than it has bytes, or reserves memory by a number in it."""
+    with zipfile.ZipFile(path) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+            raise ValueError("its entries are larger than the file")
+        for entry in archive.infolist():
+            if entry.filename.endswith("data.pkl") and b"\nbytearray\n" in archive.read(entry):
+                raise ValueError("bytearray(n) takes n bytes")
+
+
+def _check_size(contents: Any, file_bytes: int) -> None:
+    """Raise ValueError if values that a file has once stand in too many places, or tensors have more bytes than it."""
+    todo, num_values, num_bytes = [(contents, 0)], 0, 0
+    while todo:
+        value, depth = todo.pop()
+        items: Collection[Any] = ()
+        if isinstance(value, Tensor):
+            own = value.numel() * value.element_size()
+            num_bytes += own
+            plain = value.layout == torch.strided and value.device.type == "cpu"
+            if not plain or own > value.untyped_storage().nbytes():
+                raise ValueError("a tensor is larger than what is stored of it")
+        elif isinstance(value, (dict, list, tuple, set)):
+            items = value.values() if isinstance(value, dict) else value
+        num_values += len(items)
+        if num_values > _MAX_VALUES or depth > _MAX_DEPTH or num_bytes > 4 * file_bytes:  # Weights may be tied.
+            raise ValueError("its values are too many")
+        todo += [(item, depth + 1) for item in items]
+
+
+def _checked(contents: dict[str, Any]) -> dict[str, Any]:
+    """Return the part `translation` of a checkpoint, its settings complete; raise ValueError for what is wrong."""
+    part, weights, step = contents["translation"], contents["state_dict"], contents["global_step"]
+    if type(step) is not int or step < 0:
+        raise ValueError("global_step is no number of steps")
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(weight, Tensor) for name, weight in weights.items()
+    ):
+        raise ValueError("state_dict has something else than named tensors")
+    tokenizer = part.get("tokenizer")
+    if not isinstance(tokenizer, Tensor) or tokenizer.dtype != torch.uint8 or tokenizer.dim() != 1:
+        raise ValueError("translation.tokenizer is no row of bytes")
+    network = stored_settings(part.get("network"), NetworkSettings, "network", exact=True)
+    return {**part, "network": asdict(network), "recipe": stored_settings(part.get("recipe"), Recipe, "").as_dict()}
+
+
+def stored_tokenizer(path: Path, contents: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer of a checkpoint that `read_checkpoint` has read; raise InputError if it is none."""
+    try:
+        return Tokenizer(tokenizer_of(contents))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def callback_state(path: Path, contents: dict[str, Any], callback: str, key: str, kind: type[_State]) -> _State:
+    """Return a value of a callback's state in a checkpoint; raise InputError if there is none of that type."""
+    state = contents.get("callbacks")
+    state = state.get(callback) if isinstance(state, dict) else None
+    value = state.get(key) if isinstance(state, dict) else None
+    if not isinstance(value, kind):
+        raise InputError(f"{path}: cannot be resumed from: it has no {key} of {callback}; remove it, or use --fresh")
+    return value
 
 
 def load_model(path: Path) -> TrainedModel:
@@ -134,15 +216,15 @@ def load_model(path: Path) -> TrainedModel:
     """
     contents = read_checkpoint(path)
     part = contents["translation"]
-    tokenizer = Tokenizer(part["tokenizer"].numpy().tobytes())
+    tokenizer = stored_tokenizer(path, contents)
+    weights = network_weights(contents)
     try:
-        with _NoInitialValues():
+        with _NoInitialValues(weights):
             network = Transformer(tokenizer.vocabulary_size, NetworkSettings(**part["network"]))
+        network.load_state_dict(weights)
     except ValueError as error:  # a norm or an activation that is not registered
         raise InputError(f"{path}: {error}") from None
-    try:
-        network.load_state_dict(network_weights(contents))
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # TypeError: a size of more than 64 bits
         reason = " ".join(str(error).split())
         raise InputError(
             f"{path}: its weights do not match its own settings and vocabulary of {tokenizer.vocabulary_size} "
@@ -156,13 +238,26 @@ class _NoInitialValues(TorchFunctionMode):
     """Leaves new weights uninitialized, because those of a checkpoint replace them.
 
     The meta device would do the same, but the first operation on it imports torch.compile, which takes a second.
+    Raises RuntimeError where there would be many more than in the checkpoint.
     """
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        # A custom part of a network may make tensors that are not stored.
+        self._tensors = 2 * len(weights) + 1000
+        self._elements = 2 * sum(weight.numel() for weight in weights.values()) + 10**8
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init" or func in (Tensor.normal_, Tensor.uniform_):
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if func in (torch.empty, torch.zeros, torch.ones):
+            self._tensors -= 1
+            self._elements -= made.numel()
+            if min(self._tensors, self._elements) < 0:
+                raise RuntimeError("the settings are those of a larger network")
+        return made
 
 
 def network_weights(contents: dict[str, Any]) -> dict[str, Tensor]:

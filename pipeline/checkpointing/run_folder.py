@@ -23,6 +23,7 @@ from data_module.files import (
     check_format,
     existing_parent,
     is_temporary_file,
+    json_object,
     open_in_place,
     pinned,
     remove_temporary_files,
@@ -30,6 +31,7 @@ from data_module.files import (
 )
 from model.settings import DECAY_TO_LAST_STEP, changed_keys
 from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.recipe_files import compose
 from pipeline.config.settings import RunSettings
 from pipeline.runtime.launch import JobStep, versions
 from pipeline.runtime.signals import Stopped, raise_if_stopped
@@ -154,17 +156,20 @@ def is_run(path: Path) -> bool:
 def _config(path: Path) -> dict[str, Any] | None:
     """Return the recipe in a folder's config.yaml; None if that has not the sections of one."""
     try:
-        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        text = (path / "config.yaml").read_text(encoding="utf-8")
+        compose(text)
+        config = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):  # ValueError: no UTF-8, or no such date
         return None
-    is_recipe = isinstance(config, dict) and {"corpus", "batches", "network", "training", "run"} <= config.keys()
+    sections = ("corpus", "batches", "network", "training", "run")
+    is_recipe = isinstance(config, dict) and all(isinstance(config.get(section), dict) for section in sections)
     return config if is_recipe else None
 
 
 def best_by(path: Path) -> str:
     """Return the metric by which a run chooses its best validation."""
-    config = _config(path) or {}
-    return config.get("run", {}).get("best_by", RunSettings.best_by)
+    config = _config(path) or {"run": {}}
+    return str(config["run"].get("best_by", RunSettings.best_by))
 
 
 def check_writable(path: Path, *, fresh: bool = False) -> None:
@@ -386,11 +391,8 @@ def differences(path: Path, recipe: Recipe) -> tuple[list[str], list[str]]:
 def _read_versions(path: Path) -> dict[str, Any]:
     """Return what a run recorded in versions.json; raise InputError if it is damaged or the run of another format."""
     file, start_over = path / _VERSIONS, "start a new run with --fresh or another run.folder"
-    try:
-        recorded = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        recorded = None
-    if not isinstance(recorded, dict):
+    recorded = json_object(file.read_bytes()) if file.is_file() else None
+    if recorded is None:
         raise InputError(f"{file}: is missing or damaged; {start_over}")
     check_format(file, recorded.get("format_version", 1), start_over)  # Version 0.2 recorded no format.
     return recorded
@@ -437,8 +439,8 @@ def count_start(path: Path, job: JobStep, checkpoint: Path | None) -> Iterator[N
     """
     name = checkpoint.name if checkpoint else "the beginning"
     file = path / f".starts-{job.job}.json"
-    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() and job.restarts else {}
-    starts = 1 + (earlier["starts"] if earlier.get("checkpoint") == name else 0)
+    earlier = (json_object(file.read_bytes()) if file.exists() and job.restarts else None) or {}
+    starts = 1 + (int(earlier["starts"]) if earlier.get("checkpoint") == name else 0)
     if starts > MAX_STARTS:
         raise InputError(
             f"{path}: the job has failed {MAX_STARTS} times from {name}; see the errors in its log, "

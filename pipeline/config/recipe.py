@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
 
@@ -118,6 +118,27 @@ def load_recipe(paths: Iterable[Path], overrides: Iterable[str] = ()) -> Recipe:
     values.setdefault("name", names[0])
     places[""] = str(paths[0])
     return _checked(values, places, mistakes)
+
+
+_Settings = TypeVar("_Settings")
+
+
+def stored_settings(values: Any, kind: type[_Settings], section: str, exact: bool = False) -> _Settings:
+    """Check settings that a file holds which this program has written, and complete them by newer ones.
+
+    Args:
+        values: plain values.
+        kind: the dataclass, such as `Recipe`.
+        section: its key in a recipe; "" for the recipe itself.
+        exact: refuse unknown keys, which another version may have; otherwise they are left out.
+
+    Raises ValueError that names the first mistake.
+    """
+    check = Checker({}, knows_all=exact)
+    settings = check.dataclass(values, kind, f"{section}." if section else "")
+    if not isinstance(settings, kind):
+        raise ValueError(check.mistakes[0])
+    return settings
 
 
 def recipe_from_dict(recipe: Mapping[str, Any]) -> Recipe:

@@ -5,6 +5,7 @@ The latter are in `configs/` of a clone, and in `pipeline/recipes/` where a whee
 
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as a recipe ({error}); give a YAML file") from None
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
+        node = compose(text)
         values = plain_copy(yaml.load(text, RecipeLoader))
         if values is None:
             return {}
@@ -79,6 +80,27 @@ def _read(path: Path, places: dict[str, str]) -> dict[str, Any]:
     except RecursionError:
         raise InputError(f"{path}: values are nested too deeply, or one contains itself; write them out") from None
     return values
+
+
+MAX_VALUES = 100_000
+"""How many values a YAML file has at most, those that aliases repeat included."""
+
+
+def compose(text: str) -> Any:
+    """Return the root node of a YAML text; raise YAMLError if aliases make more than `MAX_VALUES` values of it."""
+    root = yaml.compose(text, yaml.SafeLoader)
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            inner = [] if isinstance(node.value, str) else node.value
+            sizes[id(node)] = 1 + sum(map(size, chain(*inner) if isinstance(node, yaml.MappingNode) else inner))
+        return sizes[id(node)]
+
+    if root is not None and size(root) > MAX_VALUES:
+        problem = f"with its aliases it has more than {MAX_VALUES:,} values"
+        raise yaml.composer.ComposerError(problem=problem, problem_mark=root.start_mark)
+    return root
 
 
 def plain_copy(value: Any) -> Any:

@@ -60,10 +60,14 @@ def place_in(message: str, places: Mapping[str, str], section: str) -> str | Non
 class Checker:
     """Converts plain values to typed ones and collects the mistakes."""
 
-    def __init__(self, places: dict[str, str], refused: dict[str, str] | None = None) -> None:
-        """`places` maps keys to file and line; `refused` maps keys that may not be given to what to do instead."""
+    def __init__(self, places: dict[str, str], refused: dict[str, str] | None = None, knows_all: bool = True) -> None:
+        """`places` maps keys to file and line; `refused` maps keys that may not be given to what to do instead.
+
+        Without `knows_all`, unknown keys are left out.
+        """
         self._places = places
         self._refused = refused or {}
+        self._knows_all = knows_all
         self.mistakes: list[str] = []
 
     def _wrong(self, key: str, message: str) -> None:
@@ -73,7 +77,8 @@ class Checker:
     def dataclass(self, values: Any, kind: type, prefix: str) -> Any:
         """Return an instance of the dataclass, or None after adding to `mistakes`."""
         if not isinstance(values, dict):
-            self._wrong(prefix.rstrip("."), f"{prefix.rstrip('.')} must be a mapping, not {_value_name(values)}")
+            name = prefix.rstrip(".")
+            self._wrong(name, f"{name or 'the recipe'} must be a mapping, not {_value_name(values)}")
             return None
         before = len(self.mistakes)
         hints = typing.get_type_hints(kind, include_extras=True)
@@ -103,7 +108,7 @@ class Checker:
     def _unknown(self, values: dict[str, Any], known: Iterable[str], prefix: str) -> None:
         known = list(known)
         for name in values:
-            if name not in known:
+            if name not in known and self._knows_all:
                 key = f"{prefix}{name}"
                 if (instead := self._refused.get(key)) is not None:
                     self._wrong(key, f"{key} may not be set; {instead}")
@@ -153,7 +158,7 @@ class Checker:
         if len(kinds) == 1:
             return self.value(value, kinds[0], key)
         for kind in kinds:
-            attempt = Checker(self._places, self._refused)
+            attempt = Checker(self._places, self._refused, self._knows_all)
             converted = attempt.value(value, kind, key)
             if not attempt.mistakes:
                 return converted

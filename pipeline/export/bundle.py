@@ -212,15 +212,12 @@ def _settings_of(path: Path) -> tuple[dict[str, Any], "DecodingSettings", str]:
 
     Raises InputError if it is no card.
     """
-    from model.settings import DecodingSettings
+    from pipeline.config.recipe import Recipe, stored_settings
     from pipeline.export.card import START_OVER, parse_card
-    from pipeline.inference.options import Prefixes
 
     card = parse_card(path, path.read_bytes())
     try:
-        recipe: dict[str, Any] = card["recipe"]
-        Prefixes.of_corpus(recipe["corpus"])
-        recipe["run"]["bleu_tokenizer"]  # `evaluate` reads it later
-        return recipe, DecodingSettings(**recipe["decoding"]), card["tokenizer_sha256"]
-    except (ValueError, KeyError, TypeError):
-        raise InputError(f"{path}: is no card of a bundle; {START_OVER}") from None
+        recipe = stored_settings(card.get("recipe"), Recipe, "")
+    except ValueError as error:
+        raise InputError(f"{path}: is no card of a bundle: {str(error)[:300]}; {START_OVER}") from None
+    return recipe.as_dict(), recipe.decoding, str(card.get("tokenizer_sha256"))

@@ -7,13 +7,14 @@ the next such line. A page consists of the blocks that it needs, with values in 
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from data_module.corpus.manifest import read_manifest
 from data_module.errors import InputError
-from data_module.files import FORMAT_VERSION, check_format
+from data_module.files import FORMAT_VERSION, check_format, json_object
 from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.ctranslate2_model import NUM_POSITIONS
 from pipeline.inference.options import Prefixes
@@ -67,11 +68,8 @@ def parse_card(path: Path, text: str | bytes) -> dict[str, Any]:
     Raises:
         InputError: it is no card, or of another format.
     """
-    try:
-        card = json.loads(text)
-    except ValueError:
-        card = None
-    if not isinstance(card, dict):
+    card = json_object(text)
+    if card is None:
         raise InputError(f"{path}: is no card of a bundle; {START_OVER}")
     check_format(path, card.get("format_version"), START_OVER)
     return card
@@ -92,12 +90,9 @@ def _data(corpus: Path, tokenizer_sha256: str) -> dict[str, Any] | str:
 def _trained_with(checkpoint: Path) -> dict[str, Any] | str:
     """Return the versions that `fit` recorded in the run folder."""
     for folder in (checkpoint.parent, checkpoint.parent.parent):
-        try:
-            recorded = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(recorded, dict):
-            return _code_of(recorded)
+        with suppress(OSError):  # The checkpoint may be in no run folder.
+            if recorded := json_object((folder / "versions.json").read_bytes()):
+                return _code_of(recorded)
     return "the run folder was not available"
 
 

@@ -331,7 +331,7 @@ def check_bleu_tokenizer(context: CheckContext) -> Iterable[CheckResult]:
         from pipeline.checkpointing.checkpoint import read_checkpoint  # imports torch
         from pipeline.monitoring.validation_samples import bleu_tokenizer_of  # imports Lightning
 
-        began = bleu_tokenizer_of(read_checkpoint(checkpoint))
+        began = bleu_tokenizer_of(checkpoint, read_checkpoint(checkpoint))
     tokenizer, note = choose_bleu_tokenizer(context.recipe, began)
     return [CheckResult(True, note or f"validation BLEU on {tokenizer} tokens")]
 

@@ -142,4 +142,5 @@ def train(start: Start, further_callbacks: Sequence["Callback"] = ()) -> None:
     callbacks = [*build_callbacks(start, data, backend), *further_callbacks]
     trainer = build_trainer(start, options, callbacks)
     with signals.keyboard_interrupt_recorded():
-        trainer.fit(module, datamodule=data, ckpt_path=start.resume.path if start.resume else None)
+        path = start.resume.path if start.resume else None
+        trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)

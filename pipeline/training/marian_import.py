@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_module.errors import InputError, install
+from data_module.files import json_object
 from data_module.tokenization.pair import join_models
 from data_module.tokenization.tokenizer import NUM_SPECIAL_IDS, Tokenizer
 from model.settings import NetworkSettings
@@ -122,12 +123,10 @@ def _configuration(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json_object(path.read_bytes())
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); copy the model's folder again") from None
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
+    if values is None:
         raise InputError(f"{path}: is no JSON object; copy the model's folder again")
     return values
 
@@ -136,7 +135,7 @@ def _vocabulary(folder: Path, config: Mapping[str, Any]) -> _Vocabulary:
     """Return the vocabulary with this project's special symbols first."""
     path, size = folder / VOCABULARY, config["vocab_size"]
     ids = _read_json(path)
-    if sorted(ids.values(), key=str) != sorted(range(size), key=str):
+    if len(ids) != size or sorted(ids.values(), key=str) != sorted(range(size), key=str):
         raise InputError(
             f"{path}: has {len(ids)} pieces, and not the ids 0 to {size - 1} of vocab_size {size} in {CONFIG}; copy the"
             " model's folder again"

@@ -4,7 +4,6 @@ Everything that training needs to know is read once, into `Start`, and handed on
 """
 
 import hashlib
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_module.errors import InputError, printable
+from data_module.files import json_object
 from pipeline.runtime.console import say
 from pipeline.runtime.launch import JobStep, process_rank
 
@@ -109,10 +109,9 @@ def begin_from(
     if is_corpus(recipe.corpus_folder()):
         return recipe, None, None
     # A corpus that is prepared anew for the run needs the run's vocabulary.
-    from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.checkpointing.checkpoint import read_checkpoint, tokenizer_of  # imports torch
+    from pipeline.checkpointing.checkpoint import read_checkpoint, stored_tokenizer  # imports torch
 
-    return recipe, Tokenizer(tokenizer_of(read_checkpoint(checkpoint))), None
+    return recipe, stored_tokenizer(checkpoint, read_checkpoint(checkpoint)), None
 
 
 @contextmanager
@@ -192,7 +191,8 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
         check_same_vocabulary(recipe, tokenizer.sha256, tokenizer_of(contents))
         for change in allowed:
             print(printable(f"changed since the last start: {change}"), file=sys.stderr)
-    return ResumePoint(checkpoint, step_of(checkpoint), validation_is_pending(contents), bleu_tokenizer_of(contents))
+    pending, tokenized = validation_is_pending(checkpoint, contents), bleu_tokenizer_of(checkpoint, contents)
+    return ResumePoint(checkpoint, step_of(checkpoint), pending, tokenized)
 
 
 def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:
@@ -205,11 +205,12 @@ def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:
             return f"finished at step {step}, where training.schedule {recipe.training.schedule} ends"
         return f"finished at step {step}; raise trainer.max_steps to continue"
     if (path / STOPPED_EARLY).exists():
-        stop = json.loads((path / STOPPED_EARLY).read_text(encoding="utf-8"))
-        if stop["step"] == step and recipe.run.patience is not None and recipe.run.patience <= stop["patience"]:
+        stop = json_object((path / STOPPED_EARLY).read_bytes()) or {}
+        patience = stop.get("patience")
+        if stop.get("step") == step and isinstance(patience, int) and 0 < (recipe.run.patience or 0) <= patience:
             from pipeline.inference.metrics import title
 
-            without = f"{stop['patience']} validations without a better {title(recipe.run.best_by)}"
+            without = f"{patience} validations without a better {title(recipe.run.best_by)}"
             return f"stopped early at step {step} after {without}; raise run.patience to continue"
     return None
 
@@ -257,14 +258,11 @@ def _effective(network: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_checkpoint(path: Path) -> InitialWeights:
-    from data_module.tokenization.tokenizer import Tokenizer
-    from pipeline.checkpointing.checkpoint import network_weights, read_checkpoint, resolve_checkpoint
+    from pipeline.checkpointing.checkpoint import load_model, network_weights, read_checkpoint, resolve_checkpoint
 
-    path = resolve_checkpoint(path)
-    contents = read_checkpoint(path)
-    part = contents["translation"]
-    tokenizer = Tokenizer(part["tokenizer"].numpy().tobytes())
-    return InitialWeights(path, tokenizer, network_weights(contents), part["network"])
+    model = load_model(resolve_checkpoint(path))  # It sees that the weights fit.
+    weights = network_weights(read_checkpoint(model.path))
+    return InitialWeights(model.path, model.tokenizer, weights, asdict(model.network.settings))
 
 
 def _from_marian(path: Path, ours: "NetworkSettings") -> InitialWeights:

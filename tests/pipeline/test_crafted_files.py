@@ -1,0 +1,304 @@
+"""Files that say what is not so: each is refused in one line, before memory or time is spent on what they say.
+
+A crafted checkpoint is a whole one with one damage; likewise a corpus, a card and a recipe.
+"""
+
+import json
+import resource
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from data_module.batching.batch import SpecialIds
+from data_module.errors import InputError
+from data_module.settings import BatchSettings
+from data_module.tokenization.tokenizer import Tokenizer
+from data_module.translation_data_module import TranslationDataModule
+from model.settings import NetworkSettings
+from model.transformer import Transformer
+from pipeline.checkpointing.checkpoint import load_model, metadata, read_checkpoint
+from pipeline.config.recipe import load_recipe, recipe_from_dict
+from pipeline.export.bundle import _settings_of
+from pipeline.monitoring.validation_samples import bleu_tokenizer_of
+from pipeline.training.graceful_stop import validation_is_pending
+from pipeline.training.marian_import import load_marian
+from tests.conftest import refusal, tiny_recipe
+
+SPACE = 4 << 30
+"""Bytes that a process may take beside what it has."""
+
+
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """Let what takes `SPACE` more memory inside fail, also memory that is reserved only."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SPACE, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def put(*keys: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a damage: the value at a key of a key ... is another one."""
+
+    def damage(contents: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            contents = contents[key]
+        contents[keys[-1]] = value
+
+    return damage
+
+
+def nested(depth: int) -> list[Any]:
+    """Return 2 ** depth values that a file stores as `depth` lists."""
+    values: list[Any] = []
+    for _ in range(depth):
+        values = [values, values]
+    return values
+
+
+class Reserve:
+    """A pickle of it reserves memory when it is loaded: bytearray(n) is no class that `weights_only` refuses."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytearray, (1 << 40,)
+
+
+def network(**settings: Any) -> Callable[[dict[str, Any]], None]:
+    def damage(contents: dict[str, Any]) -> None:
+        contents["translation"]["network"].update(settings)
+
+    return damage
+
+
+WEIGHT, TRANSLATION = ("state_dict", "network.embedding.weight"), "translation"
+UNREADABLE = "cannot be read as a checkpoint"
+CHECKPOINTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "stride 0": (put(*WEIGHT, value=torch.ones(1).expand(1 << 20, 1 << 16)), UNREADABLE),
+    "stride 0 elsewhere": (put("callbacks", value=[torch.ones(1).expand(1 << 40)]), UNREADABLE),
+    "no device": (put(*WEIGHT, value=torch.empty(1 << 40, device="meta")), UNREADABLE),
+    "sparse": (put(*WEIGHT, value=torch.ones(3).to_sparse()), UNREADABLE),
+    "one value in 2 ** 60 places": (put("callbacks", value=nested(60)), UNREADABLE),
+    "reserves memory": (put("callbacks", value=Reserve()), UNREADABLE),
+    "10 ** 7 layers": (network(num_layers=10**7), "its weights do not match its own settings"),
+    "10 ** 7 narrow layers": (network(num_encoder_layers=10**7, d_model=2), "do not match its own settings"),
+    "a wide network": (network(d_model=1 << 40), "do not match its own settings"),
+    "many positions": (network(learned_positions=True, max_positions=1 << 40), "do not match its own settings"),
+    "another size": (network(d_ff=8), "its weights do not match its own settings"),
+    "a size beyond 64 bits": (network(d_ff=1 << 70), "do not match its own settings"),
+    "a setting of another type": (network(num_heads="four"), "network.num_heads must be a whole number, not 'four'"),
+    "a setting of no range": (network(dropout=2.0), "network.dropout 2.0 is not in [0, 1)"),
+    "an unknown setting": (network(num_head=4), "network.num_head is not a key; did you mean network.num_heads?"),
+    "an unknown norm": (network(norm="none"), "none"),
+    "no network": (put(TRANSLATION, "network", value=[1]), "network must be a mapping, not [1]"),
+    "a recipe that is a list": (put(TRANSLATION, "recipe", value=["x"]), "the recipe must be a mapping, not ['x']"),
+    "a recipe in part": (put(TRANSLATION, "recipe", "corpus", value={}), "corpus.folder is missing"),
+    "no text source": (put(TRANSLATION, "recipe", "corpus", "train", value=[3]), "corpus.train must be a mapping"),
+    "a beam of text": (put(TRANSLATION, "recipe", "decoding", "beam_size", value="wide"), "decoding.beam_size must be"),
+    "a tokenizer that is text": (put(TRANSLATION, "tokenizer", value="text"), "translation.tokenizer is no row of"),
+    "a tokenizer of noise": (put(TRANSLATION, "tokenizer", value=torch.ones(9, dtype=torch.uint8)), "not a tokenizer"),
+    "weights that are a list": (put("state_dict", value=[1]), "state_dict has something else than named tensors"),
+    "a weight that is text": (put(*WEIGHT, value="text"), "state_dict has something else than named tensors"),
+    "a weight without a name": (put("state_dict", 5, value=torch.ones(1)), "state_dict has something else"),
+    "a step that is text": (put("global_step", value="9"), "global_step is no number of steps"),
+    "callbacks that are a list": (put("callbacks", value=[1]), "cannot be resumed from: it has no validation_pending"),
+    "a state that is text": (put("callbacks", "GracefulStop", value="x"), "cannot be resumed from"),
+    "a tokenizer of BLEU that is none": (put("callbacks", "ValidationSamples", "bleu_tokenizer", value=3), "it has no"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, without a damage, of a network that is not trained."""
+    folder = tmp_path_factory.mktemp("crafted")
+    recipe = recipe_from_dict({"name": "tiny", **tiny_recipe(tiny_corpus.parent)})
+    tokenizer = Tokenizer.load(tiny_corpus / "tokenizer.model")
+    weights = Transformer(tokenizer.vocabulary_size, recipe.network).state_dict()
+    states = {"GracefulStop": {"validation_pending": False}, "ValidationSamples": {"bleu_tokenizer": "13a"}}
+    contents = {
+        "state_dict": {f"network.{name}": tensor for name, tensor in weights.items()},
+        "translation": metadata(recipe.as_dict(), recipe.network, tokenizer),
+        "global_step": 3,
+        "callbacks": states,
+    }
+    torch.save(contents, folder / "whole.ckpt")
+    use(folder / "whole.ckpt")
+    return folder / "whole.ckpt"
+
+
+def use(path: Path) -> None:
+    """Read what commands read of a checkpoint."""
+    load_model(path)
+    contents = read_checkpoint(path)
+    validation_is_pending(path, contents)
+    bleu_tokenizer_of(path, contents)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_crafted_checkpoint(whole: Path, tmp_path: Path, name: str) -> None:
+    damage, words = CHECKPOINTS[name]
+    contents = torch.load(whole, weights_only=True)
+    damage(contents)
+    crafted = tmp_path / "crafted.ckpt"
+    torch.save(contents, crafted)
+    assert crafted.stat().st_size < 1e6
+    with limited_memory(), pytest.raises(InputError) as error:
+        use(crafted)
+    line = str(error.value)
+    assert line.startswith(f"{crafted}: ")
+    assert words in line
+    assert len(line.splitlines()) == 1
+
+
+def test_a_deflated_checkpoint(whole: Path, tmp_path: Path) -> None:
+    """An entry has 32 MB, and the file less than 1 MB."""
+    crafted = tmp_path / "crafted.ckpt"
+    with zipfile.ZipFile(whole) as given, zipfile.ZipFile(crafted, "w", zipfile.ZIP_DEFLATED) as archive:
+        for entry in given.infolist():
+            archive.writestr(entry.filename, given.read(entry))
+        with archive.open(given.infolist()[0].filename.split("/")[0] + "/zeros", "w") as zeros:
+            for _ in range(32):
+                zeros.write(bytes(1 << 20))
+    assert crafted.stat().st_size < 1e6
+    assert UNREADABLE in refusal("export", crafted, tmp_path / "bundle")
+
+
+def test_settings_of_other_versions_are_completed_or_left_out(whole: Path, tmp_path: Path) -> None:
+    contents = torch.load(whole, weights_only=True)
+    del contents["translation"]["network"]["self_attention"], contents["translation"]["recipe"]["run"]["kernels"]
+    contents["translation"]["recipe"]["run"]["of_another_version"] = True
+    torch.save(contents, tmp_path / "older.ckpt")
+    read = read_checkpoint(tmp_path / "older.ckpt")["translation"]
+    assert read["network"]["self_attention"] == NetworkSettings.self_attention
+    assert read["recipe"] == read_checkpoint(whole)["translation"]["recipe"]
+
+
+MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "no files": (put("files", value=[]), "files"),
+    "a size that is text": (put("files", "tokenizer.model", value="9"), "files.tokenizer.model"),
+    "no tokenizer": (put("tokenizer", value=None), "tokenizer"),
+    "no variant": (put("train", "variants", value=[]), "train.variants"),
+    "a variant that is text": (put("train", "variants", value=["x"]), "train.variants"),
+    "a length below 0": (put("train", "variants", 0, "longest_source", value=-1), "train.variants.longest_source"),
+    "a split that is a list": (put("validation", value=[]), "validation"),
+    "10 ** 12 pairs": (put("train", "sources", 0, "repeat", value=10**12), "train.sources"),
+    "a text that is text": (put("settings", "train", value="x"), "settings.train"),
+}
+
+
+def copy_of(corpus: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(corpus, tmp_path / "corpus"))
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_crafted_manifest(tiny_corpus: Path, tmp_path: Path, name: str) -> None:
+    damage, key = MANIFESTS[name]
+    corpus = copy_of(tiny_corpus, tmp_path)
+    manifest = json.loads((corpus / "manifest.json").read_text())
+    damage(manifest)
+    (corpus / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError) as error:
+        open_data(corpus)
+    assert f"{corpus / 'manifest.json'}: {key} is missing or damaged; run " in str(error.value)
+
+
+def test_a_manifest_that_is_nested_too_deeply(tiny_corpus: Path, tmp_path: Path) -> None:
+    corpus = copy_of(tiny_corpus, tmp_path)
+    (corpus / "manifest.json").write_text(100_000 * "[")
+    with pytest.raises(InputError, match="not a corpus"):
+        open_data(corpus)
+
+
+ARRAYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "lengths of 65,535": ("lengths", lambda lengths: np.full_like(lengths, 65_535)),
+    "lengths that offsets have not": ("lengths", lambda lengths: np.roll(lengths, 1)),
+    "lengths of 64 bits": ("lengths", lambda lengths: lengths.astype(np.int64)),
+    "offsets of floats": ("offsets", lambda offsets: offsets.astype(np.float64)),
+    "offsets beyond the tokens": ("offsets", lambda offsets: offsets + 1),
+    "offsets that go back": ("offsets", lambda offsets: offsets[::-1].copy()),
+    "too few offsets": ("offsets", lambda offsets: offsets[:-1]),
+    "tokens in two dimensions": ("tokens", lambda tokens: tokens[:, None]),
+    "no lengths": ("lengths", lambda lengths: lengths[:0]),
+}
+
+
+def open_data(corpus: Path) -> TranslationDataModule:
+    return TranslationDataModule(corpus, BatchSettings(batch_tokens=400, workers=0), SpecialIds(0, 2, 3), seed=1)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_crafted_arrays_of_a_corpus(tiny_corpus: Path, tmp_path: Path, name: str) -> None:
+    array, change = ARRAYS[name]
+    corpus = copy_of(tiny_corpus, tmp_path)
+    open_data(corpus)
+    path = corpus / f"train.target.{array}.npy"
+    np.save(path, change(np.load(path)))
+    manifest = json.loads((corpus / "manifest.json").read_text())
+    manifest["files"][path.name] = path.stat().st_size
+    (corpus / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=r"train\.target\.offsets\.npy: does not match the corpus; run prepare with"):
+        open_data(corpus)
+
+
+CARDS = {
+    "nested too deeply": (100_000 * "[", "is no card of a bundle"),
+    "a recipe that is a list": ('{"format_version": 2, "recipe": [1]}', "the recipe must be a mapping, not [1]"),
+    "no recipe": ('{"format_version": 2}', "the recipe must be a mapping, not nothing"),
+    "a format that is text": ('{"format_version": "2"}', "its format_version is '2', not a number"),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_crafted_card(tmp_path: Path, name: str) -> None:
+    text, words = CARDS[name]
+    (tmp_path / "card.json").write_text(text)
+    with pytest.raises(InputError) as error:
+        _settings_of(tmp_path / "card.json")
+    assert words in str(error.value)
+
+
+BILLION = "a0: &a0 [x]\n" + "".join(
+    f"a{number}: &a{number} [{', '.join(9 * [f'*a{number - 1}'])}]\n" for number in range(1, 10)
+)
+MERGES = "a0: &a0 {k: v}\n" + "".join(
+    f"a{number}: &a{number} {{<<: [{', '.join(9 * [f'*a{number - 1}'])}]}}\n" for number in range(1, 10)
+)
+
+
+@pytest.mark.parametrize("text", [BILLION, MERGES])
+def test_a_recipe_of_aliases(tmp_path: Path, text: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    assert f"{recipe}:1: not valid YAML: with its aliases it has more than" in refusal("fit", recipe)
+    recipe.write_text("corpus: &c {folder: [*c]}\n")
+    assert f"{recipe}: values are nested too deeply, or one contains itself" in refusal("fit", recipe)
+
+
+def test_aliases_may_repeat_what_is_small(tmp_path: Path, tiny_corpus: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    values = tiny_recipe(tiny_corpus.parent)
+    values["corpus"]["test"] = values["corpus"]["validation"]
+    recipe.write_text(yaml.safe_dump(values))
+    assert "*id" in recipe.read_text()
+    assert load_recipe([recipe]).corpus.test == load_recipe([recipe]).corpus.validation
+
+
+def test_a_marian_model_of_a_huge_vocabulary(tmp_path: Path) -> None:
+    sizes = ("d_model", "encoder_layers", "decoder_layers", "encoder_ffn_dim", "decoder_ffn_dim")
+    config = {"model_type": "marian", "vocab_size": 10**12, **dict.fromkeys(sizes, 2), "scale_embedding": True}
+    config |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "activation_function": "relu"}
+    config |= {"static_position_embeddings": True, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "vocab.json").write_text('{"<unk>": 0}')
+    with limited_memory(), pytest.raises(InputError, match="has 1 pieces, and not the ids 0 to 999999999999"):
+        load_marian(tmp_path)
