@@ -71,7 +71,7 @@ class Reserve:
     """A pickle of it reserves memory when it is loaded: bytearray(n) is no class that `weights_only` refuses."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return bytearray, (1 << 40,)
+        return bytearray, (1 << 30,)
 
 
 def network(**settings: Any) -> Callable[[dict[str, Any]], None]:
