@@ -42,6 +42,7 @@ _GRACE_SECONDS = 5.0
 """How much longer other ranks wait for what rank 0 has found."""
 _STOP_SECONDS = 15.0
 """How much longer a rank that was asked to stop waits for the others, to agree with them on stopping."""
+_LINGER_SECONDS = 0.5
 _POLL_SECONDS = 0.1
 _POLL_STRANGERS_SECONDS = 1.0
 _OUTCOME = "rendezvous/outcome"
@@ -177,6 +178,7 @@ class Rendezvous:
     def _open(self, own: dict[str, Any]) -> dist.Store:
         """Host the store at a port that the system chooses, and open the door to it."""
         listener = self.listener or self._listen()
+        self.ports = [listener.getsockname()[1]]
         token = find_token(self.start, ()) or write_token(self.start, self._folders)
         self._admit(own)
         inside, name = listen(self.host, 0), secrets.token_hex(8)
@@ -304,7 +306,7 @@ class Rendezvous:
         outcome = self._mistake or problem, bool(self._mistake)
         post(store, _OUTCOME, outcome)
         if outcome[0]:
-            time.sleep(5 * _POLL_SECONDS)  # The store ends with this process; first the others read this.
+            time.sleep(_LINGER_SECONDS)  # The store ends with this process; first the others read this.
         return outcome
 
     def _missing(self, store: dist.Store) -> str:

@@ -143,7 +143,8 @@ def test_a_rank_that_was_started_otherwise_ends_all(
         )
         ranks = [((first, "a", token), (second, "a", token), (other, "b", token))[index] for index in order]
         found = met(tmp_path / f"{number}", ranks)
-        lines = {text for texts in found.values() for text in texts}
+        # On a busy machine, rank 0 may have ended before another rank has read why.
+        lines = {text for texts in found.values() for text in texts if "has ended; see its messages" not in text}
         assert len(lines) == 1
         assert lines.pop().startswith(f"InputError: {line}")
 
