@@ -35,6 +35,8 @@ _ENOUGH_NULS = 16
 """If this many are all at odd or all at even places of a block, that is no chance."""
 _OPEN_FILES = ("/dev/stdin", "/dev/fd", "/proc/self/fd")
 _MAX_NAMED_LINES = 3
+_SHOWN_CHARACTERS = 40
+"""An example of a defect is shown up to this character. A text in another script may be one unknown piece."""
 
 
 def open_file(path: str | Path) -> BufferedReader:
@@ -185,10 +187,12 @@ class LineWarning:
         self._first: list[int] = []
         self._last, self._count = 0, 0
 
-    def add(self, number: int) -> None:
-        """Count line `number`, once if it is given several times in succession."""
+    def add(self, number: int, example: str = "") -> None:
+        """Count line `number`, once if it is given several times in succession. The first line's example is named."""
         if number == self._last:
             return
+        if example and not self._count:
+            self._message += f"; the first is {example[:_SHOWN_CHARACTERS]!r}"
         self._last, self._count = number, self._count + 1
         if len(self._first) < _MAX_NAMED_LINES:
             self._first.append(number)

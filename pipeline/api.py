@@ -21,9 +21,10 @@ from model.sampling import Sampling, check_sampling
 from pipeline.checkpointing.checkpoint import load_model
 from pipeline.export.bundle import load_checkpoint_or_bundle
 from pipeline.inference.options import SearchOptions
+from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import score_targets
 from pipeline.inference.text_io import Defects, SentenceWarnings, progress_bar
-from pipeline.inference.translator import Hypothesis, Translator, encode_sources
+from pipeline.inference.translator import Hypothesis, Translator
 from pipeline.runtime import signals
 from pipeline.runtime.console import lightning_noise_restored, user_message
 
@@ -179,8 +180,8 @@ class Model:
     ) -> Any:
         """Translate a sentence or a list of sentences. An empty sentence has an empty translation.
 
-        Warns of sentences that are too long for the model, without a prefix that it needs, with characters that it has
-        never seen, or with U+2581, which is read as a space.
+        Warns of sentences that are too long for the model, without a prefix that it needs, with characters or
+        pieces that it has never seen, or with U+2581, which is read as a space.
 
         Args:
             sentences: one sentence or a list.

@@ -20,7 +20,7 @@ from data_module.corpus.checks import TextChecker
 from data_module.corpus.manifest import FORMAT, TOKENIZER_NAME, source_names, write_manifest
 from data_module.corpus.noise import CASINGS, with_casing
 from data_module.corpus.pairs import PairFilter, Reason, max_characters, read_pairs
-from data_module.corpus.store import TokenStoreWriter, store_prefix, token_counts, token_type
+from data_module.corpus.store import TokenStore, TokenStoreWriter, store_prefix, token_counts, token_type
 from data_module.corpus.variants import VariantText, write_variants
 from data_module.files import FORMAT_VERSION
 from data_module.settings import CorpusSettings, NoiseSettings, TextSource
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _ENOUGH_CHARACTERS = 2 * MAX_PIECE_CHARACTERS
 """Distinct words with this many characters for each piece of a vocabulary certainly suffice to learn it."""
+_MARKED_TOKENS = 2**22
+"""Tokens that are read at once to find out which pieces occur; their indices take 32 MB."""
 _MAX_UNKNOWN = 0.05
 """Fraction of unknown pieces above which the text is probably in another script or language."""
 
@@ -50,11 +52,11 @@ def learn_tokenizer(settings: CorpusSettings, checked: TextChecker, progress: bo
     return Tokenizer(_train_tokenizer(settings, count_words(settings, checked, progress), progress))
 
 
-def check_vocabulary_size(settings: CorpusSettings, checked: TextChecker) -> None:
-    """Raise InputError for a size that the training text does not allow, as `learn_tokenizer` does.
+def check_vocabulary_size(settings: CorpusSettings, checked: TextChecker) -> Tokenizer:
+    """Learn a tokenizer, to raise InputError for a size that the training text does not allow, and return it.
 
     Of a large text only the beginning is read, which has words enough, unless all of it decides which characters are
-    pieces.
+    pieces. `learn_tokenizer` then learns other pieces.
 
     Args:
         settings: the recipe's `corpus:` section.
@@ -62,7 +64,7 @@ def check_vocabulary_size(settings: CorpusSettings, checked: TextChecker) -> Non
     """
     has_all_characters = settings.character_coverage >= 1 and not settings.byte_fallback
     enough = _ENOUGH_CHARACTERS * settings.vocabulary_size if has_all_characters else None
-    _train_tokenizer(settings, count_words(settings, checked, False, enough), False)
+    return Tokenizer(_train_tokenizer(settings, count_words(settings, checked, False, enough), False))
 
 
 def add_casings(words: WordCounts, noise: NoiseSettings, protected: frozenset[str] = frozenset()) -> None:
@@ -117,7 +119,6 @@ def write_corpus(
     Raises:
         InputError: see `read_pairs`; or a split keeps no pair.
     """
-    (folder / TOKENIZER_NAME).write_bytes(tokenizer.model)
     dtype = token_type(tokenizer.vocabulary_size)
     source_encoder = target_encoder = WordEncoder(tokenizer, dtype)
     if tokenizer.target is not tokenizer:
@@ -130,6 +131,7 @@ def write_corpus(
             with _bar("encoding variants", settings.variants * train["pairs_kept"], progress) as bar:
                 variants = write_variants(folder, text, tokenizer, settings, bar.update)
             train |= variants[0] | {"variants": variants}
+    Tokenizer(tokenizer.model, seen=_seen_pieces(folder, settings, tokenizer)).save(folder / TOKENIZER_NAME)
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -141,6 +143,17 @@ def write_corpus(
     }
     write_manifest(folder, manifest)
     return manifest
+
+
+def _seen_pieces(folder: Path, settings: CorpusSettings, tokenizer: Tokenizer) -> bytes:
+    """Return which pieces the written training text has, on which side, as `Tokenizer` stores it."""
+    seen = np.zeros((2, tokenizer.vocabulary_size), dtype=bool)
+    for in_side, side in zip(seen, ("source", "target"), strict=True):
+        for variant in range(settings.variants):
+            tokens = TokenStore(store_prefix(folder, "train", side, variant)).tokens
+            for start in range(0, len(tokens), _MARKED_TOKENS):
+                in_side[tokens[start : start + _MARKED_TOKENS]] = True
+    return (seen[0] + 2 * seen[1]).astype(np.uint8).tobytes()
 
 
 def count_words(

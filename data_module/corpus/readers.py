@@ -139,7 +139,8 @@ class TsvFile(Reader):
                 for i, row in enumerate(rows):
                     if len(row) != 2:
                         columns = f"{len(row)} tab-separated column{'s' if len(row) > 1 else ''}"
-                        cut = ", or keep two columns of every line (cut -f1,2)" if len(row) > 2 else ""
+                        cut = ", or make two of every line: cut -f1,2 drops the others, sed 's/\\t/ /' joins the first"
+                        cut = cut if len(row) > 2 else ""
                         raise InputError(f"{name}:{first_line + i}: {columns}, not two; correct the line{cut}")
                 yield [row[0] + b"\n" for row in rows], [row[1] for row in rows]
                 first_line += len(lines)

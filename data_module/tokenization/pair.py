@@ -99,6 +99,12 @@ class PairEncoder:
             encoded.append(ids)
         return encoded
 
+    def encode_as_pieces(self, line: str) -> list[str]:
+        """Return the pieces of a line as text, in the order of the ids that `encode` returns."""
+        code, text = _split_code(line)
+        pieces: list[str] = self.processor.encode(text, out_type=str)
+        return [code, *pieces] if code else pieces
+
     def decode(self, pieces: Sequence[Sequence[str]]) -> list[str]:
         """Return the text of each sentence's pieces."""
         texts: list[str] = self.processor.decode([list(sentence) for sentence in pieces]) if pieces else []

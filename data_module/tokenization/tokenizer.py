@@ -29,6 +29,8 @@ SPECIAL_NAMES = ("<pad>", "<unk>", "<s>", "</s>")
 """The pieces of the special ids."""
 BYTE_NAMES = tuple(f"<0x{byte:02X}>" for byte in range(NUM_BYTES))
 """The pieces of the bytes, with byte fallback."""
+_SEEN = ".seen"
+"""What the name of a file has in place of `.model` that says which pieces training has seen."""
 # All characters that some program treats as the end of a line or column; NUL; U+001F, which sentencepiece does not
 # learn; and its mark of a space. Other white space, such as U+00A0, is part of the text.
 SPACE_LIKE = "\0\t\r\v\f\x1c\x1d\x1e\x1f\x85\u2028\u2029" + SPACE_MARK
@@ -96,15 +98,18 @@ class Tokenizer:
 
     pad_id, unk_id, bos_id, eos_id = PAD_ID, UNK_ID, BOS_ID, EOS_ID
 
-    def __init__(self, model: bytes, encodes_target: bool = False) -> None:
+    def __init__(self, model: bytes, encodes_target: bool = False, seen: bytes | None = None) -> None:
         """Load a sentencepiece model from its bytes.
 
         Args:
             model: the bytes.
             encodes_target: encode target sentences, if there are two models; see `target`.
+            seen: a byte for each piece: 1 if it occurs in a source sentence that a network was trained on, plus 2 if it
+                occurs in a target sentence. None if that is not known.
 
         Raises:
-            InputError: the bytes are no sentencepiece model, or its special ids are not this project's.
+            InputError: the bytes are no sentencepiece model, its special ids are not this project's, or `seen` is that
+                of another vocabulary.
         """
         # Imported here because it need not be installed to load batches.
         import sentencepiece
@@ -128,30 +133,58 @@ class Tokenizer:
                 " create one with prepare"
             )
         self.vocabulary_size: int = processor.get_piece_size()
+        if seen is not None and len(seen) != self.vocabulary_size:
+            raise InputError(
+                f"{self.vocabulary_size} pieces, and the record of trained ones has {len(seen)}; run prepare again"
+            )
+        self.seen = seen
         self.lowercase: bool = self._encoder.normalize("A").endswith("a")
         self.byte_fallback: bool = self._encoder.is_byte(self._encoder.piece_to_id(BYTE_NAMES[0]))
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
-        """Load a model file.
+        """Load a model file, and what `save` has written beside it.
 
         Raises:
             InputError: the file cannot be read, or is no tokenizer; the message names it.
         """
         try:
-            return cls(Path(path).read_bytes())
+            record = path.with_suffix(_SEEN)
+            return cls(path.read_bytes(), seen=record.read_bytes() if record.exists() else None)
         except OSError as error:
             raise InputError(f"{path}: cannot read the tokenizer: {error.strerror}; run prepare") from error
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
 
-    def __reduce__(self) -> tuple[type["Tokenizer"], tuple[bytes, bool]]:
-        return Tokenizer, (self.model, self._encodes_target)
+    def save(self, path: Path) -> None:
+        """Write the model, and beside it which pieces training has seen, if that is known."""
+        path.write_bytes(self.model)
+        if self.seen is not None:
+            path.with_suffix(_SEEN).write_bytes(self.seen)
+
+    def __reduce__(self) -> tuple[type["Tokenizer"], tuple[bytes, bool, bytes | None]]:
+        return Tokenizer, (self.model, self._encodes_target, self.seen)
+
+    def also_seen(self, other: "Tokenizer | None") -> "Tokenizer":
+        """Return this tokenizer with the pieces that were seen with it or with another one of the same model."""
+        if other is None or other.model != self.model:
+            return self
+        both = self.seen and other.seen and bytes(a | b for a, b in zip(self.seen, other.seen, strict=True))
+        return Tokenizer(self.model, self._encodes_target, both)
+
+    def never_seen(self, is_target: bool) -> frozenset[int]:
+        """Return the ids that no source or no target sentence of training has; always with `unk_id`."""
+        return self._never_seen[is_target]
+
+    @cached_property
+    def _never_seen(self) -> list[frozenset[int]]:
+        seen = np.frombuffer(self.seen or b"\3" * self.vocabulary_size, dtype=np.uint8)[NUM_SPECIAL_IDS:]
+        return [frozenset([UNK_ID, *(np.flatnonzero(~seen & bit) + NUM_SPECIAL_IDS).tolist()]) for bit in (1, 2)]
 
     @cached_property
     def target(self) -> "Tokenizer":
         """The tokenizer that encodes target sentences: this one, unless it has two models."""
-        return self if self.pair is None else Tokenizer(self.model, encodes_target=True)
+        return self if self.pair is None else Tokenizer(self.model, True, self.seen)
 
     @cached_property
     def _pair_encoder(self) -> PairEncoder | None:
@@ -179,6 +212,11 @@ class Tokenizer:
         if self._pair_encoder:
             return self._pair_encoder.encode(sentences, num_threads)
         return self._processor.encode(sentences, out_type="numpy", num_threads=num_threads)
+
+    def spell(self, sentence: str) -> list[str]:
+        """Return the pieces of a source sentence as text, in the order of their ids: unknown characters as they are."""
+        encoder: Any = self._pair_encoder or self._processor
+        return list(encoder.encode_as_pieces(normalize_white_space(sentence.replace("\n", " "))))
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each sequence of ids. Special ids, including `unk_id`, are skipped.

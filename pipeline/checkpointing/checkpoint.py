@@ -44,17 +44,13 @@ class TrainedModel:
 
 def metadata(recipe: dict[str, Any], network: NetworkSettings, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return what is stored under a checkpoint's key `translation`."""
+    stored = {"tokenizer": tokenizer.model} | ({} if tokenizer.seen is None else {"seen_pieces": tokenizer.seen})
     return {
         "format_version": FORMAT_VERSION,
         "network": asdict(network),
-        "tokenizer": torch.frombuffer(bytearray(tokenizer.model), dtype=torch.uint8),
+        **{name: torch.frombuffer(bytearray(value), dtype=torch.uint8) for name, value in stored.items()},
         "recipe": recipe,
     }
-
-
-def tokenizer_of(contents: dict[str, Any]) -> bytes:
-    """Return the serialized tokenizer of a checkpoint that `read_checkpoint` has read."""
-    return bytes(contents["translation"]["tokenizer"].numpy())
 
 
 def write_atomic(contents: dict[str, Any] | memoryview, path: Path) -> None:
@@ -184,17 +180,20 @@ def _checked(contents: dict[str, Any]) -> dict[str, Any]:
         isinstance(name, str) and isinstance(weight, Tensor) for name, weight in weights.items()
     ):
         raise ValueError("state_dict has something else than named tensors")
-    tokenizer = part.get("tokenizer")
-    if not isinstance(tokenizer, Tensor) or tokenizer.dtype != torch.uint8 or tokenizer.dim() != 1:
-        raise ValueError("translation.tokenizer is no row of bytes")
+    for key in ("tokenizer", *(("seen_pieces",) if "seen_pieces" in part else ())):
+        value = part.get(key)
+        if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.dim() != 1:
+            raise ValueError(f"translation.{key} is no row of bytes")
     network = stored_settings(part.get("network"), NetworkSettings, "network", exact=True)
     return {**part, "network": asdict(network), "recipe": stored_settings(part.get("recipe"), Recipe, "").as_dict()}
 
 
 def stored_tokenizer(path: Path, contents: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer of a checkpoint that `read_checkpoint` has read; raise InputError if it is none."""
+    part = contents["translation"]
+    seen = part.get("seen_pieces")  # Version 1.0 did not store it.
     try:
-        return Tokenizer(tokenizer_of(contents))
+        return Tokenizer(part["tokenizer"].numpy().tobytes(), seen=None if seen is None else seen.numpy().tobytes())
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 

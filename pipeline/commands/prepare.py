@@ -28,10 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prepare the recipe's corpus and print its numbers."""
-    from data_module.corpus.manifest import numbers, summary
+    from data_module.corpus.manifest import TOKENIZER_NAME, numbers, summary
     from data_module.corpus.preparation import prepare
+    from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.checkpointing.run_folder import refuse_corpus_in_use
     from pipeline.config.recipe import load_recipe
+    from pipeline.inference.pieces import piece_report
     from pipeline.training.start import load_initial_weights
 
     recipe = load_recipe(arguments.config, arguments.overrides)
@@ -42,6 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
             refuse()
         tokenizer = load_initial_weights(arguments.init_from, recipe).tokenizer if arguments.init_from else None
         manifest = prepare(recipe.corpus, tokenizer, force=arguments.force, before_replacing=refuse)
+        learned = Tokenizer.load(recipe.corpus_folder() / TOKENIZER_NAME).also_seen(tokenizer)
+        for line, _ in piece_report(recipe.corpus, learned):
+            print(line, file=sys.stderr)
     print(f"{summary(manifest)}\nthe corpus is in {recipe.corpus.folder}", file=sys.stderr, flush=True)
     print(json.dumps({"folder": recipe.corpus.folder, **numbers(manifest)}))
     return 0

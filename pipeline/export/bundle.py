@@ -135,7 +135,7 @@ def write_bundle(model: "TrainedModel", folder: Path, names: list[str], text: "T
     for name in names:
         print(f"writing {name}", file=sys.stderr)
         write_format(name, bundle)
-    (folder / "tokenizer.model").write_bytes(tokenizer.model)
+    tokenizer.save(folder / "tokenizer.model")
     if tokenizer.pair:
         (folder / "source.spm").write_bytes(tokenizer.pair[0])
     (folder / "card.json").write_text(card_text, encoding="utf-8")

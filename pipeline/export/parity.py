@@ -28,9 +28,10 @@ from pipeline.checkpointing.checkpoint import TrainedModel
 from pipeline.export.formats import Answer, Bundle, Ids, Runner, SearchRunner, load_format
 from pipeline.inference.bleu_tokenizer import DEFAULT, tokenizer_of
 from pipeline.inference.metrics import METRICS, corpus_score, metrics_on
+from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import score_pairs
 from pipeline.inference.text_io import paired_texts, read_sentences
-from pipeline.inference.translator import LONGEST, encode_sources
+from pipeline.inference.translator import LONGEST
 
 WARM_UP = 5
 """Number of sentences that are searched twice before the time is measured: TorchScript optimizes at the second call."""

@@ -12,8 +12,9 @@ from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer, normalize_
 from model.decoding import penalty
 from model.padded_transformer import attention_maps
 from model.transformer import Transformer
+from pipeline.inference.pieces import encode_sources
 from pipeline.inference.text_io import SentenceWarnings
-from pipeline.inference.translator import EMPTY, Hypothesis, Translator, encode_sources, length_batches, padded
+from pipeline.inference.translator import EMPTY, Hypothesis, Translator, length_batches, padded
 
 Alignment = list[tuple[int, int]]
 """Pairs of a source and a target word, counted from 0."""

@@ -52,8 +52,10 @@ class Defects(NamedTuple):
 
     is_cut: bool = False
     """It is longer than the network reads."""
-    has_unknown: bool = False
-    """The vocabulary lacks a character of it."""
+    unknown: str = ""
+    """Its first characters that the vocabulary lacks."""
+    unseen: str = ""
+    """Its first piece that no training sentence has; see `Tokenizer.never_seen`."""
     lacks_prefix: bool = False
     """See `Prefixes.is_missing`."""
     has_mark: bool = False
@@ -76,6 +78,7 @@ class SentenceWarnings:
         messages = (
             f"longer than the {longest} tokens that the network reads; cut",
             "characters that the model has never seen, and cannot read",
+            "pieces that no training sentence has on this side; write text as the training text is written",
             prefixes.missing_message,
             f"U+2581 ({SPACE_MARK}), by which sentencepiece marks spaces, was read as a space",
             "accents in another normal form than the training text's; convert the text (uconv -x any-nfc, or any-nfd)",
@@ -84,9 +87,9 @@ class SentenceWarnings:
 
     def add(self, number: int, defects: Defects) -> None:
         """Count line `number`."""
-        for warning, has_defect in zip(self._warnings, defects, strict=True):
-            if has_defect:
-                warning.add(number)
+        for warning, defect in zip(self._warnings, defects, strict=True):
+            if defect:
+                warning.add(number, defect if isinstance(defect, str) else "")
 
     def texts(self, unit: str) -> list[str]:
         """Return a text for each defect that there is; see `LineWarning.text`."""

@@ -11,33 +11,16 @@ import torch
 from torch import Tensor
 
 from data_module.errors import InputError
-from data_module.tokenization.tokenizer import SPACE_MARK, Tokenizer
+from data_module.tokenization.tokenizer import Tokenizer
 from model.decoding import BeamSearch
 from model.fast.compiled_search import CompiledSearch
 from model.sampling import Sampling
 from model.settings import SHORTEST, DecodingSettings
 from model.transformer import Transformer
 from pipeline.inference.options import Prefixes, SearchOptions
+from pipeline.inference.pieces import encode_sources
 from pipeline.inference.text_io import Defects, progress_bar, show_token_rate
 from pipeline.runtime.backend import choose_search
-
-
-def encode_sources(
-    tokenizer: Tokenizer, sentences: list[str], longest: int | None = None, prefixes: Prefixes | None = None
-) -> tuple[list[list[int]], list[Defects]]:
-    """Return each sentence's ids with the end symbol, cut to `longest` tokens, and what is not read of it as it is.
-
-    `prefixes` are the model's for source sentences, None for targets.
-    """
-    kept, rows, defects = None if longest is None else longest - 1, [], []
-    for sentence, encoded in zip(sentences, tokenizer.encode(sentences), strict=True):
-        ids = encoded.tolist()
-        rows.append([*ids[:kept], tokenizer.eos_id])
-        lacks_prefix = prefixes is not None and prefixes.is_missing(sentence)
-        is_cut = kept is not None and len(ids) > kept
-        other_form = tokenizer.knows_other_form(sentence, ids)
-        defects.append(Defects(is_cut, tokenizer.unk_id in rows[-1], lacks_prefix, SPACE_MARK in sentence, other_form))
-    return rows, defects
 
 
 def length_batches(

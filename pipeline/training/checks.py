@@ -22,6 +22,7 @@ from pipeline.runtime.console import quiet_lightning, say
 if TYPE_CHECKING:
     from data_module.corpus.checks import TextChecker
     from data_module.settings import TextSource
+    from data_module.tokenization.tokenizer import Tokenizer
     from pipeline.config.recipe import Recipe
     from pipeline.runtime.launch import JobStep
 
@@ -69,6 +70,19 @@ class CheckContext:
 
         run = self.recipe.run_folder()
         return None if should_reset(self.reset, run, self.job) else latest_valid(run)[0]
+
+    def earlier_tokenizer(self) -> "Tokenizer | None":
+        """Return the tokenizer of the run that would be resumed or that a new run would start from, if there is one.
+
+        Raises InputError as `load_initial_weights` does.
+        """
+        from pipeline.training.start import load_initial_weights
+
+        if (checkpoint := self.checkpoint()) is not None:
+            from pipeline.checkpointing.checkpoint import read_checkpoint, stored_tokenizer  # imports torch
+
+            return stored_tokenizer(checkpoint, read_checkpoint(checkpoint))
+        return load_initial_weights(self.init_from, self.recipe).tokenizer if self.init_from else None
 
 
 def refuse_mistakes(context: CheckContext) -> None:
@@ -183,10 +197,10 @@ def check_initial_state(context: CheckContext) -> Iterable[CheckResult]:
     if (checkpoint := context.checkpoint()) is not None:
         check_same_run(recipe.run_folder(), recipe)
         if is_corpus(corpus):
-            from pipeline.checkpointing.checkpoint import read_checkpoint, tokenizer_of  # imports torch
+            from pipeline.checkpointing.checkpoint import read_checkpoint, stored_tokenizer  # imports torch
 
             sha256 = read_manifest(corpus)["tokenizer"]["sha256"]
-            check_same_vocabulary(recipe, sha256, tokenizer_of(read_checkpoint(checkpoint)))
+            check_same_vocabulary(recipe, sha256, stored_tokenizer(checkpoint, read_checkpoint(checkpoint)))
     elif context.init_from:
         initial = load_initial_weights(context.init_from, recipe)
         yield CheckResult(True, f"starts from the weights of {initial.path}")
@@ -199,8 +213,11 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
     """
     from data_module.corpus.builder import check_vocabulary_size
     from data_module.corpus.checks import TextChecker, check_folder, check_settings, size_warnings, source_warnings
+    from data_module.corpus.manifest import TOKENIZER_NAME
     from data_module.corpus.pairs import all_available
     from data_module.corpus.preparation import existing_corpus
+    from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.inference.pieces import piece_report
 
     settings = context.recipe.corpus
     # The other ranks of a job would wait too long for text to be read, and `fit` reads it next.
@@ -219,11 +236,18 @@ def check_corpus(context: CheckContext) -> Iterable[CheckResult]:
     if num_read < len(settings.texts()):
         return
     yield from (CheckResult(True, line, is_warning=True) for line in source_warnings(settings, checker))
+    tokenizer = None if context.is_in_use() else context.earlier_tokenizer()
+    if is_prepared:
+        tokenizer = Tokenizer.load(context.recipe.corpus_folder() / TOKENIZER_NAME).also_seen(tokenizer)
+    elif tokenizer is not None:
+        tokenizer = Tokenizer(tokenizer.model)  # What this text adds to the pieces that it has seen is not known.
     # Otherwise the vocabulary, and what the network has learned, come from another run or an earlier start of this one.
     if context.init_from is None and context.checkpoint() is None:
         if not is_prepared:
-            check_vocabulary_size(settings, checker)
+            tokenizer = check_vocabulary_size(settings, checker)
         yield from (CheckResult(True, line, is_warning=True) for line in size_warnings(settings, checker))
+    if tokenizer is not None:
+        yield from (CheckResult(True, line, is_warning=is_note) for line, is_note in piece_report(settings, tokenizer))
 
 
 def check_text(

@@ -80,8 +80,10 @@ def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = No
 
     Raises InputError as `prepare` does.
     """
-    from data_module.corpus.manifest import summary
+    from data_module.corpus.manifest import TOKENIZER_NAME, summary
     from data_module.corpus.preparation import existing_corpus, prepare
+    from data_module.tokenization.tokenizer import Tokenizer
+    from pipeline.inference.pieces import piece_report
 
     # One rank reads all texts to compare their hashes.
     manifest = existing_corpus(settings, compare_texts=process_rank() == 0)
@@ -90,6 +92,9 @@ def ensure_corpus(settings: "CorpusSettings", tokenizer: "Tokenizer | None" = No
         return manifest
     with signals.default_signals():
         manifest = prepare(settings, tokenizer)
+        learned = Tokenizer.load(Path(settings.folder) / TOKENIZER_NAME).also_seen(tokenizer)
+        for line, _ in piece_report(settings, learned):
+            say(line)
     say(summary(manifest))
     return manifest
 

@@ -3,7 +3,6 @@
 Everything that training needs to know is read once, into `Start`, and handed on.
 """
 
-import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,6 +41,8 @@ class ResumePoint:
     """Whether the run was stopped during the validation after this step, which then has to be run again."""
     bleu_tokenizer: str
     """The tokenizer of validation BLEU that the run began with."""
+    tokenizer: "Tokenizer"
+    """That of the corpus, with the pieces that the run and those that it started from have seen."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def open_start(
         resume = None if reset else find_resume_point(recipe, tokenizer, checked=folder is not None)
         if job is not None and folder is not None:
             stack.enter_context(count_start(folder.path, job, resume.path if resume else None))
+        tokenizer = resume.tokenizer if resume else tokenizer.also_seen(initial.tokenizer if initial else None)
         yield Start(recipe, job, folder, reset, resume, initial if resume is None else None, tokenizer, manifest)
 
 
@@ -150,7 +152,7 @@ def choose_bleu_tokenizer(recipe: "Recipe", began: str | None) -> "Choice":
     return choose_tokenizer(requested, language) if began is None else resume_tokenizer(began, requested, language)
 
 
-def check_same_vocabulary(recipe: "Recipe", corpus_sha256: str, run_tokenizer: bytes) -> None:
+def check_same_vocabulary(recipe: "Recipe", corpus_sha256: str, run_tokenizer: "Tokenizer") -> None:
     """Raise InputError if the corpus has another tokenizer than the run that would be resumed.
 
     Args:
@@ -158,7 +160,7 @@ def check_same_vocabulary(recipe: "Recipe", corpus_sha256: str, run_tokenizer: b
         corpus_sha256: SHA-256 of the corpus's tokenizer.
         run_tokenizer: the tokenizer in the run's checkpoint.
     """
-    if hashlib.sha256(run_tokenizer).hexdigest() != corpus_sha256:
+    if run_tokenizer.sha256 != corpus_sha256:
         raise InputError(
             f"{recipe.corpus.folder}: has another vocabulary than the run in {recipe.run_folder()}; name another "
             "corpus.folder, which fit then prepares with the run's vocabulary, or give another run.folder"
@@ -182,17 +184,18 @@ def find_resume_point(recipe: "Recipe", tokenizer: "Tokenizer", checked: bool) -
     if checked:
         allowed = check_same_run(path, recipe)
     # Imported here because torch and Lightning take seconds, and another recipe's run is refused before that.
-    from pipeline.checkpointing.checkpoint import read_checkpoint, tokenizer_of
+    from pipeline.checkpointing.checkpoint import read_checkpoint, stored_tokenizer
     from pipeline.monitoring.validation_samples import bleu_tokenizer_of
     from pipeline.training.graceful_stop import validation_is_pending
 
     contents = read_checkpoint(checkpoint)
+    run_tokenizer = stored_tokenizer(checkpoint, contents)
     if checked:
-        check_same_vocabulary(recipe, tokenizer.sha256, tokenizer_of(contents))
+        check_same_vocabulary(recipe, tokenizer.sha256, run_tokenizer)
         for change in allowed:
             print(printable(f"changed since the last start: {change}"), file=sys.stderr)
     pending, tokenized = validation_is_pending(checkpoint, contents), bleu_tokenizer_of(checkpoint, contents)
-    return ResumePoint(checkpoint, step_of(checkpoint), pending, tokenized)
+    return ResumePoint(checkpoint, step_of(checkpoint), pending, tokenized, run_tokenizer)
 
 
 def finished_reason(recipe: "Recipe", path: Path, step: int) -> str | None:

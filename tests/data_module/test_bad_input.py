@@ -144,7 +144,8 @@ def test_truncated_and_invalid_gzip(place: Workplace) -> None:
         ("one", "1 tab-separated column, not two; correct the line"),
         (
             "a\tb\tc",
-            "3 tab-separated columns, not two; correct the line, or keep two columns of every line (cut -f1,2)",
+            "3 tab-separated columns, not two; correct the line, or make two of every line: cut -f1,2 drops the"
+            " others, sed 's/\\t/ /' joins the first",
         ),
     ],
 )

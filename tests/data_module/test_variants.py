@@ -127,8 +127,19 @@ def test_the_manifest_counts_each_variant(settings: CorpusSettings) -> None:
 def test_validation_is_plain(settings: CorpusSettings, plain: ParallelCorpus) -> None:
     varied = contents(Path(settings.folder))
     for name, content in contents(plain.source.prefix.parent).items():
-        if name.startswith(("validation", "tokenizer")):
+        if name.startswith(("validation", "tokenizer.model")):
             assert varied[name] == content
+
+
+def test_the_tokenizer_records_the_pieces_of_all_variants(settings: CorpusSettings, plain: ParallelCorpus) -> None:
+    for corpora in ([plain], open_variants(Path(settings.folder))):
+        tokenizer = Tokenizer.load(corpora[0].source.prefix.parent / "tokenizer.model")
+        for is_target in (False, True):
+            stores = [corpus.target if is_target else corpus.source for corpus in corpora]
+            found = set(np.concatenate([store.tokens for store in stores]).tolist())
+            special = {tokenizer.pad_id, tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id}
+            never = set(range(tokenizer.vocabulary_size)) - found - special
+            assert tokenizer.never_seen(is_target) == never | {tokenizer.unk_id}
 
 
 def test_dropout_of_one_side(settings: CorpusSettings, plain: ParallelCorpus, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpointing.checkpoint import load_model, resolve_checkpoint
+from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import align_words
-from pipeline.inference.translator import encode_sources
 from tests.conftest import ROOT
 from tests.integration.demo_alignments import aligned_pairs, alignment_error
 

@@ -156,7 +156,8 @@ def test_output_and_warnings_are_those_of_one_process(trained_run: Path, text: P
     assert messages(two.stderr) == [
         f"3 lines, 1, {CHUNK + 2}, {2 * CHUNK + 9}: not valid UTF-8; invalid bytes were replaced",
         f"2 lines, 3, {CHUNK + 1}: longer than the 1024 tokens that the network reads; cut",
-        f"3 lines, 1, {CHUNK + 2}, {2 * CHUNK + 9}: characters that the model has never seen, and cannot read",
+        f"3 lines, 1, {CHUNK + 2}, {2 * CHUNK + 9}: characters that the model has never seen, and cannot read; the"
+        " first is '\N{REPLACEMENT CHARACTER}'",
     ]
 
 

@@ -21,15 +21,16 @@ from pipeline.checkpointing.checkpoint import (
 )
 from pipeline.commands import score
 from pipeline.inference import scoring
+from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import Scorer, align_words
-from pipeline.inference.translator import EMPTY, Translator, encode_sources
+from pipeline.inference.translator import EMPTY, Translator
 from pipeline.training.marian_import import load_marian
 from tests.conftest import pipeline, refusal, sentences
 from tests.model.search_truth import forced_log_probability, make_network, tolerance
 
 SOURCES = [*sentences(12, seed=5), "", "the dog", "\xa0 \u200b", "a ☃"]
 TARGETS = [*sentences(12, seed=6), "the cat", "\ufeff", "\u3000", "the dog"]
-UNKNOWN = "characters that the model has never seen, and cannot read"
+UNKNOWN = "characters that the model has never seen, and cannot read; the first is"
 MARK = "U+2581 (▁), by which sentencepiece marks spaces, was read as a space"
 ROUNDED = 0.5e-4
 """Numbers are printed with four decimals."""
@@ -143,7 +144,7 @@ def test_warnings_name_lines(
     assert [line.partition(": ")[2] for line in output.err.splitlines()[1:]] == [
         "line 5: not valid UTF-8; invalid bytes were replaced",
         "line 2: longer than the 1024 tokens that the network reads; cut",
-        f"3 lines, 3, 4, 5: {UNKNOWN}",
+        f"3 lines, 3, 4, 5: {UNKNOWN} '☃'",
         f"line 4: {MARK}",
     ]
     # Of an n-best list, lines of the source, each once.
@@ -151,7 +152,7 @@ def test_warnings_name_lines(
     write(target, ["1\ta dog", "1\tthe dog", "2\ta", "2\tb", "2\tc", "3\td", "3\t☃"])
     assert main(["score", str(trained_run), "--source", str(source), "--target", str(target), "--n-best", "1"]) == 0
     assert [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()[1:]] == [
-        f"2 lines, 2, 3: {UNKNOWN}",
+        f"2 lines, 2, 3: {UNKNOWN} '☃'",
         f"line 3: {MARK}",
     ]
 

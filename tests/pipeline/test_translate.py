@@ -67,7 +67,8 @@ def test_warnings_have_line_numbers(answer: Any) -> None:
         ("invalid UTF-8", "lone surrogate"), ("long", "one long word"),
         ("control characters", "invalid UTF-8", "lone surrogate"),
     ))  # fmt: skip
-    never = "characters that the model has never seen, and cannot read"
+    never = "characters that the model has never seen, and cannot read; the first is '\\x01\\x02\\x07\\x1b[31'"
+    unseen = "pieces that no training sentence has on this side; write text as the training text is written"
     chosen, *warnings = answer.stderr.decode().splitlines()
     assert "best.ckpt" in chosen
     assert warnings == [
@@ -77,6 +78,7 @@ def test_warnings_have_line_numbers(answer: Any) -> None:
         f"line {numbers['no width']}: U+FEFF inside, as from joined files; remove it (sed 's/\\xEF\\xBB\\xBF//g')",
         f"2 lines, {longer[0]}, {longer[1]}: longer than the 1024 tokens that the network reads; cut",
         f"4 lines, the first are {', '.join(map(str, unknown))}: {never}",
+        f"2 lines, {numbers['control characters']}, {numbers['one long word']}: {unseen}; the first is 'm'",
         f"line {numbers['marks of spaces']}: U+2581 (▁), by which sentencepiece marks spaces, was read as a space",
     ]
 

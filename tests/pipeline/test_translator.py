@@ -13,9 +13,10 @@ from model.padded_transformer import PaddedTransformer
 from model.sampling import Sampling
 from model.settings import DecodingSettings, NetworkSettings
 from model.transformer import Transformer
+from pipeline.inference.pieces import encode_sources
 from pipeline.inference.scoring import score_targets
 from pipeline.inference.text_io import Defects
-from pipeline.inference.translator import EMPTY, Translator, encode_sources, length_batches
+from pipeline.inference.translator import EMPTY, Translator, length_batches
 from tests.conftest import train_tokenizer
 
 WORDS = ["ein", "hund", "läuft", "über", "die", "straße", "und", "bellt", "laut"]

@@ -1,0 +1,190 @@
+"""Pieces that training never had: who counts lines with them; and the pieces that `prepare` and `doctor` show."""
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import pipeline
+from data_module.errors import InputError
+from data_module.tokenization.tokenizer import Tokenizer
+from pipeline.__main__ import main
+from pipeline.inference.options import Prefixes
+from pipeline.inference.pieces import SPACED_SYMBOLS, encode_sources
+from pipeline.inference.text_io import Defects
+from tests.conftest import tiny_recipe
+
+SYMBOLS = ["<N>", "<ACC>", "<PSS1S>", "<PSS1P>"]
+"""User symbols, of which the training text lacks the last one."""
+LINES = ["<N><ACC> k u t a", "", "<N><PSS1P> k u t a", "<N><PSS1> k u t a", "<N><ACC> kuta", "<N><ACC> ж k", "<N> w"]
+"""Fine; empty; a listed symbol and a spelled-out one; letters that stand together; unknown; a letter of targets."""
+UNSEEN = "pieces that no training sentence has on this side; write text as the training text is written; the first is"
+UNKNOWN = "characters that the model has never seen, and cannot read; the first is"
+
+
+def write_pairs(path: Path, count: int) -> None:
+    chooser = random.Random(count)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(count):
+            tag, letters = chooser.choice(SYMBOLS[1:3]), " ".join(chooser.choices("kuta", k=chooser.randint(1, 6)))
+            file.write(f"<N>{tag} {letters}\t{letters} w\n")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("tags")
+    for name, count in (("train", 300), ("validation", 20), ("test", 10)):
+        write_pairs(folder / f"{name}.tsv", count)
+    with (folder / "test.tsv").open("a", encoding="utf-8") as file:
+        file.writelines(f"{line}\tk w\n" for line in LINES if line)
+        file.write("<N> k\tк\n")
+    values = tiny_recipe(folder) | {"name": "tags"}
+    values["corpus"] = {
+        "folder": str(folder / "corpus"),
+        **{name: {"tsv": str(folder / f"{name}.tsv")} for name in ("train", "validation", "test")},
+        "user_symbols": SYMBOLS,
+        "vocabulary_size": 26,
+    }
+    values["run"] |= {"folder": str(folder / "run")}
+    values["trainer"] |= {"max_steps": 2, "val_check_interval": 2}
+    return values
+
+
+@pytest.fixture(scope="module")
+def run(recipe: dict[str, Any]) -> Path:
+    return pipeline.train(recipe)
+
+
+@pytest.fixture
+def recipe_path(recipe: dict[str, Any], tmp_path: Path) -> Path:
+    (tmp_path / "tags.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path / "tags.yaml"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text").write_text("\n".join(LINES) + "\n", encoding="utf-8")
+    return tmp_path / "text"
+
+
+def test_translate_names_the_first_piece_and_line(run: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", str(run), "--source", str(text)]) == 0
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        f"line 6: {UNKNOWN} 'ж'",
+        f"4 lines, the first are 3, 4, 5: {UNSEEN} '<PSS1P>'",
+    ]
+
+
+def test_evaluate_counts_sources_and_score_both_sides(
+    run: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = tmp_path / "targets"
+    targets.write_text("k w\n" * 5 + "w k\n" + "k <N>\n")
+    assert main(["evaluate", str(run), "--source", str(text), "--reference", str(targets)]) == 0
+    assert f": 4 lines, the first are 3, 4, 5: {UNSEEN} '<PSS1P>'" in capsys.readouterr().err
+    assert main(["score", str(run), "--source", str(targets), "--target", str(targets)]) == 0
+    assert f": 7 lines, the first are 1, 2, 3: {UNSEEN} 'w'" in capsys.readouterr().err
+    text.write_text("<N><ACC> k\n" * 7)
+    assert main(["score", str(run), "--source", str(text), "--target", str(targets)]) == 0
+    assert f": line 7: {UNSEEN} '<N>'" in capsys.readouterr().err
+
+
+def test_the_api_counts_sentences(run: Path) -> None:
+    model = pipeline.load(run)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        model.translate(LINES)
+        assert [str(one.message) for one in caught] == [
+            f"sentence 6: {UNKNOWN} 'ж'",
+            f"4 sentences, the first are 3, 4, 5: {UNSEEN} '<PSS1P>'",
+        ]
+        caught.clear()
+        model.translate(LINES[:2])
+        assert not caught
+
+
+def test_doctor_counts_held_out_lines(
+    run: Path, recipe: dict[str, Any], recipe_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Empty lines are none of a corpus's, so that the places are those of the file."""
+    assert main(["doctor", "--config", str(recipe_path)]) == 0
+    lines, test = capsys.readouterr().out.splitlines(), recipe["corpus"]["test"]["tsv"]
+    assert f"note  {test}, source: 4 lines, the first are 12, 13, 14: {UNSEEN} '<PSS1P>'" in lines
+    assert f"note  {test}, source: line 15: {UNKNOWN} 'ж'" in lines
+    assert f"note  {test}, target: line 17: {UNKNOWN} 'к'" in lines
+    assert not [line for line in lines if "validation.tsv, " in line]
+
+
+def test_prepare_and_doctor_show_pieces(
+    recipe: dict[str, Any], tmp_path: Path, recipe_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the corpus is prepared, and after."""
+    train = tmp_path / "train.tsv"
+    rest = "<N><PSS1S> a t\ta w\n" * 300
+    train.write_text("<N><ACC> k u\tk u w\n" + "<N> <ACC> k u t a\t" + "k " * 60 + "w\n" + rest)
+    options = ["--config", str(recipe_path), "--corpus.folder", str(tmp_path / "corpus")]
+    options += ["--corpus.vocabulary_size", "27"]
+    options += ["--run.folder", str(tmp_path / "run"), "--corpus.train.tsv", str(train)]
+    expected = [
+        "source 1 as pieces: ▁ <N> <ACC> ▁k ▁u",
+        "source 2 as pieces: ▁ <N> ▁ <ACC> ▁k ▁u ▁t ▁a",
+        "target 1 as pieces: ▁k ▁u ▁w",
+        f"target 2 as pieces: {'▁k ' * 50}…",
+    ]
+    for command in ("doctor", "prepare", "doctor"):
+        assert main([command, *options]) == 0
+        printed = "".join(capsys.readouterr())
+        assert [line.removeprefix("ok    ") for line in printed.splitlines() if " as pieces: " in line] == expected
+        assert SPACED_SYMBOLS in printed
+    train.write_text("<N><ACC> k u\tk u w\n" + "\u200b t\t\u200b w\n" + rest)
+    assert main(["prepare", *options, "--force"]) == 0
+    printed = capsys.readouterr().err
+    assert "source 2 as pieces: ▁ '\\u200b' ▁t\n" in printed  # it has no width
+    assert SPACED_SYMBOLS not in printed
+
+
+def test_a_bundle_has_the_record(run: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(run), str(tmp_path / "bundle"), "--format", "torchscript"]) == 0
+    capsys.readouterr()
+    assert main(["translate", str(tmp_path / "bundle"), "--source", str(text)]) == 0
+    assert f"4 lines, the first are 3, 4, 5: {UNSEEN} '<PSS1P>'" in capsys.readouterr().err
+
+
+def test_without_a_record_nothing_counts(run: Path, tmp_path: Path, text: Path, capsys: Any) -> None:
+    """As in checkpoints of 1.0."""
+    contents = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)
+    assert contents["translation"].pop("seen_pieces").dtype == torch.uint8
+    torch.save(contents, tmp_path / "old.ckpt")
+    assert main(["translate", str(tmp_path / "old.ckpt"), "--source", str(text)]) == 0
+    assert capsys.readouterr().err.splitlines()[1:] == [f"line 6: {UNKNOWN} 'ж'"]
+
+
+def test_a_run_from_another_has_seen_what_both_have(
+    run: Path, recipe: dict[str, Any], tmp_path: Path, recipe_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When it is resumed too."""
+    train = tmp_path / "train.tsv"
+    train.write_text("<N><PSS1P> k a\tk a w\n" * 50)
+    options = ["--config", str(recipe_path), "--corpus.folder", str(tmp_path / "corpus"), "--init-from", str(run)]
+    options += ["--run.folder", str(tmp_path / "run"), "--corpus.train.tsv", str(train)]
+    expected = ["", "", "", "<", "u", "", "w"]
+    for steps in ("2", "4"):
+        assert main(["fit", *options, "--trainer.max_steps", steps]) == 0
+        assert main(["doctor", *options]) == 0
+        assert "3 lines, 13, 14, 16: " in capsys.readouterr().out
+        tokenizer = pipeline.load(tmp_path / "run")._translator.tokenizer
+        assert [one.unseen for one in encode_sources(tokenizer, LINES, None, Prefixes())[1]] == expected
+    own = Tokenizer.load(tmp_path / "corpus" / "tokenizer.model")
+    assert encode_sources(own, ["<N><ACC> k"], None, Prefixes())[1] == [Defects(unseen="<ACC>")]
+
+
+def test_a_record_of_another_vocabulary_is_refused(run: Path, recipe: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(Path(recipe["corpus"]["folder"]) / "tokenizer.model")
+    tokenizer.save(tmp_path / "tokenizer.model")
+    assert Tokenizer.load(tmp_path / "tokenizer.model").seen == tokenizer.seen
+    (tmp_path / "tokenizer.seen").write_bytes(b"\3" * 25)
+    with pytest.raises(InputError, match=r"26 pieces, and the record of trained ones has 25; run prepare again"):
+        Tokenizer.load(tmp_path / "tokenizer.model")
