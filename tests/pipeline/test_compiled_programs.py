@@ -114,11 +114,12 @@ def test_what_was_checked_is_loaded(
         assert path.stat().st_mode & 0o022 == 0
 
     def load_late(checked: Path) -> ctypes.CDLL:
-        path.unlink()
-        path.write_text("something else")
+        for late in cache.glob("late-*.so"):  # none while it is being compiled
+            late.unlink()
+            late.write_text("something else")
         return load_square(checked)
 
-    assert load_program(square._replace(load=load_late)).square(5) == 25
+    assert load_program(square._replace(name="late", load=load_late)).square(5) == 25
     # Another program is another library, though the first one's file might have been closed.
     square.sources[1].write_text("inline int product(int x, int y) { return 9 - 2 * (x + 3) * (y > -9); }\n")
     other = load_program(square._replace(name="other"))
