@@ -195,7 +195,9 @@ def test_a_rank_goes_past_strangers_that_listen(monkeypatch: pytest.MonkeyPatch)
         connection, _ = parrot.accept()
         with connection:
             connection.sendall(connection.recv(1 << 16))
+            heard.append(connection.recv(1 << 16))
 
+    heard: list[bytes] = []
     stores = []
     threads = [threading.Thread(target=repeat, daemon=True)]
     for rank in (1, 0):
@@ -207,6 +209,8 @@ def test_a_rank_goes_past_strangers_that_listen(monkeypatch: pytest.MonkeyPatch)
         thread.join()
     assert len(stores) == 2
     assert not store.check(["rendezvous/1"])
+    threads[0].join()
+    assert heard == [b""]  # A rank tells nothing of itself before the other has proven that it has the token.
     parrot.close()
 
 
